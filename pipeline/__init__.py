@@ -12,7 +12,7 @@ def make_shards(config: "TokenizeConfig") -> "Manifest":
 
     What an interrupted call has left is finished. Raises ``infra.errors.UserError`` for what a user can correct.
     """
-    from infra.command import for_a_program
+    from infra.cli.command import for_a_program
     from pipeline.shards import read_manifest
     from pipeline.tokenize import main
 

@@ -8,8 +8,8 @@ from collections.abc import Callable
 from pathlib import Path
 
 from infra.errors import UserError
-from infra.storage import lock
-from infra.storage_dir import StorageDir, scratch
+from infra.storage.directory import StorageDir, scratch
+from infra.storage.files import lock
 from pipeline.shards import MANIFEST, VOCABULARY_FILE, Manifest, read_manifest
 
 PATIENCE = 24 * 3600.0

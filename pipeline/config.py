@@ -9,11 +9,11 @@ from typing import Annotated, Any, ClassVar, Literal
 
 import tyro
 
+from infra.cli.options import Address, JoinsRay, Switch, TrackingUri
+from infra.cli.units import Bytes
+from infra.device.host import cpu_count
 from infra.errors import UserError
-from infra.host import cpu_count
-from infra.options import Address, JoinsRay, Switch, TrackingUri
 from infra.schema import strict
-from infra.units import Bytes
 
 MIRROR = "https://gutenberg.pglaf.org"
 """Project Gutenberg's mirror for robots."""

@@ -14,13 +14,13 @@ import numpy as np
 import tyro
 from rich.markup import escape
 
-from infra import command
-from infra.console import console, errors
+from infra.cli import command
+from infra.cli.console import console, errors
+from infra.cli.table import Part
+from infra.device.host import cpu_count
 from infra.errors import UserError
-from infra.host import cpu_count
-from infra.storage_dir import StorageDir
-from infra.table import Part
-from pipeline.encoding.vocabulary import VOCABULARY_SHA256, vocabulary_at
+from infra.storage.directory import StorageDir
+from pipeline.encoding.tokenizer import VOCABULARY_SHA256, vocabulary_at
 from pipeline.shards import MANIFEST, SPLITS, VOCABULARY_FILE, Manifest, Shard, ShardInfo, read_manifest
 
 

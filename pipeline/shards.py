@@ -25,8 +25,8 @@ import xxhash
 
 from infra.errors import UserError, first_line
 from infra.schema import from_json, strict, to_json
-from infra.storage_dir import StorageDir
-from infra.tracking.key import RunKey
+from infra.storage.directory import StorageDir
+from infra.tracking.run_ref import RunKey
 
 FORMAT_VERSION = 1
 MANIFEST = "manifest.json"

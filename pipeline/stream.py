@@ -19,7 +19,7 @@ from infra.errors import UserError
 from pipeline.books.readers import Dropped, Part, RawBook
 from pipeline.books.sources import Inventory, find
 from pipeline.config import Reading, TokenizeConfig
-from pipeline.encoding.vocabulary import read_vocabulary
+from pipeline.encoding.tokenizer import read_vocabulary
 from pipeline.job.executor import answers
 from pipeline.job.plan import Piece, is_one_book, make_plan, position_of
 from pipeline.job.report import Stopwatch

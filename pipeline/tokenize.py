@@ -14,19 +14,20 @@ from typing import TYPE_CHECKING
 
 import numpy as np
 
-from infra import command, provenance
-from infra.cluster import connected
-from infra.console import console
+from infra.cli import command
+from infra.cli.console import console
+from infra.cli.progress import doing
+from infra.cli.units import format_duration
+from infra.device import provenance
 from infra.errors import UserError
-from infra.machines import ask_others, losses_reported, refuse_unshared
-from infra.progress import doing
-from infra.storage_dir import StorageDir, WorkingCopy
+from infra.ray.cluster import connected
+from infra.ray.machines import ask_others, losses_reported, refuse_unshared
+from infra.storage.directory import StorageDir, WorkingCopy
 from infra.tracking.names import changed, shown
-from infra.units import format_duration
 from pipeline.config import TokenizeConfig
 from pipeline.job import output, processes, ray_data, report
-from pipeline.job.carried import embed_local_files
 from pipeline.job.crash_guard import forget
+from pipeline.job.embedded_files import embed_local_files
 from pipeline.job.plan import Job, Piece
 from pipeline.shards import MANIFEST, QUARANTINE, TRACKING, Manifest
 

@@ -13,17 +13,17 @@ from typing import Annotated
 import tyro
 import xxhash
 
-from infra import command
-from infra.console import console
+from infra.cli import command
+from infra.cli.console import console
+from infra.cli.progress import Doing, doing
+from infra.cli.units import Bytes
 from infra.errors import UserError
-from infra.progress import Doing, doing
-from infra.storage_dir import StorageDir
-from infra.units import Bytes
+from infra.storage.directory import StorageDir
 from pipeline.books.readers import Dropped
 from pipeline.books.sources import find
 from pipeline.config import SAMPLE, Cleaning, TokenizeConfig
 from pipeline.encoding.formats import END
-from pipeline.encoding.vocabulary import Vocabulary, gpt2
+from pipeline.encoding.tokenizer import Vocabulary, gpt2
 from pipeline.job.plan import Piece, make_plan
 from pipeline.job.task import cleaned, or_dropped, read
 

@@ -27,8 +27,8 @@ import requests
 import torch
 from hypothesis import HealthCheck, settings
 
-from infra import object_storage
-from infra.storage_dir import StorageDir
+from infra.storage import object_storage
+from infra.storage.directory import StorageDir
 from pipeline.shards import Manifest, ShardRow, write_shard
 from train.model_config import ModelConfig
 
@@ -214,9 +214,9 @@ def cluster() -> Iterator[str]:
     """
     hold = """
 import os, sys
-from infra.cluster import _SETTINGS
+from infra.ray.cluster import _SETTINGS
 os.environ.update(_SETTINGS, RAY_prestart_worker_first_driver="0")
-from infra.local_ray import only_needed_processes
+from infra.ray.local_ray import only_needed_processes
 import ray  # and not by connected(), whose own Ray is for nobody else to join
 with only_needed_processes():
     ray.init(address="local", include_dashboard=False, log_to_driver=False)
@@ -235,7 +235,7 @@ sys.stdin.read()
 @pytest.fixture(scope="module")
 def joined(cluster: str) -> Iterator[str]:
     """The address of the shared Ray, which this process joins once for a module's tests, and so keeps Ray's workers."""
-    from infra.cluster import connected
+    from infra.ray.cluster import connected
 
     with connected(cluster):
         yield cluster

@@ -11,19 +11,19 @@ PRIVATE = re.compile(rf"(?:{'|'.join(LIBRARIES)})(?:\.\w+)*?\._(?!_)\w+(?:\.\w+)
 
 ALLOWED = {
     # Private: the one file that may.
-    ("infra/local_ray.py", "ray._private.ray_constants"),
-    ("infra/local_ray.py", "ray._private.services"),
-    ("infra/local_ray.py", "ray._private.node"),
-    ("infra/local_ray.py", "ray._raylet"),
+    ("infra/ray/local_ray.py", "ray._private.ray_constants"),
+    ("infra/ray/local_ray.py", "ray._private.services"),
+    ("infra/ray/local_ray.py", "ray._private.node"),
+    ("infra/ray/local_ray.py", "ray._raylet"),
     # torch's documentation and recipes use these names.
     ("train/loop/execution.py", "torch._inductor.config"),
     ("train/profile/record.py", "torch._inductor.config"),
     ("train/profile/memory_timeline.py", "torch.cuda.memory._dump_snapshot"),
     ("train/profile/memory_timeline.py", "torch.cuda.memory._record_memory_history"),
-    ("train/model/recompute.py", "torch.ops.aten._scaled_dot_product_cudnn_attention.default"),
-    ("train/model/recompute.py", "torch.ops.aten._scaled_dot_product_efficient_attention.default"),
-    ("train/model/recompute.py", "torch.ops.aten._scaled_dot_product_flash_attention.default"),
-    ("train/model/recompute.py", "torch.ops.aten._scaled_dot_product_flash_attention_for_cpu.default"),
+    ("train/models/recompute.py", "torch.ops.aten._scaled_dot_product_cudnn_attention.default"),
+    ("train/models/recompute.py", "torch.ops.aten._scaled_dot_product_efficient_attention.default"),
+    ("train/models/recompute.py", "torch.ops.aten._scaled_dot_product_flash_attention.default"),
+    ("train/models/recompute.py", "torch.ops.aten._scaled_dot_product_flash_attention_for_cpu.default"),
 }
 
 
@@ -90,4 +90,4 @@ def test_no_private_attribute_is_used_that_is_not_ours() -> None:
         if isinstance(node, ast.Attribute) and re.match("_(?!_)", node.attr)
     }
     # torchao exports it, and its README shows it.
-    assert {use for use in private if use[1] not in ours | listed} == {("train/model/optimizer.py", "_AdamW")}
+    assert {use for use in private if use[1] not in ours | listed} == {("train/models/optimizer.py", "_AdamW")}

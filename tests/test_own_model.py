@@ -13,11 +13,11 @@ import torch
 from safetensors.torch import load_file
 from transformers import GPT2Config, GPT2LMHeadModel
 
-from infra.cluster import connected
+from infra.device.hardware import cpu_facts
 from infra.errors import UserError
-from infra.hardware import cpu_facts
-from infra.storage import write_json
-from pipeline.encoding.vocabulary import read_vocabulary
+from infra.ray.cluster import connected
+from infra.storage.files import write_json
+from pipeline.encoding.tokenizer import read_vocabulary
 from pipeline.shards import MANIFEST, VOCABULARY_FILE
 from pipeline.vocabulary import VocabularyConfig
 from pipeline.vocabulary import main as train_vocabulary
@@ -27,14 +27,14 @@ from train.custom_model import CustomModel
 from train.estimate import flops
 from train.estimate.memory import predict_peak
 from train.estimate.probe import line
-from train.hugging_face import write_model
 from train.loop.execution import build
 from train.loop.trainer import Trainer
-from train.model import custom
-from train.model.published import published_weights
 from train.model_config import ModelConfig, format_model, parse_model
+from train.models import custom
+from train.models.hf_weights import published_weights
 from train.profile import __main__ as profile
-from train.resolve import resolve
+from train.reporting.hugging_face import write_model
+from train.resolved import resolve
 from tune import ladder, search
 
 MODELS = Path(__file__).parent / "models"

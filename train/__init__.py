@@ -16,9 +16,9 @@ def train(config: "TrainConfig", name: str | None = None, out: str = "runs") -> 
     """
     import json
 
-    from infra.command import for_a_program
+    from infra.cli.command import for_a_program
     from infra.schema import from_json
-    from infra.storage_dir import StorageDir
+    from infra.storage.directory import StorageDir
     from train import run
     from train.result import RunResult
 

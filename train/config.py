@@ -14,10 +14,10 @@ from typing import Annotated, Any, ClassVar, Literal, get_args, get_origin, get_
 import tyro
 from pydantic import BeforeValidator, PlainSerializer
 
+from infra.cli.units import SecondsOrNone, check_numbers, one_word
 from infra.errors import UserError
 from infra.schema import from_json, strict, to_json
-from infra.storage_dir import StorageDir
-from infra.units import SecondsOrNone, check_numbers, one_word
+from infra.storage.directory import StorageDir
 from pipeline.config import Reading
 from train.model_config import PRESETS, Model, ModelConfig, format_model
 

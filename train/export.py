@@ -7,19 +7,19 @@ from typing import Annotated
 
 import tyro
 
-from infra import command
-from infra.console import console
+from infra.cli import command
+from infra.cli.console import console
+from infra.cli.options import Checkpoint, Runs
+from infra.cli.progress import doing
 from infra.errors import UserError
-from infra.object_storage import is_remote
-from infra.options import Checkpoint, Runs
-from infra.progress import doing
-from infra.storage_dir import StorageDir
-from infra.tracking.key import RunKey
-from train.checkpoint.find import find_checkpoint
-from train.checkpoint.progress import read_progress
-from train.checkpoint.run_folder import RunFolder
+from infra.storage.directory import StorageDir
+from infra.storage.object_storage import is_remote
+from infra.tracking.run_ref import RunKey
 from train.config import config_from_json
 from train.custom_model import CustomModel
+from train.run_files.lookup import find_checkpoint
+from train.run_files.progress import read_progress
+from train.run_files.run_folder import RunFolder
 
 
 @dataclass(frozen=True)
@@ -55,7 +55,7 @@ def export(config: ExportConfig) -> int:
     key = run_of(checkpoint, config.register)
     name = run_name(checkpoint, key)
     with doing("writing the model"):
-        from train.hugging_face import write_model
+        from train.reporting.hugging_face import write_model
 
         loading = write_model(checkpoint, config.to, f"{name}, MLflow run {key.run_id}" if key else "")
     console.print(f"{config.to}: {loading}")
@@ -71,7 +71,7 @@ def export(config: ExportConfig) -> int:
             model = (config.register, register(key, config.register, config.to, kind.vocabulary, trained))
         console.print(f"registered: mlflow.pyfunc.load_model('models:/{'/'.join(model)}')")
     with doing("recording the export in MLflow"):
-        from train.tracking import record_export
+        from train.reporting.tracking import record_export
 
         record_export(key, progress.step, config.to.resolve(), model)
     return 0

@@ -2,15 +2,15 @@
 
 from dataclasses import dataclass
 
-from infra import command
-from infra.console import console
+from infra.cli import command
+from infra.cli.console import console
+from infra.cli.options import Checkpoint, Runs
+from infra.cli.progress import doing
 from infra.errors import UserError
-from infra.options import Checkpoint, Runs
-from infra.progress import doing
-from train.checkpoint.find import find_checkpoint
-from train.checkpoint.progress import read_progress
 from train.config import config_from_json
 from train.model_config import format_model
+from train.run_files.lookup import find_checkpoint
+from train.run_files.progress import read_progress
 
 
 @dataclass(frozen=True)

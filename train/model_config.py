@@ -8,9 +8,9 @@ from typing import Annotated, Any
 
 from pydantic import BeforeValidator
 
+from infra.cli.units import one_word, or_none
 from infra.errors import UserError
 from infra.schema import from_json, strict
-from infra.units import one_word, or_none
 from train.custom_model import CustomModel, check_sizes, source_sha256
 
 
@@ -195,7 +195,7 @@ AnyModel = ModelConfig | CustomModel
 - ``described``: what was found of it by running it, in words; empty where formulas know it
 
 Only its arithmetic (:mod:`train.estimate.flops`), its memory (:mod:`train.estimate.memory`) and the module itself
-(:mod:`train.loop.execution`, :mod:`train.hugging_face`) differ by its type.
+(:mod:`train.loop.execution`, :mod:`train.reporting.hugging_face`) differ by its type.
 """
 
 _MODEL = one_word("MODEL[,NAME=VALUE...]", (ModelConfig, CustomModel), parse_model, format_model)

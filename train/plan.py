@@ -6,14 +6,14 @@ from typing import Annotated, ClassVar
 import tyro
 from rich.table import Table
 
-from infra import command
-from infra.console import console
+from infra.cli import command
+from infra.cli.console import console
+from infra.cli.units import BytesOrNone
+from infra.device.hardware import device_facts
 from infra.errors import UserError
-from infra.hardware import device_facts
-from infra.units import BytesOrNone
 from train.config import TrainConfig
 from train.model_config import format_model
-from train.resolve import choices, resolve_for_plan, said
+from train.resolved import choices, resolve_for_plan, said
 
 
 @dataclass(frozen=True)
@@ -59,7 +59,7 @@ def main() -> None:
 def plan(options: PlanOptions) -> None:
     """Print all tables of the plan. torch is imported here, so that invalid flags are reported at once."""
     from train.estimate import forecast, network, roofline
-    from train.estimate.card import planned
+    from train.estimate.gpu_rates import planned
 
     training, limit = _with_tokenizer(options.training), options.memory_limit
     card = planned(options.gpu) if options.gpu else None
@@ -98,7 +98,7 @@ def plan(options: PlanOptions) -> None:
 def _with_tokenizer(training: TrainConfig) -> TrainConfig:
     """``training`` with the tokenizer of its data, as it would run; unchanged if there are no data for the model."""
     from pipeline.shards import read_manifest
-    from train.data.text import with_vocabulary_of
+    from train.data.tokenizer import with_vocabulary_of
 
     try:
         return with_vocabulary_of(training, read_manifest(training.data))

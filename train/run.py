@@ -9,25 +9,25 @@ from typing import Annotated, ClassVar
 
 import tyro
 
-from infra import command, flags
-from infra.cluster import connected
-from infra.command import INTERRUPTED
-from infra.console import console
+from infra.cli import command, flags
+from infra.cli.command import INTERRUPTED
+from infra.cli.console import console
+from infra.cli.options import Address, ConfigFile, TrackingUri
+from infra.cli.progress import IMPORTING, doing
+from infra.cli.units import BytesOrNone, format_size
+from infra.device.hardware import DeviceFacts
 from infra.errors import UserError
-from infra.hardware import DeviceFacts
-from infra.machines import refuse_unshared
-from infra.options import Address, ConfigFile, TrackingUri
-from infra.progress import IMPORTING, doing
-from infra.storage import write_json
-from infra.tracking.key import RunKey
-from infra.units import BytesOrNone, format_size
-from train.checkpoint.find import resume_run, saved_config
-from train.checkpoint.run_folder import RunFolder, make, new_run
+from infra.ray.cluster import connected
+from infra.ray.machines import refuse_unshared
+from infra.storage.files import write_json
+from infra.tracking.run_ref import RunKey
 from train.config import TrainConfig, load_config
-from train.confirmed import confirmed_by
-from train.launch.run import RunPlan
+from train.launch.job import RunPlan
 from train.model_config import short_name
-from train.resolve import continued, facts_here, resolve, without
+from train.resolved import continued, facts_here, resolve, without
+from train.run_files.lookup import resume_run, saved_config
+from train.run_files.run_folder import RunFolder, make, new_run
+from train.search_reference import confirmed_by
 
 
 @dataclass(frozen=True)
@@ -126,9 +126,9 @@ def recorded(run: RunPlan, tracking_uri: str | None, file: str | None) -> int:
     """Train on the connected Ray, by settings that a search may have left in ``file``; returns the exit code."""
     from infra.tracking.tracker import Tracker
     from infra.tracking.views import ui_link
-    from train import report, tracking
-    from train.charts import record_curves
     from train.launch.driver import train_and_record
+    from train.reporting import report, tracking
+    from train.reporting.charts import record_curves
 
     home, facts = run.home, _facts(run)
     asked = continued(run.asked, run.progress.config) if run.progress else run.asked
@@ -178,7 +178,7 @@ def run_in_mlflow(home: RunFolder, tracking_uri: str | None, *, starts: bool) ->
     A resumed run continues its earlier MLflow run. If that is not in the store that ``--tracking-uri`` names, or not
     known on this machine, a new one records the whole run.
     """
-    from infra import provenance
+    from infra.device import provenance
     from infra.tracking.store import create_run, has_run, reopen_run, store_uri
 
     key = None if starts else home.key(tracking_uri and store_uri(tracking_uri))

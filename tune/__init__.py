@@ -19,11 +19,11 @@ def find_fastest(config: "SearchConfig") -> "TrainConfig":
     import dataclasses
     import json
 
-    from infra.command import INTERRUPTED, for_a_program
+    from infra.cli.command import INTERRUPTED, for_a_program
     from infra.errors import UserError
     from train.config import config_from_json
-    from tune.folder import place_of
-    from tune.plan import search_name
+    from tune.experiment.folder import place_of
+    from tune.experiment.search_plan import search_name
     from tune.search import run
 
     config = dataclasses.replace(config, name=search_name(config))

@@ -6,11 +6,11 @@ from typing import Annotated, Any, ClassVar, Literal
 
 import tyro
 
+from infra.cli.options import Address, ConfigFile, JoinsRay, Switch, TrackingUri
+from infra.cli.units import BytesOrNone, Seconds, SecondsOrNone, check_numbers
 from infra.errors import UserError
-from infra.options import Address, ConfigFile, JoinsRay, Switch, TrackingUri
 from infra.schema import strict, to_json
-from infra.storage_dir import StorageDir
-from infra.units import BytesOrNone, Seconds, SecondsOrNone, check_numbers
+from infra.storage.directory import StorageDir
 from train.config import Cycle, CycleText, Device, TrainConfig
 from train.model_config import ModelOrNone
 from tune.space import parse_knobs

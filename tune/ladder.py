@@ -5,10 +5,10 @@ from dataclasses import replace
 from functools import partial
 from pathlib import Path
 
-from infra import command, flags
-from infra.progress import IMPORTING, doing
+from infra.cli import command, flags
+from infra.cli.progress import IMPORTING, doing
 from tune.config import LadderConfig
-from tune.folder import place_of, read_config
+from tune.experiment.folder import place_of, read_config
 
 
 def main() -> None:
@@ -25,7 +25,7 @@ def defaults() -> LadderConfig:
 def run(config: LadderConfig) -> int:
     """Run a ladder. torch, Ray and MLflow are imported here, so that invalid flags are reported at once."""
     with doing(IMPORTING):
-        from tune.session import conduct
+        from tune.experiment.session import conduct
         from tune.suite.plan import introduce, make_ladder
         from tune.suite.report import load, publish
 

@@ -2,11 +2,11 @@
 
 import dataclasses
 
-from infra import command, flags
-from infra.progress import IMPORTING, doing
+from infra.cli import command, flags
+from infra.cli.progress import IMPORTING, doing
 from train.config import load_config
 from tune.config import SearchConfig
-from tune.folder import place_of, read_config
+from tune.experiment.folder import place_of, read_config
 
 
 def main() -> None:
@@ -24,9 +24,9 @@ def defaults() -> SearchConfig:
 def run(config: SearchConfig) -> int:
     """Run a search. torch, Ray and MLflow are imported here, so that invalid flags are reported at once."""
     with doing(IMPORTING):
-        from tune.plan import make_search
-        from tune.report import introduce, publish
-        from tune.session import conduct
+        from tune.experiment.search_plan import make_search
+        from tune.experiment.session import conduct
+        from tune.reporting.report import introduce, publish
 
     return conduct(config, make_search, introduce, publish)
 

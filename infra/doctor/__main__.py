@@ -13,15 +13,15 @@ from typing import TYPE_CHECKING, Annotated
 
 import tyro
 
-from infra import command
-from infra.console import console
+from infra.cli import command
+from infra.cli.console import console
+from infra.cli.options import Switch, TrackingUri
+from infra.cli.progress import IMPORTING, doing
+from infra.cli.table import Part, Report
+from infra.device.hardware import device_facts
 from infra.doctor import allreduce
 from infra.errors import UserError
-from infra.hardware import device_facts
-from infra.options import Switch, TrackingUri
-from infra.progress import IMPORTING, doing
-from infra.storage_dir import StorageDir, scratch
-from infra.table import Part, Report
+from infra.storage.directory import StorageDir, scratch
 
 if TYPE_CHECKING:
     from infra.doctor import checks, nodes
@@ -59,8 +59,9 @@ def examine(options: DoctorOptions) -> int:
     torch and MLflow are imported here, so that invalid flags are reported at once.
     """
     with doing(IMPORTING):
-        from infra import provenance
-        from infra.doctor import ceilings, checks, nodes
+        from infra import ceilings
+        from infra.device import provenance
+        from infra.doctor import checks, nodes
         from infra.tracking.store import create_run
         from infra.tracking.tracker import Tracker
 

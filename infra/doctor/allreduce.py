@@ -10,9 +10,9 @@ import time
 from dataclasses import dataclass
 from typing import Any
 
-from infra.cluster import connected
 from infra.errors import UserError
-from infra.machines import await_room
+from infra.ray.cluster import connected
+from infra.ray.machines import await_room
 
 SIZES = (2**18, 2**22, 2**26)
 """Bytes reduced at once; DDP's buckets are 25 MiB."""
@@ -68,7 +68,7 @@ def reduce_all() -> dict[str, Any]:
     import torch
     import torch.distributed as dist
 
-    from infra.doctor import ceilings
+    from infra import ceilings
 
     cuda = dist.get_backend() == "nccl"
     device = torch.device("cuda", torch.cuda.current_device()) if cuda else torch.device("cpu")

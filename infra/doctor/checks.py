@@ -14,11 +14,11 @@ import torch
 from torch.nn import functional
 from torch.nn.attention import SDPBackend, sdpa_kernel
 
-from infra.gpu import GpuState, read_gpu
-from infra.hardware import device_facts, peak_flops
-from infra.host import cpu_count
-from infra.telemetry import THROTTLED
-from infra.units import GB
+from infra.cli.units import GB
+from infra.device.gpu import GpuState, read_gpu
+from infra.device.hardware import device_facts, peak_flops
+from infra.device.host import cpu_count
+from infra.device.telemetry import THROTTLED
 
 SPARE = 20 * 10**9
 """Minimum free disk space in bytes for checkpoints and traces."""
@@ -96,7 +96,7 @@ def cpu() -> list[Check]:
 
 def gpu(state: GpuState | None, name: str) -> list[Check]:
     """The GPU with torch's ``name``, its state in NVML, and other processes on it."""
-    peak_fix = "no peak FLOP/s listed in infra/hardware.py, so MFU cannot be computed; add the GPU there"
+    peak_fix = "no peak FLOP/s listed in infra/device/hardware.py, so MFU cannot be computed; add the GPU there"
     results = [Check("GPU", name, "" if peak_flops(name) else peak_fix)]
     if state is None:
         fix = "memory by process and clocks are unknown; check nvidia-smi"

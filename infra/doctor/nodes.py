@@ -10,14 +10,14 @@ from dataclasses import asdict, dataclass, field
 from importlib.metadata import PackageNotFoundError, version
 from typing import Any
 
-from infra import host
-from infra.cluster import connected
+from infra.cli.units import GB
+from infra.device import host
+from infra.device.gpu import read_gpu
 from infra.errors import UserError, first_line
-from infra.gpu import read_gpu
-from infra.machines import ask_nodes
-from infra.storage import TEMPORARY
-from infra.storage_dir import StorageDir, scratch
-from infra.units import GB
+from infra.ray.cluster import connected
+from infra.ray.machines import ask_nodes
+from infra.storage.directory import StorageDir, scratch
+from infra.storage.files import TEMPORARY
 
 ANSWER_SECONDS = 45.0
 """Time limit for a machine to describe itself; a process must start there."""
@@ -124,7 +124,7 @@ def describe() -> MachineReport:
 
 def rates() -> Rates:
     """Measure this machine's matrix products."""
-    from infra.doctor import ceilings
+    from infra import ceilings
 
     device, name = ceilings.first_device()
     return Rates(socket.gethostname(), name, ceilings.matmul_rates(device))

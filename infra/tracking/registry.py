@@ -16,7 +16,7 @@ from mlflow.tracking import MlflowClient
 from mlflow.types import Schema, TensorSpec
 
 from infra.errors import UserError, first_line
-from infra.tracking.key import RunKey
+from infra.tracking.run_ref import RunKey
 
 SERVED = Path(__file__).with_name("logits.py")
 

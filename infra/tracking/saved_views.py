@@ -16,8 +16,8 @@ from typing import Any, NamedTuple
 from mlflow.store.tracking import SEARCH_MAX_RESULTS_THRESHOLD
 from mlflow.tracking import MlflowClient
 
-from infra.command import uninterrupted
-from infra.tracking.key import RunKey
+from infra.cli.command import uninterrupted
+from infra.tracking.run_ref import RunKey
 from infra.tracking.views import children_view
 
 PREFIX, OURS = "mlflow.sharedViewState.", "throughline"

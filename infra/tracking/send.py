@@ -9,9 +9,9 @@ from mlflow.exceptions import MlflowException
 from mlflow.protos.databricks_pb2 import INTERNAL_ERROR, TEMPORARILY_UNAVAILABLE, ErrorCode
 from mlflow.tracking import MlflowClient
 
-from infra.console import errors
+from infra.cli.console import errors
 from infra.errors import first_line
-from infra.tracking.lost import COMPLETE
+from infra.tracking.orphaned_runs import COMPLETE
 
 METRICS_PER_BATCH = 500
 

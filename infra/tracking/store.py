@@ -15,12 +15,12 @@ from mlflow.protos.databricks_pb2 import RESOURCE_DOES_NOT_EXIST, ErrorCode
 from mlflow.store.tracking import SEARCH_MAX_RESULTS_THRESHOLD
 from mlflow.tracking import MlflowClient
 
-from infra.command import uninterrupted
-from infra.credentials import has_secret
+from infra.cli.command import uninterrupted
+from infra.device.provenance import user
 from infra.errors import UserError, first_line
-from infra.provenance import user
-from infra.tracking import lost, saved_views
-from infra.tracking.key import SQLITE, RunKey, sqlite_file, sqlite_store
+from infra.storage.credentials import has_secret
+from infra.tracking import orphaned_runs, saved_views
+from infra.tracking.run_ref import SQLITE, RunKey, sqlite_file, sqlite_store
 from infra.tracking.send import is_deleted
 from infra.tracking.tracker import NOTE
 
@@ -111,7 +111,7 @@ def create_run(
     store = parent.store if parent else store_uri(tracking_uri)
     home = home or (parent.home if parent else "")
     labels = {"mlflow.user": user(), "mlflow.source.type": "LOCAL", "mlflow.source.name": experiment}
-    labels |= ({"mlflow.parentRunId": parent.run_id} if parent else {}) | (lost.labels(home) if home else {})
+    labels |= ({"mlflow.parentRunId": parent.run_id} if parent else {}) | (orphaned_runs.labels(home) if home else {})
     ours: dict[str, Experiment] = {}
     with uninterrupted():
         if not parent:
@@ -127,13 +127,13 @@ def create_run(
         except MlflowException as failure:
             raise _unusable(store, failure) from failure
         key = RunKey(store, experiment_id, run.info.run_id, home)
-        lost.opened[key.run_id] = home
+        orphaned_runs.opened[key.run_id] = home
         if keep:
             keep(key)
     if not parent:
         known = ours.get(experiment)
         saved_views.offer(client, experiment, key, known.tags if known else {})
-        lost.close_lost(client, [each.experiment_id for each in ours.values()])
+        orphaned_runs.close_lost(client, [each.experiment_id for each in ours.values()])
     return key
 
 
@@ -161,10 +161,10 @@ def reopen_run(key: RunKey) -> None:
                 f"with --tracking-uri {key.store}."
             )
         client.update_run(key.run_id, status="RUNNING")
-        lost.opened[key.run_id] = key.home
+        orphaned_runs.opened[key.run_id] = key.home
         if key.home:
-            client.log_batch(key.run_id, tags=[RunTag(*tag) for tag in lost.labels(key.home).items()])
-        lost.close_lost(client, [each.experiment_id for each in _experiments(client).values()], key)
+            client.log_batch(key.run_id, tags=[RunTag(*tag) for tag in orphaned_runs.labels(key.home).items()])
+        orphaned_runs.close_lost(client, [each.experiment_id for each in _experiments(client).values()], key)
     except MlflowException as failure:
         raise UserError(
             f"the MLflow run {key.run_id} in {key.store} cannot be continued: {first_line(failure)} "
@@ -210,7 +210,7 @@ def children(parent: RunKey, tag: str) -> dict[str, tuple[RunKey, bool]]:
     return {
         run.data.tags[tag]: (
             replace(parent, run_id=run.info.run_id),
-            run.data.tags.get(lost.COMPLETE) == "true" and run.info.status != "KILLED",
+            run.data.tags.get(orphaned_runs.COMPLETE) == "true" and run.info.status != "KILLED",
         )
         for run in found
         if tag in run.data.tags

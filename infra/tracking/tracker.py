@@ -3,7 +3,8 @@
 In: metrics, params, tags and files, from the driver; workers do not use MLflow, because a new SQLite store does not
 survive being created by several processes at once. Out: an MLflow run. Writes pass through a queue to a thread that
 batches them (a call costs microseconds; a single ``log_metric`` costs 2 ms). While the store does not answer, entries
-wait in memory. What it lacks when the process ends is sent again from the run's folder, see ``infra.tracking.lost``.
+wait in memory. What it lacks when the process ends is sent again from the run's folder; see
+``infra.tracking.orphaned_runs``.
 """
 
 import json
@@ -16,10 +17,10 @@ from typing import Any, Self
 
 from mlflow.tracking import MlflowClient
 
-from infra.console import errors
+from infra.cli.console import errors
 from infra.errors import first_line
-from infra.tracking import lost
-from infra.tracking.key import RunKey
+from infra.tracking import orphaned_runs
+from infra.tracking.run_ref import RunKey
 from infra.tracking.send import METRICS_PER_BATCH, Entry, send
 
 BATCH_SECONDS = 1.0
@@ -140,7 +141,7 @@ class Tracker:
                 time.sleep(1.0)
             else:
                 errors.print(f"MLflow ({self.key.store}) is slow; still sending. Ctrl-C exits without the rest.")
-        lost.opened.pop(self.key.run_id, None)
+        orphaned_runs.opened.pop(self.key.run_id, None)
         return delivered
 
     def _write(self) -> None:

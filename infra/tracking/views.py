@@ -4,7 +4,7 @@ import shlex
 from pathlib import Path
 from urllib.parse import quote
 
-from infra.tracking.key import RunKey, sqlite_file, sqlite_store
+from infra.tracking.run_ref import RunKey, sqlite_file, sqlite_store
 
 
 def children_view(run_id: str) -> str:

@@ -8,7 +8,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING
 
 from infra.errors import UserError
-from infra.storage import atomic_file
+from infra.storage.files import atomic_file
 from pipeline.books.error_pages import error_page
 from pipeline.books.gutenberg import HEAD, NEAR
 from pipeline.config import MIRROR

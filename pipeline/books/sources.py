@@ -22,7 +22,7 @@ from typing import Any, BinaryIO, Literal
 from urllib.parse import quote, unquote, urlsplit
 
 from infra.errors import UserError
-from infra.object_storage import is_remote, listing, locate, open_file
+from infra.storage.object_storage import is_remote, listing, locate, open_file
 from pipeline.books import downloads
 from pipeline.books.named_splits import NamedFile, labels
 from pipeline.config import MIRROR, SAMPLE

@@ -17,8 +17,8 @@ from pathlib import Path
 from typing import Self
 
 from infra.errors import UserError
-from infra.storage import write_json
-from infra.storage_dir import scratch
+from infra.storage.directory import scratch
+from infra.storage.files import write_json
 
 DEATHS = 3
 _LENGTH = 8

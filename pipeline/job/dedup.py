@@ -12,9 +12,9 @@ from dataclasses import replace
 
 import pyarrow as pa
 
-from infra.storage_dir import StorageDir
+from infra.storage.directory import StorageDir
 from pipeline.books.readers import Dropped
-from pipeline.job.record import Record
+from pipeline.job.partition_result import Record
 from pipeline.shards import Shard, ShardInfo, write_batch
 
 EXACT = "duplicate"

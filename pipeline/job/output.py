@@ -13,16 +13,16 @@ from dataclasses import asdict, dataclass
 from typing import Any
 
 from infra.errors import UserError
-from infra.lease import sole_user
-from infra.storage import clear_temporaries
-from infra.storage_dir import REQUESTS, StorageDir
+from infra.storage.directory import REQUESTS, StorageDir
+from infra.storage.files import clear_temporaries
+from infra.storage.lease import sole_user
 from pipeline.books import downloads
 from pipeline.books.readers import Dropped
 from pipeline.books.sources import find, whole_sources
 from pipeline.job import report
 from pipeline.job.dedup import EXACT, NEAR, drop_duplicates, find_duplicates
+from pipeline.job.partition_result import Record, read_record, record_file, reopen
 from pipeline.job.plan import Job, Piece
-from pipeline.job.record import Record, read_record, record_file, reopen
 from pipeline.job.split_history import SplitHistory
 from pipeline.job.splits import choose_splits, fill_splits, move_books, note_splits, split_changes
 from pipeline.shards import (

@@ -12,11 +12,11 @@ from typing import Any
 import pyarrow.parquet as pq
 import xxhash
 
-from infra.storage_dir import StorageDir
+from infra.storage.directory import StorageDir
 from pipeline.books.readers import DAMAGE, Part, members
 from pipeline.books.sources import Inventory, SourceFile, find
 from pipeline.config import TokenizeConfig
-from pipeline.encoding.vocabulary import VOCABULARY_SHA256, Vocabulary, read_vocabulary, vocabulary_of
+from pipeline.encoding.tokenizer import VOCABULARY_SHA256, Vocabulary, read_vocabulary, vocabulary_of
 from pipeline.shards import FORMAT_VERSION, VOCABULARY_FILE, Split
 
 PARTS_PER_PIECE = 4096

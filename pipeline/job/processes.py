@@ -14,9 +14,9 @@ from contextlib import ExitStack, suppress
 from selectors import EVENT_READ, DefaultSelector
 from typing import Any
 
-from infra.cluster import PROJECT
 from infra.errors import UserError
-from infra.storage_dir import StorageDir
+from infra.ray.cluster import PROJECT
+from infra.storage.directory import StorageDir
 from pipeline.job.crash_guard import DEATHS
 from pipeline.job.output import remove_half_written
 from pipeline.job.plan import Piece

@@ -8,8 +8,8 @@ from collections.abc import Generator, Iterator, Sequence
 from functools import partial
 from typing import Any
 
-from infra.command import collect_rarely
-from infra.storage_dir import StorageDir
+from infra.cli.command import collect_rarely
+from infra.storage.directory import StorageDir
 from pipeline.job.executor import answers
 from pipeline.job.plan import Piece
 from pipeline.job.task import do_piece
@@ -65,7 +65,7 @@ def warm_up(workers: int) -> None:
         collect_rarely()
         import ray.data  # noqa: F401 what a map task unpickles needs it
 
-        from pipeline.encoding.vocabulary import gpt2
+        from pipeline.encoding.tokenizer import gpt2
         from pipeline.job.task import do_piece  # noqa: F401
 
         gpt2().encode(b"warm")

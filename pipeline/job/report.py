@@ -9,11 +9,11 @@ from contextlib import contextmanager
 from dataclasses import dataclass, field
 from typing import Any
 
-from infra.table import Part, Report
-from infra.units import format_duration
+from infra.cli.table import Part, Report
+from infra.cli.units import format_duration
 from pipeline.books.clean import SEEMS
+from pipeline.job.partition_result import Record
 from pipeline.job.plan import Piece
-from pipeline.job.record import Record
 
 METRICS = (
     "books/in", "books/kept", "books/train", "books/val", "tokens/train", "tokens/val", "text/chars", "time/work",

@@ -14,7 +14,7 @@ import pyarrow as pa
 import pyarrow.ipc
 
 from infra.errors import UserError
-from infra.storage_dir import StorageDir
+from infra.storage.directory import StorageDir
 from pipeline.shards import SPLIT_HISTORY
 
 _SCHEMA = pa.schema(

@@ -11,10 +11,10 @@ from dataclasses import dataclass, field, replace
 
 import pyarrow as pa
 
-from infra.storage_dir import StorageDir
+from infra.storage.directory import StorageDir
 from pipeline.job.dedup import Rank, thinned
+from pipeline.job.partition_result import Record
 from pipeline.job.plan import Job, is_one_book, position_of
-from pipeline.job.record import Record
 from pipeline.job.split_history import SplitHistory
 from pipeline.shards import Shard, Split, shard_path, write_batch
 

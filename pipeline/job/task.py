@@ -9,15 +9,15 @@ from typing import Any, TypeVar
 import numpy as np
 
 from infra.errors import UserError, first_line
-from infra.storage_dir import StorageDir
+from infra.storage.directory import StorageDir
 from pipeline.books.clean import Book, clean
 from pipeline.books.filters import drop_reason
 from pipeline.books.readers import Dropped, Part, RawBook, read_books
 from pipeline.config import Reading, TokenizeConfig
-from pipeline.encoding.vocabulary import Vocabulary
+from pipeline.encoding.tokenizer import Vocabulary
 from pipeline.job.crash_guard import DEATHS, CrashGuard
+from pipeline.job.partition_result import Record, record_file, reopen
 from pipeline.job.plan import Piece
-from pipeline.job.record import Record, record_file, reopen
 from pipeline.job.report import Stopwatch
 from pipeline.shards import SPLITS, ShardRow, Split, shard_path, write_shard
 

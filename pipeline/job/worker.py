@@ -10,7 +10,7 @@ from contextlib import suppress
 from typing import Any
 
 from infra.errors import UserError
-from infra.storage_dir import StorageDir
+from infra.storage.directory import StorageDir
 from pipeline.job.plan import Piece
 from pipeline.job.task import do_piece
 

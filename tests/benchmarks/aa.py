@@ -25,13 +25,13 @@ from pathlib import Path
 
 import torch
 
-from infra import provenance
-from infra.storage import write_json
+from infra.device import provenance
+from infra.storage.files import write_json
 from train.config import Cycle, TrainConfig
 from train.intervals import Estimate, t_quantile
 from train.loop.trainer import Trainer
 from train.model_config import ModelConfig
-from tune.compare import Difference, Interleaved
+from tune.trial.compare import Difference, Interleaved
 
 RUNGS = 10
 

@@ -99,8 +99,9 @@ FIRST: Settings = {
 """The best guess: its row comes first, and the others differ from it."""
 
 TESTS = (
-    "tests/infra/test_gpu.py", "tests/train/model", "tests/train/data/test_loader.py", "tests/train/test_switches.py",
-    "tests/train/loop/test_golden.py", "tests/train/loop/test_memory_cap.py", "tests/train/loop/test_shortage.py",
+    "tests/infra/device/test_gpu.py", "tests/train/models",
+    "tests/train/data/test_loader.py", "tests/train/test_switches.py",
+    "tests/train/loop/test_golden.py", "tests/train/loop/test_memory_cap.py", "tests/train/loop/test_oom.py",
 )  # fmt: skip
 """Files with tests for a GPU that need no Ray and no MLflow."""
 

@@ -29,8 +29,8 @@ import numpy as np
 import psutil
 from mlflow.tracking import MlflowClient
 
-from infra.provenance import commit
-from infra.storage import write_json
+from infra.device.provenance import commit
+from infra.storage.files import write_json
 from pipeline.shards import Manifest, ShardRow, write_shard
 
 MODEL = "tiny,layers=2,heads=2,width=32,context_length=32,vocabulary=257,padded_vocabulary=320"

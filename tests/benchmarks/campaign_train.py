@@ -27,11 +27,11 @@ import psutil
 import torch
 from mlflow.tracking import MlflowClient
 
-from infra.storage import write_json
-from train.checkpoint.run_folder import RunFolder
+from infra.storage.files import write_json
 from train.config import config_from_json
 from train.loop.trainer import Trainer
 from train.result import CycleReport
+from train.run_files.run_folder import RunFolder
 
 WAYS = ("worker", "driver", "machine")
 KILLS_PER_RUN = 5

@@ -15,10 +15,10 @@ from collections.abc import Callable
 from importlib.metadata import version
 from pathlib import Path
 
-from infra.progress import doing
-from infra.storage import write_json
-from infra.units import parse_size
-from pipeline.encoding.vocabulary import Vocabulary, gpt2
+from infra.cli.progress import doing
+from infra.cli.units import parse_size
+from infra.storage.files import write_json
+from pipeline.encoding.tokenizer import Vocabulary, gpt2
 from pipeline.vocabulary import VocabularyConfig, train
 
 ROUNDS = 3

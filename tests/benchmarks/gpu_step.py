@@ -20,9 +20,9 @@ from typing import Any
 import torch
 import torch.nn.functional as F
 
+from infra.device.gpu import read_gpu
+from infra.device.hardware import device_facts
 from infra.errors import first_line
-from infra.gpu import read_gpu
-from infra.hardware import device_facts
 from train.config import Cycle, TrainConfig
 from train.estimate.memory import predict_peak
 from train.loop.execution import arithmetic
@@ -30,7 +30,7 @@ from train.loop.trainer import Trainer
 from train.model_config import parse_model
 from train.profile.record import record
 from train.profile.trace import attention_kernel
-from train.resolve import resolve
+from train.resolved import resolve
 
 Found = dict[str, Any]
 

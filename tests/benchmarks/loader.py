@@ -23,7 +23,7 @@ from pathlib import Path
 import numpy as np
 import torch
 
-from infra.storage import write_json
+from infra.storage.files import write_json
 from pipeline.shards import Manifest, ShardRow, TokenShards, write_shard
 from train.data.loader import BatchLoader
 from train.data.windows import Windows

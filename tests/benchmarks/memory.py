@@ -26,7 +26,7 @@ from importlib.metadata import version
 from pathlib import Path
 from typing import Any
 
-from infra.storage import write_json
+from infra.storage.files import write_json
 
 ENVIRONMENT = {
     "MALLOC_ARENA_MAX": "1", "MALLOC_MMAP_THRESHOLD_": "65536", "MALLOC_TRIM_THRESHOLD_": "65536",
@@ -147,7 +147,7 @@ def loss_alone(loss: str, compile: bool) -> dict[str, Any]:
     import torch
     from torch.utils.checkpoint import checkpoint
 
-    from train.model.loss import fused, plain
+    from train.models.loss import fused, plain
 
     torch.set_num_threads(1)
     torch.manual_seed(0)

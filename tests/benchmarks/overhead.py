@@ -26,15 +26,15 @@ from pathlib import Path
 
 import psutil
 
-from infra.hardware import cpu_facts
-from infra.provenance import commit
-from infra.storage import write_json
-from train.checkpoint.run_folder import RunFolder
+from infra.device.hardware import cpu_facts
+from infra.device.provenance import commit
+from infra.storage.files import write_json
 from train.config import Cycle, TrainConfig
 from train.intervals import t_quantile
-from train.launch.run import RunPlan
+from train.launch.job import RunPlan
 from train.model_config import parse_model
-from train.resolve import resolve
+from train.resolved import resolve
+from train.run_files.run_folder import RunFolder
 
 HERE = Path(__file__)
 
@@ -134,7 +134,7 @@ def wrapped(config: TrainConfig, *, on_ray: bool) -> dict[str, float]:
     began = time.time()
     with tempfile.TemporaryDirectory() as name, ThreadPoolExecutor(max_workers=1) as background:
         os.chdir(name)
-        from infra.cluster import connected
+        from infra.ray.cluster import connected
         from train.run import prepare
 
         preparing = background.submit(prepare, None)

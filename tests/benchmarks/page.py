@@ -27,15 +27,15 @@ from typing import Any
 
 from playwright.sync_api import Browser, Page, sync_playwright
 
-from infra.storage import write_json
-from infra.telemetry import POINTS
-from infra.thinning import stride
-from infra.tracking.key import RunKey
+from infra.device.downsampling import stride
+from infra.device.telemetry import POINTS
+from infra.storage.files import write_json
+from infra.tracking.run_ref import RunKey
 from infra.tracking.saved_views import OURS
 from infra.tracking.store import create_run
 from infra.tracking.tracker import Tracker
 from train.config import Cycle
-from train.tracking import cycle_metrics
+from train.reporting.tracking import cycle_metrics
 
 PATIENCE = 600_000
 """Milliseconds for a page."""

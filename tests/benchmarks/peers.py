@@ -27,9 +27,9 @@ from pathlib import Path
 from types import ModuleType, SimpleNamespace
 from typing import Any
 
-from infra import provenance
-from infra.storage import write_json
-from infra.units import parse_size
+from infra.cli.units import parse_size
+from infra.device import provenance
+from infra.storage.files import write_json
 from train.config import Cycle, TrainConfig, divisors, load_config
 from train.model_config import parse_model
 from tune.suite.suites import A100, apply

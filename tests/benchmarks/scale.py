@@ -21,8 +21,8 @@ from importlib.metadata import version
 from pathlib import Path
 from typing import Any
 
-from infra.provenance import commit
-from infra.storage import write_json
+from infra.device.provenance import commit
+from infra.storage.files import write_json
 
 HEAD = """
 import os, sys

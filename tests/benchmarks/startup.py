@@ -27,7 +27,7 @@ from typing import Any
 
 import psutil
 
-from infra.storage import write_json
+from infra.storage.files import write_json
 
 MODEL = ["--model", "tiny", "--global-batch", "1", "--micro-batch", "1", "--device", "cpu"]
 COMMANDS = {

@@ -12,9 +12,9 @@ from typing import Any
 
 import pytest
 
-from infra import flags
-from infra.doctor.ceilings import read_matmul_rate
-from infra.storage_dir import StorageDir
+from infra.ceilings import read_matmul_rate
+from infra.cli import flags
+from infra.storage.directory import StorageDir
 from train.run import RunOptions
 from tune.config import LadderConfig, SearchConfig
 

@@ -37,9 +37,9 @@ import psutil
 from rich.console import Console
 from rich.table import Table
 
-from infra.provenance import commit
-from infra.storage import write_json
-from infra.units import parse_size
+from infra.cli.units import parse_size
+from infra.device.provenance import commit
+from infra.storage.files import write_json
 
 ROOT = Path(__file__).resolve().parent.parent.parent
 WORKERS = 2
@@ -56,7 +56,7 @@ out.mkdir(parents=True, exist_ok=True)
 
 _FLOOR = """
 def work(part):
-    from pipeline.encoding.vocabulary import gpt2
+    from pipeline.encoding.tokenizer import gpt2
     with (out / f"{part}.bin").open("wb") as file:
         for name in files[part::2]:
             with open(name, "rb") as book:
@@ -71,11 +71,11 @@ if __name__ == "__main__":
 
 _POOL = """
 def load():
-    from pipeline.encoding.vocabulary import gpt2
+    from pipeline.encoding.tokenizer import gpt2
     gpt2().tiktoken
 
 def encode(name):
-    from pipeline.encoding.vocabulary import gpt2
+    from pipeline.encoding.tokenizer import gpt2
     with open(name, encoding="utf-8", newline="") as book:
         return gpt2().tiktoken.encode_to_numpy(book.read(), disallowed_special=()).astype(np.uint16)
 
@@ -87,7 +87,7 @@ if __name__ == "__main__":
 
 _DATASETS = """
 def encode(book):
-    from pipeline.encoding.vocabulary import gpt2
+    from pipeline.encoding.tokenizer import gpt2
     ids = gpt2().tiktoken.encode_ordinary(book["text"])
     return {"ids": ids, "len": len(ids)}
 
@@ -113,7 +113,7 @@ if __name__ == "__main__":
 
 _LITDATA = """
 def encode(name):
-    from pipeline.encoding.vocabulary import gpt2
+    from pipeline.encoding.tokenizer import gpt2
     import torch
     with open(name, encoding="utf-8", newline="") as book:
         yield torch.tensor(gpt2().tiktoken.encode_ordinary(book.read()), dtype=torch.uint16)
@@ -126,8 +126,8 @@ if __name__ == "__main__":
 
 _WARM = """
 if __name__ == "__main__":
-    from infra.cluster import connected
-    from infra.storage_dir import StorageDir
+    from infra.ray.cluster import connected
+    from infra.storage.directory import StorageDir
     from pipeline.config import TokenizeConfig
     from pipeline.job.plan import make_plan
     from pipeline.books.sources import find

@@ -43,17 +43,17 @@ class End:
 
 
 RAY = (
-    "tests/infra/test_local_ray.py", "tests/infra/test_cluster.py", "tests/pipeline/job/test_ray_data.py",
-    "tests/pipeline/job/test_cluster.py", "tests/train/launch", "tests/tune/test_ray_tune.py",
+    "tests/infra/ray/test_local_ray.py", "tests/infra/ray/test_cluster.py", "tests/pipeline/job/test_ray_data.py",
+    "tests/pipeline/job/test_cluster.py", "tests/train/launch", "tests/tune/experiment/test_ray_tune.py",
 )  # fmt: skip
-MLFLOW = ("tests/infra/tracking", "tests/tune/test_tracking.py", "tests/train/test_page.py")
+MLFLOW = ("tests/infra/tracking", "tests/tune/experiment/test_tracking.py", "tests/train/test_page.py")
 TORCH = (
-    "tests/train/model", "tests/train/loop", "tests/train/checkpoint", "tests/train/test_switches.py",
+    "tests/train/models", "tests/train/loop", "tests/train/run_files", "tests/train/test_switches.py",
     "tests/train/test_export.py", "tests/train/loop/test_sampling.py", "tests/train/profile",
 )  # fmt: skip
 ENDS = (
     End("ray-2.55", "python3.11", "ray==2.55.0", ()),
-    End("ray-2.58", "python3.11", "ray==2.58.0", ("tests/infra/test_local_ray.py",)),
+    End("ray-2.58", "python3.11", "ray==2.58.0", ("tests/infra/ray/test_local_ray.py",)),
     End("ray-2.59", "python3.11", "ray==2.59.0", RAY),
     End("mlflow-3.17", "python3.11", "mlflow==3.17.0", MLFLOW),
     End("torch-2.11", "python3.11", "torch==2.11.0", TORCH),

@@ -49,7 +49,7 @@ BEGUN = {"tokenize": TOKENIZE + "/{name}", "train": TRAIN + " --name {name}", "s
 
 BOOKS = """
 import random
-from infra.storage_dir import StorageDir
+from infra.storage.directory import StorageDir
 chance = random.Random(0)
 words = ["".join(chance.choices("aeioulnrst", k=chance.randint(2, 7))) for _ in range(3000)]
 for number in range(24):
@@ -58,7 +58,7 @@ for number in range(24):
 """
 COPY = """
 from pathlib import Path
-from infra.storage_dir import StorageDir
+from infra.storage.directory import StorageDir
 there, here = StorageDir.of("s3://lab/small"), Path.home() / "small"
 for name in StorageDir.of(here).files():
     there.put(here / name, name)
@@ -66,14 +66,14 @@ for name in StorageDir.of(here).files():
 LEFT = {
     "tokenize": """
 import json, sys
-from infra.storage_dir import StorageDir
+from infra.storage.directory import StorageDir
 place = StorageDir.of(f"s3://lab/{sys.argv[1]}")
 print(json.dumps({name: place.checksum(name) for name in place.files() if name.endswith(("arrow", "manifest.json"))}))
 """,
     "train": """
 import json, sys
-from infra.storage_dir import StorageDir
-from infra.tracking.key import RunKey
+from infra.storage.directory import StorageDir
+from infra.tracking.run_ref import RunKey
 from mlflow.tracking import MlflowClient
 place = StorageDir.of(f"s3://lab/runs/{sys.argv[1]}")
 key = json.loads(place.read("tracking.json"))
@@ -89,7 +89,7 @@ print(json.dumps({
 """,
     "search": """
 import json, sys
-from infra.storage_dir import StorageDir
+from infra.storage.directory import StorageDir
 from mlflow.tracking import MlflowClient
 place = StorageDir.of(f"s3://lab/searches/{sys.argv[1]}")
 parent = json.loads(place.read("search.json"))["parent"]
@@ -206,7 +206,7 @@ def ended(process: subprocess.Popen[str], began: float) -> int | None:
 def exists(lab: Any, command: str, name: str) -> str:
     """A shell command that says whether there is something to continue."""
     where = {"train": f"s3://lab/runs/{name}/checkpoints", "search": f"s3://lab/searches/{name}"}[command]
-    program = f"from infra.storage_dir import StorageDir; print(bool(StorageDir.of('{where}').files()))"
+    program = f"from infra.storage.directory import StorageDir; print(bool(StorageDir.of('{where}').files()))"
     return f'cd ~/project && {lab.python} -c "{program}"'
 
 

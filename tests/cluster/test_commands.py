@@ -16,7 +16,7 @@ import pytest
 BOOKS = """
 import random
 from pathlib import Path
-from infra.storage_dir import StorageDir
+from infra.storage.directory import StorageDir
 chance = random.Random(0)
 words = ["".join(chance.choices("aeioulnrst", k=chance.randint(2, 7))) for _ in range(3000)]
 for number in range(6):
@@ -37,13 +37,13 @@ output.finish(job)
 """
 CONTENTS = """
 import json, sys
-from infra.storage_dir import StorageDir
+from infra.storage.directory import StorageDir
 place = StorageDir.of(sys.argv[1])
 made = [name for name in place.files() if not name.endswith((".command", "tracking.json"))]
 print(json.dumps({name: place.checksum(name) for name in made}))
 """
 LOSE = """
-from infra.storage_dir import StorageDir
+from infra.storage.directory import StorageDir
 StorageDir.of("s3://lab/tokens").remove(["train/000001-000.arrow"])
 """
 
@@ -54,8 +54,8 @@ FLAGS = (
 )
 READ = """
 import json
-from infra.storage_dir import StorageDir
-from infra.tracking.key import RunKey
+from infra.storage.directory import StorageDir
+from infra.tracking.run_ref import RunKey
 from mlflow.tracking import MlflowClient
 place = StorageDir.of("s3://lab/runs/one")
 key = json.loads(place.read("tracking.json"))
@@ -75,7 +75,7 @@ SEARCH = (
 COPY = """
 import sys
 from pathlib import Path
-from infra.storage_dir import StorageDir
+from infra.storage.directory import StorageDir
 there = StorageDir.of("s3://lab/small")
 for name in StorageDir.of(sys.argv[1]).files():
     there.put(Path(sys.argv[1]) / name, name)
@@ -84,14 +84,14 @@ for name in StorageDir.of(sys.argv[1]).files():
 
 BEST = """
 import sys
-from infra.storage_dir import StorageDir
+from infra.storage.directory import StorageDir
 print(StorageDir.of(sys.argv[1]).read("best.json").decode())
 """
 
 
 RESULT = """
 import sys
-from infra.storage_dir import StorageDir
+from infra.storage.directory import StorageDir
 print(StorageDir.of(sys.argv[1]).read("result.json").decode())
 """
 
@@ -113,7 +113,7 @@ class Bigram(nn.Module):
 
 STORED = """
 import json, sys
-from infra.storage_dir import StorageDir
+from infra.storage.directory import StorageDir
 place = StorageDir.of(sys.argv[1])
 print(json.dumps({n: place.read(n).decode() for n in place.files() if n.endswith(("json", "csv"))}))
 """

@@ -127,11 +127,11 @@ def lowered(
     import torch
     from compute import compile_nothing, compile_only  # type: ignore[import-not-found]
 
-    from infra.hardware import device_facts
+    from infra.device.hardware import device_facts
     from train.config import TrainConfig
     from train.loop.execution import arithmetic, build, compiled
     from train.model_config import parse_model
-    from train.resolve import resolve
+    from train.resolved import resolve
 
     compile_only() if by_triton else compile_nothing()
     chosen: dict[str, Any] = {"loss": "plain", "attention": "flash", "compile": "whole", "device": "cuda"} | settings

@@ -20,7 +20,7 @@ from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils._pytree import tree_leaves
 from torch.utils.flop_counter import flop_registry
 
-from train.estimate.card import Card
+from train.estimate.gpu_rates import Card
 from train.estimate.roofline import ATTENTION
 
 FREE = (*ALLOCATIONS, *LEFT_ALONE, "_unsafe_view")

@@ -11,7 +11,7 @@ from typing import Any
 import pytest
 import torch
 
-from infra.gpu import read_gpu
+from infra.device.gpu import read_gpu
 from train.config import Cycle, TrainConfig
 from train.loop.trainer import Trainer
 from train.model_config import ModelConfig

@@ -16,12 +16,12 @@ import pytest
 import torch
 from safetensors.torch import load_file
 
-from train.checkpoint.save import snapshot
 from train.config import Cycle, TrainConfig
 from train.loop.cycle import close_cycle, open_cycle
 from train.loop.trainer import Trainer
 from train.model_config import ModelConfig
 from train.result import CycleReport, RunResult
+from train.run_files.checkpoint import snapshot
 
 pytestmark = pytest.mark.gpu
 

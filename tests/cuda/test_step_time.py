@@ -9,7 +9,7 @@ import torch
 from torch import Tensor
 from torch._inductor.async_compile import AsyncCompile
 
-from train.estimate.card import planned
+from train.estimate.gpu_rates import planned
 from train.estimate.roofline import ATTENTION
 
 pytestmark = pytest.mark.gpu

@@ -227,7 +227,7 @@ def main() -> None:
     if sys.argv[1] in LOOPS:
         from step_time import StepTime
 
-        from train.estimate.card import planned
+        from train.estimate.gpu_rates import planned
 
         loop, name = sys.argv[1:]
         counted = StepTime(planned("A100"), RUNGS[name].precision)

@@ -24,12 +24,12 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 from ray.cluster_utils import Cluster
 
-from infra import provenance
-from infra.storage import write_json
-from infra.storage_dir import StorageDir
+from infra.device import provenance
+from infra.storage.directory import StorageDir
+from infra.storage.files import write_json
 from pipeline.books.sources import find
 from pipeline.config import TokenizeConfig
-from pipeline.encoding.vocabulary import gpt2
+from pipeline.encoding.tokenizer import gpt2
 from pipeline.job.plan import make_plan
 from pipeline.job.task import do_piece
 from pipeline.shards import TRACKING, read_manifest

@@ -10,13 +10,13 @@ from pathlib import Path
 import pytest
 
 from infra.errors import UserError
-from infra.storage_dir import StorageDir
+from infra.storage.directory import StorageDir
 from pipeline.books.sources import find
 from pipeline.config import TokenizeConfig
-from pipeline.encoding.vocabulary import VOCABULARY_SHA256
+from pipeline.encoding.tokenizer import VOCABULARY_SHA256
 from pipeline.inspect import InspectConfig, main, passages, verify
+from pipeline.job.partition_result import read_record
 from pipeline.job.plan import make_plan
-from pipeline.job.record import read_record
 from pipeline.job.task import do_piece
 from pipeline.shards import Manifest, read_manifest
 

@@ -15,8 +15,8 @@ import pyarrow.parquet as pq
 import pytest
 
 from infra.errors import UserError
-from infra.object_storage import locate
-from infra.storage_dir import StorageDir
+from infra.storage.directory import StorageDir
+from infra.storage.object_storage import locate
 from pipeline.books.readers import RawBook, read_books
 from pipeline.books.sources import find
 from pipeline.cache import on_this_machine

@@ -9,7 +9,7 @@ from pathlib import Path
 import pytest
 
 from infra.errors import UserError
-from infra.storage_dir import StorageDir
+from infra.storage.directory import StorageDir
 from pipeline.shards import (
     MANIFEST,
     TRACKING,

@@ -15,9 +15,9 @@ import psutil
 import pytest
 from mlflow.tracking import MlflowClient
 
-from infra.command import run
+from infra.cli.command import run
 from infra.errors import UserError
-from infra.storage_dir import StorageDir
+from infra.storage.directory import StorageDir
 from pipeline.config import TokenizeConfig
 from pipeline.job import processes
 from pipeline.shards import TRACKING, TokenShards, made_by, read_manifest

@@ -17,11 +17,11 @@ from hypothesis import strategies as st
 from tokenizers import Tokenizer
 
 from infra.errors import UserError
-from infra.storage_dir import StorageDir
+from infra.storage.directory import StorageDir
 from pipeline import inspect, tokenize, vocabulary
 from pipeline.config import Reading, TokenizeConfig
 from pipeline.encoding.formats import PATTERNS
-from pipeline.encoding.vocabulary import EncoderName, Vocabulary, gpt2, read_vocabulary, vocabulary_at
+from pipeline.encoding.tokenizer import EncoderName, Vocabulary, gpt2, read_vocabulary, vocabulary_at
 from pipeline.inspect import InspectConfig, passages
 from pipeline.shards import VOCABULARY_FILE, TokenShards, read_manifest
 from pipeline.stream import Stream

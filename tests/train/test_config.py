@@ -7,8 +7,8 @@ from pathlib import Path
 
 import pytest
 
+from infra.cli.flags import parsed
 from infra.errors import UserError
-from infra.flags import parsed
 from pipeline.config import Reading
 from train.config import Cycle, TrainConfig, config_from_json, load_config
 from train.model_config import PRESETS, format_model, parse_model

@@ -17,21 +17,21 @@ from transformers import GPT2LMHeadModel, PreTrainedTokenizerFast
 from infra.errors import UserError
 from infra.tracking.store import create_run
 from infra.tracking.tracker import NOTE, Tracker
-from pipeline.encoding.vocabulary import VOCABULARY_SHA256, gpt2
+from pipeline.encoding.tokenizer import VOCABULARY_SHA256, gpt2
 from pipeline.shards import checksum
-from train import hugging_face
-from train.checkpoint.find import find_checkpoint
-from train.checkpoint.progress import read_progress
-from train.checkpoint.run_folder import RunFolder
 from train.config import Cycle, TrainConfig, config_from_json
-from train.data.text import tokenizer_files
+from train.data.tokenizer import tokenizer_files
 from train.export import ExportConfig, export
 from train.generate import GenerateConfig, generate
-from train.hugging_face import model_card, write_model
 from train.loop.sampling import load_model, sample
 from train.loop.trainer import Trainer
-from train.model.gpt import GPT
 from train.model_config import ModelConfig
+from train.models.gpt2 import GPT
+from train.reporting import hugging_face
+from train.reporting.hugging_face import model_card, write_model
+from train.run_files.lookup import find_checkpoint
+from train.run_files.progress import read_progress
+from train.run_files.run_folder import RunFolder
 
 
 def trained(data: Path, model: ModelConfig, folder: Path) -> Path:

@@ -9,11 +9,11 @@ from typing import Any
 
 import pytest
 
-from infra.console import console
+from infra.cli.console import console
+from infra.device.hardware import cpu_facts
 from infra.errors import UserError
-from infra.hardware import cpu_facts
-from infra.storage import write_json
-from pipeline.encoding.vocabulary import read_vocabulary
+from infra.storage.files import write_json
+from pipeline.encoding.tokenizer import read_vocabulary
 from pipeline.shards import MANIFEST, VOCABULARY_FILE
 from pipeline.vocabulary import VocabularyConfig
 from pipeline.vocabulary import main as train_vocabulary
@@ -22,7 +22,7 @@ from train.estimate.forecast import arithmetic_rows, epoch_tokens, limit_rows, m
 from train.estimate.memory import published_activations
 from train.model_config import PRESETS, ModelConfig
 from train.plan import PlanOptions, plan
-from train.resolve import resolve_for_plan
+from train.resolved import resolve_for_plan
 
 PUBLISHED = replace(PRESETS["gpt2-124m"], padded_vocabulary=50257)
 

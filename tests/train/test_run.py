@@ -18,23 +18,23 @@ import pytest
 from matplotlib.image import imread
 from mlflow.tracking import MlflowClient
 
-from infra import telemetry
+from infra.device import telemetry
 from infra.errors import UserError
-from infra.storage import write_json
-from infra.storage_dir import StorageDir
+from infra.storage.directory import StorageDir
+from infra.storage.files import write_json
 from infra.tracking.store import store_uri
-from pipeline.encoding.vocabulary import gpt2
+from pipeline.encoding.tokenizer import gpt2
 from pipeline.shards import MANIFEST, VOCABULARY_FILE, read_manifest
 from train import run, train
-from train.checkpoint.progress import checkpoints_in
-from train.checkpoint.run_folder import RunFolder
 from train.config import Cycle, TrainConfig, config_from_json
 from train.launch import driver, worker
 from train.launch.channel import EarlierWorkers
-from train.launch.run import Assignment
+from train.launch.job import Assignment
 from train.loop.trainer import Trainer
 from train.model_config import ModelConfig
 from train.result import CycleReport
+from train.run_files.progress import checkpoints_in
+from train.run_files.run_folder import RunFolder
 
 pytestmark = pytest.mark.usefixtures("working_folder")
 ROOT = Path(__file__).parents[2]

@@ -17,15 +17,15 @@ from hypothesis import strategies as st
 from torch._dynamo.utils import counters
 from torch.nn.attention import SDPBackend
 
+from infra.device.hardware import cpu_facts
 from infra.errors import UserError
-from infra.hardware import cpu_facts
 from train.config import AUTO, Attention, Checkpointing, Cycle, Loss, Optimizer, Precision, Schedule, TrainConfig
 from train.loop.execution import AUTOCAST, build, choose_allocator, compiled, keep_compiled_attention
 from train.loop.trainer import Trainer
-from train.model.attention import books_of, by_kernels
-from train.model.optimizer import learning_rate
 from train.model_config import ModelConfig
-from train.resolve import resolve
+from train.models.attention import books_of, by_kernels
+from train.models.optimizer import learning_rate
+from train.resolved import resolve
 from train.result import CycleReport
 
 CPU = torch.device("cpu")

@@ -33,7 +33,7 @@ def benchmark() -> Iterator[Callable[[str], ModuleType]]:
 
 def _drive(proposals: Any, resources: object) -> None:
     """What Ray Tune does for an experiment, in this process, whose memory is not the trial's alone."""
-    from tune.ray_tune import outcome
+    from tune.experiment.ray_tune import outcome
 
     for number in itertools.count():
         given = proposals.suggest(str(number))
@@ -47,8 +47,8 @@ def _drive(proposals: Any, resources: object) -> None:
 @pytest.fixture
 def in_this_process(monkeypatch: pytest.MonkeyPatch) -> None:
     """A trial runs in this process. Only Ray is left out; tests/tune/test_search.py has trials through Ray."""
-    from tune import session  # which imports Ray and MLflow, for which other tests need not wait
-    from tune.experiment import Experiment
+    from tune.experiment import session  # which imports Ray and MLflow, for which other tests need not wait
+    from tune.experiment.trials import Experiment
 
     monkeypatch.setattr(session, "drive", _drive)
     monkeypatch.setattr(session, "connected", lambda *_, **__: nullcontext())

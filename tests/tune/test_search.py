@@ -21,18 +21,18 @@ import pytest
 from mlflow.entities import Run
 from mlflow.tracking import MlflowClient
 
-from infra.cluster import connected
-from infra.storage_dir import StorageDir
-from infra.tracking.key import RunKey
-from train.checkpoint.find import run_with
-from train.checkpoint.run_folder import resume_command
+from infra.ray.cluster import connected
+from infra.storage.directory import StorageDir
+from infra.tracking.run_ref import RunKey
 from train.config import Cycle, TrainConfig, load_config
 from train.loop.trainer import Trainer
 from train.model_config import PRESETS, ModelConfig
+from train.run_files.lookup import run_with
+from train.run_files.run_folder import resume_command
 from tune import find_fastest, search
 from tune.config import SearchConfig
-from tune.folder import write_record
-from tune.plan import make_search
+from tune.experiment.folder import write_record
+from tune.experiment.search_plan import make_search
 from tune.strategy.ranking import NEGLIGIBLE
 
 FLAGS = [

@@ -6,15 +6,15 @@ from pathlib import Path
 
 import pytest
 
+from infra.device.hardware import A100, cpu_facts
 from infra.errors import UserError
-from infra.hardware import A100, cpu_facts
 from infra.schema import from_json, to_json
-from infra.storage_dir import StorageDir
-from infra.tracking.key import RunKey
+from infra.storage.directory import StorageDir
+from infra.tracking.run_ref import RunKey
 from train.config import TrainConfig
-from train.resolve import resolve
+from train.resolved import resolve
 from tune.config import SearchConfig
-from tune.folder import read_config
+from tune.experiment.folder import read_config
 from tune.space import Candidate, make_space
 
 

@@ -10,11 +10,11 @@ from typing import Any, Protocol
 import numpy as np
 
 from infra.errors import UserError
-from infra.storage_dir import StorageDir
+from infra.storage.directory import StorageDir
 from pipeline.cache import on_this_machine
 from pipeline.shards import Manifest, TokenShards
 from train.config import TrainConfig
-from train.data.text import vocabulary_of_data
+from train.data.tokenizer import vocabulary_of_data
 from train.data.windows import VALIDATION_SEED, OrderedWindows, Windows
 
 

@@ -4,7 +4,7 @@ from collections.abc import Sequence
 from dataclasses import replace
 
 from infra.errors import UserError
-from infra.storage_dir import StorageDir
+from infra.storage.directory import StorageDir
 from pipeline.books.sources import whole_path
 from pipeline.shards import Manifest
 from pipeline.stream import BYTES_PER_TOKEN, EncodedBook, Stream

@@ -4,7 +4,7 @@ import numpy as np
 import torch
 from torch.utils.data import Dataset
 
-from infra.storage_dir import StorageDir
+from infra.storage.directory import StorageDir
 from pipeline.cache import on_this_machine
 from pipeline.shards import Split, TokenShards
 from train.data.windows import Windows

@@ -6,12 +6,12 @@ as much as the forward pass.
 
 from dataclasses import dataclass, replace
 
-from infra.doctor.ceilings import read_matmul_rate
-from infra.storage_dir import StorageDir
+from infra.ceilings import read_matmul_rate
+from infra.storage.directory import StorageDir
 from train.config import TrainConfig
 from train.custom_model import CustomModel
-from train.model.gpt import parameter_count
 from train.model_config import ModelConfig
+from train.models.gpt2 import parameter_count
 from train.result import RunResult
 
 

@@ -7,8 +7,8 @@ from dataclasses import replace
 
 import torch
 
+from infra.cli.units import GB, format_duration, format_size
 from infra.errors import UserError
-from infra.units import GB, format_duration, format_size
 from pipeline.shards import read_manifest
 from train.config import SIXTEEN_BITS, TrainConfig
 from train.custom_model import CustomModel
@@ -21,7 +21,7 @@ from train.estimate.memory import (
     published_activations,
 )
 from train.estimate.tiles import MULTIPROCESSORS, products, warnings
-from train.model.gpt import GPT
+from train.models.gpt2 import GPT
 
 CHINCHILLA = 20
 """Compute-optimal number of training tokens per parameter (arXiv 2203.15556, table 3)."""

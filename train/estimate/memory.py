@@ -24,9 +24,9 @@ from train.config import SIXTEEN_BITS, WHOLE_GRAPH, TrainConfig
 from train.custom_model import CustomModel
 from train.estimate.flops import matmul_parameters, recomputed_blocks
 from train.estimate.probe import known_line, line
-from train.model.gpt import parameter_count
-from train.model.loss import pieces
-from train.model.recompute import BUDGET
+from train.models.gpt2 import parameter_count
+from train.models.loss import pieces
+from train.models.recompute import BUDGET
 
 WORKSPACE = {"cuda": 32 * 2**20, "cpu": 0}
 """Bytes of cuBLAS's workspaces. By torch's default there are two, of 8 MiB each, and of 32 MiB on Hopper."""

@@ -6,7 +6,7 @@ and twice as often in an all-reduce. The time of an exchange is these bytes divi
 
 from typing import Any, NamedTuple
 
-from infra.doctor.ceilings import matmul_rate_of, read_record
+from infra.ceilings import matmul_rate_of, read_record
 from train.config import TrainConfig
 from train.estimate import flops
 

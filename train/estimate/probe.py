@@ -12,9 +12,9 @@ import sys
 from dataclasses import dataclass, replace
 from typing import Any
 
+from infra.cli.progress import doing
+from infra.device.hardware import device_facts
 from infra.errors import UserError
-from infra.hardware import device_facts
-from infra.progress import doing
 from infra.schema import from_json, strict
 from train.config import Cycle, TrainConfig
 from train.model_config import format_model

@@ -8,9 +8,9 @@ from dataclasses import dataclass
 from infra.errors import UserError
 from train.config import WHOLE_GRAPH, TrainConfig
 from train.custom_model import CustomModel
-from train.estimate.card import Card
 from train.estimate.flops import matmul_parameters
-from train.model.gpt import parameter_count
+from train.estimate.gpu_rates import Card
+from train.models.gpt2 import parameter_count
 
 ATTENTION = 0.4
 """FLOP/s of FlashAttention-2 with heads of width 64, forward and backward, relative to large matrix products: 110 of

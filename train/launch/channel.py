@@ -169,7 +169,9 @@ def opened(last: int, second: int) -> Iterator[Remote]:
 
     It starts in the background.
     """
-    from infra.machines import here  # imported here because the actor's process would import flags and storage with it
+    from infra.ray.machines import (
+        here,  # imported here because the actor's process would import flags and storage with it
+    )
 
     actor: Any = ray.remote(num_cpus=0)(Channel)
     channel = actor.options(scheduling_strategy=here()).remote(last, second)

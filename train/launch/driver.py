@@ -11,23 +11,23 @@ from collections.abc import Callable
 from dataclasses import replace
 from typing import Any
 
-from infra.console import console
+from infra.cli.console import console
 from infra.errors import UserError
 from infra.schema import to_json
-from infra.storage import write_json
+from infra.storage.files import write_json
 from infra.tracking.store import last_steps
 from infra.tracking.tracker import Tracker
-from train import diagnosis, tracking
 from train.config import AUTO, TrainConfig
-from train.confirmed import slower
 from train.data.source import absolute
 from train.estimate.flops import with_matmul_efficiency
 from train.estimate.memory import known_peak
-from train.launch import here
+from train.launch import local
+from train.launch.job import Assignment, RunPlan
 from train.launch.listener import Listener
-from train.launch.run import Assignment, RunPlan
-from train.resolve import without
+from train.reporting import diagnosis, tracking
+from train.resolved import without
 from train.result import Diagnosis, RunResult
+from train.search_reference import slower
 
 
 class WorkerFailure(Exception):
@@ -92,11 +92,11 @@ def launch(
         tries_smaller=run.asked.micro_batch == AUTO,
     )
     if run.is_local:
-        returned = here.start(assignment, listener, reported, second)
+        returned = local.start(assignment, listener, reported, second)
     else:
-        from train.launch import there
+        from train.launch import cluster
 
-        returned = there.start(assignment, listener, reported, second)
+        returned = cluster.start(assignment, listener, reported, second)
     if returned.stream:
         write_json(home.stream, returned.stream)
         tracker.file(home.stream)

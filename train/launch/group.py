@@ -2,7 +2,7 @@
 
 from typing import Any
 
-from infra.console import console
+from infra.cli.console import console
 from infra.tracking.tracker import Tracker
 
 SILENT_SECONDS = 8.0

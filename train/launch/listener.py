@@ -3,15 +3,15 @@
 from collections.abc import Callable, Mapping
 from typing import Any
 
-from infra.console import console
-from infra.progress import Doing
+from infra.cli.console import console
+from infra.cli.progress import Doing
 from infra.tracking.tracker import Tracker
-from train import tracking
 from train.config import TrainConfig
 from train.launch.channel import WorkerNews
 from train.launch.group import WorkerGroup
-from train.launch.pace import Pace
-from train.launch.run import RunPlan
+from train.launch.job import RunPlan
+from train.launch.progress_meter import Pace
+from train.reporting import tracking
 
 
 class Listener:

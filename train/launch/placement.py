@@ -6,9 +6,9 @@ import ray
 import ray.train
 from ray.exceptions import GetTimeoutError
 
+from infra.device.hardware import DeviceFacts, cpu_facts, device_facts
 from infra.errors import UserError
-from infra.hardware import DeviceFacts, cpu_facts, device_facts
-from infra.machines import (
+from infra.ray.machines import (
     accelerator_resource,
     ask_nodes,
     await_accelerator,

@@ -7,8 +7,8 @@ import time
 from collections.abc import Iterator
 from contextlib import contextmanager
 
-from infra.command import INTERRUPTED
-from infra.console import errors
+from infra.cli.command import INTERRUPTED
+from infra.cli.console import errors
 
 STOP_SECONDS = 18.0
 """How long a step and its checkpoint may take after Ctrl-C, out of the 30 s within which the command ends."""

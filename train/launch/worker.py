@@ -14,32 +14,32 @@ import ray
 import ray.train
 import torch
 
+from infra.cli.units import GB
+from infra.device.host import count_oom_kills
+from infra.device.provenance import machine
+from infra.device.telemetry import Telemetry, of_machine
 from infra.errors import UserError
-from infra.host import count_oom_kills
-from infra.provenance import machine
-from infra.storage_dir import StorageDir, scratch
-from infra.telemetry import Telemetry, of_machine
-from infra.units import GB
+from infra.storage.directory import StorageDir, scratch
 from pipeline.shards import MANIFEST, Manifest
-from train.checkpoint.progress import newest, read_progress
-from train.checkpoint.remote import fetch_newest
-from train.checkpoint.run_folder import RunFolder
 from train.config import TrainConfig
-from train.confirmed import FIRST_STEPS
 from train.data.dataset import ShardData
 from train.data.stream import StreamData
-from train.diagnosis import first_loss_fault
 from train.launch.channel import Channel, EarlierWorkers, WorkerEnd
-from train.launch.run import Assignment, Returned
+from train.launch.job import Assignment, Returned
 from train.loop import memory
 from train.loop.execution import choose_allocator
 from train.loop.memory_limit import Limit
+from train.loop.oom import OutOfMemory
 from train.loop.sampling import closing_sample
-from train.loop.shortage import OutOfMemory
 from train.loop.trainer import Trainer
-from train.model.parallel import all_gather
-from train.resolve import without
+from train.models.parallel import all_gather
+from train.reporting.diagnosis import first_loss_fault
+from train.resolved import without
 from train.result import CycleReport, RunResult
+from train.run_files.progress import newest, read_progress
+from train.run_files.run_folder import RunFolder
+from train.run_files.uploads import fetch_newest
+from train.search_reference import FIRST_STEPS
 
 ATTEMPTS = 3
 """Starts from the same step after which a worker that dies is not restarted."""

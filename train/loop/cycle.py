@@ -12,12 +12,12 @@ import torch
 from torch import Tensor
 
 from pipeline.shards import Manifest
-from train.checkpoint.save import to_host
 from train.config import TrainConfig
 from train.loop import timing
 from train.loop.validation import mean_loss
-from train.model.parallel import Workers
+from train.models.parallel import Workers
 from train.result import CycleReport
+from train.run_files.checkpoint import to_host
 
 
 @dataclass

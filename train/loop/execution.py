@@ -15,8 +15,9 @@ from torch.nn.attention import SDPBackend
 from infra.errors import UserError
 from train.config import TrainConfig
 from train.custom_model import CustomModel
-from train.model import custom
-from train.model.attention import (
+from train.model_config import ModelConfig
+from train.models import custom
+from train.models.attention import (
     ATTENTION,
     AttentionFunction,
     MaskFunction,
@@ -26,11 +27,10 @@ from train.model.attention import (
     order_of,
     ordered_for,
 )
-from train.model.blocks import repeated_blocks
-from train.model.gpt import GPT
-from train.model.published import load_published
-from train.model.recompute import refuse_budget
-from train.model_config import ModelConfig
+from train.models.blocks import repeated_blocks
+from train.models.gpt2 import GPT
+from train.models.hf_weights import load_published
+from train.models.recompute import refuse_budget
 
 AUTOCAST = {"fp16": torch.float16, "bf16": torch.bfloat16}
 MODES = {

@@ -6,7 +6,7 @@ from pathlib import Path
 
 import torch
 
-from infra.gpu import read_gpu
+from infra.device.gpu import read_gpu
 from train.config import TrainConfig
 from train.result import Memory
 

@@ -10,7 +10,7 @@ from dataclasses import dataclass
 
 import torch
 
-from infra.gpu import read_gpu
+from infra.device.gpu import read_gpu
 from train.loop import memory
 
 UNMEASURED = 256 * 2**20

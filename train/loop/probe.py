@@ -15,10 +15,10 @@ from infra.schema import to_json
 from train.config import TrainConfig, config_from_json
 from train.custom_model import CustomModel
 from train.estimate.probe import REFUSED, Line
-from train.loop import memory, shortage
+from train.loop import memory, oom
 from train.loop.execution import arithmetic, build, choose_allocator, choose_pages, compiled, torch_device
-from train.model import custom
-from train.model.optimizer import make_optimizer
+from train.models import custom
+from train.models.optimizer import make_optimizer
 
 STEPS = 2
 """The second has the optimizer's state beside its activations."""
@@ -50,7 +50,7 @@ def probe(config: TrainConfig, larger: int) -> Line:
                     if not isinstance(config.model, CustomModel) or memory.is_exhausted(failure):
                         raise
                     raise custom.blamed(config.model, "a step that measures its memory", failure) from failure
-            held = shortage.held(model, optimizer)
+            held = oom.held(model, optimizer)
             torch.nn.utils.clip_grad_norm_(model.parameters(), config.clip_norm or 1.0)
             scaler.step(optimizer)
             scaler.update()

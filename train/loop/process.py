@@ -8,10 +8,10 @@ from collections.abc import Iterator
 import torch
 
 from infra.errors import UserError
-from train.checkpoint.save import random_state, restore_random_state
 from train.config import TrainConfig
 from train.loop import memory
 from train.loop.execution import choose_allocator, choose_pages
+from train.run_files.checkpoint import random_state, restore_random_state
 
 _VARIABLES = ("PYTORCH_ALLOC_CONF", "THP_MEM_ALLOC_ENABLE", "TORCHINDUCTOR_CACHE_DIR")
 

@@ -11,15 +11,15 @@ import torch
 from torch import Tensor, nn
 
 from infra.errors import UserError
-from infra.storage_dir import StorageDir
-from pipeline.encoding.vocabulary import Vocabulary, vocabulary_at
-from train.checkpoint.progress import damage, read_progress
-from train.checkpoint.save import WEIGHTS, load_weights
+from infra.storage.directory import StorageDir
+from pipeline.encoding.tokenizer import Vocabulary, vocabulary_at
 from train.config import config_from_json
 from train.loop.execution import plain
 from train.loop.trainer import Trainer
 from train.model_config import AnyModel
 from train.result import RunResult
+from train.run_files.checkpoint import WEIGHTS, load_weights
+from train.run_files.progress import damage, read_progress
 
 SAMPLE_TOKENS = 64
 

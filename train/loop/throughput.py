@@ -7,7 +7,7 @@ A speed above what the device can compute is no measurement: its kernels did not
 import statistics
 from collections.abc import Sequence
 
-from infra.hardware import peak_flops
+from infra.device.hardware import peak_flops
 from train.config import TrainConfig
 from train.estimate import flops
 from train.intervals import FEWEST_BATCHES, anytime_half_width, batch_means, median_interval, warmup_steps

@@ -15,19 +15,16 @@ from typing import Any
 import torch
 from torch import nn
 
+from infra.device.hardware import device_facts
+from infra.device.telemetry import Telemetry
 from infra.errors import UserError
-from infra.hardware import device_facts
-from infra.storage_dir import StorageDir
-from infra.telemetry import Telemetry
-from train.checkpoint import save
-from train.checkpoint.progress import Progress, RunState, read_progress, refuse_other_run
+from infra.storage.directory import StorageDir
 from train.config import CUDA_GRAPHS, TrainConfig
 from train.custom_model import CustomModel
 from train.data.dataset import Data, ShardData
 from train.data.loader import BatchLoader
-from train.data.text import vocabulary_of_data, with_vocabulary_of
-from train.loop import memory, shortage, timing
-from train.loop.conclusion import Spent, conclude
+from train.data.tokenizer import vocabulary_of_data, with_vocabulary_of
+from train.loop import memory, oom, timing
 from train.loop.cycle import RunningCycle, close_cycle, open_cycle, report, step_seconds, trouble
 from train.loop.execution import (
     arithmetic,
@@ -41,14 +38,17 @@ from train.loop.execution import (
     torch_device,
 )
 from train.loop.memory_limit import Limit
-from train.loop.shortage import OutOfMemory
+from train.loop.oom import OutOfMemory
+from train.loop.result_builder import Spent, conclude
 from train.loop.throughput import is_precise
 from train.loop.validation import validate, window_count
-from train.model import custom, parallel
-from train.model.optimizer import learning_rate, make_optimizer, set_rate
-from train.model.parallel import Workers
-from train.resolve import resolve
+from train.models import custom, parallel
+from train.models.optimizer import learning_rate, make_optimizer, set_rate
+from train.models.parallel import Workers
+from train.resolved import resolve
 from train.result import BUILDING, TRAINING, CycleReport, Outcome, RunResult, Shortage
+from train.run_files import checkpoint as save
+from train.run_files.progress import Progress, RunState, read_progress, refuse_other_run
 
 BACKWARD = "the backward pass"
 
@@ -144,7 +144,7 @@ class Trainer:
             if outcome == "finished" and (excess := self._excess()):  # because of what followed its last step
                 outcome, reason = "over_limit", excess
             if outcome == "over_limit" and self.limit:
-                missing = shortage.over_limit(self.model, self.optimizer, self.limit, self.state.step)
+                missing = oom.over_limit(self.model, self.optimizer, self.limit, self.state.step)
         except Exception as failure:
             if not memory.is_exhausted(failure):
                 self._blame(failure)
@@ -170,8 +170,8 @@ class Trainer:
         if self.workers.size > 1:
             stage += f" on worker {self.workers.rank + 1} of {self.workers.size}"
         model, optimizer = (vars(self).get(part) for part in ("model", "optimizer"))  # as far as they have been built
-        missing = shortage.out_of_memory(model, optimizer, self.limit, self.device, stage, failure)
-        return self._concluded("oom", shortage.reason(missing, self.config, self.limit), missing)
+        missing = oom.out_of_memory(model, optimizer, self.limit, self.device, stage, failure)
+        return self._concluded("oom", oom.reason(missing, self.config, self.limit), missing)
 
     def _concluded(self, outcome: Outcome, reason: str, missing: Shortage | None) -> RunResult:
         """The result, once the checkpoint that is being written is complete."""

@@ -13,11 +13,11 @@ import numpy as np
 import torch
 from torch import Tensor, nn
 
-from pipeline.encoding.vocabulary import Vocabulary
+from pipeline.encoding.tokenizer import Vocabulary
 from train.config import TrainConfig, divisors
 from train.data.loader import BatchLoader
 from train.data.windows import Windows
-from train.model.parallel import Workers
+from train.models.parallel import Workers
 
 _READ = 1024
 """Windows whose text is counted at once."""

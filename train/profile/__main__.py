@@ -12,18 +12,18 @@ from typing import TYPE_CHECKING, Annotated, ClassVar
 
 import tyro
 
-from infra import command, flags
-from infra.console import console
+from infra.cli import command, flags
+from infra.cli.console import console
+from infra.cli.options import ConfigFile, TrackingUri
+from infra.cli.progress import IMPORTING, doing
+from infra.cli.table import Part, Report, listed
+from infra.device.hardware import device_facts
 from infra.errors import UserError
-from infra.hardware import device_facts
-from infra.options import ConfigFile, TrackingUri
-from infra.progress import IMPORTING, doing
-from infra.storage_dir import StorageDir
-from infra.table import Part, Report, listed
-from train.checkpoint.run_folder import new_folder
+from infra.storage.directory import StorageDir
 from train.config import TrainConfig, load_config
 from train.model_config import short_name
-from train.resolve import resolve
+from train.resolved import resolve
+from train.run_files.run_folder import new_folder
 
 if TYPE_CHECKING:
     from train.profile.trace import Profile
@@ -68,15 +68,15 @@ def profile(options: ProfileOptions) -> None:
             "'python -m pipeline.tokenize', and use --data."
         )
     with doing(IMPORTING):
-        from infra import provenance
+        from infra.device import provenance
         from infra.tracking.store import create_run, open_store
         from infra.tracking.tracker import Tracker
         from infra.tracking.views import ui_link
         from pipeline.shards import read_manifest
-        from train import report, tracking
-        from train.data.text import with_vocabulary_of
+        from train.data.tokenizer import with_vocabulary_of
         from train.profile.memory_timeline import VIEWER
         from train.profile.record import record
+        from train.reporting import report, tracking
 
     manifest = read_manifest(options.training.data)
     config = resolve(with_vocabulary_of(options.training, manifest), device_facts())

@@ -12,16 +12,16 @@ from pathlib import Path
 
 import torch
 
+from infra.device.hardware import device_facts
 from infra.errors import UserError, first_line
-from infra.hardware import device_facts
-from infra.storage import write_json
+from infra.storage.files import write_json
 from train.config import Cycle, TrainConfig
 from train.estimate.forecast import activation_formula
-from train.loop.shortage import OutOfMemory
+from train.loop.oom import OutOfMemory
 from train.loop.trainer import Trainer
 from train.profile import memory_timeline
 from train.profile.trace import FORWARD, Profile, analyze, findings
-from train.resolve import resolve
+from train.resolved import resolve
 from train.result import RunResult
 
 WARMUP_STEPS, STEPS = 3, 2

@@ -5,21 +5,21 @@ from typing import Any
 
 from rich.markup import escape
 
-from infra.console import console
+from infra.cli.console import console
+from infra.cli.table import Part, Report
+from infra.cli.units import GB
 from infra.errors import UserError
-from infra.storage_dir import StorageDir
-from infra.table import Part, Report
-from infra.units import GB
+from infra.storage.directory import StorageDir
 from pipeline.shards import read_manifest
-from train.checkpoint.run_folder import new_place
 from train.config import TrainConfig, load_config
 from train.data.source import estimate, stream_of
-from train.data.text import with_vocabulary_of
+from train.data.tokenizer import with_vocabulary_of
 from train.estimate.memory import known_peak
-from train.resolve import looked_at, resolve
+from train.resolved import looked_at, resolve
+from train.run_files.run_folder import new_place
 from tune.config import SHORTEST, LadderConfig
-from tune.device import trial_machines
-from tune.folder import TRIALS, place_of
+from tune.experiment.folder import TRIALS, place_of
+from tune.experiment.machines import trial_machines
 from tune.space import Candidate
 from tune.suite import study
 from tune.suite.runs import Climb, Ladder

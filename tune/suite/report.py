@@ -5,19 +5,19 @@ from collections.abc import Sequence
 from dataclasses import asdict, replace
 from typing import Any
 
-from infra import provenance
+from infra.cli.table import Part, Report, listed
+from infra.device import provenance
 from infra.errors import UserError
-from infra.object_storage import is_remote
-from infra.storage import write_json
-from infra.storage_dir import StorageDir
-from infra.table import Part, Report, listed
+from infra.storage.directory import StorageDir
+from infra.storage.files import write_json
+from infra.storage.object_storage import is_remote
 from infra.tracking.tracker import Tracker
 from train.config import TrainConfig
 from train.intervals import Estimate
-from tune import charts
+from tune.reporting import charts
 from tune.suite import study
+from tune.suite.results import closing, legend, parts, standings, summary_fields
 from tune.suite.runs import Ladder, Measured
-from tune.suite.standings import closing, legend, parts, standings, summary_fields
 from tune.trial.row import TrialRow, flat_row, measured
 
 

@@ -12,22 +12,22 @@ import re
 from collections.abc import Callable, Iterable, Sequence
 from dataclasses import dataclass, replace
 
+from infra.cli.units import format_size
+from infra.device.hardware import DeviceFacts
 from infra.errors import UserError
-from infra.hardware import DeviceFacts
-from infra.units import format_size
 from train.config import GPU_KERNELS, SIXTEEN_BITS, TrainConfig
 from train.data.source import refuse_short_splits
-from train.data.text import with_vocabulary_of
+from train.data.tokenizer import with_vocabulary_of
 from train.estimate.memory import known_peak, predict_peak
 from train.intervals import Estimate
 from train.loop.memory_limit import UNMEASURED
 from train.model_config import format_model
-from train.resolve import resolve
-from tune.compare import Difference
+from train.resolved import resolve
 from tune.config import SHORTEST, LadderConfig
-from tune.experiment import Experiment
+from tune.experiment.trials import Experiment
 from tune.space import Candidate
 from tune.suite.suites import Changes, Rung, Suite, apply
+from tune.trial.compare import Difference
 from tune.trial.row import Proposal, Stage, TrialRow
 from tune.trial.run import Request
 

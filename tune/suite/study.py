@@ -12,16 +12,16 @@ from pathlib import Path
 
 from matplotlib.figure import Figure
 
-from infra.hardware import A100 as CARD
-from infra.table import Part
+from infra.cli.table import Part
+from infra.device.hardware import A100 as CARD
 from train.config import SIXTEEN_BITS, TrainConfig
-from train.estimate.card import REACHED, planned
+from train.estimate.gpu_rates import REACHED, planned
 from train.estimate.memory import CONTEXT, predict_peak
 from train.model_config import format_model
-from train.resolve import resolve
-from tune import charts
+from train.resolved import resolve
+from tune.reporting import charts
+from tune.suite.results import three_digits
 from tune.suite.runs import SAME_BATCH, Measured
-from tune.suite.standings import three_digits
 from tune.suite.suites import A100, apply
 
 NAME = "study"

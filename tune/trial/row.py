@@ -15,7 +15,7 @@ from typing import Any, Literal, get_args
 
 from infra.errors import UserError
 from infra.schema import from_json, strict, to_json
-from infra.storage import write_json
+from infra.storage.files import write_json
 from train.intervals import Estimate
 from tune.space import Candidate
 
@@ -79,7 +79,7 @@ class TrialRow:
     memory: int | None = None
     """Peak memory of the process, to which the limit applies."""
     memory_source: str | None = None
-    """Method that measured ``memory``: a key of :data:`tune.report.MEMORY_SOURCES`."""
+    """Method that measured ``memory``: a key of :data:`tune.reporting.report.MEMORY_SOURCES`."""
     allocated: int | None = None
     reserved: int | None = None
     allocator_retries: int = 0

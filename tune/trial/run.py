@@ -12,24 +12,24 @@ from typing import Any
 
 import torch
 
+from infra.device.hardware import peak_flops
+from infra.device.telemetry import Telemetry
 from infra.errors import UserError, first_line
-from infra.hardware import peak_flops
-from infra.storage_dir import StorageDir
-from infra.telemetry import Telemetry
+from infra.storage.directory import StorageDir
 from pipeline.cache import on_this_machine
 from train.config import TrainConfig, config_from_json
-from train.confirmed import FIRST_STEPS
 from train.data.source import stream_of
 from train.data.stream import StreamData
 from train.estimate.flops import per_token, utilisation
-from train.loop.conclusion import Spent
 from train.loop.execution import choose_allocator
 from train.loop.memory import is_exhausted
 from train.loop.memory_limit import Limit
-from train.loop.shortage import OutOfMemory
+from train.loop.oom import OutOfMemory
+from train.loop.result_builder import Spent
 from train.loop.throughput import steady_state
 from train.loop.trainer import Trainer
 from train.result import CycleReport, RunResult
+from train.search_reference import FIRST_STEPS
 from tune.trial import early_stop
 from tune.trial.row import Proposal, TrialOutcome, TrialRow
 

@@ -24,12 +24,12 @@ from false_stops import rates
 from machines import GPU_LIMIT, Machine, Replayed, Simulated
 from rich.table import Table
 
-from infra.console import console
-from infra.hardware import A100
-from infra.storage import write_json
+from infra.cli.console import console
+from infra.device.hardware import A100
+from infra.storage.files import write_json
 from train.config import TrainConfig
 from train.model_config import PRESETS
-from train.resolve import resolve
+from train.resolved import resolve
 from tune.config import SearchConfig
 from tune.space import Candidate, Space, make_space
 from tune.strategy.base import Confirmed, Strategy

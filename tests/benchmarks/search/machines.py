@@ -11,13 +11,13 @@ from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Protocol
 
-from infra.hardware import cpu_facts
+from infra.device.hardware import cpu_facts
 from infra.schema import from_json
 from train.config import config_from_json
 from train.estimate.memory import CONTEXT
 from train.loop.throughput import steady_state
-from train.resolve import resolve
-from tune.device import make_prior
+from train.resolved import resolve
+from tune.experiment.machines import make_prior
 from tune.space import Candidate, Space, make_space
 from tune.trial import early_stop
 from tune.trial.row import Proposal, TrialOutcome, TrialRow

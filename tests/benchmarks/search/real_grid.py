@@ -23,14 +23,14 @@ from pathlib import Path
 
 import numpy as np
 
-from infra.hardware import cpu_facts
-from infra.provenance import collect
+from infra.device.hardware import cpu_facts
+from infra.device.provenance import collect
 from infra.schema import from_json, to_json
-from infra.storage import write_json
+from infra.storage.files import write_json
 from pipeline.shards import Manifest, ShardRow, write_shard
 from train.config import Cycle, TrainConfig
 from train.model_config import ModelConfig
-from train.resolve import resolve
+from train.resolved import resolve
 from tune.space import make_space
 from tune.trial.row import Proposal, TrialRow
 from tune.trial.run import Early, Request, run

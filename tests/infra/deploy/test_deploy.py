@@ -20,8 +20,8 @@ import jsonschema
 import pytest
 import yaml
 
-from infra.cli import COMMANDS
-from infra.flags import parsed
+from infra.cli.flags import parsed
+from infra.cli.main import COMMANDS
 
 ROOT = Path(__file__).parents[3]
 DEPLOY = ROOT / "infra" / "deploy"

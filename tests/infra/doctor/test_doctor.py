@@ -17,11 +17,12 @@ import pytest
 import torch
 from mlflow.tracking import MlflowClient
 
+from infra import ceilings
+from infra.device.gpu import GpuState
+from infra.device.hardware import peak_flops
 from infra.doctor import __main__ as doctor
-from infra.doctor import allreduce, ceilings, checks, nodes
-from infra.gpu import GpuState
-from infra.hardware import peak_flops
-from infra.storage_dir import StorageDir
+from infra.doctor import allreduce, checks, nodes
+from infra.storage.directory import StorageDir
 from infra.tracking.store import store_uri
 
 CPU = torch.device("cpu")

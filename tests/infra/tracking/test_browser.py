@@ -15,22 +15,22 @@ import pytest
 from playwright.sync_api import Browser, Page, expect, sync_playwright
 
 from infra.schema import to_json
-from infra.tracking.key import RunKey
+from infra.tracking.run_ref import RunKey
 from infra.tracking.store import create_run
 from infra.tracking.tracker import Tracker
 from infra.tracking.views import ui_link
 from pipeline.shards import read_manifest
-from train import tracking
-from train.checkpoint.run_folder import RunFolder
 from train.config import TrainConfig
 from train.model_config import PRESETS
+from train.reporting import tracking
 from train.result import CycleReport, Memory, RunResult, Throughput
+from train.run_files.run_folder import RunFolder
 from tune.config import LadderConfig, SearchConfig
-from tune.plan import make_search
-from tune.report import publish
+from tune.experiment.search_plan import make_search
+from tune.experiment.tracking import ExperimentRecorder, open_parent
+from tune.reporting.report import publish
 from tune.space import Candidate
 from tune.suite.plan import make_ladder
-from tune.tracking import ExperimentRecorder, open_parent
 from tune.trial.row import TrialRow
 
 CHROMIUM = shutil.which("chromium") or shutil.which("google-chrome")

@@ -12,7 +12,7 @@ import pytest
 from mlflow.tracking import MlflowClient
 
 from infra.tracking import saved_views
-from infra.tracking.key import RunKey
+from infra.tracking.run_ref import RunKey
 from infra.tracking.saved_views import PREFIX, RUNS, VIEWS
 from infra.tracking.store import create_run
 from infra.tracking.views import children_view, ui_link

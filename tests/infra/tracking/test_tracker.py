@@ -17,7 +17,7 @@ from mlflow.tracking import MlflowClient
 
 from infra.errors import UserError
 from infra.tracking import tracker as tracking
-from infra.tracking.lost import is_complete
+from infra.tracking.orphaned_runs import is_complete
 from infra.tracking.send import send
 from infra.tracking.store import children, create_run, has_run, open_store, reopen_run, store_uri
 from infra.tracking.tracker import Tracker

@@ -4,7 +4,7 @@ from pathlib import Path
 
 import pytest
 
-from infra.tracking.key import RunKey, sqlite_store
+from infra.tracking.run_ref import RunKey, sqlite_store
 from infra.tracking.views import children_view, model_link, page_link, ui_link
 
 RUN = "ee9478f222a74d1c"

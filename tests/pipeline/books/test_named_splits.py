@@ -4,7 +4,7 @@ import pyarrow as pa
 import pyarrow.parquet as pq
 import pytest
 
-from infra.storage_dir import StorageDir
+from infra.storage.directory import StorageDir
 from pipeline.books.named_splits import NamedFile, labels
 from pipeline.books.sources import find
 

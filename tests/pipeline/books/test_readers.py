@@ -21,13 +21,13 @@ import pytest
 from backports import zstd
 
 from infra.errors import UserError
-from infra.storage_dir import StorageDir
+from infra.storage.directory import StorageDir
 from pipeline.books import readers, sources
 from pipeline.books.readers import Dropped, Part, RawBook, read_books
 from pipeline.books.sources import SourceFile, find
 from pipeline.config import TokenizeConfig
+from pipeline.job.partition_result import read_record
 from pipeline.job.plan import make_plan
-from pipeline.job.record import read_record
 from pipeline.job.task import do_piece
 
 MEGABYTE = 1_000_000

@@ -23,7 +23,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from infra.errors import UserError
-from infra.storage_dir import StorageDir
+from infra.storage.directory import StorageDir
 from pipeline.books import downloads, sources
 from pipeline.books.readers import Dropped, Part, RawBook, read_books
 from pipeline.books.sources import Inventory, SourceFile, find

@@ -13,9 +13,9 @@ from infra.errors import UserError
 from pipeline.books.readers import Part, RawBook, read_books
 from pipeline.books.sources import find
 from pipeline.config import TokenizeConfig
-from pipeline.encoding import vocabulary
+from pipeline.encoding import tokenizer
 from pipeline.encoding.chunks import CHUNK
-from pipeline.encoding.vocabulary import EncodingMismatch, gpt2
+from pipeline.encoding.tokenizer import EncodingMismatch, gpt2
 
 GPT2 = gpt2()
 chunks, decode, encode, verify = GPT2.chunks, GPT2.decode, GPT2.encode, GPT2.verify
@@ -136,7 +136,7 @@ def test_the_fast_encoder_keeps_its_ids_and_its_memory_when_it_is_made_again() -
         import re
         from pathlib import Path
         import numpy as np
-        from pipeline.encoding.vocabulary import gpt2
+        from pipeline.encoding.tokenizer import gpt2
         encode, reference = gpt2().encode, lambda: gpt2().tiktoken
         sample = b"The miller's granddaughter ran to the river; nobody followed her."
         before, chance = encode(sample), np.random.default_rng(0)
@@ -160,8 +160,8 @@ def test_the_fast_encoder_keeps_its_ids_and_its_memory_when_it_is_made_again() -
 
 def test_another_vocabulary_is_refused(tmp_path, monkeypatch: pytest.MonkeyPatch) -> None:
     altered = tmp_path / "gpt2.tiktoken"
-    altered.write_bytes(vocabulary.VOCABULARY.read_bytes()[:-2])
-    monkeypatch.setattr(vocabulary, "VOCABULARY", altered)
+    altered.write_bytes(tokenizer.VOCABULARY.read_bytes()[:-2])
+    monkeypatch.setattr(tokenizer, "VOCABULARY", altered)
     with pytest.raises(UserError, match="not GPT-2's vocabulary"):
         gpt2.__wrapped__()
 
@@ -181,7 +181,7 @@ def test_the_beginning_of_a_long_book_and_all_of_a_short_one_are_verified(monkey
         verify("Dickens", text, np.append(ids, ids[-1:]))
     with pytest.raises(EncodingMismatch, match=f"from token {len(ids) - 1} on"):
         verify("Dickens", text, ids[:-1])
-    monkeypatch.setattr(vocabulary, "VERIFIED_BYTES", 20)
+    monkeypatch.setattr(tokenizer, "VERIFIED_BYTES", 20)
     ids[-1] += 1
     assert verify("Dickens", text, ids) == len("It was the best of times"), "up to the next place for a cut"
     ids[0] += 1

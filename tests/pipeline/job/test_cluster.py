@@ -17,7 +17,7 @@ import psutil
 import pytest
 
 from infra.errors import UserError
-from infra.storage_dir import StorageDir
+from infra.storage.directory import StorageDir
 from pipeline.books.readers import RawBook, read_books
 from pipeline.books.sources import find
 from pipeline.config import TokenizeConfig

@@ -7,7 +7,7 @@ from pathlib import Path
 import pytest
 
 from infra.errors import UserError
-from infra.storage_dir import scratch
+from infra.storage.directory import scratch
 from pipeline.job import crash_guard
 from pipeline.job.crash_guard import CrashGuard
 

@@ -9,14 +9,14 @@ from pathlib import Path
 import numpy as np
 import pytest
 
-from infra.storage_dir import StorageDir
+from infra.storage.directory import StorageDir
 from pipeline.books.sources import find
 from pipeline.config import TokenizeConfig
-from pipeline.encoding.vocabulary import gpt2
+from pipeline.encoding.tokenizer import gpt2
 from pipeline.job import plan
 from pipeline.job.dedup import Rank, drop_duplicates, find_duplicates
+from pipeline.job.partition_result import Record, read_record
 from pipeline.job.plan import make_plan
-from pipeline.job.record import Record, read_record
 from pipeline.job.task import do_piece
 from pipeline.shards import Shard, checksum
 

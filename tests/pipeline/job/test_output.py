@@ -12,15 +12,15 @@ from typing import Any
 
 import pytest
 
-from infra import storage_dir
 from infra.errors import UserError
-from infra.storage_dir import StorageDir
+from infra.storage import directory
+from infra.storage.directory import StorageDir
 from pipeline.books.readers import Dropped
 from pipeline.config import IDENTITY, TokenizeConfig
 from pipeline.inspect import verify
 from pipeline.job import output, plan, task
+from pipeline.job.partition_result import Record, read_record
 from pipeline.job.plan import Job
-from pipeline.job.record import Record, read_record
 from pipeline.job.task import do_piece
 from pipeline.shards import MANIFEST, SPLIT_HISTORY, Manifest, read_manifest
 from pipeline.tokenize import main
@@ -275,8 +275,8 @@ def test_manifest_and_record_are_durably_removed_before_the_first_new_shard(
 ) -> None:
     tokenize(small_pieces)
     events: list[str] = []
-    synced, written = storage_dir.sync_folder, task.write_shard
-    monkeypatch.setattr(storage_dir, "sync_folder", lambda folder: events.append(folder.name) or synced(folder))
+    synced, written = directory.sync_folder, task.write_shard
+    monkeypatch.setattr(directory, "sync_folder", lambda folder: events.append(folder.name) or synced(folder))
     monkeypatch.setattr(task, "write_shard", lambda *rest: events.append("shard") or written(*rest))
     do_piece(Job(small_pieces).pieces[2], StorageDir.of(small_pieces.out), f"test-{uuid.uuid4()}")
     assert events[:3] == ["out", "pieces", "shard"]

@@ -10,7 +10,7 @@ import psutil
 import pytest
 
 from infra.errors import UserError
-from infra.storage_dir import StorageDir
+from infra.storage.directory import StorageDir
 from pipeline.books.sources import find
 from pipeline.config import TokenizeConfig
 from pipeline.job.plan import Piece, make_plan

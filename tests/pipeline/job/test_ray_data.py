@@ -14,9 +14,9 @@ from pipeline.job.ray_data import grouped
 PROGRAM = """
 import json, sys, threading, uuid
 from pathlib import Path
-from infra.cluster import connected
+from infra.ray.cluster import connected
 from infra.errors import UserError
-from infra.storage_dir import StorageDir
+from infra.storage.directory import StorageDir
 from pipeline.config import TokenizeConfig
 from pipeline.job.plan import make_plan
 from pipeline.books.sources import find

@@ -9,7 +9,7 @@ from pathlib import Path
 import pytest
 
 from infra.errors import UserError
-from infra.storage_dir import StorageDir, WorkingCopy
+from infra.storage.directory import StorageDir, WorkingCopy
 from pipeline import inspect
 from pipeline.config import TokenizeConfig
 from pipeline.inspect import InspectConfig

@@ -8,8 +8,8 @@ from infra.tracking.names import MOST, shown
 from pipeline.books.readers import Dropped, Part
 from pipeline.books.sources import Inventory, SourceFile
 from pipeline.config import TokenizeConfig
+from pipeline.job.partition_result import Record
 from pipeline.job.plan import Piece
-from pipeline.job.record import Record
 from pipeline.job.report import METRICS, JobStats, Stopwatch, data_report, estimate, totals
 from pipeline.shards import ShardInfo
 

@@ -3,7 +3,7 @@
 import pytest
 
 from infra.errors import UserError
-from infra.storage_dir import StorageDir
+from infra.storage.directory import StorageDir
 from pipeline.job.split_history import SplitHistory
 from pipeline.shards import SPLIT_HISTORY
 

@@ -11,7 +11,7 @@ from pathlib import Path
 
 import pytest
 
-from infra.storage_dir import StorageDir
+from infra.storage.directory import StorageDir
 from pipeline.config import TokenizeConfig
 from pipeline.inspect import verify
 from pipeline.job import output, plan

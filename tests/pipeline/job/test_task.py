@@ -21,15 +21,15 @@ import pyarrow.parquet as pq
 import pytest
 
 from infra.errors import UserError
-from infra.storage_dir import StorageDir
+from infra.storage.directory import StorageDir
 from pipeline.books.clean import GUESSED, UNDECODABLE
 from pipeline.books.readers import Dropped, Part, RawBook, read_books
 from pipeline.books.sources import find
 from pipeline.config import Reading, TokenizeConfig
-from pipeline.encoding.vocabulary import Vocabulary, gpt2
+from pipeline.encoding.tokenizer import Vocabulary, gpt2
 from pipeline.job.output import write_quarantine
+from pipeline.job.partition_result import Record, read_record
 from pipeline.job.plan import Piece, make_plan
-from pipeline.job.record import Record, read_record
 from pipeline.job.report import totals
 from pipeline.job.task import do_piece
 from pipeline.shards import Shard, checksum
@@ -283,12 +283,12 @@ def test_the_book_that_kills_its_worker_is_skipped(tmp_path: Path, write_books: 
     program = f"""
         import os, sys
         import pipeline.job.task
-        from infra.storage_dir import StorageDir
+        from infra.storage.directory import StorageDir
         from pipeline.config import TokenizeConfig
         from pipeline.job.plan import make_plan
         from pipeline.books.sources import find
 
-        from pipeline.encoding.vocabulary import Vocabulary
+        from pipeline.encoding.tokenizer import Vocabulary
 
         encode = Vocabulary.encode
         def deadly(self, text, encoder):

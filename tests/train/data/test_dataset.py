@@ -6,7 +6,7 @@ from pathlib import Path
 import pytest
 
 from infra.errors import UserError
-from pipeline.encoding.vocabulary import VOCABULARY_SHA256
+from pipeline.encoding.tokenizer import VOCABULARY_SHA256
 from train.config import TrainConfig
 from train.loop.trainer import Trainer
 from train.model_config import ModelConfig

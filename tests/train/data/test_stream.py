@@ -16,31 +16,31 @@ import pyarrow.parquet as pq
 import pytest
 import torch
 
-import infra.storage_dir
-from infra.cluster import connected
 from infra.errors import UserError
+from infra.ray.cluster import connected
+from infra.storage.directory import StorageDir
 from infra.tracking.store import create_run
 from infra.tracking.tracker import Tracker
 from pipeline import stream
 from pipeline.books.sources import Inventory, find
 from pipeline.config import Reading, TokenizeConfig
-from pipeline.encoding.vocabulary import gpt2
+from pipeline.encoding.tokenizer import gpt2
+from pipeline.job.partition_result import read_record
 from pipeline.job.plan import make_plan
-from pipeline.job.record import read_record
 from pipeline.job.task import do_piece
 from pipeline.shards import Shard
 from pipeline.stream import HELD_OUT, EncodedBook, Stream, encoded_books
-from train.checkpoint.progress import read_progress, refuse_other_run
-from train.checkpoint.run_folder import RunFolder
 from train.config import Cycle, TrainConfig
 from train.data.loader import BatchLoader
 from train.data.source import absolute, estimate, stream_of
 from train.data.stream import StreamData, StreamPosition, StreamWindows
 from train.launch import driver
-from train.launch.run import RunPlan
+from train.launch.job import RunPlan
 from train.loop.trainer import Trainer
 from train.model_config import ModelConfig
 from train.result import CycleReport
+from train.run_files.progress import read_progress, refuse_other_run
+from train.run_files.run_folder import RunFolder
 
 LENGTH = 16
 WORDS = "the lantern of a winter morning was not with her captain but under every garden wall by river".split()  # noqa: SIM905
@@ -288,7 +288,7 @@ def test_a_stream_reads_what_shards_hold(
     sources = (str(unusual / name),)
     config = TokenizeConfig(sources, val_fraction=HELD_OUT, **dataclasses.asdict(reading))
     (piece,) = make_plan(find(sources), config)
-    do_piece(piece, infra.storage_dir.StorageDir.of(tmp_path), f"test-{uuid.uuid4()}")
+    do_piece(piece, StorageDir.of(tmp_path), f"test-{uuid.uuid4()}")
     record = read_record(tmp_path, piece.name)
     assert record
     shards = {

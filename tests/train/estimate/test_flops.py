@@ -6,12 +6,12 @@ from pathlib import Path
 import pytest
 import torch
 
-from infra.storage_dir import StorageDir
+from infra.storage.directory import StorageDir
 from train.config import TrainConfig
 from train.estimate import flops
 from train.loop.trainer import Trainer
-from train.model.gpt import GPT
 from train.model_config import PRESETS, ModelConfig
+from train.models.gpt2 import GPT
 
 GPT2 = replace(PRESETS["gpt2-124m"], padded_vocabulary=50304)
 
@@ -27,7 +27,7 @@ def test_hardware_flops_of_a_large_model_are_close_to_eight_thirds_of_a_forward(
 def test_palm_is_what_torch_counts(small_model: ModelConfig) -> None:
     from torch.utils.flop_counter import FlopCounterMode
 
-    from train.model.attention import manual
+    from train.models.attention import manual
 
     model = GPT(small_model, attention=manual)
     tokens = torch.zeros(3, small_model.context_length, dtype=torch.int64)

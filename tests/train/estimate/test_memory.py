@@ -19,10 +19,10 @@ from train.config import Compile, TrainConfig, divisors
 from train.estimate.memory import correct, largest_micro_batch, largest_of_any_batch, most, predict_peak
 from train.loop.execution import compiled
 from train.loop.trainer import Trainer
-from train.model.attention import ATTENTION
-from train.model.gpt import GPT, parameter_count
-from train.model.optimizer import make_optimizer
 from train.model_config import PRESETS, ModelConfig, parse_model
+from train.models.attention import ATTENTION
+from train.models.gpt2 import GPT, parameter_count
+from train.models.optimizer import make_optimizer
 
 MODEL = replace(PRESETS["small"], layers=2, context_length=256, vocabulary=8000, padded_vocabulary=8064)
 WIDE_HEAD = replace(MODEL, layers=1, context_length=16, vocabulary=20000, padded_vocabulary=20000)

@@ -6,13 +6,13 @@ from pathlib import Path
 
 import pytest
 
+from infra.device.hardware import CARDS
 from infra.errors import UserError
-from infra.hardware import CARDS
 from train.config import Precision, TrainConfig
-from train.estimate.card import planned
+from train.estimate.gpu_rates import planned
 from train.estimate.roofline import SHARE, moved, reachable
 from train.model_config import PRESETS
-from train.resolve import resolve
+from train.resolved import resolve
 
 RECORD = json.loads((Path(__file__).parents[2] / "benchmarks" / "records" / "kernels.json").read_text())
 

@@ -14,16 +14,16 @@ from infra.errors import UserError
 from infra.tracking.store import create_run
 from infra.tracking.tracker import Tracker
 from pipeline.shards import read_manifest
-from train.checkpoint.progress import Progress
-from train.checkpoint.run_folder import RunFolder
 from train.config import AUTO, TrainConfig
 from train.data.source import absolute
 from train.estimate.memory import predict_peak
-from train.launch import driver, here
+from train.launch import driver, local
 from train.launch.driver import WorkerFailure, launch, train_and_record
-from train.launch.run import Assignment, Returned, RunPlan
+from train.launch.job import Assignment, Returned, RunPlan
 from train.model_config import ModelConfig
 from train.result import RunResult
+from train.run_files.progress import Progress
+from train.run_files.run_folder import RunFolder
 
 pytestmark = pytest.mark.usefixtures("working_folder")
 
@@ -57,7 +57,7 @@ class Worker:
 @pytest.fixture
 def worker(monkeypatch: pytest.MonkeyPatch, make_result: Callable[..., RunResult]) -> Worker:
     worker = Worker(Returned(make_result()))
-    monkeypatch.setattr(here, "start", worker.start)
+    monkeypatch.setattr(local, "start", worker.start)
     return worker
 
 

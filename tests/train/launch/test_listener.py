@@ -9,17 +9,17 @@ from typing import Any, cast
 import pytest
 
 from infra.schema import to_json
-from infra.storage_dir import StorageDir
+from infra.storage.directory import StorageDir
 from infra.tracking.tracker import Tracker
 from pipeline.shards import read_manifest
-from train.checkpoint.progress import Progress
-from train.checkpoint.run_folder import RunFolder
 from train.config import TrainConfig
 from train.launch.channel import WorkerNews
+from train.launch.job import RunPlan
 from train.launch.listener import Listener
-from train.launch.run import RunPlan
 from train.model_config import ModelConfig
 from train.result import TRAINING, CycleReport
+from train.run_files.progress import Progress
+from train.run_files.run_folder import RunFolder
 
 
 class Recorded:

@@ -15,11 +15,11 @@ import psutil
 import pytest
 from mlflow.tracking import MlflowClient
 
-from train.checkpoint.progress import checkpoints_in, newest
-from train.checkpoint.run_folder import RunFolder
 from train.config import config_from_json
 from train.loop.trainer import Trainer
 from train.result import CycleReport
+from train.run_files.progress import checkpoints_in, newest
+from train.run_files.run_folder import RunFolder
 
 STEPS = 240
 MODEL = "tiny,layers=2,heads=2,width=32,context_length=32,vocabulary=257,padded_vocabulary=320,dropout=0.1"

@@ -14,25 +14,25 @@ from typing import Any, cast
 import pytest
 import torch
 
+from infra.device.gpu import GpuReading
+from infra.device.telemetry import Telemetry
 from infra.errors import UserError
-from infra.gpu import GpuReading
-from infra.storage import write_json
-from infra.telemetry import Telemetry
+from infra.storage.files import write_json
 from pipeline.shards import checksum, read_manifest
-from train.checkpoint import progress
-from train.checkpoint.find import find_run
-from train.checkpoint.progress import newest
-from train.checkpoint.run_folder import RunFolder
 from train.config import Cycle, TrainConfig
 from train.launch import worker
 from train.launch.channel import Channel, EarlierWorkers, WorkerEnd
-from train.launch.run import Assignment
+from train.launch.job import Assignment
 from train.loop.memory_limit import Limit
 from train.loop.trainer import Trainer
-from train.model.gpt import GPT
 from train.model_config import ModelConfig
-from train.resolve import without
+from train.models.gpt2 import GPT
+from train.resolved import without
 from train.result import RunResult
+from train.run_files import progress
+from train.run_files.lookup import find_run
+from train.run_files.progress import newest
+from train.run_files.run_folder import RunFolder
 
 
 @pytest.fixture

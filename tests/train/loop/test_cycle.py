@@ -8,8 +8,8 @@ import torch
 from pipeline.shards import Manifest
 from train.config import Cycle, TrainConfig
 from train.loop.cycle import RunningCycle, close_cycle, open_cycle, report, step_seconds
-from train.model.parallel import Workers
 from train.model_config import ModelConfig
+from train.models.parallel import Workers
 
 CPU = torch.device("cpu")
 CONFIG = TrainConfig(

@@ -11,11 +11,11 @@ from typing import Any
 import pytest
 import torch
 
-from infra.hardware import cpu_facts
+from infra.device.hardware import cpu_facts
 from train.config import TrainConfig
 from train.loop.execution import build, compiled, no_collections, plain
 from train.model_config import ModelConfig
-from train.resolve import resolve
+from train.resolved import resolve
 
 
 @pytest.mark.parametrize("entry", ["choose_pages(config)", "(block := borrowed_process(config)).__enter__()"])

@@ -13,9 +13,9 @@ from train.config import TORCHAO_OPTIMIZERS, Cycle, TrainConfig
 from train.data.dataset import ShardData
 from train.data.loader import BatchLoader
 from train.loop.trainer import Trainer
-from train.model.gpt import GPT
-from train.model.optimizer import make_optimizer, set_rate
 from train.model_config import ModelConfig
+from train.models.gpt2 import GPT
+from train.models.optimizer import make_optimizer, set_rate
 from tune.suite.suites import SUITES, Rung, Suite, apply
 
 STEPS = 12

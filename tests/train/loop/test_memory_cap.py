@@ -6,7 +6,7 @@ from types import SimpleNamespace
 import pytest
 import torch
 
-from infra.gpu import GpuState
+from infra.device.gpu import GpuState
 from train.loop import memory, memory_limit
 from train.loop.memory_limit import UNMEASURED, Limit
 from train.result import Memory

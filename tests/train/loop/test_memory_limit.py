@@ -13,15 +13,15 @@ import pytest
 import torch
 from mlflow.tracking import MlflowClient
 
-from infra.gpu import GpuState
+from infra.device.gpu import GpuState
 from infra.tracking.store import store_uri
 from train import run
-from train.checkpoint.progress import checkpoints_in
 from train.config import Cycle, TrainConfig
 from train.loop import memory, memory_limit
 from train.loop.memory_limit import Limit
 from train.loop.trainer import Trainer
 from train.model_config import ModelConfig
+from train.run_files.progress import checkpoints_in
 
 GPU = torch.device("cuda", 0)
 ROOT = Path(__file__).parents[3]

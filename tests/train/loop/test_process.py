@@ -14,7 +14,7 @@ from train.config import Cycle, TrainConfig
 from train.loop import memory
 from train.loop.process import borrowed_process
 from train.model_config import ModelConfig
-from train.report import memory_table
+from train.reporting.report import memory_table
 from train.result import Memory, RunResult
 
 CPU = TrainConfig(device="cpu", micro_batch=1, global_batch=1, precision="fp32", compile="off", loss="plain")

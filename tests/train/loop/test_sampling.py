@@ -8,13 +8,13 @@ import pytest
 import torch
 
 from infra.errors import UserError
-from pipeline.encoding.vocabulary import VOCABULARY_SHA256, gpt2
+from pipeline.encoding.tokenizer import VOCABULARY_SHA256, gpt2
 from train.config import Cycle, TrainConfig
 from train.loop.execution import plain
 from train.loop.sampling import SAMPLE_TOKENS, closing_sample, load_model, sample
 from train.loop.trainer import Trainer
-from train.model.gpt import GPT
 from train.model_config import ModelConfig
+from train.models.gpt2 import GPT
 
 
 @pytest.fixture(scope="module")

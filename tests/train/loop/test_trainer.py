@@ -13,15 +13,15 @@ import numpy as np
 import pytest
 import torch
 
-from train.checkpoint.progress import checkpoints_in, read_progress
 from train.config import Cycle, TrainConfig
 from train.data.dataset import ShardData
 from train.estimate.flops import hardware
-from train.loop import conclusion
+from train.loop import result_builder
 from train.loop.memory import is_exhausted
 from train.loop.trainer import Trainer
 from train.model_config import ModelConfig
 from train.result import TRAINING, CycleReport, RunResult
+from train.run_files.progress import checkpoints_in, read_progress
 
 GOLDEN = [5.7706, 5.7397, 5.7076, 5.7358, 5.6804, 5.6705, 5.6786, 5.6430, 5.6498, 5.6454]
 """Losses of the first ten steps: whatever changes the mathematics of a step moves them."""
@@ -84,7 +84,7 @@ def test_the_parts_of_a_step_make_no_more_than_the_step(config: TrainConfig) -> 
 
 def test_a_pause_is_named_and_in_no_share(config: TrainConfig, monkeypatch: pytest.MonkeyPatch) -> None:
     """The machine sleeps for two seconds in the optimizer's part of a step that takes milliseconds."""
-    monkeypatch.setattr(conclusion, "PAUSE", 1.0)
+    monkeypatch.setattr(result_builder, "PAUSE", 1.0)
     trainer = Trainer(config)
     monkeypatch.setattr(trainer.scaler, "update", lambda: time.sleep(2 * (trainer.state.step == 30)))
     result = trainer.run()
@@ -199,7 +199,7 @@ def test_a_resumed_run_knows_what_a_spike_is(config: TrainConfig, tmp_path: Path
 
 def test_the_result_is_of_the_hardware_and_the_text(config: TrainConfig, monkeypatch: pytest.MonkeyPatch) -> None:
     """Utilisation counts every worker's device; data without a vocabulary have no known bytes or characters."""
-    monkeypatch.setattr(conclusion, "peak_flops", lambda name, precision: {"fp32": 1e12}[precision])
+    monkeypatch.setattr(result_builder, "peak_flops", lambda name, precision: {"fp32": 1e12}[precision])
     trainer = Trainer(dataclasses.replace(config, steps=8, cycle=Cycle(8, 1)))
     alone = trainer.run()
     assert alone.throughput
@@ -208,7 +208,7 @@ def test_the_result_is_of_the_hardware_and_the_text(config: TrainConfig, monkeyp
     assert alone.mfu == pytest.approx(expected)
     assert alone.hfu is None, "nothing is computed again"
     again = dataclasses.replace(trainer.config, checkpointing="full")
-    checkpointed = conclusion.conclude(
+    checkpointed = result_builder.conclude(
         again, trainer.data, trainer.device, trainer.state, trainer.spent, ("finished", ""), None
     )  # fmt: skip
     assert checkpointed.mfu == alone.mfu
@@ -217,7 +217,7 @@ def test_the_result_is_of_the_hardware_and_the_text(config: TrainConfig, monkeyp
         hardware(config.shape, recomputed=config.shape.layers) / alone.flops_per_token
     )
     two = dataclasses.replace(trainer.config, workers=2, micro_batch=4)
-    together = conclusion.conclude(
+    together = result_builder.conclude(
         two, trainer.data, trainer.device, trainer.state, trainer.spent, ("finished", ""), None
     )  # fmt: skip
     assert together.mfu == pytest.approx(expected / 2)
@@ -405,11 +405,11 @@ def test_a_step_that_spikes_is_in_no_checkpoint(config: TrainConfig, tmp_path: P
 
 def test_all_arithmetic_is_of_every_workers_device(config: TrainConfig, monkeypatch: pytest.MonkeyPatch) -> None:
     """Also that which is done a second time."""
-    monkeypatch.setattr(conclusion, "peak_flops", lambda name, precision: 1e12)
+    monkeypatch.setattr(result_builder, "peak_flops", lambda name, precision: 1e12)
     trainer = Trainer(dataclasses.replace(config, steps=8, cycle=Cycle(8, 0), checkpointing="full"))
     alone = trainer.run()
     two = dataclasses.replace(trainer.config, workers=2, micro_batch=4)
-    together = conclusion.conclude(
+    together = result_builder.conclude(
         two, trainer.data, trainer.device, trainer.state, trainer.spent, ("finished", ""), None
     )  # fmt: skip
     assert alone.hfu

@@ -11,7 +11,7 @@ import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from pipeline.encoding.vocabulary import VOCABULARY_SHA256, gpt2
+from pipeline.encoding.tokenizer import VOCABULARY_SHA256, gpt2
 from pipeline.shards import Manifest, ShardRow, Split, write_shard
 from train.config import Cycle, TrainConfig
 from train.data.loader import BatchLoader

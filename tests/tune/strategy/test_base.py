@@ -7,10 +7,10 @@ from pathlib import Path
 
 import pytest
 
-from infra.hardware import cpu_facts
+from infra.device.hardware import cpu_facts
 from train.config import Cycle, TrainConfig
 from train.model_config import ModelConfig
-from train.resolve import resolve
+from train.resolved import resolve
 from tune.config import FEWEST
 from tune.space import Candidate, make_space
 from tune.strategy.base import Confirmed, Grid, Retrying, enough_seconds

@@ -5,9 +5,9 @@ from typing import Any
 
 import pytest
 
-from infra.hardware import cpu_facts
+from infra.device.hardware import cpu_facts
 from train.config import TrainConfig
-from train.resolve import resolve
+from train.resolved import resolve
 from tune.space import Candidate, make_space
 from tune.strategy.curves import BACK_OFF, MARGIN, Curves
 from tune.trial.row import TrialOutcome, TrialRow

@@ -8,10 +8,10 @@ from typing import Any
 
 import pytest
 
-from infra.hardware import A100, cpu_facts
+from infra.device.hardware import A100, cpu_facts
 from train.config import TrainConfig
 from train.model_config import PRESETS
-from train.resolve import resolve
+from train.resolved import resolve
 from tune.space import Candidate, Space, make_space
 from tune.strategy.base import Confirmed, Grid
 from tune.strategy.memory_aware import HOPELESS, REFINEMENTS, MemorySearcher

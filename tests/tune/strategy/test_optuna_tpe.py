@@ -4,10 +4,10 @@ import statistics
 from collections.abc import Callable
 from types import ModuleType
 
-from infra.hardware import A100
+from infra.device.hardware import A100
 from train.config import TrainConfig
 from train.model_config import PRESETS
-from train.resolve import resolve
+from train.resolved import resolve
 from tune.space import make_space
 from tune.strategy.optuna_tpe import OptunaSearcher
 

@@ -14,8 +14,8 @@ import torch
 from mlflow.tracking import MlflowClient
 
 from infra.errors import UserError
-from infra.storage import write_json
-from infra.storage_dir import StorageDir
+from infra.storage.directory import StorageDir
+from infra.storage.files import write_json
 from infra.tracking.store import store_uri
 from pipeline.stream import EncodedBook, Stream, encoded_books
 from train.config import TrainConfig, load_config
@@ -240,7 +240,7 @@ def test_an_interrupted_ladder_says_how_to_continue_it(
             raise KeyboardInterrupt
         return run(request)
 
-    monkeypatch.setattr("tune.ray_tune.run", interrupted)
+    monkeypatch.setattr("tune.experiment.ray_tune.run", interrupted)
     flags = ["--suite", "memory", "--rungs", "checkpointing", "--data", str(small_shards), "--device", "cpu"]
     flags += ["--model", format_model(small_model), "--steps", "8", "--cycle", "8+0", "--name", "stopped"]
     assert command(ladder.main, *flags) == 130
@@ -249,7 +249,7 @@ def test_an_interrupted_ladder_says_how_to_continue_it(
     found = MlflowClient(store_uri()).search_runs(["1"])
     ended = {run.data.tags.get("stage", "ladder"): run.info.status for run in found}
     assert ended == {"baseline": "FINISHED", "rung": "KILLED", "ladder": "KILLED"}
-    monkeypatch.setattr("tune.ray_tune.run", run)
+    monkeypatch.setattr("tune.experiment.ray_tune.run", run)
     assert command(ladder.main, "--resume", "stopped") == 0
     assert {run.info.status for run in MlflowClient(store_uri()).search_runs(["1"])} == {"FINISHED"}
 

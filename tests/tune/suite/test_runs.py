@@ -7,17 +7,17 @@ from typing import Any
 
 import pytest
 
+from infra.device.hardware import A100, DeviceFacts, cpu_facts
 from infra.errors import UserError
-from infra.hardware import A100, DeviceFacts, cpu_facts
-from infra.storage_dir import StorageDir
+from infra.storage.directory import StorageDir
 from pipeline.shards import read_manifest
 from train.config import AUTO, TrainConfig, config_from_json
 from train.estimate.memory import most, predict_peak
 from train.loop.memory_limit import UNMEASURED
 from train.model_config import ModelConfig
-from train.resolve import resolve
+from train.resolved import resolve
 from tune.config import LadderConfig
-from tune.device import Machine
+from tune.experiment.machines import Machine
 from tune.suite.runs import Ladder, Measured, check_baseline_speed, check_suits_device, largest_batch
 from tune.suite.suites import AA, STREAMING, SUITES, Rung, Suite, short_form, streamed
 from tune.trial.row import TrialRow

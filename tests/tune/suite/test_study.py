@@ -8,7 +8,6 @@ import pytest
 
 from train.config import TrainConfig
 from train.estimate.roofline import SHARE
-from tune.compare import Difference
 from tune.space import Candidate
 from tune.suite.runs import Measured
 from tune.suite.study import (
@@ -28,6 +27,7 @@ from tune.suite.study import (
     verdict,
 )
 from tune.suite.suites import A100, LOOP, MEMORY, apply
+from tune.trial.compare import Difference
 from tune.trial.row import TrialRow
 
 ROOT = Path(__file__).parents[3]

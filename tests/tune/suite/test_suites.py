@@ -5,12 +5,12 @@ from pathlib import Path
 
 import pytest
 
+from infra.device.hardware import A100 as CARD
 from infra.errors import UserError
-from infra.hardware import A100 as CARD
 from train.config import Cycle, TrainConfig
 from train.estimate.memory import predict_peak
 from train.model_config import PRESETS
-from train.resolve import resolve
+from train.resolved import resolve
 from tune.suite.suites import A100, SUITES, Rung, Suite, apply, choose, find_suite, searched, short_form
 
 START = TrainConfig(device="cuda", micro_batch=32, compile="off", loss="plain", steps=10)

@@ -8,7 +8,7 @@ from typing import Any
 import pytest
 import torch
 
-from infra import telemetry
+from infra.device import telemetry
 from infra.errors import UserError
 from train.config import Cycle, Precision, TrainConfig
 from train.estimate.flops import palm

@@ -1,0 +1,156 @@
+"""The maximum rates of this machine: matrix products by precision, memory copies, and disk reads.
+
+A datasheet's peak assumes clocks and cooling that a machine may not have, so runs are also compared with the measured
+rate of matrix products. Each rate, in FLOP/s or bytes/s, is the fastest of several repetitions: a ceiling, not an
+average.
+"""
+
+import json
+import os
+import tempfile
+import time
+from collections.abc import Callable, Mapping
+from pathlib import Path
+from typing import Any
+
+import torch
+
+from infra.errors import UserError
+from infra.storage.directory import StorageDir
+
+FILE = "doctor.json"
+"""Name of the doctor's file in the folder of runs."""
+SECONDS = 0.4
+"""Duration of the measurement of each rate; all together take well under a minute."""
+LAUNCHES = 8
+"""Consecutive repetitions on a GPU, so that launching adds little time to each."""
+
+
+def first_device() -> tuple[torch.device, str]:
+    """This machine's first GPU and its name in torch, or the CPU and ``cpu``."""
+    if not torch.cuda.is_available():
+        return torch.device("cpu"), "cpu"
+    device = torch.device("cuda", 0)
+    return device, torch.cuda.get_device_name(device)
+
+
+def best_seconds(work: Callable[[], object], device: torch.device) -> float:
+    """Seconds of the fastest of at least three repetitions of ``work`` within ``SECONDS``, after one for warm-up."""
+    work()
+    best = float("inf")
+    end_time = time.perf_counter() + SECONDS
+    repetitions = 0
+    while repetitions < 3 or time.perf_counter() < end_time:
+        if device.type == "cuda":
+            start, end = torch.cuda.Event(enable_timing=True), torch.cuda.Event(enable_timing=True)
+            start.record()
+            for _ in range(LAUNCHES):
+                work()
+            end.record()
+            end.synchronize()
+            best = min(best, start.elapsed_time(end) / 1000 / LAUNCHES)
+        else:
+            started_at = time.perf_counter()
+            work()
+            best = min(best, time.perf_counter() - started_at)
+        repetitions += 1
+    return best
+
+
+def matmul_rate(rows: int, inner: int, columns: int, precision: str, device: torch.device) -> float:
+    """FLOP/s of one matrix product. ``precision`` is fp32, tf32 or bf16."""
+    kind = torch.bfloat16 if precision == "bf16" else torch.float32
+    left = torch.randn(rows, inner, device=device, dtype=kind)
+    right = torch.randn(inner, columns, device=device, dtype=kind)
+    out = torch.empty(rows, columns, device=device, dtype=kind)
+    previous_precision = torch.get_float32_matmul_precision()
+    torch.set_float32_matmul_precision("high" if precision == "tf32" else "highest")
+    try:
+        seconds = best_seconds(lambda: torch.mm(left, right, out=out), device)
+    finally:
+        torch.set_float32_matmul_precision(previous_precision)
+    return 2 * rows * inner * columns / seconds
+
+
+def matmul_rates(device: torch.device) -> dict[str, float]:
+    """FLOP/s of a large square product by precision; on a CPU only fp32, because the others may be emulated."""
+    if device.type != "cuda":
+        return {"fp32": matmul_rate(2048, 2048, 2048, "fp32", device)}
+    return {precision: matmul_rate(8192, 8192, 8192, precision, device) for precision in ("bf16", "tf32", "fp32")}
+
+
+def copy_rates(device: torch.device) -> dict[str, float]:
+    """Bytes/s read and written by a copy within the device, and copied to a GPU from pinned and pageable memory."""
+    size = 2**30 if device.type == "cuda" else 2**27
+    source = torch.ones(size, dtype=torch.uint8, device=device)
+    target = torch.empty_like(source)
+    rates = {"within the device": 2 * size / best_seconds(lambda: target.copy_(source), device)}
+    if device.type == "cuda":
+        for name, pinned in (("host to device, pinned", True), ("host to device, pageable", False)):
+            host = torch.ones(2**28, dtype=torch.uint8, pin_memory=pinned)
+            on_device = target[: 2**28]
+            seconds = best_seconds(lambda to=on_device, host=host: to.copy_(host, non_blocking=True), device)
+            rates[name] = 2**28 / seconds
+    return rates
+
+
+DISK_BYTES = 2**28
+"""Size of the file with which disk reads are measured."""
+
+
+def disk_rate(folder: Path) -> float:
+    """Bytes/s of reading a new file in ``folder`` after the kernel was advised to drop it from the page cache.
+
+    If the kernel does not drop it (tmpfs), this is the speed of memory. Raises ``OSError`` on a full disk.
+    """
+    with tempfile.NamedTemporaryFile(dir=folder, prefix=".disk-") as file:
+        block = os.urandom(2**22)
+        for _ in range(DISK_BYTES // len(block)):
+            file.write(block)
+        file.flush()
+        os.fsync(file.fileno())
+        if hasattr(os, "posix_fadvise"):
+            os.posix_fadvise(file.fileno(), 0, 0, os.POSIX_FADV_DONTNEED)
+        started_at = time.perf_counter()
+        with Path(file.name).open("rb", buffering=0) as reader:
+            while reader.read(2**22):
+                pass
+        return DISK_BYTES / (time.perf_counter() - started_at)
+
+
+def read_record(file: str, option: str) -> dict[str, Any] | None:
+    """The doctor's record in ``file``; None if the file does not exist.
+
+    Raises ``UserError`` that names ``option``, the flag of the file, if it is not JSON.
+    """
+    path = StorageDir.of(file)
+    try:
+        record = json.loads(path.parent.read(path.name))
+    except FileNotFoundError:
+        return None
+    except (OSError, ValueError) as damage:
+        raise UserError(
+            f"{option} {file} is not readable as JSON: {damage}. Run 'python -m infra.doctor' again."
+        ) from damage
+    return record if isinstance(record, dict) else {}
+
+
+def read_matmul_rate(out: StorageDir, device: str, precision: str, machine: str) -> float | None:
+    """FLOP/s of a matrix product in ``precision`` on ``device`` by the doctor's file in ``out``; None if unknown.
+
+    A GPU is identified by its name; a CPU has no unique one, so ``machine`` must be one that was measured.
+    """
+    try:
+        record = json.loads(out.read(FILE))
+    except (OSError, ValueError, UserError):  # A finished run must be saved even without the doctor's file.
+        return None
+    for measured in (record, *(rates for node in record.get("nodes", []) if (rates := node.get("rates")))):
+        if measured.get("device") == device and (device != "cpu" or measured.get("machine") == machine):
+            return matmul_rate_of(measured, precision)
+    return None
+
+
+def matmul_rate_of(record: Mapping[str, Any], precision: str) -> float | None:
+    """FLOP/s of a matrix product in a resolved ``precision`` by the ``record`` of a device; None if unknown."""
+    kind = precision if precision in ("fp32", "tf32") else "bf16"  # fp16 has the same rate as bf16.
+    return record.get("matmul", {}).get(kind)

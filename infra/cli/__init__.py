@@ -1,0 +1,1 @@
+"""What every command has: flags, errors, interrupts, and what it prints on the terminal."""

@@ -1,0 +1,159 @@
+"""Reports of commands: summary fields, paragraphs and tables, for the terminal and as Markdown."""
+
+import textwrap
+from collections.abc import Iterable, Iterator, Sequence
+from dataclasses import dataclass
+
+from rich.markup import escape
+from rich.table import Table
+
+from infra.cli.console import console
+
+GAP = 2
+"""Spaces between two columns."""
+
+MIN_WRAP_WIDTH = 10
+"""Minimum width of a wrapped column in characters, however narrow the terminal is."""
+
+Column = Sequence[str]
+"""A heading, followed by the cells below it."""
+
+
+@dataclass(frozen=True)
+class Part:
+    """One table of a report, with cells of plain text below a heading."""
+
+    title: str
+    heading: Sequence[str]
+    lines: Sequence[Sequence[str]]
+
+    def show(self) -> None:
+        """Print the table, split into as many parts as the terminal's width requires."""
+        for table in tables(self.heading, self.lines, self.title, console.width):
+            console.print(table)
+
+    def markdown(self) -> str:
+        """The table below its title. Cells are escaped, so that they cannot end the table or contain links or HTML."""
+        rows = (self.heading, ["---"] * len(self.heading), *self.lines)
+        lines = [f"| {' | '.join(map(_cell, row))} |" for row in rows]
+        return "\n".join([f"#### {self.title}", "", *lines] if self.title else lines)
+
+
+@dataclass(frozen=True)
+class Report:
+    """The results of a command, which are the same on the terminal, in ``summary.md`` and in MLflow."""
+
+    facts: Sequence[tuple[str, str]]
+    """The most important results by name, and the next step at the end. A text may contain Markdown."""
+    pieces: Sequence[str | Part] = ()
+    """Paragraphs in Markdown, and tables."""
+
+    def show(self) -> None:
+        """Print the report: sections first and the summary last, where it remains visible."""
+        for piece in self.pieces:
+            if isinstance(piece, Part):
+                piece.show()
+            else:
+                console.prose(piece)
+            console.print()
+        width = max((len(name) for name, _ in self.facts), default=0)
+        for name, text in self.facts:
+            console.print(f"[bold]{escape(name):{width}}[/bold]  {escape(text.replace('`', ''))}")
+
+    def markdown(self) -> str:
+        """The report as Markdown: the summary first, then the sections."""
+        pieces = [piece.markdown() if isinstance(piece, Part) else piece for piece in self.pieces]
+        return "\n\n".join([facts(self.facts), *pieces] if self.facts else pieces) + "\n"
+
+
+def listed(sentences: Iterable[str]) -> str:
+    """A bullet list in Markdown."""
+    return "\n".join(f"- {sentence}" for sentence in sentences)
+
+
+def facts(rows: Sequence[tuple[str, str]]) -> str:
+    """A paragraph of ``**name:** text``; a text may contain Markdown but no HTML.
+
+    The first and the last row each have a line, and the rows between them share one, because MLflow shows only the
+    first 100 pixels of a run's description: five lines, of which the last two are faded.
+    """
+    lines = [f"**{name}:** {' '.join(text.replace('<', '&lt;').split())}" for name, text in rows]
+    if len(lines) > 3:
+        lines[1:-1] = [" · ".join(lines[1:-1])]
+    return "  \n".join(lines)
+
+
+def tables(heading: Sequence[str], lines: Sequence[Sequence[str]], title: str, width: int) -> Iterator[Table]:
+    """The table for a terminal. Columns that do not fit follow in further parts, each of which repeats the first
+    column.
+
+    Columns of text, in which a cell begins with a letter or contains "=", are aligned to the left and wrapped between
+    words if that saves a part, and within a word that does not fit beside the first column. Columns of numbers are
+    aligned to the right and only wrapped in their heading, so that no number is cut off. All parts have similar widths.
+    """
+    columns = list(zip(heading, *lines, strict=True))
+    parts = _parts(columns, width)
+    if len(parts) > 1:
+        splits = (_parts(columns, narrower) for narrower in range(width + 1))
+        parts = next(split for split in splits if len(split) == len(parts))
+    for part in parts:
+        table = Table(
+            title=escape(title) or None, title_justify="left", show_header=any(heading), box=None,
+            padding=(0, GAP, 0, 0), pad_edge=False,
+        )  # fmt: skip
+        for column, column_width in zip(part, _widths(part, width), strict=True):
+            is_text = _is_text(column)
+            justify, overflow = ("left", "fold") if is_text else ("right", "ellipsis")
+            label = "\n".join(textwrap.wrap(column[0], column_width))
+            table.add_column(escape(label), justify=justify, overflow=overflow, no_wrap=not is_text, width=column_width)
+        for line in zip(*(cells for _, *cells in part), strict=True):
+            table.add_row(*map(escape, line))
+        yield table
+        title = ""
+
+
+def _parts(columns: Sequence[Column], width: int) -> list[list[Column]]:
+    """The columns in parts of at most ``width`` if that is possible, each with the first column."""
+    first, *others = columns
+    parts: list[list[Column]] = [[first]]
+    for column in others:
+        if len(parts[-1]) > 1 and sum(_min_width(each) + GAP for each in (*parts[-1], column)) - GAP > width:
+            parts.append([first])
+        parts[-1].append(column)
+    return parts
+
+
+def _widths(columns: Sequence[Column], width: int) -> list[int]:
+    """The width of each column: its longest cell if there is space, else a fair share of it."""
+    widths = [_min_width(column) for column in columns]
+    if len(columns) == 2 and _is_text(columns[1]):
+        widths[1] = min(widths[1], max(MIN_WRAP_WIDTH, width - widths[0] - GAP))
+    space = max(0, width - sum(widths) - GAP * (len(widths) - 1))
+    missing = [_max_width(column) - minimum for column, minimum in zip(columns, widths, strict=True)]
+    for number, index in enumerate(sorted(range(len(widths)), key=missing.__getitem__)):
+        extra = min(missing[index], space // (len(widths) - number))
+        widths[index] += extra
+        space -= extra
+    return widths
+
+
+def _is_text(column: Column) -> bool:
+    return any(cell[:1].isalpha() or "=" in cell for cell in column[1:])
+
+
+def _max_width(column: Column) -> int:
+    return max(map(len, column))
+
+
+def _min_width(column: Column) -> int:
+    """The width of the longest word or, for numbers, of the longest cell or word of the heading."""
+    heading, *cells = column
+    words = [word for text in (column if _is_text(column) else [heading]) for word in text.split()]
+    return max(map(len, [*words, *([] if _is_text(column) else cells)]), default=0)
+
+
+def _cell(text: str) -> str:
+    """A cell with ``text`` from any source; links and images in it are escaped."""
+    for sign, shown in (("\\", "\\\\"), ("[", "\\["), ("|", "\\|"), ("<", "&lt;")):
+        text = text.replace(sign, shown)
+    return " ".join(text.split())

@@ -1,0 +1,1 @@
+"""Starting or joining Ray, and the machines that it has."""

@@ -1,0 +1,1 @@
+"""Files and folders, on this machine and in object storage."""

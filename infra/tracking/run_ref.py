@@ -1,0 +1,63 @@
+"""The key to a run in MLflow, which a command saves for the one that continues its work.
+
+Separate from ``infra.tracking.tracker``, because importing MLflow takes two seconds that ``--help`` and error messages
+need not wait for.
+"""
+
+from dataclasses import dataclass, replace
+from pathlib import Path
+from urllib.parse import unquote
+
+from infra.errors import UserError
+from infra.schema import strict, to_json
+from infra.storage.directory import StorageDir
+
+SQLITE = "sqlite:///"
+
+
+def sqlite_store(file: Path) -> str:
+    """The address of the SQLite store in ``file``, as SQLAlchemy reads it."""
+    return f"{SQLITE}{str(file).replace('%', '%25').replace('?', '%3F')}"
+
+
+def sqlite_file(store: str) -> Path | None:
+    """The file of a SQLite store; None for another store."""
+    return Path(unquote(store.removeprefix(SQLITE).partition("?")[0])) if store.startswith(SQLITE) else None
+
+
+@strict
+@dataclass(frozen=True)
+class RunKey:
+    """All that is needed to write to an existing run."""
+
+    store: str
+    experiment_id: str
+    run_id: str
+    home: str = ""
+    """The folder that has what the run records, and that its command holds: an absolute path or an address."""
+
+    def kept_in(self, home: str) -> dict[str, str]:
+        """The key as JSON values for a file in ``home``, an absolute path or an address."""
+        return to_json(replace(self, home=home))
+
+    @property
+    def is_here(self) -> bool:
+        """Whether its store can be asked from this machine: it is not a file that is missing here."""
+        file = sqlite_file(self.store)
+        return file is None or file.exists()
+
+    def valid_in(self, place: StorageDir, instead: str) -> "RunKey":
+        """The key, which was read in ``place``.
+
+        Raises ``UserError`` when that is not the folder it was saved in, because two folders must not continue one run,
+        and when its store is not here. The sentence ends with what to do ``instead``.
+        """
+        if self.home != place.address:
+            raise UserError(
+                f"{place} was copied or moved from {self.home}, to which its MLflow run belongs: {instead}."
+            )
+        if not self.is_here:
+            raise UserError(
+                f"the MLflow store {self.store} of {place} is not on this machine: restore it, or {instead}."
+            )
+        return self

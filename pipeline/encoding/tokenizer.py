@@ -1,0 +1,345 @@
+"""UTF-8 text to token ids, exactly those of the library that a vocabulary is written for.
+
+A :class:`Vocabulary` is read from a rank file of tiktoken or from a ``tokenizer.json`` of Hugging Face, and the fast
+encoder and the reference that checks it are both built from its bytes. GPT-2's is package data, so that nothing is
+downloaded, and is checked against the hash that tiktoken itself pins. No encoder knows special tokens: a book that
+contains the characters ``<|endoftext|>`` must not end there.
+"""
+
+import hashlib
+import json
+import re
+import tempfile
+from collections.abc import Callable, Iterable, Iterator
+from contextlib import contextmanager
+from functools import cache, cached_property
+from pathlib import Path
+from typing import Any, Literal
+
+import gigatoken
+import numpy as np
+import psutil
+import tiktoken
+
+from infra.errors import UserError, first_line
+from infra.storage.directory import StorageDir
+from pipeline.encoding.chunks import CHUNK, boundary, chunks, word_boundary
+from pipeline.encoding.formats import (
+    END,
+    PATTERNS,
+    added_tokens,
+    end_of_json,
+    json_of_ranks,
+    ordinary_json,
+    reference_json,
+    tokens_of_json,
+    tokens_of_ranks,
+)
+from pipeline.shards import VOCABULARY_FILE
+
+VOCABULARY = Path(__file__).parents[1] / "gpt2.tiktoken"
+VOCABULARY_SHA256 = "306cd27f03c1a714eca7108e03d66b7dc042abe8c258b44c199a7ed9838dd930"
+
+VERIFIED_BYTES = 300_000
+"""Bytes of a book that are compared: tiktoken takes 0.2 s for them."""
+CACHE = 100_000_000
+"""Bytes by which this process may grow before the fast encoder is made again, which takes 0.2 s with learning the usual
+words: it never forgets a word, at 63 bytes each in a table that doubles. This limit keeps it below 300 MB."""
+LOOK = 4_000_000
+"""Bytes of text between two looks at the size of this process."""
+
+# Letters and digits new in Unicode 17, in UTF-8, and some of their neighbours: tiktoken and gigatoken have tables of
+# different versions, and split words at them differently. By first byte, which few books contain: searching for one
+# byte takes 1% of the time of encoding, and for a pattern 20%.
+_NEWEST = {
+    b"\xe0": re.compile(rb"\xe0(?:\xa2\x8f|[\xb1\xb3]\x9c)"),
+    b"\xea": re.compile(rb"\xea\x9f[\x8e\x8f\x92\x94\xb1]"),
+    b"\xf0": re.compile(
+        rb"\xf0(?:\x90[\xa5\xbb]|\x91[\xb6\xb7]|\x96[\xba\xbb\xbf]|\x98[\x9f\xb4\xb6\xb7]|\x9e\x9b|\xab\x9c|\xac\xba"
+        rb"|\xb2[\x8e-\xbf]|\xb3[\x80-\x91])"
+    ),
+}
+
+_PROSE = "It's 1,234.56 o'clock -- \"WE'LL see,\" she said;\r\n\r\n    then\tleft...  été, 日本語, мир! <|endoftext|> https://a.b/c_d\n"
+EncoderName = Literal["gigatoken", "tiktoken"]
+
+
+class EncodingMismatch(UserError):
+    """The fast encoder and tiktoken gave different ids."""
+
+
+class _Fast:
+    """gigatoken, which remembers every word that it meets, made again before that takes too much memory."""
+
+    def __init__(self, make: Callable[[], gigatoken.Tokenizer]) -> None:
+        self._process = psutil.Process()
+        self._new = make
+        self._make()
+
+    def _make(self) -> None:
+        self._tokenizer = self._new()
+        self._smallest = self._process.memory_info().rss  # because large books come and go beside it
+        self._since_look = 0
+
+    def encode(self, text: bytes) -> np.ndarray:
+        self._since_look += len(text)
+        if self._since_look > LOOK:
+            self._since_look, size = 0, self._process.memory_info().rss
+            self._smallest = min(self._smallest, size)
+            if size > self._smallest + CACHE:
+                del self._tokenizer  # before the next one needs memory
+                self._make()
+        return self._tokenizer.encode(text)
+
+
+class Vocabulary:
+    """The tokens of a vocabulary by id, and what encodes with them.
+
+    Its ``content`` is what a data set and a checkpoint carry: a ``tokenizer.json`` as it is, or the ranks of a
+    ``.tiktoken`` file as JSON, with the name of their split pattern. Raises ``UserError``, which names the file as
+    ``name``, for anything that no byte-level BPE can be built from.
+    """
+
+    def __init__(self, content: bytes, name: str) -> None:
+        self.content = content
+        self.sha256 = hashlib.sha256(content).hexdigest()
+        self.name = name
+        self.pattern: str | None = "gpt2"
+        """The name of a rank file's pattern; None for a ``tokenizer.json``."""
+        self._ranks = content
+        if self.is_gpt2:  # whose hash vouches for its tokens, which take 60 ms that most commands need not wait for
+            return
+        try:
+            self._values = json.loads(content)
+            self.pattern = self._values.get("pattern")
+            if self.pattern:
+                self._ranks = self._values["ranks"].encode()
+            _ = self.tokens
+        except (KeyError, TypeError, ValueError, AttributeError, RecursionError) as fault:
+            raise UserError(
+                f"{name} is not the vocabulary of a byte-level BPE ({first_line(fault).rstrip('.')}): give a .tiktoken "
+                "file with all ranks, or a tokenizer.json as 'python -m pipeline.vocabulary' writes it."
+            ) from fault
+
+    def __len__(self) -> int:
+        return len(self._ranks.splitlines()) + 1 if self.is_gpt2 else len(self.tokens)
+
+    @cached_property
+    def tokens(self) -> list[bytes]:
+        """The tokens by id, also that of the end of text."""
+        return tokens_of_ranks(self._ranks) if self.pattern else tokens_of_json(self._values)
+
+    @cached_property
+    def end_of_text(self) -> int:
+        """The id of the token that ends a text."""
+        return len(self) - 1 if self.pattern else end_of_json(self._values)
+
+    @property
+    def is_gpt2(self) -> bool:
+        """Whether it is GPT-2's, which every installation has."""
+        return self.sha256 == VOCABULARY_SHA256
+
+    @cached_property
+    def dtype(self) -> type[np.unsignedinteger]:
+        """The smallest type of shards that holds every id."""
+        return np.uint16 if len(self) <= 1 << 16 else np.uint32
+
+    @property
+    def library(self) -> str:
+        """The name of the library that it is written for, and checked against."""
+        return "tiktoken" if self.pattern else "tokenizers"
+
+    @cached_property
+    def lengths(self) -> np.ndarray:
+        """UTF-8 bytes of each token id, 0 for the end of a text."""
+        sizes = np.array([len(token) for token in self.tokens], dtype=np.int64)
+        sizes[self.end_of_text] = 0
+        return sizes
+
+    @cached_property
+    def tiktoken(self) -> tiktoken.Encoding:
+        assert self.pattern
+        return tiktoken.Encoding(
+            "gpt2" if self.is_gpt2 else self.sha256,
+            pat_str=PATTERNS[self.pattern],
+            mergeable_ranks={token: rank for rank, token in enumerate(self.tokens[:-1])},
+            special_tokens={END: self.end_of_text},
+            explicit_n_vocab=len(self),
+        )
+
+    @cached_property
+    def _tokenizers(self) -> Any:
+        from tokenizers import Tokenizer  # which takes 0.1 s, and GPT-2's vocabulary does without
+
+        tokenizer = Tokenizer.from_str(reference_json(self._values))
+        tokenizer.encode_special_tokens = True  # as ordinary text
+        return tokenizer
+
+    def reference(self, text: str) -> np.ndarray:
+        """The ids of ``text`` by the library that the vocabulary is written for, uint32."""
+        if self.pattern:
+            return self.tiktoken.encode_to_numpy(text, disallowed_special=())
+        return np.array(self._tokenizers.encode(text, add_special_tokens=False).ids, dtype=np.uint32)
+
+    @cached_property
+    def _fast(self) -> _Fast:
+        return _Fast(self._gigatoken)
+
+    def _gigatoken(self) -> gigatoken.Tokenizer:
+        if not self.pattern:
+            return gigatoken.Tokenizer.from_json(ordinary_json(self._values))
+        with tempfile.NamedTemporaryFile(suffix=".tiktoken") as file:  # it reads ranks from a file alone
+            file.write(self._ranks)
+            file.flush()
+            return gigatoken.Tokenizer.from_tiktoken(file.name, pretokenizer=self.pattern, special_tokens={})
+
+    def prepare(self, encoder: EncoderName) -> None:
+        """Build what ``encoder`` needs, and compare it with the library on text with every token.
+
+        Raises ``UserError`` when it cannot be built, gives other ids, or loses text.
+        """
+        added = [] if self.pattern else [token["content"] for token in added_tokens(self._values)]
+        beside = _PROSE + "".join(f"x{t}x {t} {t}{t}  {t}\n{t}.\t{t}" for t in added)
+        words = [token.decode(errors="ignore") for token in self.tokens]
+        text = "\n".join((beside, *words)) + " ".join(words)
+        with self._refusal(self.library, "give a tokenizer.json as 'python -m pipeline.vocabulary' writes it"):
+            expected = self.reference(text)
+            if self._bytes(expected) != text.encode():
+                raise ValueError("its tokens are not the text that they stand for")
+            parts = [self.reference(part.decode()) for part in self.chunks(beside.encode(), 1)]
+            self._check_equal(np.concatenate(parts), self.reference(beside), "without what precedes them")
+        if encoder == "gigatoken":
+            with self._refusal("gigatoken", "add --encoder tiktoken, which encodes with the library of the file"):
+                self._check_equal(self._fast.encode(text.encode()), expected, f"than {self.library} gives them")
+
+    def _check_equal(self, ids: np.ndarray, expected: np.ndarray, how: str) -> None:
+        """Raise ``ValueError`` with the text at the first difference."""
+        if not np.array_equal(ids, expected):
+            same = np.cumprod(ids[: len(expected)] == expected[: len(ids)]).sum()
+            near = self._bytes(expected[same : same + 8]).decode(errors="ignore")
+            raise ValueError(f"{near[:20]!r} has other ids {how}")
+
+    def _bytes(self, ids: Iterable[int]) -> bytes:
+        return b"".join(self.tokens[token] for token in ids if token < len(self))
+
+    @contextmanager
+    def _refusal(self, library: str, advice: str) -> Iterator[None]:
+        """Raise ``UserError`` with ``advice`` for what goes wrong in ``library`` with this vocabulary."""
+        try:
+            yield
+        except (UserError, KeyboardInterrupt, SystemExit):
+            raise
+        except BaseException as fault:  # a panic of a library in Rust is no Exception
+            reason = first_line(fault).rstrip(".")
+            raise UserError(f"{self.name} cannot be used by {library} ({reason}): {advice}.") from fault
+
+    def encode(self, text: bytes, encoder: EncoderName = "gigatoken") -> np.ndarray:
+        """Token ids of ``text``, which must be valid UTF-8; no end-of-text token is added.
+
+        A chunk with one of the newest letters is always encoded by the reference.
+        """
+        ids = [self._encode(chunk, encoder).astype(self.dtype) for chunk in self.chunks(text)]
+        return ids[0] if len(ids) == 1 else np.concatenate(ids)
+
+    def _encode(self, text: bytes, encoder: EncoderName) -> np.ndarray:
+        if encoder == "tiktoken" or any(first in text and letter.search(text) for first, letter in _NEWEST.items()):
+            return self.reference(text.decode())
+        return self._fast.encode(text)
+
+    def chunks(self, text: bytes, size: int = CHUNK) -> Iterator[bytes]:
+        """``text`` in chunks of about ``size`` bytes that encode to the same ids as the whole."""
+        return chunks(text, size, boundary if self.is_gpt2 else word_boundary)
+
+    def verify(self, book: str, text: bytes, ids: np.ndarray) -> int:
+        """Compare ``ids`` of ``text`` with the reference's, over about ``VERIFIED_BYTES``; return the bytes compared.
+
+        Raises ``EncodingMismatch`` naming ``book`` and the first difference.
+        """
+        head = next(self.chunks(text, VERIFIED_BYTES))
+        expected = self.reference(head.decode()).astype(self.dtype)
+        found = ids[: len(expected)] if len(head) < len(text) else ids
+        if np.array_equal(expected, found):
+            return len(head)
+        common = min(len(expected), len(found))
+        differs = np.nonzero(expected[:common] != found[:common])[0]
+        where = int(differs[0]) if len(differs) else common
+        raise EncodingMismatch(
+            f"the book {book} is encoded differently than by {self.library} from token {where:,} on "
+            f"({found[where : where + 4].tolist()} instead of {expected[where : where + 4].tolist()}): "
+            f"use --encoder tiktoken, and report the versions of gigatoken and {self.library} with this book."
+        )
+
+    def tokenizer_json(self) -> str:
+        """The vocabulary as a ``tokenizer.json``, which Hugging Face's libraries read."""
+        if not self.pattern:
+            return self.content.decode()
+        with self._refusal("gigatoken", "tokenize with a tokenizer.json, which lists its merges"):
+            return json_of_ranks(self.tokens, self._gigatoken().merges, self.pattern)
+
+    def decode(self, ids: Iterable[int]) -> str:
+        """The text of ``ids``; a cut inside a character shows as a replacement character."""
+        return self._bytes(ids).decode(errors="replace")
+
+
+@cache
+def gpt2() -> Vocabulary:
+    """GPT-2's vocabulary; raises ``UserError`` when its table is not the published one."""
+    table = VOCABULARY.read_bytes()
+    found = hashlib.sha256(table).hexdigest()
+    if found != VOCABULARY_SHA256:
+        raise UserError(
+            f"{VOCABULARY} is not GPT-2's vocabulary (its sha256 is {found}): install this program again with "
+            "'pip install --force-reinstall --no-deps .' in its folder."
+        )
+    return Vocabulary(table, str(VOCABULARY))
+
+
+def read_vocabulary(address: str | None) -> Vocabulary:
+    """The vocabulary that ``--vocabulary`` names, here or in object storage; GPT-2's for None. Raises ``UserError``."""
+    if address is None:
+        return gpt2()
+    file = StorageDir.of(address)
+    try:
+        content = file.parent.read(file.name)
+    except OSError as missing:
+        raise UserError(
+            f"--vocabulary {address} cannot be read ({missing.strerror or 'there is no such file'}): name a .tiktoken "
+            "file or a tokenizer.json, in object storage for the machines of a cluster."
+        ) from missing
+    name = f"--vocabulary {address}"
+    if content.lstrip().startswith(b"{") or not file.name.endswith(".tiktoken"):
+        return Vocabulary(content, name)
+    named = re.search("|".join(["r50k", *PATTERNS]), file.name)
+    if named is None:
+        raise UserError(
+            f"{name} does not tell its split pattern, which is no part of a rank file: name it in the file's name, "
+            f"such as {file.name.removesuffix('.tiktoken')}.{'.tiktoken, .'.join(PATTERNS)}.tiktoken."
+        )
+    pattern = named[0].replace("r50k", "gpt2")
+    ranks = "".join(f"{line}\n" for line in content.decode(errors="replace").splitlines() if line.strip())
+    if pattern == "gpt2" and hashlib.sha256(ranks.encode()).hexdigest() == VOCABULARY_SHA256:
+        return gpt2()
+    return Vocabulary(json.dumps({"pattern": pattern, "ranks": ranks}).encode(), name)
+
+
+@cache
+def vocabulary_of(sha256: str, address: str | None) -> Vocabulary:
+    """The vocabulary with this hash, read once by a process; at ``address`` unless it is GPT-2's.
+
+    Raises ``UserError`` when another is there.
+    """
+    if sha256 == VOCABULARY_SHA256:
+        return gpt2()
+    found = read_vocabulary(address)
+    if found.sha256 != sha256:
+        raise UserError(
+            f"{address} has changed (sha256 {found.sha256[:12]}, not {sha256[:12]}): put the vocabulary of the data "
+            "back, or make them again with 'python -m pipeline.tokenize --overwrite'."
+        )
+    return found
+
+
+def vocabulary_at(place: StorageDir, sha256: str) -> Vocabulary | None:
+    """The vocabulary of the data set or checkpoint at ``place``; None where it has ids without one."""
+    known = sha256 == VOCABULARY_SHA256 or place.exists(VOCABULARY_FILE)
+    return vocabulary_of(sha256, (place / VOCABULARY_FILE).address) if known else None

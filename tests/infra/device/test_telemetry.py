@@ -1,0 +1,170 @@
+"""What a machine does is read beside the work: seldom enough, without what is not there, and without ending it."""
+
+import itertools
+import time
+from collections.abc import Iterator
+
+import psutil
+import pytest
+from hypothesis import given, settings
+from hypothesis import strategies as st
+
+from infra.device import telemetry
+from infra.device.downsampling import stride
+from infra.device.gpu import GpuReading
+from infra.device.telemetry import POINTS, Energy, HostReader, Telemetry, of_gpu, of_machine
+
+CARD = GpuReading(97.0, 30 * 10**9, 690.0, 61, 1980, 0, 1000.0)
+SILENT = GpuReading(None, None, None, None, None, None, None)
+
+
+def points(begin: int, end: int) -> Iterator[int]:
+    """The seconds of the points between two seconds of a run."""
+    while (begin := begin + stride(begin, POINTS)) <= end:
+        yield begin
+
+
+def test_a_day_stays_under_ten_thousand_points() -> None:
+    metrics = len(of_gpu(CARD)) + 4
+    assert metrics == 12
+    assert len(list(points(0, 3600))) == 354
+    assert len(list(points(0, 86400))) * metrics == 7488
+    assert list(points(0, 66)) == [*range(1, 61), 62, 64, 66]
+
+
+@settings(max_examples=30)
+@given(st.integers(0, 10**7), st.integers(0, 10**7))
+def test_an_interval_is_short_against_the_run_and_a_resumed_run_has_no_more_points(begin: int, end: int) -> None:
+    assert stride(begin, POINTS) <= begin / 60 + 1
+    cut = len(list(points(0, min(begin, end)))) + len(list(points(min(begin, end), max(begin, end))))
+    assert cut <= len(list(points(0, max(begin, end)))) + 1
+
+
+def watched(monkeypatch: pytest.MonkeyPatch, seconds: float, begin: int = 0) -> list[tuple[int, dict[str, float]]]:
+    """What is sent while this process works for ``seconds`` of a faster clock, which count as 20 times as many."""
+    monkeypatch.setattr(telemetry, "PERIOD", 0.05)
+    monkeypatch.setenv("CUDA_VISIBLE_DEVICES", "")
+    sent: list[tuple[int, dict[str, float]]] = []
+    with Telemetry(lambda second, metrics: sent.append((second, metrics)), begin):
+        end = time.perf_counter() + seconds
+        while time.perf_counter() < end:
+            pass
+    return sent
+
+
+def test_points_count_on_and_have_the_numbers_of_this_machine(monkeypatch: pytest.MonkeyPatch) -> None:
+    sent = watched(monkeypatch, 0.5, begin=180)
+    seconds = [second for second, _ in sent]
+    assert seconds == sorted(set(seconds))
+    assert min(seconds) > 180
+    assert all(b - a >= 4 for a, b in itertools.pairwise(seconds[:-1])), "four seconds a point, but for the rest"
+    assert set().union(*(metrics for _, metrics in sent)) == {
+        "system/worker_cpu_percent", "system/worker_memory_gb", "system/machine_cpu_percent",
+        "system/machine_memory_percent",
+    }, "and nothing about a GPU that is not there"  # fmt: skip
+    _, last = sent[-1]
+    assert last["system/worker_memory_gb"] == pytest.approx(psutil.Process().memory_info().rss / 1e9, rel=0.2)
+    percent = [metrics.get("system/worker_cpu_percent", 0.0) for _, metrics in sent]
+    assert max(percent) > 0, "the last point may be of milliseconds, and processor time is counted in hundredths"
+
+
+def test_memory_is_in_units_of_ten_to_the_ninth_bytes() -> None:
+    """As everywhere else, and not in GiB, which are 7% more."""
+    read = HostReader().read(0.0)["system/worker_memory_gb"]
+    assert read == pytest.approx(psutil.Process().memory_info().rss / 10**9, rel=0.03)
+
+
+def test_what_was_read_since_the_last_point_is_sent_at_the_end(monkeypatch: pytest.MonkeyPatch) -> None:
+    """After twelve days, the next point is not due for hours."""
+    assert stride(10**6, POINTS) > 8000
+    ((second, metrics),) = watched(monkeypatch, 0.2, begin=10**6)
+    assert 10**6 < second < 10**6 + 100
+    assert metrics["system/worker_cpu_percent"] > 0
+
+
+def test_after_a_pause_of_the_process_the_missed_readings_are_not_made_up(monkeypatch: pytest.MonkeyPatch) -> None:
+    """As after SIGSTOP, or on a machine that was asleep."""
+    read, times = psutil.virtual_memory, list[float]()
+
+    def memory() -> object:
+        times.append(time.perf_counter())
+        if len(times) == 2:
+            time.sleep(1.0)
+        return read()
+
+    monkeypatch.setattr(psutil, "virtual_memory", memory)
+    watched(monkeypatch, 1.6)
+    assert len(times) < 20, "1.6 s have 32 periods, of which 20 passed in the pause"
+
+
+def test_means_are_those_of_the_readings_after_a_time(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(telemetry, "PERIOD", 0.02)
+    monkeypatch.setenv("CUDA_VISIBLE_DEVICES", "")
+    with Telemetry(lambda second, metrics: None) as watched:
+        middle = time.perf_counter() + 0.2
+        while time.perf_counter() < middle + 0.2:
+            pass
+    watched._points = [
+        (began, {name: [2 * sum_, 2 * count] for name, (sum_, count) in sums.items()} | {"new": [5.0, 2.0]})
+        for began, sums in watched._points
+    ]
+    found = watched.means(middle)
+    assert found["new"] == 2.5
+    assert found["system/processors"] == psutil.cpu_count()
+    assert found["system/worker_memory_gb"] == pytest.approx(psutil.Process().memory_info().rss / 1e9, rel=0.2)
+    first, *_ = watched._points
+    assert set(watched.means(first[0])) >= set(first[1])
+    assert watched.means(time.perf_counter()) == {}
+
+
+def test_what_cannot_be_read_is_left_out_and_tried_again(monkeypatch: pytest.MonkeyPatch) -> None:
+    """The /proc of a machine that is out of file descriptors, and a GPU that fell off the bus."""
+    calls = itertools.count()
+
+    def memory() -> object:
+        if next(calls) % 2:
+            raise OSError(24, "Too many open files")
+        return of_machine()
+
+    def no_gpu(self: object) -> None:
+        raise RuntimeError("GPU is lost")
+
+    of_machine = psutil.virtual_memory
+    monkeypatch.setattr(psutil, "virtual_memory", memory)
+    monkeypatch.setattr(telemetry.GpuMeter, "read", no_gpu)
+    sent = watched(monkeypatch, 0.4)
+    assert any("system/machine_memory_percent" in metrics for _, metrics in sent)
+
+
+def test_a_point_of_a_gpu_is_the_share_of_time_that_it_was_slowed_down() -> None:
+    assert of_gpu(CARD) == {
+        "system/gpu_utilization_percent": 97.0, "system/gpu_memory_gb": 30.0, "system/gpu_power_watts": 690.0,
+        "system/gpu_temperature_celsius": 61.0, "system/gpu_sm_clock_mhz": 1980.0,
+        "system/gpu_throttled_by_power_percent": 0.0, "system/gpu_throttled_by_heat_percent": 0.0,
+        "system/gpu_throttled_by_hardware_percent": 0.0,
+    }  # fmt: skip
+    hot = of_gpu(GpuReading(1.0, 0, 1.0, 1, 1, 0x40 | 0x8, 1.0))
+    assert [hot[f"system/gpu_throttled_by_{cause}_percent"] for cause in ("power", "heat", "hardware")] == [0, 100, 100]
+    assert of_gpu(SILENT) == {}
+
+
+def test_energy_is_that_of_the_time_in_question() -> None:
+    """300 W for ten seconds, then 700 W."""
+    energy, joules = Energy(), 5000.0
+    for second in range(31):
+        watts = 300.0 if second <= 10 else 700.0
+        joules += watts * (second > 0)
+        energy.add(second, GpuReading(None, None, watts, None, None, None, joules))
+        if second % 2 == 0:
+            energy.keep()
+    assert energy.between(12.0, 25.5) == pytest.approx(13.5 * 700)
+    assert energy.between(2.0, 10.0) == pytest.approx(8 * 300)
+    assert energy.between(10.0, 12.0) == pytest.approx(2 * 700)
+    assert energy.between(40.0, 50.0) is None
+    nothing = Energy()
+    nothing.add(1.0, SILENT)
+    assert nothing.between(0.0, 1.0) is None
+
+
+def test_metrics_of_several_machines_are_named_after_them_as_mlflows_own_are() -> None:
+    assert of_machine("w2", {"system/gpu_power_watts": 690.0}) == {"system/w2/gpu_power_watts": 690.0}

@@ -1,0 +1,76 @@
+"""Single changes that save memory: golden for GPT-2, and what holds for every config."""
+
+from dataclasses import replace
+from typing import Any
+
+import pytest
+
+from infra.device.hardware import A100, cpu_facts
+from train.config import TrainConfig
+from train.estimate.advice import Change, memory_savers
+from train.estimate.flops import hardware, palm
+from train.estimate.memory import predict_peak
+from train.resolved import resolve
+
+NAMED: dict[str, Any] = {"compile": "off", "loss": "plain"}
+
+
+def singles(config: TrainConfig) -> list[Change]:
+    return [change for change in memory_savers(config) if len(change.flags) == 1]
+
+
+def test_the_cheapest_change_comes_first() -> None:
+    config = resolve(TrainConfig(global_batch=64, micro_batch=32, **NAMED), A100)
+    assert [change.text for change in singles(config)] == [
+        "--loss fused", *(f"--micro-batch {size}" for size in (16, 8, 4, 2, 1)),
+        *(f"--checkpointing {kind}" for kind in ("selective", "alternate", "full")),
+    ]  # fmt: skip
+    full = singles(config)[-1]
+    assert full.arithmetic == pytest.approx(hardware(config.shape, recomputed=12) / palm(config.shape) - 1)
+    assert full.cost.startswith("24%")
+    assert full.peak == predict_peak(replace(config, checkpointing="full")).total
+    each = resolve(TrainConfig(global_batch=64, micro_batch=8, workers=4, **NAMED), A100)
+    costs = {change.text: change.cost for change in memory_savers(each)}
+    assert "in 16 micro-batches instead of 2" in costs["--micro-batch 1"], "those of each worker"
+
+
+@pytest.mark.parametrize(
+    ("changes", "offered", "left_out"),
+    [
+        ({"attention": "manual"}, "--attention auto", ""),
+        ({"loss": "fused"}, "--checkpointing full", "--loss"),
+        ({"loss_chunks": 8}, "--checkpointing full", "--loss"),
+        ({"compile": "blocks"}, "--checkpointing full", "selective"),
+        ({"checkpointing": "full"}, "--loss fused", "--checkpointing"),
+        ({"micro_batch": 1}, "--checkpointing full", "--micro-batch"),
+        ({"device": "cpu"}, "--loss fused", "--attention"),
+        ({"workers": 4}, "--micro-batch 8", "--micro-batch 16"),
+        ({"workers": 2, "global_batch": 40, "micro_batch": 10}, "--micro-batch 5", "--micro-batch 8"),
+    ],
+    ids=lambda value: str(value) if isinstance(value, dict) else "",
+)
+def test_what_can_be_changed_saves_memory_and_is_sorted_by_its_cost(
+    changes: dict[str, Any], offered: str, left_out: str
+) -> None:
+    config = TrainConfig(global_batch=64, micro_batch=16, **NAMED)
+    config = resolve(replace(config, **changes), cpu_facts() if "device" in changes else A100)
+    found = singles(config)
+    flags = [change.text for change in found]
+    assert offered in flags
+    assert not left_out or not [flag for flag in flags if left_out in flag]
+    assert all(change.peak < predict_peak(config).total for change in found)
+    costs = [change.arithmetic for change in found]
+    assert costs == sorted(costs)
+
+
+def test_combinations_come_after_single_changes_and_keep_the_largest_batch() -> None:
+    config = resolve(TrainConfig(global_batch=4, micro_batch=4, **NAMED), A100)
+    found = memory_savers(config)
+    assert [len(change.flags) > 1 for change in found] == sorted(len(change.flags) > 1 for change in found)
+    combined = [change.text for change in found if len(change.flags) > 1]
+    assert combined[:3] == [
+        "--loss fused --micro-batch 2", "--loss fused --micro-batch 1", "--loss fused --checkpointing selective",
+    ]  # fmt: skip
+    assert combined[-1] == "--loss fused --micro-batch 1 --checkpointing full"
+    costs = [change.arithmetic for change in found if len(change.flags) > 1]
+    assert costs == sorted(costs)

@@ -1,0 +1,179 @@
+"""What is known of a run that did not fit: where it was, by allocations that really fail, and what it held."""
+
+from collections.abc import Callable
+from dataclasses import replace
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+
+from infra.device.gpu import GpuState
+from train.config import Cycle, TrainConfig
+from train.estimate.memory import optimizer_bytes, predict_peak
+from train.loop.memory_limit import UNMEASURED, Limit
+from train.loop.oom import OutOfMemory, available, held, tried_to_allocate
+from train.loop.trainer import Trainer
+from train.model_config import ModelConfig
+from train.models import gpt2
+from train.models.gpt2 import parameter_count
+from train.run_files import checkpoint
+
+VAST = 2**60
+
+
+@pytest.fixture
+def config(small_shards: Path, small_model: ModelConfig) -> TrainConfig:
+    return TrainConfig(
+        data=str(small_shards), model=small_model, global_batch=8, micro_batch=4, steps=4, cycle=Cycle(2, 1),
+        device="cpu", precision="fp32",
+    )  # fmt: skip
+
+
+def fail(*_: Any) -> None:
+    torch.empty(VAST, dtype=torch.uint8)
+
+
+def in_forward(trainer: Trainer) -> None:
+    trainer.model.blocks[0].register_forward_pre_hook(fail)
+
+
+def in_backward(trainer: Trainer) -> None:
+    next(trainer.model.parameters()).register_hook(fail)
+
+
+def in_the_second_optimizer_step(trainer: Trainer) -> None:
+    trainer.optimizer.register_step_pre_hook(lambda *_: fail() if trainer.state.step == 1 else None)
+
+
+def in_validation(trainer: Trainer) -> None:
+    trainer.model.blocks[0].register_forward_pre_hook(lambda block, _: None if block.training else fail())
+
+
+@pytest.mark.parametrize(
+    ("arrange", "during"),
+    [
+        (in_forward, "the forward pass of step 1"),
+        (in_backward, "the backward pass of step 1"),
+        (in_the_second_optimizer_step, "the optimizer's part of step 2"),
+        (in_validation, "the validation after step 2"),
+    ],
+)
+def test_where_memory_ran_out(config: TrainConfig, arrange: Callable[[Trainer], None], during: str) -> None:
+    trainer = Trainer(config, limit=Limit.impose(10**12, "cpu"))
+    arrange(trainer)
+    result = trainer.run()
+    assert result.outcome == "oom"
+    assert result.shortage
+    assert (result.shortage.during, result.shortage.tried, result.shortage.room) == (during, VAST, 10**12)
+    assert f"you tried to allocate {VAST} bytes" in result.shortage.message
+    for known in (during, "1,152,921,504.61 GB", f"{predict_peak(trainer.config).total / 1e9:.2f} GB", "1000.00 GB"):
+        assert known in result.reason
+    weights = 4 * parameter_count(config.shape)
+    assert result.shortage.held["weights"] == weights
+    state = result.shortage.held["optimizer"]
+    assert state >= optimizer_bytes(config, parameter_count(config.shape)) if "step 2" in during else state == 0
+
+
+VAST_SIZES = {"padded_vocabulary": 2**31, "width": 2**19}
+"""Sizes that a model may have, with an embedding of 2^52 bytes, which no machine has."""
+
+
+def vast(config: TrainConfig) -> TrainConfig:
+    return replace(config, model=replace(config.model, **VAST_SIZES))
+
+
+def test_a_model_that_does_not_fit_is_explained_before_the_first_step(config: TrainConfig) -> None:
+    with pytest.raises(OutOfMemory) as failed:
+        Trainer(vast(config), limit=Limit.impose(10**12, "cpu"))
+    result = failed.value.result
+    assert (result.outcome, result.steps, result.reason) == ("oom", 0, str(failed.value))
+    assert result.reason.startswith("out of memory in the building of the model: a tensor of 4,503,599.63 GB did not")
+    assert result.shortage
+    assert (result.shortage.tried, result.shortage.room) == (2**52, 10**12)
+    assert set(result.shortage.held.values()) == {0}
+
+
+def test_what_was_built_before_memory_ran_out_is_counted(config: TrainConfig, monkeypatch: pytest.MonkeyPatch) -> None:
+    """The checkpoint of a run that is continued stays its checkpoint."""
+    saved = Trainer(replace(config, steps=2), checkpoints=Path(config.data).with_name("checkpoints")).run().checkpoint
+    assert saved
+    monkeypatch.setattr(checkpoint, "load", fail)
+    with pytest.raises(OutOfMemory) as failed:
+        Trainer(config, checkpoints=Path(saved).parent, resume=Path(saved))
+    result = failed.value.result
+    assert result.checkpoint == saved
+    assert result.shortage
+    assert result.shortage.held == {"weights": 4 * parameter_count(config.shape), "gradients": 0, "optimizer": 0}
+
+
+def test_one_of_several_workers_says_which_it_is(config: TrainConfig) -> None:
+    """It cannot end by itself, because the others wait for it."""
+    trainer = Trainer(config)
+    trainer.workers.rank, trainer.workers.size = 1, 2
+    in_forward(trainer)
+    with pytest.raises(OutOfMemory, match="out of memory in the forward pass of step 1 on worker 2 of 2: ") as failed:
+        trainer.run()
+    assert failed.value.result.outcome == "oom"
+
+
+def test_the_loss_is_told_from_the_rest_of_the_forward_pass(
+    config: TrainConfig, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(gpt2, "plain", fail)
+    shortage = Trainer(config).run().shortage
+    assert shortage
+    assert shortage.during == "the loss in the forward pass of step 1"
+    assert 0 < shortage.room < 10**15, "without a limit, all that the machine has"
+
+
+def test_a_run_over_its_limit_knows_what_it_held(config: TrainConfig) -> None:
+    shortage = Trainer(config, limit=Limit.impose(10**6, "cpu")).run().shortage
+    assert shortage
+    assert (shortage.during, shortage.tried, shortage.room) == ("the check after step 1", None, 10**6)
+    assert set(shortage.held) == {"weights", "optimizer"}
+    assert Trainer(replace(config, steps=1)).run().shortage is None
+
+
+@pytest.mark.parametrize("optimizer", ["adamw-fused", "adafactor", "muon"])
+def test_gradients_and_the_optimizers_state_are_counted(config: TrainConfig, optimizer: Any) -> None:
+    trainer = Trainer(replace(config, optimizer=optimizer, steps=1, cycle=Cycle(2, 0)))
+    trainer.keep_gradients = True
+    trainer.run()
+    sizes, count = held(trainer.model, trainer.optimizer), parameter_count(config.shape)
+    assert sizes["weights"] == sizes["gradients"] == 4 * count
+    assert sizes["optimizer"] >= optimizer_bytes(trainer.config, count)
+
+
+def test_the_size_that_did_not_fit_is_read_from_torchs_message() -> None:
+    sizes = {
+        "CUDA out of memory. Tried to allocate 2.00 GiB. GPU 0 has a total capacity of 79.11 GiB": 2 * 2**30,
+        "CUDA out of memory. Tried to allocate 20.50 MiB. GPU 0": 20 * 2**20 + 2**19,
+        "CUDA out of memory. Tried to allocate 512 bytes.": 512,
+        "DefaultCPUAllocator: can't allocate memory: you tried to allocate 1234 bytes. Error code 12": 1234,
+        "CUDA error: CUBLAS_STATUS_ALLOC_FAILED when calling `cublasCreate(handle)`": None,
+    }
+    assert {message: tried_to_allocate(RuntimeError(message)) for message in sizes} == sizes
+
+
+def test_on_a_gpu_the_cap_leaves_some_of_the_limit() -> None:
+    assert Limit(10**10, torch.device("cuda", 0), before=0).room == 10**10 - UNMEASURED
+
+
+def test_a_gpu_has_what_other_processes_leave(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Of 80 GB, 50 are in use, of which this process has 20."""
+    state = GpuState("GPU", "580", 80 * 10**9, 50 * 10**9, 20 * 10**9, (), None, None, None, None)
+    monkeypatch.setattr("train.loop.oom.read_gpu", lambda index: state)
+    assert available(torch.device("cuda", 0)) == 50 * 10**9
+
+
+@pytest.mark.gpu
+def test_a_gpu_that_is_full(config: TrainConfig) -> None:
+    """A card's real message, for logits of half a terabyte or more."""
+    wide = replace(config.model, padded_vocabulary=2**22)
+    result = Trainer(replace(config, device="cuda", model=wide, micro_batch=4096, global_batch=4096)).run()
+    assert result.outcome == "oom"
+    assert result.shortage
+    assert result.shortage.tried
+    assert result.shortage.tried > 2**30
+    assert result.shortage.during == "the loss in the forward pass of step 1"

@@ -1,0 +1,127 @@
+"""What a person reads of a run: every number under its own name and in its unit."""
+
+from collections.abc import Callable
+from dataclasses import replace
+from pathlib import Path
+
+import pytest
+
+from infra.cli.units import GB
+from infra.device.hardware import A100, cpu_facts
+from infra.storage.directory import StorageDir
+from pipeline.shards import read_manifest
+from train.config import AUTO, TrainConfig
+from train.estimate.memory import predict_peak
+from train.model_config import ModelConfig, format_model
+from train.reporting import report
+from train.resolved import resolve
+from train.result import Diagnosis, Memory, RunResult, Shortage, Throughput
+
+Make = Callable[..., RunResult]
+
+HOME = StorageDir.of("runs/one")
+
+
+@pytest.fixture
+def config(small_model: ModelConfig) -> TrainConfig:
+    return TrainConfig(
+        model=small_model, micro_batch=2, global_batch=8, workers=2, precision="fp32", device="cpu", compile="off",
+        loss="plain",
+    )  # fmt: skip
+
+
+def test_what_a_model_has_learned_to_write_is_text_in_mlflow(config: TrainConfig, make_result: Make) -> None:
+    """Books may contain Markdown, and a model that was trained on them writes it."""
+    result = make_result(sample="<script>a</script> ![x](http://a/b.png) | [y](javascript:z)")
+    page = report.run_report(config, result, HOME).markdown()
+    row = r"| sample | &lt;script>a&lt;/script> !\[x](http://a/b.png) \| \[y](javascript:z) |"
+    assert row in page.splitlines()
+
+
+def test_the_result_as_rows(config: TrainConfig, make_result: Make) -> None:
+    result = make_result(val_bits_per_character=1.25, sample="so\n it  goes")
+    predicted = predict_peak(config).total / GB
+    *first, (name, command) = report.run_report(config, result, HOME, 2 * GB).facts
+    assert first == [
+        ("Run", f"{format_model(config.model)} on `tokens`; finished: reached 10 steps"),
+        ("Tokens/s", "1,000 (95% CI 990 to 1,020)"),
+        ("Peak memory", f"1.00 GB of 2.00 GB (predicted {predicted:.2f} GB)"),
+        ("Loss", "training 3.250, validation 3.500 nats/token"),
+    ]
+    assert name == "Next"
+    assert "train.generate --checkpoint one" in command
+    assert dict(report.detail_rows(config, result)) == {
+        "measurement": "median of 7 steps after 3 of warm-up",
+        "utilization": "0.002 TFLOP/s; MFU unknown: no peak FLOP/s listed for 'cpu'",
+        "validation": "perplexity 33.1 over 257 token ids; 1.500 bits per byte; 1.250 bits per character",
+        "tokens seen": "320 training + 64 validation = 384 in total",
+        "books seen": "0.5",
+        "time": "2s; first step after 1.5 s",
+        "step time": "90.0% compute, 9.0% optimizer, 1.00% waiting for data",
+        "checkpoint": "runs/one/checkpoints/step-00000010",
+        "sample": "so it goes",
+    }
+    streamed = dict(report.detail_rows(config, make_result(machine="w1", encoded_on={"w2": 300, "w1": 100})))
+    assert streamed["step time"].endswith("w1 (25%), w2 (75%)")
+    on_gpu = make_result(device="NVIDIA H100", mfu=0.5, throughput=None, val_loss=None)
+    rows = dict(report.detail_rows(config, replace(on_gpu, joules_per_million_tokens=1754.0)))
+    assert rows["energy"].startswith("1.75 kJ")
+    assert dict(report.run_report(config, on_gpu, HOME).facts)["Tokens/s"].startswith("not measured")
+    measured = replace(on_gpu, throughput=Throughput(1.0, 1.0, 1.0, 3, 1), matmul_utilisation=0.625)
+    assert "50.0%" in dict(report.run_report(config, measured, HOME).facts)["Tokens/s"]
+    rows = dict(report.detail_rows(config, replace(measured, hfu=0.75, paused_seconds=60.0)))
+    assert all(number in rows["utilization"] for number in ("0.002", "62.5%", "HFU 75.0%"))
+    assert "1m" in rows["pause"]
+
+
+def test_the_predicted_memory_is_beside_what_was_measured(config: TrainConfig, make_result: Make) -> None:
+    """Of a run that did not fit also its weights, gradients and the optimizer's state."""
+    peak = predict_peak(config)
+    memory = Memory(2 * GB, 3 * GB, 4 * GB, "nvml")
+    lines = {name: cells for name, *cells in report.memory_table(config, make_result(memory=memory)).lines}
+    assert {name: cells[1] for name, cells in lines.items() if cells[1]} == {
+        "context": "1.000", "allocated": "2.000", "reserved": "3.000", "process (NVML)": "4.000"
+    } | ({"unused": "1.000"} if "unused" in lines else {})  # fmt: skip
+    assert lines["allocated"][0] == f"{peak.allocated / GB:.3f}"
+    assert lines["process (NVML)"][0] == f"{peak.total / GB:.3f}"
+    assert lines["weights"] == [f"{peak.weights / GB:.3f}", ""]
+    shortage = Shortage("the backward pass of step 1", None, 4 * GB, {"weights": GB})
+    lines = report.memory_table(config, make_result(memory=memory, shortage=shortage)).lines
+    assert ("weights", f"{peak.weights / GB:.3f}", "1.000") in lines
+
+
+def test_what_is_about_to_be_trained(
+    config: TrainConfig, small_shards: Path, capfd: pytest.CaptureFixture[str]
+) -> None:
+    manifest = read_manifest(small_shards)
+    config, cut_off = replace(config, data=str(small_shards)), replace(A100, uncompilable="there is no C compiler")
+    asked = replace(config, micro_batch=AUTO, compile="auto", precision="auto", attention="sdpa")
+    report.print_header(resolve(config, cpu_facts()), asked, manifest, StorageDir("runs/a name"), cut_off)
+    printed = " ".join(capfd.readouterr().out.split())
+    for known in (f"{manifest.splits['train']['tokens']:,}", "2 (auto)", "fp32 (auto)", "off (auto)", "runs/a name"):
+        assert known in printed
+    assert "no C compiler" not in printed, "which a CPU's run does not miss"
+    report.print_header(replace(config, device="cuda"), asked, manifest, StorageDir("runs/a name"), cut_off)
+    assert "no C compiler" in capfd.readouterr().out
+
+
+@pytest.mark.parametrize(
+    ("outcome", "checkpoint", "said"),
+    [
+        ("finished", "c", "train.export --checkpoint one"), ("finished", None, "one/config.json"),
+        ("interrupted", "c", "--resume one"), ("interrupted", None, "another --name"),
+        ("diverged", "c", "--resume one --learning-rate"), ("diverged", None, "--learning-rate below 0.0006"),
+        ("oom", None, "python -m train.run --config runs/one/config.json --loss fused"),
+    ],
+)  # fmt: skip
+def test_the_last_fact_says_what_to_do_next(
+    config: TrainConfig, make_result: Make, capfd: pytest.CaptureFixture[str], outcome: str, checkpoint: str, said: str
+) -> None:
+    advice = "try again: ", "python -m train.run --config runs/one/config.json --loss fused"
+    found = Diagnosis([("logits", "19.78 GB predicted")], *advice) if outcome == "oom" else None
+    result = make_result(outcome=outcome, checkpoint=checkpoint, diagnosis=found)
+    told = report.run_report(config, result, StorageDir.of(Path("runs/one").resolve()))
+    report.print_result(told, result, "the link")
+    printed = " ".join(capfd.readouterr().out.split())
+    assert ("logits 19.78 GB predicted" in printed) == (outcome == "oom")
+    assert said in printed.partition("Next")[2].partition("the link")[0]

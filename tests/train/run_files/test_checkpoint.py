@@ -1,0 +1,351 @@
+"""Checkpoints: written whole or not at all, the newest intact one is found, and a diverged state is never kept."""
+
+import dataclasses
+import json
+import math
+import os
+from pathlib import Path
+
+import pytest
+import torch
+from safetensors.torch import load_file, save_file
+
+from infra.errors import UserError
+from pipeline.shards import checksum
+from train.config import Cycle, TrainConfig
+from train.loop.cycle import trouble
+from train.loop.trainer import Trainer
+from train.model_config import ModelConfig
+from train.result import CycleReport
+from train.run_files import checkpoint
+from train.run_files.checkpoint import Checkpoints, Snapshot, snapshot, write
+from train.run_files.lookup import find_run
+from train.run_files.progress import Progress, checkpoints_in, damage, newest, refuse_finished, skipped
+from train.run_files.run_folder import RunFolder, make, new_folder
+
+
+@pytest.fixture
+def config(small_shards: Path, small_model: ModelConfig) -> TrainConfig:
+    return TrainConfig(
+        data=str(small_shards), model=small_model, global_batch=4, micro_batch=4, steps=30, cycle=Cycle(10, 1),
+        precision="fp32", device="cpu", learning_rate=3e-3, warmup_steps=5, checkpoint_every=7,
+        compile="off", loss="plain",
+    )  # fmt: skip
+
+
+def steps_kept(folder: Path) -> list[int]:
+    return [int(path.name.removeprefix("step-")) for path in checkpoints_in(folder)]
+
+
+@pytest.mark.parametrize("keep", [1, 3])
+def test_the_newest_are_kept(config: TrainConfig, tmp_path: Path, keep: int) -> None:
+    leftover = tmp_path / ".partial-1-step-00000003"
+    leftover.mkdir()
+    result = Trainer(dataclasses.replace(config, keep_checkpoints=keep), checkpoints=tmp_path).run()
+    assert steps_kept(tmp_path) == [14, 21, 28, 30][-keep:]
+    assert result.checkpoint == str(tmp_path / "step-00000030")
+    assert not leftover.exists()
+
+
+def test_none_are_kept_when_none_are_wanted(config: TrainConfig, tmp_path: Path) -> None:
+    result = Trainer(dataclasses.replace(config, keep_checkpoints=0), checkpoints=tmp_path / "none").run()
+    assert result.checkpoint is None
+    assert not (tmp_path / "none").exists()
+
+
+def test_every_checkpoint_continues_exactly(config: TrainConfig, tmp_path: Path) -> None:
+    straight: list[CycleReport] = []
+    Trainer(dataclasses.replace(config, keep_checkpoints=9), checkpoints=tmp_path, on_cycle=straight.append).run()
+    for step in (7, 14, 21, 28):
+        rest: list[CycleReport] = []
+        Trainer(config, on_cycle=rest.append, resume=tmp_path / f"step-{step:08d}").run()
+        expected = [(r.step, r.step_losses, r.val_loss, r.train_loss) for r in straight if r.step > step]
+        assert [(r.step, r.step_losses, r.val_loss, r.train_loss) for r in rest] == expected
+
+
+def test_a_damaged_checkpoint_is_skipped(config: TrainConfig, tmp_path: Path) -> None:
+    Trainer(config, checkpoints=tmp_path).run()
+    assert steps_kept(tmp_path) == [28, 30]
+    weights = tmp_path / "step-00000030" / "model.safetensors"
+    whole = weights.read_bytes()
+    weights.write_bytes(whole[:-1] + bytes([whole[-1] ^ 1]))
+    assert newest(tmp_path) == tmp_path / "step-00000028"
+    with pytest.raises(UserError, match=r"step-00000030 is damaged: model.safetensors does not match its checksum"):
+        Trainer(dataclasses.replace(config, steps=40), resume=tmp_path / "step-00000030")
+    (tmp_path / "step-00000028" / "progress.json").unlink()
+    assert newest(tmp_path) is None
+
+
+def test_nan_stops_the_run_and_keeps_the_last_good_checkpoint(
+    config: TrainConfig, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    trainer = Trainer(dataclasses.replace(config, steps=60), checkpoints=tmp_path)
+    step = trainer.optimizer.step
+
+    def poisoned(*arguments: object) -> None:
+        step()
+        if trainer.state.step == 16:
+            with torch.no_grad():
+                trainer.model.norm.weight[0] = float("nan")
+
+    monkeypatch.setattr(trainer.optimizer, "step", poisoned)
+    result = trainer.run()
+    assert result.outcome == "diverged"
+    assert result.reason == "the loss is nan at step 18"
+    assert steps_kept(tmp_path)[-1] == 14
+    assert all(value.isfinite().all() for value in load_file(tmp_path / "step-00000014" / "model.safetensors").values())
+
+
+def test_a_spike_is_trouble() -> None:
+    assert trouble([3.0, 3.5, 5.9], 3.0, 3.0, 100) is None
+    said = trouble([3.0, 6.1], 3.0, 3.0, 100) or ""
+    assert all(number in said for number in ("3.000", "6.100", "step 102", "--spike 3"))
+    assert trouble([9.0], 3.0, 0, 100) is None
+    assert trouble([9.0], None, 3.0, 100) is None
+    assert "inf at step 102" in (trouble([3.0, math.inf], None, 0, 100) or ""), "also where no spike is looked for"
+
+
+def test_a_full_disk_is_said_in_one_sentence(config: TrainConfig, tmp_path: Path) -> None:
+    trainer = Trainer(config, checkpoints=tmp_path)
+    assert trainer.checkpoints is not None
+    trainer.checkpoints.folder = tmp_path / "step-file"  # a folder that is not there fails like a disk that is full
+    with pytest.raises(UserError, match="could not be written"):
+        trainer.run()
+
+
+def test_another_run_is_refused(config: TrainConfig, tmp_path: Path) -> None:
+    saved = Trainer(config, checkpoints=tmp_path).run().checkpoint
+    assert saved
+    for change, named in [
+        ({"seed": 1}, "--seed 0, not 1"),
+        ({"global_batch": 8}, "--global-batch 4, not 8"),
+        ({"mask_books": True}, "--mask-books False, not True"),
+        ({"optimizer": "adamw"}, "--optimizer adamw-fused, not adamw"),
+        ({"model": dataclasses.replace(config.model, layers=3)}, "layers=2, not 3"),
+    ]:
+        with pytest.raises(UserError, match=named):
+            Trainer(dataclasses.replace(config, **{"steps": 40} | change), resume=Path(saved))
+    killed_at_its_end = Trainer(dataclasses.replace(config, steps=30), checkpoints=tmp_path, resume=Path(saved)).run()
+    assert (killed_at_its_end.outcome, killed_at_its_end.steps) == ("finished", 30)
+    assert killed_at_its_end.checkpoint == saved
+    fine = dataclasses.replace(config, steps=40, micro_batch=1, loss_chunks=2, checkpointing="full")
+    assert Trainer(fine, resume=Path(saved)).run().steps == 40
+
+
+def test_a_checkpoint_behind_a_damaged_one_is_kept(config: TrainConfig, tmp_path: Path) -> None:
+    config = dataclasses.replace(config, checkpoint_every=5, keep_checkpoints=2, steps=10)
+    Trainer(config, checkpoints=tmp_path).run()
+    older, damaged = checkpoints_in(tmp_path)
+    (damaged / "model.safetensors").write_bytes(b"")
+    assert newest(tmp_path) == older
+    again = dataclasses.replace(config, keep_checkpoints=1, checkpoint_every=2)
+    result = Trainer(again, checkpoints=tmp_path, resume=older, should_stop=lambda: True).run()
+    assert result.outcome == "interrupted"
+    assert result.checkpoint == str(newest(tmp_path))
+    assert [path.name for path in checkpoints_in(tmp_path)] == ["step-00000006"]
+
+
+def test_a_run_without_a_whole_checkpoint_cannot_be_continued(config: TrainConfig, tmp_path: Path) -> None:
+    Trainer(dataclasses.replace(config, steps=7), checkpoints=tmp_path / "one" / "checkpoints").run()
+    (saved,) = checkpoints_in(tmp_path / "one" / "checkpoints")
+    (saved / "model.safetensors").write_bytes(b"")
+    (tmp_path / "one" / "config.json").touch()
+    for text in ("one", str(saved)):
+        with pytest.raises(UserError, match="has no intact checkpoint; start a new run with --name"):
+            find_run(text, tmp_path)
+
+
+def test_a_resumed_run_decays_as_it_is_told_now(config: TrainConfig, tmp_path: Path) -> None:
+    saved = Trainer(config, checkpoints=tmp_path).run().checkpoint
+    assert saved
+    told = dataclasses.replace(config, steps=40, weight_decay=0.5, beta2=0.999)
+    groups = Trainer(told, resume=Path(saved)).optimizer.param_groups
+    assert {group["weight_decay"] for group in groups} == {0.5, 0.0}
+    assert {group["betas"] for group in groups} == {(0.9, 0.999)}
+
+
+@pytest.fixture
+def taken(config: TrainConfig) -> tuple[Snapshot, Progress]:
+    """A state of two steps, two of whose losses are not yet reported, and its place."""
+    trainer = Trainer(dataclasses.replace(config, steps=2))
+    trainer.run()
+    state = snapshot(trainer.model, trainer.optimizer, trainer.scaler, torch.tensor([5.0, 6.0]))
+    progress = Progress(
+        2, 8, 0, None, 0, 1.0, data_fingerprint="fingerprint", vocabulary_sha256="vocabulary", config=config.to_json(),
+    )  # fmt: skip
+    return state, progress
+
+
+@pytest.mark.parametrize(
+    ("end", "longer", "said"),
+    [
+        ({"steps": 20}, {"steps": 21}, "step 20 of 20"), ({"tokens": 2687}, {"tokens": 21 * 128}, "step 20 of 20"),
+        ({"time_budget": 60.0}, {"time_budget": 60.5}, "--time-budget"), ({}, {"steps": 21}, "end of its epoch"),
+    ],
+)  # fmt: skip
+def test_a_finished_run_continues_only_for_longer(
+    config: TrainConfig, end: dict[str, float], longer: dict[str, float], said: str
+) -> None:
+    progress = Progress(20, 80, 20, None, 0, 60.0, data_fingerprint="", vocabulary_sha256="", config={})
+    endless = dataclasses.replace(config, steps=None)
+    with pytest.raises(UserError, match=said):
+        refuse_finished("one", progress, dataclasses.replace(endless, **end))
+    refuse_finished("one", progress, dataclasses.replace(endless, **longer))
+
+
+@pytest.mark.parametrize("wrong", ["", "weights", "losses"])
+def test_an_unsound_state_is_not_written(tmp_path: Path, taken: tuple[Snapshot, Progress], wrong: str) -> None:
+    """The last good one stays: infinite weights whose loss is not yet known, or a loss that is a spike."""
+    state, progress = taken
+    good = Checkpoints(tmp_path, 1)
+    good.save(state, dataclasses.replace(progress, step=1), lambda losses: losses == [5.0, 6.0])
+    first = good.wait()
+    if wrong == "weights":
+        state.weights["norm.weight"][3] = float("inf")
+    good.save(state, progress, lambda losses: wrong != "losses")
+    assert good.wait() == (tmp_path / "step-00000002" if not wrong else first)
+    assert steps_kept(tmp_path) == [1 if wrong else 2]
+
+
+def test_a_checkpoint_is_on_the_disk_before_it_has_its_name(
+    tmp_path: Path, taken: tuple[Snapshot, Progress], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    order: list[int] = []
+    sync = os.fsync
+
+    def watched(descriptor: int) -> None:
+        order.append(os.fstat(descriptor).st_ino)
+        if order[-1] != tmp_path.stat().st_ino:
+            assert steps_kept(tmp_path) == []
+        sync(descriptor)
+
+    monkeypatch.setattr(os, "fsync", watched)
+    made = write(tmp_path, *taken)
+    files = {path.name: path.stat().st_ino for path in made.iterdir()}
+    assert set(files) == {"model.safetensors", "state.pt", "progress.json"}
+    assert set(files.values()) <= set(order)
+    assert order.index(files["progress.json"]) > max(map(order.index, (files["model.safetensors"], files["state.pt"])))
+    assert order[-1] == tmp_path.stat().st_ino, "the folder's own entry last"
+
+
+@pytest.mark.parametrize(("umask", "folder", "file"), [(0o077, 0o700, 0o600), (0o022, 0o755, 0o644)])
+def test_the_umask_decides_who_can_read_a_checkpoint(
+    umask: int, folder: int, file: int, tmp_path: Path, taken: tuple[Snapshot, Progress]
+) -> None:
+    before = os.umask(umask)
+    try:
+        made = write(tmp_path, *taken)
+    finally:
+        os.umask(before)
+    assert made.stat().st_mode & 0o777 == folder
+    assert {path.name: path.stat().st_mode & 0o777 for path in made.iterdir()} == dict.fromkeys(
+        ("model.safetensors", "state.pt", "progress.json"), file
+    )
+
+
+def test_weights_that_read_back_otherwise_are_refused_and_removed(
+    tmp_path: Path, taken: tuple[Snapshot, Progress], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """A disk that loses a bit: the file is written with another value than it was given."""
+    state, progress = taken
+    checkpoints = Checkpoints(tmp_path, 2)
+
+    def losing(weights: dict[str, torch.Tensor], path: Path, **_: object) -> None:
+        save_file(weights | {"norm.weight": weights["norm.weight"] + 1}, path)
+
+    monkeypatch.setattr(checkpoint, "save_file", losing)
+    checkpoints.save(state, progress, lambda losses: True)
+    with pytest.raises(UserError, match="differs from what was written when it is read back"):
+        checkpoints.wait()
+    assert list(tmp_path.iterdir()) == []
+
+
+def test_a_snapshot_is_of_its_moment(config: TrainConfig) -> None:
+    """It is written while training continues with the same tensors."""
+    trainer = Trainer(dataclasses.replace(config, steps=2))
+    trainer.run()
+    taken = snapshot(trainer.model, trainer.optimizer, trainer.scaler, torch.tensor([5.0]))
+    weight = taken.weights["norm.weight"].clone()
+    moment = taken.state["optimizer"]["state"][0]["exp_avg"].clone()
+    with torch.no_grad():
+        for parameter in trainer.model.parameters():
+            parameter.add_(1)
+        for values in trainer.optimizer.state.values():
+            values["exp_avg"].add_(1)
+    assert torch.equal(taken.weights["norm.weight"], weight)
+    assert torch.equal(taken.state["optimizer"]["state"][0]["exp_avg"], moment)
+
+
+def test_only_what_is_newer_than_the_checkpoint_in_use_is_said_to_be_skipped(
+    tmp_path: Path, taken: tuple[Snapshot, Progress]
+) -> None:
+    state, progress = taken
+    first, second, third = (write(tmp_path, state, dataclasses.replace(progress, step=step)) for step in (1, 2, 3))
+    for damaged, file in ((first, "model.safetensors"), (third, "state.pt")):
+        (damaged / file).unlink()
+        assert damage(damaged) == f"{file} is missing"
+    assert newest(tmp_path) == second
+    (said,) = skipped(second)
+    assert said.startswith(f"{third} is damaged: state.pt is missing")
+
+
+def test_a_file_that_changes_after_it_was_found_intact_is_damaged(
+    tmp_path: Path, taken: tuple[Snapshot, Progress]
+) -> None:
+    """Also in its place and of its size: checksums are remembered only as long as a file's time stays."""
+    weights = write(tmp_path, *taken) / "model.safetensors"
+    assert damage(weights.parent) is None
+    before = weights.stat()
+    with weights.open("r+b") as file:
+        file.seek(-1, os.SEEK_END)
+        last = file.read(1)[0]
+        file.seek(-1, os.SEEK_END)
+        file.write(bytes([last ^ 1]))
+    os.utime(weights, ns=(before.st_atime_ns, before.st_mtime_ns + 1_000_000))
+    assert damage(weights.parent) == "model.safetensors does not match its checksum"
+
+
+def test_a_checkpoint_that_names_a_file_outside_is_damaged(tmp_path: Path, taken: tuple[Snapshot, Progress]) -> None:
+    (tmp_path / "outside").write_text("text")
+    progress = write(tmp_path, *taken) / "progress.json"
+    values = json.loads(progress.read_text())
+    for file in ("../outside", str(tmp_path / "outside")):
+        progress.write_text(json.dumps(values | {"files": {file: checksum(tmp_path / "outside")}}))
+        assert damage(progress.parent) == f"progress.json names '{file}', which is not in it"
+
+
+def test_the_loss_scale_continues(config: TrainConfig, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """fp16's, which a config for the CPU refuses; the scaler itself works there. Here it doubles every third step."""
+    made = torch.amp.GradScaler
+    monkeypatch.setattr(torch.amp, "GradScaler", lambda kind, enabled: made(kind, init_scale=8.0, growth_interval=3))
+    trainer = Trainer(dataclasses.replace(config, steps=7), checkpoints=tmp_path)
+    saved = trainer.run().checkpoint
+    assert saved
+    assert trainer.scaler.state_dict()["scale"] == 32.0
+    resumed = Trainer(config, resume=Path(saved)).scaler
+    assert resumed.state_dict() == trainer.scaler.state_dict()
+
+
+def test_one_command_drives_a_run(tmp_path: Path) -> None:
+    home = RunFolder(tmp_path)
+    with home.command_lock(), pytest.raises(UserError, match="another command is training"), home.command_lock():
+        pass
+    with home.command_lock():
+        pass
+
+
+@pytest.mark.parametrize("left", ["config.json", "cycles.jsonl", "result.json", "checkpoints/step-00000007"])
+def test_a_new_run_that_fails_leaves_its_folder_only_where_it_trained(tmp_path: Path, left: str) -> None:
+    home = RunFolder(tmp_path / "one")
+    make(home.path)
+    home.checkpoints.mkdir()
+    (home.path / left).touch()
+    with pytest.raises(UserError, match="no GPU"), home.command_lock(), home.removed_on_failure():
+        raise UserError("no GPU")
+    assert home.path.exists() is (left != "config.json")
+
+
+def test_what_cannot_be_a_folders_name_is_refused(tmp_path: Path) -> None:
+    for name in ("", ".", "..", "a/b", "x" * 300, "é" * 150):
+        with pytest.raises(UserError, match="is not the name of a folder"):
+            new_folder(tmp_path, name)

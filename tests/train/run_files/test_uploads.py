@@ -1,0 +1,309 @@
+"""Runs in object storage: checkpoints are copied as they are written, and every machine continues from them."""
+
+import json
+import shutil
+import socket
+import subprocess
+import sys
+import tempfile
+import threading
+import time
+from collections.abc import Callable, Iterable, Iterator
+from contextlib import suppress
+from dataclasses import replace
+from pathlib import Path
+
+import psutil
+import pytest
+import torch
+from mlflow.tracking import MlflowClient
+
+from infra.errors import UserError
+from infra.storage import object_storage
+from infra.storage.directory import LEASE, StorageDir
+from infra.storage.files import write_json
+from infra.tracking.run_ref import RunKey
+from train.config import Cycle, TrainConfig
+from train.launch import worker
+from train.loop.trainer import Trainer
+from train.model_config import ModelConfig
+from train.result import CycleReport
+from train.run_files import checkpoint, uploads
+from train.run_files.checkpoint import Checkpoints
+from train.run_files.lookup import find_checkpoint, find_run, saved_config
+from train.run_files.progress import Progress, checkpoints_in, damage, newest, read_progress
+from train.run_files.run_folder import RunFolder, new_run, working_copy
+
+
+@pytest.fixture
+def config(small_shards: Path, small_model: ModelConfig) -> TrainConfig:
+    return TrainConfig(
+        data=str(small_shards), model=small_model, global_batch=4, micro_batch=4, steps=30, cycle=Cycle(10, 1),
+        precision="fp32", device="cpu", warmup_steps=5, checkpoint_every=5,
+    )  # fmt: skip
+
+
+@pytest.fixture(autouse=True)
+def scratch(monkeypatch: pytest.MonkeyPatch, tmp_path_factory: pytest.TempPathFactory) -> Iterator[Path]:
+    """A machine's scratch, for each test. Its path is short, because Ray names sockets in it."""
+    tmp_path_factory.getbasetemp()  # before, because pytest would make it there for the whole session
+    with tempfile.TemporaryDirectory(prefix="t-", ignore_cleanup_errors=True) as folder:
+        monkeypatch.setattr(tempfile, "tempdir", folder)
+        monkeypatch.setenv("TMPDIR", folder)
+        yield Path(folder)
+
+
+def test_a_run_continues_from_its_copy(config: TrainConfig, bucket: str, tmp_path: Path) -> None:
+    place = StorageDir.of(f"s3://places/kept/run1{bucket}")
+    place.write_json("config.json", config.to_json())
+    straight: list[CycleReport] = []
+    Trainer(config, on_cycle=straight.append).run()
+    checkpoints = tmp_path / "here" / "checkpoints"
+    stopping = iter([False] * 16 + [True]).__next__
+    result = Trainer(config, checkpoints=checkpoints, copies=place, should_stop=stopping).run()
+    assert result.checkpoint == f"s3://places/kept/run1/checkpoints/step-00000017{bucket}"
+    assert result.checkpoint is not None
+    assert uploads.copies(place) == ["step-00000015", "step-00000017"]
+    with pytest.raises(UserError, match="there is no run with a checkpoint"):
+        find_run(f"s3://places/kept/other{bucket}", "runs")
+    for text, out in ((place.address, "runs"), (result.checkpoint, "runs"), ("run1", f"s3://places/kept{bucket}")):
+        run = find_run(text, out)
+        assert run.place == place
+        assert read_progress(run.newest()).step == 17
+        assert saved_config(text, out) == config
+        found = find_checkpoint(text, out)
+        assert (found.name, damage(found)) == ("step-00000017", None)
+    assert find_checkpoint(f"s3://places/kept/run1/checkpoints/step-00000015{bucket}", "runs").name == "step-00000015"
+    with pytest.raises(UserError, match="is not the newest checkpoint of its run"):
+        find_run(f"s3://places/kept/run1/checkpoints/step-00000015{bucket}", "runs")
+    rest: list[CycleReport] = []
+    Trainer(config, on_cycle=rest.append, resume=worker.newest_checkpoint(RunFolder(tmp_path / "there", place))).run()
+    assert [(r.step, r.step_losses) for r in rest] == [(r.step, r.step_losses) for r in straight[1:]]
+
+
+def test_a_worker_takes_from_storage_what_it_lacks_and_nothing_else(
+    config: TrainConfig, bucket: str, tmp_path: Path
+) -> None:
+    """What its scratch has of another run or a later step is removed; a damaged copy is passed over and named."""
+    place = StorageDir.of(f"s3://places/kept/run2{bucket}")
+    home = RunFolder(tmp_path / "one", place)
+    Trainer(replace(config, steps=10), checkpoints=home.checkpoints, copies=place).run()
+    fifth, tenth = checkpoints_in(home.checkpoints)
+    before = (tenth / "state.pt").stat().st_mtime_ns
+    shutil.copytree(tenth, home.checkpoints / "step-00000099")
+    assert uploads.fetch_newest(place, home.checkpoints) == (tenth, [])
+    assert checkpoints_in(home.checkpoints) == [tenth]
+    assert (tenth / "state.pt").stat().st_mtime_ns == before
+    place.write("checkpoints/step-00000010/state.pt", b"cut short")
+    shutil.rmtree(tenth)
+    found, damaged = uploads.fetch_newest(place, home.checkpoints)
+    assert found == fifth
+    assert "step-00000010" in damaged[0]
+    assert "state.pt does not match its checksum; the one before it is used" in damaged[0]
+    place.remove(place.files())
+    assert uploads.fetch_newest(place, home.checkpoints) == (None, [])
+    assert checkpoints_in(home.checkpoints) == [], "a new run of that name"
+
+
+def test_a_new_run_takes_no_name_that_is_taken(bucket: str) -> None:
+    home = new_run(f"s3://places/kept{bucket}", "run3")
+    home.config.write_text("{}")
+    home.send(home.config, home.result)
+    assert home.place.files() == {"config.json": 2}
+    with pytest.raises(UserError, match=r"s3://places/kept/\w+.* exists already: give another --name"):
+        new_run(f"s3://places/kept{bucket}", "run3")
+    home.place.write("checkpoints/step-00000005.progress.json", b"{}")
+    with pytest.raises(UserError, match=r"s3://places/kept/\w+.* exists already: continue it with --resume run3, or"):
+        new_run(f"s3://places/kept{bucket}", "run3")
+    with home.command_lock(), pytest.raises(UserError, match="another command is training in s3://places/kept/run3"):
+        working_copy(home.place, fresh=False)
+    with pytest.raises(UserError, match=r"--out s3://absent/.* cannot be written"):
+        new_run(f"s3://absent{bucket}", "run3")
+
+
+@pytest.mark.slow
+def test_mlflow_has_the_whole_curve_of_a_run_whose_machine_was_lost(
+    config: TrainConfig, bucket: str, tmp_path: Path, scratch: Path
+) -> None:
+    here, there = tmp_path / "here", tmp_path / "there"
+    here.mkdir()
+    there.mkdir()
+    write_json(here / "config.json", replace(config, checkpoint_every=7, steps=40_000).to_json())
+    flags = ["--config", "config.json", "--out", f"s3://places/kept{bucket}", "--name", "run4"]
+    lost = subprocess.Popen([sys.executable, "-m", "train.run", *flags], cwd=here)
+    place = StorageDir.of(f"s3://places/kept/run4{bucket}")
+    deadline = time.monotonic() + 240
+    while not any(copy >= "step-00000056" for copy in uploads.copies(place)):  # only the newest are kept
+        assert lost.poll() is None
+        assert time.monotonic() < deadline
+        time.sleep(0.3)  # each look is a request to the storage that the run writes to
+    for process in (psutil.Process(lost.pid), *psutil.Process(lost.pid).children(recursive=True)):
+        with suppress(psutil.NoSuchProcess):
+            process.kill()
+    lost.wait()
+    shutil.rmtree(scratch, ignore_errors=True)
+    scratch.mkdir(exist_ok=True)
+    (here / "mlflow.db").unlink()
+    place.remove([LEASE])  # else it would be waited for until it is stale
+
+    progress = read_progress(find_run(place.address, "runs").newest())
+    known, end = progress.reported, progress.step + 30
+    resumed = [sys.executable, "-m", "train.run", "--resume", place.address, "--steps", str(end)]
+    printed = subprocess.run(resumed, cwd=there, capture_output=True, text=True, timeout=240, check=True).stdout
+    assert printed.count("tok/sec") == -((known - end) // 10), "of the cycles, those that are new"
+    client = MlflowClient(f"sqlite:///{there}/mlflow.db")
+    (run,) = client.search_runs(["1"])
+    assert run.data.params["seed"] == "0", "a run that is new in its store is recorded whole"
+    assert run.inputs is not None
+    assert run.inputs.dataset_inputs
+    assert run.data.tags["resumed_at_step"] == str(end - 30)
+    assert run.data.tags["worker"] == socket.gethostname()
+    curve = [point.step for point in client.get_metric_history(run.info.run_id, "loss/step")]
+    assert curve == list(range(1, end + 1))
+    logged = [json.loads(line) for line in place.read("cycles.jsonl").splitlines()]
+    assert sum(len(cycle["step_losses"]) for cycle in logged) == end
+    result = json.loads(place.read("result.json"))
+    assert result["checkpoint"] == str(place / f"checkpoints/step-{end:08d}")
+    assert not list(scratch.glob("*/runs/*/*/checkpoints")), "nothing is left on the worker"
+
+
+def test_unreachable_storage_is_retried(
+    config: TrainConfig, bucket: str, s3: tuple[str, Callable[[float], None]], tmp_path: Path
+) -> None:
+    _, set_rate = s3
+    set_rate(0.9999)
+    back = threading.Timer(3.0, set_rate, [0.0])
+    away = time.monotonic()
+    back.start()
+    place = StorageDir.of(f"s3://places/kept/run5{bucket}")
+    done = Trainer(replace(config, steps=6), checkpoints=tmp_path / "here" / "checkpoints", copies=place).run()
+    assert done.outcome == "finished"
+    assert time.monotonic() - away > 3.0
+    assert uploads.copies(place)[-1] == "step-00000006"
+
+
+def test_a_copy_that_is_fetched_twice_is_complete_and_taken_from_storage_once(
+    config: TrainConfig, bucket: str, tmp_path: Path
+) -> None:
+    """Its cycles too, which are not kept with the checkpoint on this machine."""
+    place = StorageDir.of(f"s3://places/kept/run7{bucket}")
+    written = tmp_path / "one" / "checkpoints"
+    written.mkdir(parents=True)
+    (tmp_path / "one" / "cycles.jsonl").write_text(cycles := '{"step": 5}\n{"step": 10}\n')
+    Trainer(replace(config, steps=10), checkpoints=written, copies=place).run()
+
+    def fetch() -> tuple[Path | None, list[str], str, dict[str, int]]:
+        found, damaged = uploads.fetch_newest(place, tmp_path / "two" / "checkpoints")
+        assert found
+        times = {file.name: file.stat().st_mtime_ns for file in found.iterdir()}
+        return found, damaged, (tmp_path / "two" / "cycles.jsonl").read_text(), times
+
+    first = fetch()
+    assert first[:3] == (tmp_path / "two" / "checkpoints" / "step-00000010", [], cycles)
+    assert set(first[3]) == {"model.safetensors", "state.pt", "progress.json"}
+    assert fetch() == first
+
+
+def test_a_run_whose_storage_does_not_answer_is_named(
+    bucket: str, s3: tuple[str, Callable[[float], None]], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    _, set_rate = s3
+    set_rate(1.0)
+    with pytest.raises(UserError, match=r"s3://places/kept/run6.* cannot be (read|listed)"):
+        find_run(f"s3://places/kept/run6{bucket}", "runs")
+
+
+def test_a_storage_that_refuses_is_named_at_once(config: TrainConfig, bucket: str, tmp_path: Path) -> None:
+    """Its client has repeated what may help, for as long as the README says, and nothing repeats that."""
+    directory = StorageDir.of(f"s3://absent/kept{bucket}")
+    began = time.monotonic()
+    with pytest.raises(UserError, match=r"or s3://absent/kept.* could not be written"):
+        Trainer(config, checkpoints=tmp_path / "one" / "checkpoints", copies=directory).run()
+    assert time.monotonic() - began < 10
+    assert newest(tmp_path / "one" / "checkpoints")
+
+
+def test_training_does_not_wait_for_storage_that_does_not_respond(
+    config: TrainConfig, bucket: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """What is being copied stays beside the newest checkpoint, and the failure is told once the copy has ended."""
+    monkeypatch.setattr(object_storage, "PATIENCE_SECONDS", 0.0)
+    trainer = Trainer(config)
+    taken = checkpoint.snapshot(trainer.model, trainer.optimizer, trainer.scaler, torch.zeros(0))
+    progress = Progress(data_fingerprint="", vocabulary_sha256="", config=config.to_json())
+    with socket.create_server(("127.0.0.1", 0)) as silent:
+        endpoint = f"endpoint=http://127.0.0.1:{silent.getsockname()[1]}&region=us-east-1"
+        checkpoints = Checkpoints(tmp_path, 1, StorageDir.of(f"s3://places/kept?{endpoint}"))
+        began = time.monotonic()
+        for step in (1, 2, 3):
+            checkpoints.save(taken, replace(progress, step=step), lambda losses: True)
+        while [path.name for path in checkpoints_in(tmp_path)] != ["step-00000001", "step-00000003"]:
+            assert time.monotonic() - began < 20
+            time.sleep(0.01)
+    with pytest.raises(UserError, match=r"or s3://places/kept.* could not be written"):
+        checkpoints.wait()
+    assert [path.name for path in checkpoints_in(tmp_path)] == ["step-00000003"]
+
+
+def test_what_has_progress_in_the_storage_is_whole(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """At every moment: it comes last and goes first, and alone, because files of one removal go in any order."""
+    did: list[str] = []
+    removed: list[list[str]] = []
+    put, remove = StorageDir.put, StorageDir.remove
+
+    def watched_put(self: StorageDir, file: Path, name: str) -> None:
+        did.append(f"+{name}")
+        put(self, file, name)
+
+    def watched_remove(self: StorageDir, names: Iterable[str]) -> None:
+        removed.append(sorted(names))
+        remove(self, removed[-1])
+
+    monkeypatch.setattr(StorageDir, "put", watched_put)
+    monkeypatch.setattr(StorageDir, "remove", watched_remove)
+    place = StorageDir.of(tmp_path / "kept")
+    for old in ("checkpoints/step-00000005", "checkpoints/step-00000020"):  # one is older, the other damaged
+        for name in ("model.safetensors", "progress.json", "state.pt"):
+            place.write(f"{old}/{name}", b"")
+    made = tmp_path / "one" / "checkpoints" / "step-00000010"
+    made.mkdir(parents=True)
+    for name in ("model.safetensors", "progress.json", "state.pt"):
+        (made / name).write_text(name)
+    (tmp_path / "one" / "cycles.jsonl").write_text("a cycle")
+    uploads.upload(made, tmp_path / "one" / "cycles.jsonl", place, keep=1)
+    new = [f"+checkpoints/step-00000010/{name}" for name in ("cycles.jsonl", "model.safetensors", "state.pt")]
+    assert sorted(did[:3]) == new
+    assert did[3:] == ["+checkpoints/step-00000010/progress.json"]
+    assert removed == [
+        names
+        for old in ("checkpoints/step-00000005", "checkpoints/step-00000020")
+        for names in ([f"{old}/progress.json"], [f"{old}/model.safetensors", f"{old}/state.pt"])
+    ]
+    assert uploads.copies(place) == ["step-00000010"]
+
+
+def test_a_copy_is_as_far_as_its_checkpoint(config: TrainConfig, bucket: str, tmp_path: Path) -> None:
+    """Cycles that were reported while it was copied are left out."""
+    place = StorageDir.of(f"s3://places/kept/run9{bucket}")
+    checkpoints = tmp_path / "one" / "checkpoints"
+    lines = [json.dumps({"step": step}) + "\n" for step in (10, 12, 20)]
+    checkpoints.mkdir(parents=True)
+    (tmp_path / "one" / "cycles.jsonl").write_text("".join(lines))
+    Trainer(replace(config, steps=12), checkpoints=checkpoints, copies=place).run()
+    run = find_run(place.address, "runs")
+    assert read_progress(run.newest()).reported == 12
+    assert run.cycles.read_text() == "".join(lines[:2])
+
+
+def test_the_mlflow_run_of_a_run_in_storage_is_known_where_its_store_is(bucket: str, tmp_path: Path) -> None:
+    home = new_run(f"s3://places/kept{bucket}", "run10")
+    key = RunKey("http://127.0.0.1:5000", "1", "abc")
+    home.keep_key(key)
+    known = working_copy(home.place, fresh=False).key()
+    assert known
+    assert (known.store, known.run_id) == (key.store, "abc")
+    home.keep_key(replace(key, store=f"sqlite:///{tmp_path}/gone.db"))
+    assert home.key() is None
+    named = home.key("http://127.0.0.1:5001")
+    assert named
+    assert (named.store, named.run_id) == ("http://127.0.0.1:5001", "abc")

@@ -1,0 +1,205 @@
+"""A run that is slower than its search found: which causes are named, and that none is without evidence."""
+
+import json
+import re
+from collections.abc import Callable
+from dataclasses import fields, replace
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from infra.errors import UserError
+from infra.storage.directory import StorageDir
+from pipeline.shards import read_manifest
+from train.config import TrainConfig
+from train.intervals import Estimate
+from train.launch.driver import diagnosed
+from train.launch.job import RunPlan
+from train.reporting.report import detail_rows
+from train.result import Memory, RunResult, Shortage, Throughput
+from train.run import RunOptions, planned
+from train.run_files.run_folder import RunFolder
+from train.search_reference import SPEED_SETTINGS, Confirmed, confirmed_by, slower
+
+Make = Callable[..., RunResult]
+
+MACHINE = {"system/processors": 8.0, "system/machine_cpu_percent": 95.0, "system/worker_cpu_percent": 500.0}
+CARD = MACHINE | {"system/gpu_sm_clock_mhz": 1755.0, "system/gpu_memory_gb": 20.0}
+CONFIRMED = Confirmed(
+    "fast", Estimate(1000.0, 980.0, 1020.0), "NVIDIA H100", ("w1",), 0.01, CARD | {"system/machine_cpu_percent": 70.0}
+)
+BARE = replace(CONFIRMED, machines=("w1", "w2"), data_wait_fraction=None, telemetry={})
+"""Of trials that were too short for telemetry."""
+
+
+EAGER = TrainConfig(compile="off")
+
+
+def ran(make_result: Make, speed: float = 850.0, retries: int = 0, **changes: Any) -> RunResult:
+    """A run on the search's card, with all as it was but the speed."""
+    memory = Memory(18 * 2**30, 19 * 2**30, 20 * 2**30, "nvml", retries)
+    base: dict[str, Any] = {
+        "throughput": Throughput(speed, 0.99 * speed, 1.01 * speed, 20, 3), "device": "NVIDIA H100", "machine": "w1",
+        "memory": memory, "data_wait_fraction": 0.01, "telemetry": CARD | {"system/machine_cpu_percent": 70.0},
+    }  # fmt: skip
+    return make_result(**base | changes)
+
+
+@pytest.mark.parametrize(
+    ("changes", "cause"),
+    [
+        ({"data_wait_fraction": 0.12}, "12.0% .*1.0%"),
+        (
+            {"telemetry": CARD | {
+                "system/gpu_sm_clock_mhz": 1400.0, "system/gpu_throttled_by_power_percent": 97.0,
+                "system/gpu_throttled_by_heat_percent": 0.0, "system/machine_cpu_percent": 70.0,
+            }},
+            "1,400 MHz .*1,755.* power 97%",
+        ),
+        ({"telemetry": MACHINE | {"system/machine_cpu_percent": 99.0}}, "processes used 2.9 .* 8 .*0.6"),
+        ({"telemetry": {"system/gpu_memory_gb": 30.0}}, "processes used 8.53 GB"),
+        ({"retries": 3}, "3 times in 10 steps"),
+        ({"device": "NVIDIA A100"}, "A100.*H100"),
+        ({"machine": "w2"}, "w2.*w1"),
+    ],
+    ids=["loader", "clock", "processors", "neighbour", "allocator", "device", "machine"],
+)  # fmt: skip
+def test_a_cause_that_the_records_show_is_named_and_no_other(
+    make_result: Make, changes: dict[str, Any], cause: str
+) -> None:
+    found = slower(ran(make_result, **changes), CONFIRMED, EAGER)
+    assert found
+    speed, (_, text) = found.rows
+    assert re.search("15.0%.*1,000 tokens/s.*980 to 1,020", speed[1])
+    assert re.search(cause, text), text
+    assert not text.startswith("unknown")
+    assert not found.command
+
+
+@pytest.mark.parametrize("confirmed", [CONFIRMED, BARE])
+def test_without_evidence_no_cause_is_named(make_result: Make, confirmed: Confirmed) -> None:
+    """Nothing but the speed is other than it was, as far as the search recorded it; all that was compared is told."""
+    found = slower(ran(make_result), confirmed, EAGER)
+    assert found
+    ((_, text),) = found.rows[1:]
+    assert text.startswith("unknown")
+    assert all(number in text for number in ("1.0%", "1,755 MHz", "0.6", "0 times in 10 steps"))
+    compiled = slower(ran(make_result), confirmed, replace(EAGER, compile="whole"))
+    assert compiled
+    assert "TORCH_LOGS=recompiles" in compiled.rows[1][1]
+    on_cpu = ran(make_result, telemetry={}, device="cpu", memory=Memory(None, None, 2**30, "rss"))
+    found = slower(on_cpu, replace(BARE, device="cpu"), EAGER)
+    assert found
+    assert found.rows[1][1].endswith("1.0% of the time"), "of a CPU no more is known"
+
+
+@pytest.mark.parametrize("changes", [{"retries": 30, "steps": 10_000}, {"retries": 2}, {"data_wait_fraction": 0.04}])
+def test_what_is_usual_is_no_cause(make_result: Make, changes: dict[str, Any]) -> None:
+    """Few retries in many steps, those of the first steps, and waits for data that the search's trials had, too."""
+    found = slower(ran(make_result, **changes), replace(CONFIRMED, data_wait_fraction=0.03), EAGER)
+    assert found
+    assert found.rows[1][1].startswith("unknown")
+
+
+def test_a_power_limit_is_no_cause_and_heat_is_one_where_the_searchs_clock_is_not_known(make_result: Make) -> None:
+    """A healthy GPU runs at its power limit."""
+    limited = CARD | {"system/machine_cpu_percent": 70.0, "system/gpu_throttled_by_power_percent": 97.0}
+    found = slower(ran(make_result, telemetry=limited), BARE, EAGER)
+    assert found
+    assert found.rows[1][1].startswith("unknown")
+    hot = slower(ran(make_result, telemetry=limited | {"system/gpu_throttled_by_heat_percent": 40.0}), BARE, EAGER)
+    assert hot
+    assert re.search("^GPU clock 1,755 MHz.* power 97%.* heat 40%", hot.rows[1][1])
+
+
+@pytest.mark.parametrize("speed", [975.0, 980.0, 1000.0, 1200.0])
+def test_a_run_whose_interval_reaches_the_searchs_is_not_slower(make_result: Make, speed: float) -> None:
+    assert slower(ran(make_result, speed, data_wait_fraction=0.5), CONFIRMED, EAGER) is None
+    assert slower(ran(make_result, throughput=None), CONFIRMED, EAGER) is None
+
+
+@pytest.fixture
+def best(tmp_path: Path) -> Path:
+    file = tmp_path / "fast" / "best.json"
+    file.parent.mkdir()
+    measured = {
+        "tokens_per_second": 1000.0, "low": 980.0, "high": 1020.0, "memory_bytes": 1, "runs": 3, "tied_with": [],
+        "device": CONFIRMED.device, "machines": ["w1"], "data_wait_fraction": 0.01, "telemetry": CONFIRMED.telemetry,
+    }  # fmt: skip
+    file.write_text(json.dumps({"study": "s", "config": TrainConfig().to_json(), "measured": measured}))
+    return file
+
+
+def test_what_a_search_found_is_read_from_its_file(best: Path) -> None:
+    assert confirmed_by(str(best), TrainConfig()) == CONFIRMED
+    assert confirmed_by(str(best), TrainConfig(learning_rate=1e-4, steps=7, data="elsewhere", seed=3)) == CONFIRMED
+
+
+def test_it_is_also_read_from_object_storage(best: Path, bucket: str) -> None:
+    place = StorageDir.of(f"s3://places/fast/{bucket}")
+    place.put(best, "best.json")
+    assert confirmed_by(str(place / "best.json"), TrainConfig()) == CONFIRMED
+    assert confirmed_by(str(place / "absent.json"), TrainConfig()) is None
+
+
+def test_a_run_that_is_executed_in_another_way_is_not_compared(best: Path) -> None:
+    for changes in ({"micro_batch": 16}, {"compile": "whole"}, {"loss": "fused"}, {"device": "cpu"}):
+        assert confirmed_by(str(best), replace(TrainConfig(), **changes)) is None
+    run = best.with_name("config.json")
+    run.write_text(json.dumps(TrainConfig().to_json()))
+    assert confirmed_by(str(run), TrainConfig()) is None
+    assert confirmed_by(str(best.with_name("absent.json")), TrainConfig()) is None
+
+
+def test_the_command_compares_with_the_file_that_it_was_given(best: Path, small_shards: Path, tmp_path: Path) -> None:
+    model = replace(TrainConfig().model, vocabulary=257)
+    config = TrainConfig(data=str(small_shards), model=model, global_batch=8)
+    values = json.loads(best.read_text())
+    best.write_text(json.dumps(values | {"config": config.to_json()}))
+    options = RunOptions(training=config, config=str(best), out=str(tmp_path))
+    assert planned(options).confirmed == CONFIRMED
+    assert planned(replace(options, config=None)).confirmed is None
+
+
+def test_it_is_in_the_result_of_the_run_and_after_memory(make_result: Make, small_shards: Path, tmp_path: Path) -> None:
+    config = TrainConfig(
+        data=str(small_shards), precision="fp32", device="cpu", attention="sdpa", micro_batch=32, compile="off",
+        loss="plain",
+    )  # fmt: skip
+    run = RunPlan(config, read_manifest(small_shards), RunFolder(tmp_path), confirmed=CONFIRMED)
+    result = ran(make_result, data_wait_fraction=0.12)
+    found = diagnosed(run, config, result)
+    assert found == slower(result, CONFIRMED, EAGER)
+    assert found
+    assert found.rows[1] in detail_rows(config, replace(result, diagnosis=found))
+    assert diagnosed(replace(run, confirmed=None), config, result) is None
+    over = replace(result, outcome="over_limit", shortage=Shortage("the check after step 1", None, 10**9, {}))
+    found = diagnosed(run, config, over)
+    assert found
+    assert "predicted to fit" in found.advice
+
+
+LEARNING = {
+    "data", "reading", "seed", "learning_rate", "schedule", "warmup_steps", "weight_decay", "beta1", "beta2", "spike",
+    "steps", "tokens", "time_budget", "within", "cycle", "checkpoint_every", "keep_checkpoints",
+}  # fmt: skip
+"""Settings of what a run learns and when it ends, by which no step is slower."""
+
+
+def test_every_setting_is_one_of_the_speed_or_of_what_is_learnt() -> None:
+    """A new one has to be put on a side."""
+    settings = {field.name for field in fields(TrainConfig)}
+    assert settings - LEARNING == set(SPEED_SETTINGS)
+    assert settings > LEARNING
+
+
+def test_storage_that_fails_is_not_taken_for_a_search_that_left_nothing(
+    s3: tuple[str, Callable[[float], None]],
+) -> None:
+    query, set_rate = s3
+    file = f"s3://places/fast/best.json{query}"
+    assert confirmed_by(file, EAGER) is None
+    set_rate(1.0)
+    with pytest.raises(UserError, match=r"s3://places/fast/best.json"):
+        confirmed_by(file, EAGER)

@@ -1,0 +1,74 @@
+"""A search's folder: one process at a time, and only the search that it was."""
+
+from pathlib import Path
+
+import pytest
+
+from infra.errors import UserError
+from infra.storage.directory import StorageDir, WorkingCopy
+from infra.storage.files import TEMPORARY
+from infra.tracking.run_ref import RunKey
+from tune.config import LadderConfig, SearchConfig
+from tune.experiment.folder import TRIALS, locked, place_of, read_config, resumed_parent, write_record
+
+IDENTITY = {"confirm": 3, "memory_limit": 10**9, "knobs": "compile"}
+
+
+def test_another_search_is_refused_by_what_differs(tmp_path: Path) -> None:
+    place = StorageDir.of(tmp_path)
+    key = RunKey("sqlite:///none.db", "1", "a")
+    write_record(WorkingCopy.of(place, fresh=True), SearchConfig(name="one"), IDENTITY, key)
+    for now, said in (
+        (IDENTITY | {"confirm": 2}, "confirm: 3 → 2"),
+        (IDENTITY | {"searcher": "grid"}, "searcher: None → 'grid'"),
+        ({"confirm": 3, "knobs": "compile"}, "memory_limit: 1000000000 → None"),
+    ):
+        with pytest.raises(UserError, match=said):
+            resumed_parent(place, "search", now)
+
+
+def test_one_process_at_a_time_and_no_halves_of_rows(tmp_path: Path) -> None:
+    folder = tmp_path / "runs" / "one"
+    place = StorageDir.of(folder)
+    with (
+        locked(place, "search"),
+        pytest.raises(UserError, match=r"Another process .* the search"),
+        locked(place, "search"),
+    ):
+        pass
+    half = folder / TRIALS / f"{TEMPORARY}1-m8.json"
+    half.write_text("{")
+    row = folder / TRIALS / "m8.json"
+    row.write_text("{}")
+    with locked(place, "search"):
+        assert not half.exists()
+        assert row.exists()
+
+
+def test_a_search_in_object_storage_is_continued_from_what_was_sent(
+    bucket: str, monkeypatch: pytest.MonkeyPatch, tmp_path: Path
+) -> None:
+    """By a machine that has nothing of it, and while no other driver here holds it."""
+    monkeypatch.setattr("tempfile.tempdir", str(tmp_path))
+    place = place_of(f"s3://places/deep{bucket}", "one")
+    key = RunKey("sqlite:////of/another/machine.db", "1", "a")
+    with locked(place, "search") as copy:
+        write_record(copy, SearchConfig(name="one"), IDENTITY, key)
+        (copy.folder / TRIALS / "m8.json").write_text("{}")
+        (copy.folder / TRIALS / "m4.json").write_text("{}")
+        copy.send(f"{TRIALS}/m8.json")
+        with pytest.raises(UserError, match=r"Another process .* the search"), locked(place, "search"):
+            pass
+    with locked(place, "search") as copy:
+        assert [path.name for path in (copy.folder / TRIALS).iterdir()] == ["m8.json"]
+    assert read_config(place, SearchConfig).name == "one"
+    with pytest.raises(UserError, match=r"machine\.db of s3://places/deep/one\S* is not on this machine"):
+        resumed_parent(place, "search", IDENTITY)
+    with pytest.raises(UserError, match="--resume two: there is no search in s3://places/deep/two"):
+        read_config(place_of(f"s3://places/deep{bucket}", "two"), SearchConfig)
+    (tmp_path / "first").mkdir()
+    (tmp_path / "first/ladder.json").write_text("{")
+    with pytest.raises(UserError, match=r"there is no ladder in .*/frist; did you mean first\?"):
+        read_config(place_of(str(tmp_path), "frist"), LadderConfig)
+    with pytest.raises(UserError, match=r"ladder\.json is corrupt"):
+        read_config(place_of(str(tmp_path), "first"), LadderConfig)

@@ -1,0 +1,103 @@
+"""Where trials run, and what is refused before. The reading of a GPU is made up; the process that uses it is real."""
+
+import os
+import subprocess
+import sys
+from collections.abc import Iterator
+from dataclasses import replace
+
+import pytest
+
+from infra.device import hardware
+from infra.device.gpu import GpuState
+from infra.device.hardware import cpu_facts
+from infra.errors import UserError
+from train.resolved import resolve
+from tune.config import SearchConfig
+from tune.experiment import machines as device
+from tune.experiment.machines import trial_resources
+
+IDLE = GpuState("H200", "570", 140 * 10**9, 10**9, None, (), 1980, 700.0, 40, 0)
+
+
+@pytest.fixture
+def neighbour() -> Iterator[int]:
+    with subprocess.Popen([sys.executable, "-c", "input('their training')"], stdin=subprocess.PIPE) as process:
+        yield process.pid
+        process.kill()
+
+
+def on(monkeypatch: pytest.MonkeyPatch, state: GpuState | None) -> None:
+    """Let NVML say ``state``."""
+    monkeypatch.setattr(device, "read_gpu", lambda: state)
+    monkeypatch.setattr(hardware, "read_gpu", lambda: state)
+
+
+def search(kind: str) -> SearchConfig:
+    return replace(SearchConfig(), training=replace(SearchConfig().training, device=kind))
+
+
+def machines(config: SearchConfig) -> tuple[device.Machine, ...]:
+    return device.trial_machines(config.training, "", cluster=config.cluster, parallel=config.parallel)
+
+
+def kind(config: SearchConfig) -> str:
+    (machine,) = machines(config)
+    return machine.device.kind
+
+
+def test_a_gpu_in_use_is_refused_with_its_process(monkeypatch: pytest.MonkeyPatch, neighbour: int) -> None:
+    on(monkeypatch, replace(IDLE, other_processes=(neighbour,)))
+    with pytest.raises(UserError, match="CUDA_VISIBLE_DEVICES") as refusal:
+        machines(search("auto"))
+    assert f"H200 is in use by process {neighbour} (" in str(refusal.value)
+    assert "their training" in str(refusal.value)
+
+
+def test_a_parent_process_does_not_count_as_another_user_of_the_gpu(monkeypatch: pytest.MonkeyPatch) -> None:
+    on(monkeypatch, replace(IDLE, other_processes=(os.getppid(),)))
+    assert kind(search("auto")) == "cuda"
+
+
+def test_weights_gradients_and_optimizer_must_fit() -> None:
+    """GPT-2 124M has 16 bytes a parameter of them: 2 GB."""
+    training = resolve(search("cpu").training, cpu_facts())
+    with pytest.raises(UserError, match=r"less than the 1\.99 GB"):
+        device.memory_limit(19 * 10**8, training, 10**12)
+    assert device.memory_limit(2 * 10**9, training, 10**12) == 2 * 10**9
+    assert device.memory_limit(None, training, 3 * 10**9) == 3 * 10**9
+    assert device.memory_limit(3 * 10**9, training, 25 * 10**8) == 3 * 10**9, "as asked, on whichever machine"
+
+
+def test_a_trial_gets_what_the_largest_node_has(monkeypatch: pytest.MonkeyPatch) -> None:
+    kinds = [{"CPU": 16.0, "GPU": 4.0}, {"CPU": 6.0, "GPU": 2.0}, {"CPU": 8.0}, {"CPU": 0.0, "memory": 1.0}]
+    nodes = [{"NodeID": str(number), "Alive": True, "Resources": kind} for number, kind in enumerate(kinds)]
+    nodes.append({"NodeID": "gone", "Alive": False, "Resources": {"CPU": 1.0, "GPU": 1.0}})
+    monkeypatch.setattr("ray.nodes", lambda: nodes)
+    training = search("auto").training
+    assert trial_resources(training, use_gpu=False) == {"CPU": 16.0}
+    assert trial_resources(training, use_gpu=True) == {"CPU": 4.0, "GPU": 1}, "a GPU's share of its machine"
+
+
+def test_a_process_that_cannot_be_seen_is_named_by_its_number(monkeypatch: pytest.MonkeyPatch) -> None:
+    on(monkeypatch, replace(IDLE, other_processes=(2**22 + 1,)))
+    with pytest.raises(UserError, match="in use by process 4194305, which"):
+        machines(search("cuda"))
+
+
+def test_what_trials_run_on(monkeypatch: pytest.MonkeyPatch) -> None:
+    on(monkeypatch, IDLE)
+    assert kind(search("auto")) == "cuda"
+    assert kind(search("cpu")) == "cpu"
+    on(monkeypatch, None)
+    assert kind(search("auto")) == "cpu"
+    with pytest.raises(UserError, match=r"--device cuda.* --device cpu"):
+        machines(search("cuda"))
+    with pytest.raises(UserError, match="--parallel 2"):
+        machines(replace(search("cpu"), parallel=2))
+
+
+def test_a_cluster_without_a_core_is_refused(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr("ray.nodes", lambda: [{"NodeID": "one", "Alive": True, "Resources": {"memory": 1.0}}])
+    with pytest.raises(UserError, match="no CPU cores for trials"):
+        trial_resources(search("cpu").training, use_gpu=False)

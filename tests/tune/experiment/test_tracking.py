@@ -1,0 +1,176 @@
+"""The search's children in MLflow: one a trial, complete whatever happened to the store meanwhile."""
+
+import itertools
+import shutil
+from collections.abc import Callable
+from dataclasses import fields, replace
+from pathlib import Path
+from typing import Any
+
+import pytest
+from mlflow.tracking import MlflowClient
+
+from infra.cli.units import GB
+from infra.tracking import tracker
+from infra.tracking.names import MOST
+from infra.tracking.saved_views import COLUMNS, FIRST, VIEWS
+from infra.tracking.tracker import Tracker
+from train.config import TrainConfig
+from train.model_config import ModelConfig
+from tune.config import SearchConfig
+from tune.experiment.search_plan import Search, make_search
+from tune.experiment.tracking import TRIAL_METRICS, ExperimentRecorder, metrics, open_parent
+from tune.reporting.report import SEARCH_METRICS, publish, summary_metrics
+from tune.space import Candidate
+from tune.trial.row import Proposal, TrialRow
+from tune.trial.run import Request
+
+
+@pytest.fixture
+def search(small_shards: Path, small_model: ModelConfig, tmp_path: Path) -> Search:
+    """Sizes from 1 to 8, two the control, and two settings of a knob."""
+    training = TrainConfig(data=str(small_shards), model=small_model, global_batch=8, micro_batch=2, device="cpu")
+    return make_search(
+        SearchConfig(training=training, name="one", knobs=("checkpointing=selective,full",), out=str(tmp_path))
+    )
+
+
+def finished(size: int, speed: float, **more: Any) -> TrialRow:
+    return TrialRow(
+        key=f"m{size}", number=1, stage="probe", round=0, candidate=Candidate(size, (("checkpointing", "none"),)),
+        accumulation=8 // size, node="w1",
+        outcome="ok", reason="", seconds=10.0, tokens_per_second=speed, low=0.99 * speed, high=1.01 * speed, **more,
+    )  # fmt: skip
+
+
+def test_numbers_have_the_units_of_their_names() -> None:
+    found = metrics(finished(2, 100.0, memory=2 * GB, reserved=GB, allocated=GB // 2, predicted_memory=3.0 * GB))
+    assert {name: value for name, value in found.items() if name.endswith("_gb")} == {
+        "memory/process_gb": 2.0, "memory/reserved_gb": 1.0, "memory/allocated_gb": 0.5,
+        "prediction/memory_gb": 3.0,
+    }  # fmt: skip
+    assert found["time/trial_seconds"] == 10.0
+    assert found["result/tokens_per_second_low"] == 99.0
+
+
+def test_a_search_is_summed_up(search: Search) -> None:
+    failed = replace(finished(8, 1.0), outcome="failed", tokens_per_second=None)
+    found = summary_metrics(search, [finished(2, 100.0), finished(4, 150.0, memory=GB), failed])
+    assert found["result/speedup_over_control"] == pytest.approx(1.5)
+    assert found["result/tokens_per_second"] == pytest.approx(150.0)
+    assert found["memory/process_gb"] == 1.0
+    assert (found["trials/all"], found["trials/ok"], found["trials/failed"], found["trials/oom"]) == (3, 2, 1, 0)
+    assert found["time/device_seconds"] == 30.0
+    assert "result/tokens_per_second" not in summary_metrics(search, [failed])
+
+
+@pytest.mark.usefixtures("working_folder")
+def test_pages_of_trials_and_searches_begin_with_few_numbers(search: Search) -> None:
+    """Of a trial with every number, and of one that failed, whose reason is in the list."""
+    full = dict.fromkeys(("memory", "allocated", "reserved", "predicted_memory"), 2**30)
+    full |= dict.fromkeys(("predicted_speed", "mfu", "compile_seconds", "data_wait_fraction", "val_loss"), 0.5)
+    rows = [
+        finished(2, 100.0, step_seconds=[0.1] * 3, losses=[5.0] * 3, step_tokens=64, **full),
+        replace(
+            finished(4, 1.0), outcome="failed", reason="RuntimeError: no kernel", tokens_per_second=None,
+            candidate=Candidate(4, (("checkpointing", "full"),)),
+        ),
+    ]  # fmt: skip
+    search.folder.mkdir()
+    parent = open_parent(search)
+    evidence = ExperimentRecorder(search, parent)
+    with Tracker(parent) as tracker:
+        evidence.describe(tracker)
+        evidence.catch_up(rows)
+        evidence.close()
+        publish(search, rows, tracker)
+    client = MlflowClient(parent.store)
+    whole = client.get_run(parent.run_id).data
+    trial, failed = (client.search_runs([parent.experiment_id], f"tags.trial = '{row.key}'")[0].data for row in rows)
+    for kind, data, names in (("search", whole, SEARCH_METRICS), ("trial", trial, TRIAL_METRICS)):
+        first = {name for name in data.metrics if not name.startswith("detail/")}
+        assert first <= set(names), kind
+        assert len(first) <= MOST, kind
+        assert {"detail/result/tokens_per_second_low", "detail/result/tokens_per_second_high"} <= data.metrics.keys()
+    assert set(TRIAL_METRICS) <= trial.metrics.keys()
+    curve = client.get_metric_history(
+        client.search_runs([parent.experiment_id], "tags.trial = 'm2'")[0].info.run_id, "loss/train"
+    )
+    assert [(point.step, point.value) for point in curve] == [(1, 5.0), (2, 5.0), (3, 5.0)]
+    assert failed.tags["reason"] == "RuntimeError: no kernel"
+    assert (trial.tags["knobs"], failed.tags["knobs"]) == ("same as control", "checkpointing=full")
+    assert (trial.tags["batch"], failed.tags["batch"]) == ("2 x 4", "4 x 2")
+    before = itertools.takewhile(lambda column: column != "tags.`reason`", COLUMNS["tune"])
+    widths = FIRST | COLUMNS["tune"]
+    assert sum(widths[column] for column in (*FIRST, *before)) <= 1140, "it is in sight in a window of 1,500 pixels"
+    for column in COLUMNS["tune"]:
+        kind, _, name = column.partition(".")
+        assert name.strip("`") in getattr(trial, kind), column
+    drawn = {metric for view in VIEWS["tune"] if view.charts for metric in (*view.charts, view.over)}
+    assert drawn <= trial.metrics.keys()
+    assert whole.params["changed.knobs"] == "checkpointing=selective,full"
+    assert whole.params["memory_limit"].endswith(" GB")
+    assert "trial_steps" not in whole.params
+    assert "changed.trial_steps" not in whole.params
+
+
+def test_a_store_that_goes_away_between_trials_gets_them_later(
+    search: Search,
+    monkeypatch: pytest.MonkeyPatch,
+    mlflow_server: Callable,
+    free_port: int,
+    working_folder: Path,
+    capfd: pytest.CaptureFixture[str],
+) -> None:
+    """The store has two addresses here: its database, and a server that does not run at first."""
+    monkeypatch.setattr(tracker, "RETRY_SECONDS", 0.1)
+    database, server = f"sqlite:///{working_folder}/server.db", f"http://127.0.0.1:{free_port}"
+    shutil.copy(working_folder / "mlflow.db", working_folder / "server.db")
+    search.folder.mkdir()
+    first, second = (replace(finished(size, 100.0 * size, step_seconds=[0.1] * 3), number=size) for size in (1, 2))
+
+    def request(row: TrialRow) -> Request:
+        return Request(row.key, row.number, "m1", Proposal(row.candidate, "probe"), {}, "here")
+
+    parent = open_parent(replace(search, config=replace(search.config, tracking_uri=database)))
+    evidence = ExperimentRecorder(search, parent)
+    evidence.start(request(first))
+    evidence.parent = replace(parent, store=server)
+    evidence.catch_up([first])
+    evidence.start(request(second))
+    assert "The search continues" in " ".join(capfd.readouterr().err.split())
+    with mlflow_server(working_folder, free_port):
+        evidence.catch_up([first, second])
+        evidence.catch_up([first, replace(second, outcome="failed")])  # complete: not told again
+        evidence.close()
+        client = MlflowClient(server)
+        found = client.search_runs([parent.experiment_id], "tags.kind = 'trial'")
+        assert sorted(run.data.tags["trial"] for run in found) == ["m1", "m2"]
+        assert {run.info.status for run in found} == {"FINISHED"}
+        assert {run.data.metrics["result/tokens_per_second"] for run in found} == {100.0, 200.0}
+        assert {run.data.params["checkpointing"] for run in found} == {"none"}
+
+
+NO_METRIC = {
+    "number", "round", "accumulation", "step_tokens", "rejected_steps", "flops_per_second", "hfu", "train_loss",
+    "too_short",
+}  # fmt: skip
+"""Numbers of a row that are params, a curve, or in its JSON file alone."""
+
+
+def test_every_number_of_a_row_is_a_metric_of_its_trial_in_the_unit_of_its_name(distinct: Callable[..., Any]) -> None:
+    """Each by itself: a new one has to be added here, and one in the place of another shows."""
+    row = distinct(TrialRow, candidate=Candidate(2))
+    found = metrics(row)
+    numbers = {f.name for f in fields(row) if isinstance(getattr(row, f.name), int | float)} - NO_METRIC
+    known = {name.rpartition("/")[2]: value for name, value in found.items()}
+    assert known == {
+        "tokens_per_second": row.tokens_per_second, "tokens_per_second_low": row.low,
+        "tokens_per_second_high": row.high, "mfu": row.mfu, "memory_gb": row.predicted_memory / 1e9,
+        "process_gb": row.memory / 1e9, "allocated_gb": row.allocated / 1e9, "reserved_gb": row.reserved / 1e9,
+        "allocator_retries": row.allocator_retries, "trial_seconds": row.seconds,
+        "compile_seconds": row.compile_seconds, "data_wait_fraction": row.data_wait_fraction, "val": row.val_loss,
+    } | {"tokens_per_second": found["prediction/tokens_per_second"]}  # fmt: skip
+    assert found["result/tokens_per_second"] == row.tokens_per_second
+    assert found["prediction/tokens_per_second"] == row.predicted_speed
+    assert len(found) == len(numbers), "none is left out"

@@ -1,0 +1,114 @@
+"""The result of a finished loop: speed, arithmetic, memory, losses, and the amount of data."""
+
+import socket
+from dataclasses import dataclass, field
+
+import torch
+
+from infra.device.hardware import peak_flops
+from train.config import TrainConfig
+from train.data.dataset import Data
+from train.data.tokenizer import vocabulary_of_data
+from train.estimate import flops as flops_formula
+from train.estimate.flops import utilisation
+from train.loop import memory, throughput
+from train.loop.validation import Text, bits_per, id_counts, perplexity, unigram_loss, window_count
+from train.result import CycleReport, Outcome, RunResult
+from train.run_files.progress import RunState
+
+PAUSE = 5.0
+"""Seconds of a step, if it is also ten times as long as others, in which the process or the machine must have slept."""
+
+
+@dataclass
+class Spent:
+    """Where the time of this process's steps went, in seconds, and the reports of its cycles."""
+
+    steps: list[float] = field(default_factory=list)
+    data_wait: list[float] = field(default_factory=list)
+    """Of each step, as ``optimizer``."""
+    optimizer: list[float] = field(default_factory=list)
+    first_step: float | None = None
+    """From the start of the loop to the end of its first step, which compiles."""
+    reports: list[CycleReport] = field(default_factory=list)
+
+
+def conclude(
+    config: TrainConfig,
+    data: Data,
+    device: torch.device,
+    state: RunState,
+    spent: Spent,
+    ended: tuple[Outcome, str],
+    checkpoint: str | None,
+) -> RunResult:
+    """The result of a run that ``ended`` with an outcome and a reason; ``checkpoint`` is the newest one."""
+    manifest = data.manifest
+    steady = throughput.steady_state(spent.steps, config.step_tokens)
+    counted = flops_formula.formulas(config)[0]
+    again = flops_formula.recomputed_blocks(config)
+    executed = flops_formula.executed(config) if again else None
+    name = torch.cuda.get_device_name(device) if device.type == "cuda" else "cpu"
+    impossible = throughput.impossible(steady, config, name) if steady else ""
+    speed = None if impossible else steady
+    peak = peak_flops(name, config.precision)
+    rate = speed.tokens_per_second * counted.flops if speed else None
+    last = spent.reports[-1] if spent.reports else None
+    begun = speed.warmup_steps if speed else 0
+    step = throughput.typical(spent.steps[begun:])
+    pauses = [seconds - step for seconds in spent.steps[begun:] if speed and seconds > max(PAUSE, 10 * step)]
+    train_tokens = state.step * config.step_tokens
+    totals = manifest.splits["train"]
+    val_loss = last.val_loss if last else None
+    bits_per_byte, bits_per_character, without_inputs = _held_out_losses(val_loss, config, data)
+    return RunResult(
+        outcome=ended[0],
+        reason=ended[1],
+        steps=state.step,
+        throughput=speed,
+        impossible=impossible,
+        memory=memory.peak(device),
+        first_loss=spent.reports[0].first_loss if spent.reports else None,
+        train_loss=last.train_loss if last else None,
+        val_loss=val_loss,
+        train_tokens=train_tokens,
+        val_tokens=state.val_tokens,
+        books=train_tokens * totals["books"] / totals["tokens"],
+        seconds=state.elapsed,
+        first_step_seconds=spent.first_step,
+        data_wait_fraction=throughput.typical(spent.data_wait[begun:]) / step if step else None,
+        optimizer_fraction=throughput.typical(spent.optimizer[begun:]) / step if step else None,
+        paused_seconds=sum(pauses),
+        flops_per_token=counted.flops,
+        flops_formula=counted.text,
+        flops_per_second=rate,
+        mfu=utilisation(speed.tokens_per_second, counted.flops, peak, config.workers) if speed else None,
+        hfu=utilisation(speed.tokens_per_second, executed, peak, config.workers) if speed and executed else None,
+        device=name,
+        machine=socket.gethostname(),
+        checkpoint=checkpoint,
+        data_fingerprint=manifest.fingerprint,
+        loss_curve=[(r.step, r.train_loss, r.val_loss) for r in spent.reports],
+        val_perplexity=perplexity(val_loss),
+        unigram_loss=without_inputs,
+        val_bits_per_byte=bits_per_byte,
+        val_bits_per_character=bits_per_character,
+    )
+
+
+def _held_out_losses(
+    val_loss: float | None, config: TrainConfig, data: Data
+) -> tuple[float | None, float | None, float | None]:
+    """``val_loss`` per byte and per character of its text, and the least loss there of a model without inputs.
+
+    The first two are None where the vocabulary is not known, all of them without validation.
+    """
+    windows, vocabulary = data.validation, vocabulary_of_data(config, data.manifest)
+    if val_loss is None or windows is None:
+        return None, None, None
+    counts = id_counts(windows, window_count(windows, config), config.model.vocabulary)
+    if vocabulary is None:
+        return None, None, unigram_loss(counts)
+    text = Text.of(counts, vocabulary)
+    per_byte, per_character = (bits_per(val_loss, text.tokens, units) for units in (text.bytes, text.chars))
+    return per_byte, per_character, unigram_loss(counts)

@@ -1,0 +1,168 @@
+"""GPT-2 as published (Radford et al. 2019), plain and readable: learned positions, pre-norm, tanh GELU.
+
+In: token ids (batch, time), and as targets the ids one position later. Out: the mean cross-entropy, or logits if there
+are no targets. What can be executed in different ways (attention, loss, recomputation, the activations' type) is passed
+in, so that the mathematics is written once.
+"""
+
+import math
+
+import torch
+import torch.nn.functional as F
+from torch import Tensor, nn
+
+from train.config import Checkpointing, Loss
+from train.model_config import ModelConfig
+from train.models import recompute
+from train.models.attention import AttentionFunction, Mask, MaskFunction, sdpa
+from train.models.linear import Linear
+from train.models.loss import fused, pieces, plain
+
+
+class LayerNorm(nn.LayerNorm):
+    """A layer norm that computes in its input's type; torch accumulates in fp32 internally."""
+
+    def forward(self, input: Tensor) -> Tensor:
+        bias = None if self.bias is None else self.bias.to(input.dtype)
+        return F.layer_norm(input, self.normalized_shape, self.weight.to(input.dtype), bias, self.eps)
+
+
+class SelfAttention(nn.Module):
+    """Multi-head causal self-attention with one projection for queries, keys and values."""
+
+    def __init__(self, config: ModelConfig, attention: AttentionFunction) -> None:
+        super().__init__()
+        self.heads = config.heads
+        self.dropout = config.dropout
+        self.attention = attention
+        parts = (3, config.heads, config.width // config.heads)
+        self.qkv = Linear(config.width, 3 * config.width, bias=config.bias, parts=parts)
+        self.projection = Linear(config.width, config.width, bias=config.bias)
+
+    def forward(self, x: Tensor, mask: Mask) -> Tensor:
+        batch, time, width = x.shape
+        qkv = self.qkv(x).view(batch, time, 3, self.heads, width // self.heads)
+        q, k, v = qkv.permute(2, 0, 3, 1, 4).unbind(0)
+        mixed = self.attention(q, k, v, self.dropout if self.training else 0.0, mask)
+        mixed = mixed.transpose(1, 2).reshape(batch, time, width)
+        return F.dropout(self.projection(mixed), self.dropout, self.training)
+
+
+class FeedForward(nn.Module):
+    """Two layers with a hidden width of four times the input's, and tanh GELU as in GPT-2."""
+
+    def __init__(self, config: ModelConfig) -> None:
+        super().__init__()
+        self.dropout = config.dropout
+        self.up = Linear(config.width, 4 * config.width, bias=config.bias)
+        self.projection = Linear(4 * config.width, config.width, bias=config.bias)
+
+    def forward(self, x: Tensor) -> Tensor:
+        hidden = F.gelu(self.up(x), approximate="tanh")
+        return F.dropout(self.projection(hidden), self.dropout, self.training)
+
+
+class Block(nn.Module):
+    """One pre-norm transformer block."""
+
+    def __init__(self, config: ModelConfig, attention: AttentionFunction) -> None:
+        super().__init__()
+        self.norm_1 = LayerNorm(config.width, bias=config.bias)
+        self.attention = SelfAttention(config, attention)
+        self.norm_2 = LayerNorm(config.width, bias=config.bias)
+        self.feed_forward = FeedForward(config)
+
+    def forward(self, x: Tensor, mask: Mask = None) -> Tensor:
+        x = x + self.attention(self.norm_1(x), mask)
+        return x + self.feed_forward(self.norm_2(x))
+
+
+class GPT(nn.Module):
+    """GPT-2. ``forward(tokens, targets)`` returns the mean loss, ``forward(tokens)`` logits (padded vocabulary)."""
+
+    def __init__(
+        self,
+        config: ModelConfig,
+        *,
+        attention: AttentionFunction = sdpa,
+        mask: MaskFunction = lambda tokens: None,
+        checkpointing: Checkpointing = "none",
+        loss: Loss = "plain",
+        loss_chunks: int = 1,
+        activations: torch.dtype | None = None,
+    ) -> None:
+        """``activations`` is the type of the residual stream and what is computed from it; by default the weights'."""
+        super().__init__()
+        self.config = config
+        self.mask = mask
+        self.checkpointing = checkpointing
+        self.loss: Loss = loss
+        self.loss_chunks = loss_chunks
+        self.activations = activations
+        self.token_embedding = nn.Embedding(config.padded_vocabulary, config.width)
+        self.position_embedding = nn.Embedding(config.context_length, config.width)
+        self.blocks = nn.ModuleList(Block(config, attention) for _ in range(config.layers))
+        self.norm = LayerNorm(config.width, bias=config.bias)
+        self.head = Linear(config.width, config.padded_vocabulary, bias=False)
+        self.apply(self._initialise)
+        for name, parameter in self.named_parameters():
+            if name.endswith("projection.weight"):  # GPT-2, section 2.3: residual layers scaled by 1/sqrt(N)
+                nn.init.normal_(parameter, std=0.02 / math.sqrt(2 * config.layers))
+        if config.tied:
+            self.head.weight = self.token_embedding.weight
+
+    @staticmethod
+    def _initialise(module: nn.Module) -> None:
+        """Normal with 0.02 everywhere: with a tied head, torch's own N(0, 1) for embeddings starts at a loss of 37."""
+        if isinstance(module, nn.Linear | nn.Embedding):
+            nn.init.normal_(module.weight, std=0.02)
+        if isinstance(module, nn.Linear) and module.bias is not None:
+            nn.init.zeros_(module.bias)
+
+    def stream(self, tokens: Tensor) -> Tensor:
+        """The last block's output (B, T, D) for ``tokens`` (B, T)."""
+        positions = torch.arange(tokens.size(1), device=tokens.device)
+        x = self.token_embedding(tokens) + self.position_embedding(positions)
+        x = F.dropout(x.to(self.activations or x.dtype), self.config.dropout, self.training)
+        mask = self.mask(tokens)
+        for number, block in enumerate(self.blocks):
+            x = self._block(number, block, x, mask)
+        return x
+
+    def _block(self, number: int, block: nn.Module, x: Tensor, mask: Mask) -> Tensor:
+        kept = self.checkpointing in ("none", "budget") or (self.checkpointing == "alternate" and number % 2 == 1)
+        if kept or not self.training:
+            return block(x, mask)
+        again = recompute.selective if self.checkpointing == "selective" else recompute.full
+        return again(block, x, mask, dropout=self.config.dropout)
+
+    def forward(self, tokens: Tensor, targets: Tensor | None = None) -> Tensor:
+        if self.checkpointing == "budget" and self.training:
+            with recompute.budget():
+                return self._forward(tokens, targets)
+        return self._forward(tokens, targets)
+
+    def _forward(self, tokens: Tensor, targets: Tensor | None) -> Tensor:
+        x = self.stream(tokens)
+        return self.head(self.norm(x)) if targets is None else self.mean_loss(x, targets)
+
+    def mean_loss(self, x: Tensor, targets: Tensor) -> Tensor:
+        """Norm, head and cross-entropy of the last block's output, compiled as one unit by ``--compile blocks``.
+
+        In evaluation it is that of the model as it is exported, without the padding of its vocabulary.
+        """
+        hidden, head = self.norm(x), self.head.weight
+        chunks = pieces(self.loss, self.loss_chunks, targets.numel())
+        ids = None if self.training else self.config.vocabulary
+        return fused(hidden, head, targets, chunks, ids) if chunks else plain(hidden, head, targets, ids)
+
+
+def parameter_count(config: ModelConfig) -> int:
+    """Parameters of the model with its padded vocabulary; a tied head counts once.
+
+    In closed form, because creating the model, even on the meta device, takes a second in every command.
+    """
+    width, norms = config.width, (1 + config.bias) * config.width * (2 * config.layers + 1)
+    block = 12 * width**2 + config.bias * 9 * width
+    embeddings = (config.padded_vocabulary * (1 if config.tied else 2) + config.context_length) * width
+    return embeddings + config.layers * block + norms

@@ -1,0 +1,128 @@
+"""Data-parallel workers: this worker's rank, what the workers agree on, and how the model is distributed.
+
+In: a process group that the launcher created, or none. Out: the same interface for one worker and for many. Rank 0
+decides, for example when to stop, except that any worker can report that it exceeds its memory limit. Decisions are
+exchanged over the CPU, so that no GPU waits for them.
+"""
+
+import contextlib
+import sys
+from typing import TYPE_CHECKING, Any, TypeGuard
+
+import torch
+import torch.distributed as dist
+from torch import Tensor, nn
+from torch.nn.parallel import DistributedDataParallel
+
+from infra.errors import UserError
+from train.config import TrainConfig
+from train.models.blocks import repeated_blocks
+
+if TYPE_CHECKING:  # importing these takes a second, for which a single worker need not wait
+    from torch.distributed.fsdp import FSDPModule
+    from torch.distributed.tensor import DTensor
+
+
+class Workers:
+    """The data-parallel workers of a run, seen by one of them."""
+
+    def __init__(self, config: TrainConfig) -> None:
+        together = dist.is_available() and dist.is_initialized()
+        self.rank = dist.get_rank() if together else 0
+        self.size = dist.get_world_size() if together else 1
+        if self.size != config.workers:
+            raise UserError(
+                f"--workers {config.workers} does not match the process group of {self.size}: start the run with "
+                f"'python -m train.run --workers {config.workers}'."
+            )
+        self._control: Any = dist.new_group(backend="gloo") if self.size > 1 else None
+
+    @property
+    def first(self) -> bool:
+        """Whether this worker reports and saves for all."""
+        return self.rank == 0
+
+    def all_max(self, *values: float) -> list[float]:
+        """The largest of all ranks' ``values``, on every rank."""
+        if self._control is None:
+            return list(values)
+        largest = torch.tensor(values, dtype=torch.float64)
+        dist.all_reduce(largest, dist.ReduceOp.MAX, group=self._control)
+        return largest.tolist()
+
+    def mean(self, values: Tensor) -> Tensor:
+        """The mean of ``values`` over the workers; a new tensor."""
+        if self.size == 1:
+            return values
+        total = values.clone()
+        dist.all_reduce(total)
+        return total / self.size
+
+
+def all_gather(value: Any) -> list[Any]:
+    """Every worker's ``value``, by rank. All workers must call it, before the loop; it is exchanged over the CPU."""
+    found: list[Any] = [None] * dist.get_world_size()
+    dist.all_gather_object(found, value, group=dist.new_group(backend="gloo"))
+    return found
+
+
+def shard(model: nn.Module, config: TrainConfig) -> None:
+    """Distribute weights, gradients and optimizer state over the workers, block by block (FSDP2)."""
+    from torch.distributed.fsdp import fully_shard
+
+    mesh = dist.device_mesh.init_device_mesh(config.device, (config.workers,))
+    for block in repeated_blocks(model):
+        fully_shard(block, mesh=mesh)
+    fully_shard(model, mesh=mesh)
+
+
+def replicate(forward: Any, device: torch.device, idle: bool) -> DistributedDataParallel:
+    """A copy of the model on each worker, whose gradients are averaged while the backward pass still runs.
+
+    Each step first looks for parameters without a part in the loss where some are ``idle``.
+    """
+    return DistributedDataParallel(
+        forward,
+        device_ids=[device.index] if device.type == "cuda" else None,
+        gradient_as_bucket_view=True,
+        find_unused_parameters=idle,
+    )
+
+
+def synchronised(forward: Any, model: nn.Module, last: bool) -> contextlib.AbstractContextManager[Any]:
+    """The context of one micro-batch: gradients are exchanged only in the ``last`` one of a step."""
+    if _is_sharded_model(model):
+        model.set_requires_gradient_sync(last)
+    elif isinstance(forward, DistributedDataParallel) and not last:
+        return forward.no_sync()
+    return contextlib.nullcontext()
+
+
+def full_tensor(tensor: Tensor) -> Tensor:
+    """The whole of a tensor that may be sharded; all workers must call it together."""
+    return tensor.full_tensor() if _is_sharded(tensor) else tensor
+
+
+def local(tensor: Tensor) -> Tensor:
+    """This worker's part of a tensor that may be sharded."""
+    return tensor.to_local() if _is_sharded(tensor) else tensor
+
+
+def share_of(tensor: Tensor, like: Tensor) -> Tensor:
+    """This worker's shard of the whole ``tensor``, distributed like ``like``."""
+    if not _is_sharded(like) or tensor.shape != like.shape:
+        return tensor
+    from torch.distributed.tensor import distribute_tensor
+
+    return distribute_tensor(tensor.to(like.device), like.device_mesh, like.placements)
+
+
+# A sharded object can only exist where the module of its class has been imported.
+def _is_sharded(tensor: Tensor) -> "TypeGuard[DTensor]":
+    module = sys.modules.get("torch.distributed.tensor")
+    return module is not None and isinstance(tensor, module.DTensor)
+
+
+def _is_sharded_model(model: nn.Module) -> "TypeGuard[FSDPModule]":
+    module = sys.modules.get("torch.distributed.fsdp")
+    return module is not None and isinstance(model, module.FSDPModule)

@@ -1,0 +1,139 @@
+"""The diagnosis of a run: why it did not fit in memory, and what the losses of a custom model say about its code.
+
+A run that did not fit gets the change that should help at the lowest cost in speed.
+
+Sizes are in GB of 10^9 bytes, as in limits.
+"""
+
+import math
+import shlex
+from collections.abc import Sequence
+from dataclasses import replace
+
+from infra.cli.units import format_size
+from infra.storage.directory import StorageDir
+from train.config import TrainConfig
+from train.custom_model import CustomModel
+from train.estimate.advice import Change, memory_savers
+from train.estimate.memory import known_peak, predict_peak
+from train.result import BUILDING, Diagnosis, RunResult, Shortage
+from train.run_files.lookup import resume_run, run_with
+
+LEARNING_STEPS = 100
+"""Steps without progress after which a model that has not learned to use its inputs is told so."""
+
+_TOLERANCE = 0.03
+"""Share of a loss within which it does not fall, or is no lower than another."""
+
+
+def first_loss_fault(config: TrainConfig, loss: float | None) -> str:
+    """Why the ``loss`` of the first step of a custom model is not a mean over its ids; empty where it can be one."""
+    guess = math.log(config.model.vocabulary)
+    if not isinstance(config.model, CustomModel) or loss is None or loss <= 2 * guess:
+        return ""
+    return (
+        f"the first loss is {loss:,.1f}, and a guess among {config.model.vocabulary:,} ids has {guess:.1f}: check that "
+        f"--model {config.model.callable} returns the mean over all targets and not a sum, and that its initial "
+        "weights are small"
+    )
+
+
+def of_losses(config: TrainConfig, result: RunResult) -> Diagnosis | None:
+    """What the losses of a custom model say is wrong with its code; None where nothing is."""
+    model = config.model
+    if not isinstance(model, CustomModel):
+        return None
+    rows = list[tuple[str, str]]()
+    if fault := first_loss_fault(config, result.first_loss):
+        rows.append(("first loss", fault))
+    elif fault := _no_progress(config, result):
+        rows.append(("nothing learned", fault))
+    if result.val_loss is not None and not math.isfinite(result.val_loss):
+        text = f"the validation loss is {result.val_loss}: check what --model {model.callable} does in model.eval()"
+        rows.append(("evaluation", text))
+    return Diagnosis(rows) if rows else None
+
+
+def _no_progress(config: TrainConfig, result: RunResult) -> str:
+    """That the second half of a run stays at the loss of a model that does not use its inputs; empty where it falls.
+
+    Targets that the model shifts once more have this loss, because what is to be predicted is then two ids away. A
+    good model passes it on its way.
+    """
+    half = result.loss_curve[(len(result.loss_curve) - 1) // 2 :]
+    losses = [loss for _, loss, _ in half]
+    if not half or half[-1][0] - half[0][0] < LEARNING_STEPS:
+        return ""
+    without_inputs = result.unigram_loss or math.log(config.model.vocabulary)
+    if losses[-1] < (1 - _TOLERANCE) * max(losses) or min(losses) < (1 - _TOLERANCE) * without_inputs:
+        return ""
+    return (
+        f"the loss stays at {losses[-1]:.2f} from step {half[0][0]:,} on, and a model that does not use its inputs has "
+        f"{without_inputs:.2f}: check that --model {config.model.callable} uses them, and that it does not shift the "  # type: ignore[union-attr]
+        "targets, which are one position later already; else raise --learning-rate"
+    )
+
+
+def of_memory(
+    config: TrainConfig, result: RunResult, run_dir: StorageDir, memory_limit: int | None
+) -> Diagnosis | None:
+    """The reason why the run in ``run_dir`` did not fit in memory, and changes that should fit; None if it did fit."""
+    shortage = result.shortage
+    if shortage is None or known_peak(config) is None:
+        return None
+    rows = [("torch error", shortage.message)] if shortage.message else []
+    shortfall = unpredicted(config, result, shortage)
+    if shortfall:
+        rows.append(("prediction", f"underestimated by {_gb(shortfall)}, which the predictions below include"))
+    changes = [replace(change, peak=change.peak + shortfall) for change in memory_savers(config)]
+    fitting: dict[str, Change] = {}
+    for change in changes:
+        if change.peak <= shortage.room and (len(change.flags) == 1 or not fitting):
+            fitting.setdefault(change.text.split()[0], change)  # The first change of each flag is the cheapest.
+    if not fitting:
+        return Diagnosis(rows, none_fits(changes, predict_peak(config).total + shortfall, shortage.room, memory_limit))
+    rows.append(("available", f"{_gb(shortage.room)} to the process; predicted with changes that fit:"))
+    rows += [(change.text, f"{_gb(change.peak)}; {change.cost}") for change in fitting.values()]
+    first = next(iter(fitting.values()))
+    verb = "resume from the last checkpoint" if result.checkpoint else "try again"
+    advice = f"{verb} with {first.text}, predicted to need {_gb(first.peak)} ({first.cost}): "
+    return Diagnosis(rows, advice, command(first.text, result, run_dir, memory_limit))
+
+
+def unpredicted(config: TrainConfig, result: RunResult, shortage: Shortage) -> int:
+    """Bytes by which the prediction was too low for this run, which needed more memory than available.
+
+    The run needed at least what it had plus what it failed to allocate, and the optimizer's state if its first step had
+    not run yet. While the model is built, only the weights are in memory.
+    """
+    breakdown, needed = predict_peak(config), result.memory.process + (shortage.tried or 0)
+    if shortage.during.startswith(BUILDING):
+        return max(0, max(shortage.room, needed) - breakdown.weights - breakdown.context)
+    needed += max(0, breakdown.optimizer - shortage.held.get("optimizer", breakdown.optimizer))
+    return max(0, max(shortage.room, needed) - breakdown.total)
+
+
+def none_fits(changes: Sequence[Change], unchanged_peak: int, available: int, memory_limit: int | None) -> str:
+    """The message that no change is predicted to fit the ``available`` bytes, with the smallest prediction."""
+    smallest = min(changes, key=lambda change: change.peak, default=None)
+    peak, label = (smallest.peak, f"with {smallest.text}") if smallest else (unchanged_peak, "without further changes")
+    alternative = "a larger --memory-limit" if memory_limit else "a device with more memory"
+    return (
+        f"no change is predicted to fit the available {_gb(available)}: the smallest prediction is {_gb(peak)} "
+        f"{label}; use a smaller --model or {alternative}"
+    )
+
+
+def command(flag: str, result: RunResult, run_dir: StorageDir, memory_limit: int | None) -> str:
+    """The command that resumes the run with an additional ``flag``, or starts it again if it has no checkpoint."""
+    if result.checkpoint:
+        line = resume_run(run_dir)
+    else:
+        line = run_with(run_dir / "config.json")
+        if run_dir.parent != StorageDir.of("runs"):
+            line += f" --out {shlex.quote(str(run_dir.parent))}"
+    return f"{line} {flag}" + (f" --memory-limit {format_size(memory_limit)}" if memory_limit else "")
+
+
+def _gb(size: float) -> str:
+    return f"{size / 1e9:,.2f} GB"

@@ -1,0 +1,114 @@
+"""Export of a trained model in the Hugging Face format, with its model card.
+
+A checkpoint becomes a folder that ``GPT2LMHeadModel.from_pretrained`` of ``transformers`` loads, with the same logits:
+weights under GPT-2's published names, without the padding rows of the vocabulary, and the tokenizer's files if the
+token ids have a tokenizer. A custom model is exported with its weights under its own names and the name of its
+callable. The export itself does not need transformers.
+"""
+
+import json
+import shutil
+from dataclasses import replace
+from pathlib import Path
+
+from safetensors import SafetensorError
+
+from infra.cli.table import Part
+from infra.errors import UserError
+from infra.schema import to_json
+from infra.storage.directory import StorageDir
+from infra.storage.files import TEMPORARY, write_json
+from train.config import TrainConfig, config_from_json
+from train.custom_model import CustomModel
+from train.data.tokenizer import tokenizer_files
+from train.loop.sampling import load_model
+from train.model_config import ModelConfig, format_model
+from train.models.hf_weights import published_config, published_weights
+from train.run_files.checkpoint import save_weights, shared_names
+from train.run_files.progress import Progress, read_progress
+
+
+def write_model(checkpoint: Path, folder: Path, run: str = "") -> str:
+    """Write the model of ``checkpoint`` to the new ``folder``, atomically; returns a sentence on how to load it.
+
+    ``run`` is the name of the run that trained it, for the model card.
+    """
+    progress = read_progress(checkpoint)
+    model, vocabulary = load_model(checkpoint)
+    kind = config_from_json(progress.config, str(checkpoint)).model
+    if isinstance(kind, CustomModel):
+        shared = shared_names(model)
+        weights = {name: value.contiguous().cpu() for name, value in model.state_dict().items() if name not in shared}
+        model_config = to_json(replace(kind, found=None))
+        loading = f"load it with safetensors.torch.load_model into the module that {kind.callable} returns"
+    else:
+        weights, model_config = published_weights(model), published_config(kind)
+        loading = f"load it with transformers: GPT2LMHeadModel.from_pretrained({str(folder)!r})"
+    temporary = folder.with_name(f"{TEMPORARY}{folder.name}")
+    shutil.rmtree(temporary, ignore_errors=True)
+    try:
+        temporary.mkdir(parents=True)
+        save_weights(weights, temporary / "model.safetensors")
+        write_json(temporary / "config.json", model_config)
+        if vocabulary:
+            for name, content in tokenizer_files(vocabulary, kind.context_length).items():
+                (temporary / name).write_text(content, encoding="utf-8")
+        (temporary / "README.md").write_text(model_card(progress, checkpoint, run), encoding="utf-8")
+        temporary.rename(folder)
+    except (OSError, SafetensorError) as failure:
+        shutil.rmtree(temporary, ignore_errors=True)  # The disk may be full.
+        raise UserError(
+            f"Cannot write --to {folder}: {failure}. Free disk space, or choose another folder."
+        ) from failure
+    return loading
+
+
+def model_card(progress: Progress, checkpoint: Path, run: str = "") -> str:
+    """The model card: the ``run`` that trained the model if it is known, its data, config and measured loss."""
+    config = _without_paths(config_from_json(progress.config, str(checkpoint)))
+    result_file = checkpoint.parent.parent / "result.json"
+    result = json.loads(result_file.read_text(encoding="utf-8")) if result_file.is_file() else {}
+    if result.get("steps") != progress.step:  # The result belongs to another checkpoint of the run.
+        result = {}
+    rows = [
+        ("model", format_model(config.model)),
+        *([("trained by", run)] if run else []),
+        ("steps", f"{progress.step:,}"),
+        ("training tokens", f"{progress.step * config.step_tokens:,}"),
+        ("data fingerprint", progress.data_fingerprint),
+        ("vocabulary sha256", progress.vocabulary_sha256),
+    ]
+    custom = isinstance(config.model, CustomModel)
+    ids = config.model.vocabulary if custom else config.shape.padded_vocabulary
+    names = {
+        "train_loss": f"training loss (nats/token, over {ids:,} token ids)",
+        "val_loss": f"validation loss (nats/token, over {config.model.vocabulary:,} token ids)",
+        "val_perplexity": "validation perplexity",
+        "val_bits_per_byte": "validation bits per byte",
+        "val_bits_per_character": "validation bits per character",
+        "device": "trained on",
+    }
+    rows += [(text, str(result[name])) for name, text in names.items() if result.get(name) is not None]
+    table = Part("", ("property", "value"), rows).markdown()
+    settings = json.dumps(config.to_json(), indent=2, sort_keys=True)
+    initial_weights = "random weights" if custom or not config.shape.start else f"the weights of {config.shape.start}"
+    library = "" if custom else "library_name: transformers\n"
+    return (
+        f"---\n{library}pipeline_tag: text-generation\n---\n\n"
+        f"# {'' if custom else 'GPT-2, '}{format_model(config.model)}, pre-trained on books\n\n{table}\n\n"
+        f"Pre-trained from {initial_weights} on the books with this data fingerprint; neither aligned nor filtered.\n\n"
+        f"## Settings\n\n```json\n{settings}\n```\n"
+    )
+
+
+def _without_paths(config: TrainConfig) -> TrainConfig:
+    """``config`` without local paths, which a published model card should not contain."""
+    model = config.model
+    if isinstance(model, ModelConfig):
+        model = replace(model, start=Path(model.start).name)
+    vocabulary = config.reading.vocabulary and StorageDir.of(config.reading.vocabulary).name
+    return replace(
+        config, model=model, data=StorageDir.of(config.data).name,
+        stream=tuple(StorageDir.of(source).name for source in config.stream),
+        reading=replace(config.reading, vocabulary=vocabulary),
+    )  # fmt: skip

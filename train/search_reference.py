@@ -1,0 +1,155 @@
+"""The speed that a search measured for a config, and the diagnosis of a run with this config that is slower.
+
+A cause is reported only if the measurements of the run, compared with those of the search's trials, show it.
+"""
+
+import json
+from collections.abc import Iterator, Mapping
+from dataclasses import dataclass
+from typing import NamedTuple
+
+from infra.device.telemetry import THROTTLED
+from infra.errors import UserError
+from infra.storage.directory import StorageDir
+from train.config import TrainConfig, config_from_json
+from train.intervals import Estimate
+from train.result import Diagnosis, RunResult
+
+SPEED_SETTINGS = (
+    "stream", "model", "global_batch", "optimizer", "clip_norm", "mask_books", "micro_batch", "precision", "attention",
+    "compile", "checkpointing", "loss", "loss_chunks", "fp8", "device", "workers", "shard", "loader_workers", "ablate",
+    "accelerator", "allocator",
+)  # fmt: skip
+"""Settings on which the speed depends."""
+
+MIN_EXPLAINED_FRACTION = 0.25
+"""Minimum fraction of the missing speed that a cause must explain, if its effect can be computed."""
+
+BUSY_CPU_PERCENT = 90.0
+"""CPU usage of a machine from which processes have to wait for cores."""
+
+THROTTLED_PERCENT = 5.0
+"""Minimum percentage of the time in which a GPU is throttled for this to count as a cause."""
+
+FIRST_STEPS = 2
+"""Steps in which the allocator finds its sizes: one compiles, the next is the first with the optimizer's state."""
+
+OTHER_PROCESS_BYTES = 2e9
+"""Minimum GPU memory of other processes for these to count as a cause; the driver itself needs less."""
+
+
+@dataclass(frozen=True)
+class Confirmed:
+    """The measurements of a search's winner."""
+
+    name: str
+    """Name of the search."""
+    speed: Estimate
+    device: str
+    machines: tuple[str, ...]
+    data_wait_fraction: float | None
+    telemetry: Mapping[str, float]
+
+
+class Cause(NamedTuple):
+    """One possible cause: whether the measurements show it, and their values as a text."""
+
+    is_evident: bool
+    text: str
+
+
+def confirmed_by(file: str, config: TrainConfig) -> Confirmed | None:
+    """The measurements in a search's ``file``; None if it is of no search, or if ``config`` is executed differently."""
+    path = StorageDir.of(file)
+    try:
+        content = path.parent.read(path.name)
+    except OSError:
+        return None
+    try:
+        values = json.loads(content)
+        searched, measured = config_from_json(values["config"], str(file)), values["measured"]
+        confirmed = Confirmed(
+            name=path.parent.name,
+            speed=Estimate(measured["tokens_per_second"], measured["low"], measured["high"]),
+            device=measured["device"],
+            machines=tuple(measured["machines"]),
+            data_wait_fraction=measured["data_wait_fraction"],
+            telemetry=measured["telemetry"],
+        )
+    except (ValueError, UserError, KeyError, TypeError):
+        return None
+    same_settings = all(getattr(searched, name) == getattr(config, name) for name in SPEED_SETTINGS)
+    return confirmed if same_settings else None
+
+
+def slower(result: RunResult, confirmed: Confirmed, config: TrainConfig) -> Diagnosis | None:
+    """The diagnosis of a run of ``config`` that is slower than ``confirmed``; None if it is not."""
+    run = result.throughput
+    if run is None or run.high >= confirmed.speed.low:
+        return None
+    missing = 1 - run.tokens_per_second / confirmed.speed.middle
+    interval = f"95% CI {confirmed.speed.low:,.0f} to {confirmed.speed.high:,.0f}"
+    measured = f"{confirmed.speed.middle:,.0f} tokens/s ({interval})"
+    rows = [("speed", f"{missing:.1%} slower than the search {confirmed.name} measured: {measured}")]
+    checks = list(_checks(result, confirmed, missing))
+    causes = [check.text for check in checks if check.is_evident]
+    if causes:
+        return Diagnosis([*rows, *(("likely cause", text) for text in causes)])
+    unknown = (
+        f"unknown. Checked: {'; '.join(check.text for check in checks) or 'nothing, because nothing was recorded'}"
+    )
+    if config.compile != "off":  # torch has no documented counter of recompilations.
+        unknown += ". Recompilations are not recorded; set TORCH_LOGS=recompiles to print them"
+    return Diagnosis([*rows, ("likely cause", unknown)])
+
+
+def _checks(result: RunResult, confirmed: Confirmed, missing: float) -> Iterator[Cause]:
+    """All causes with measurements; ``missing`` is the fraction by which the run is slower."""
+    if result.device != confirmed.device:
+        yield Cause(True, f"ran on {result.device} (search: {confirmed.device})")
+    elif result.machine not in confirmed.machines:
+        yield Cause(True, f"ran on {result.machine} (search: {', '.join(confirmed.machines)})")
+    min_effect = MIN_EXPLAINED_FRACTION * missing
+    if result.data_wait_fraction is not None:
+        wait, search_wait = result.data_wait_fraction, confirmed.data_wait_fraction
+        text = f"waited for data {wait:.1%} of the time{_in_search(search_wait, '.1%')}"
+        yield Cause(wait - (search_wait or 0.0) >= min_effect, text)
+    telemetry, search_telemetry = result.telemetry, confirmed.telemetry
+    if clock := telemetry.get("system/gpu_sm_clock_mhz"):
+        search_clock = search_telemetry.get("system/gpu_sm_clock_mhz")
+        throttled = {cause: telemetry.get(f"system/gpu_throttled_by_{cause}_percent", 0.0) for cause in THROTTLED}
+        text = f"GPU clock {clock:,.0f} MHz{_in_search(search_clock, ',.0f', ' MHz')}"
+        text += "".join(
+            f", throttled by {cause} {percent:.0f}% of the time" for cause, percent in throttled.items() if percent
+        )
+        # The power limit also lowers the clock of a healthy GPU; heat does not.
+        is_faulty = max(throttled["heat"], throttled["hardware"]) >= THROTTLED_PERCENT
+        yield Cause(1 - clock / search_clock >= min_effect if search_clock else is_faulty, text)
+    cores, search_cores = _cores_of_other_processes(telemetry), _cores_of_other_processes(search_telemetry)
+    if cores is not None:
+        count, cpu_percent = telemetry["system/processors"], telemetry["system/machine_cpu_percent"]
+        text = f"other processes used {cores:.1f} of {count:.0f} CPU cores{_in_search(search_cores, '.1f')}"
+        increase = (cores - search_cores) / count if search_cores is not None else 0.0
+        yield Cause(cpu_percent >= BUSY_CPU_PERCENT and increase >= min_effect, text)
+    if gpu_memory := telemetry.get("system/gpu_memory_gb"):
+        other_memory = max(0.0, gpu_memory * 1e9 - result.memory.process)
+        text = f"other processes used {other_memory / 1e9:.2f} GB of the GPU's memory"
+        yield Cause(other_memory >= OTHER_PROCESS_BYTES, text)
+    if result.memory.allocated is not None:
+        retries, steps = result.memory.allocator_retries, result.steps
+        # A retry is assumed to cost a step. A search does not count retries in the first steps either.
+        is_frequent = retries > FIRST_STEPS and retries / steps >= min_effect
+        yield Cause(is_frequent, f"torch's allocator freed its cache {retries} times in {steps:,} steps")
+
+
+def _cores_of_other_processes(telemetry: Mapping[str, float]) -> float | None:
+    """Average number of cores that processes other than the worker used; None if it was not measured."""
+    names = ("system/machine_cpu_percent", "system/processors", "system/worker_cpu_percent")
+    if any(name not in telemetry for name in names):
+        return None
+    machine, count, worker = (telemetry[name] for name in names)
+    return max(0.0, (machine * count - worker) / 100)
+
+
+def _in_search(value: float | None, form: str, unit: str = "") -> str:
+    return "" if value is None else f" (search: {value:{form}}{unit})"

@@ -1,0 +1,1 @@
+"""The trials of a search or ladder: planned, driven by Ray Tune, stored, and logged to MLflow."""

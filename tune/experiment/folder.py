@@ -1,0 +1,103 @@
+"""The folder of a search or a ladder: locked by one driver, and resumed only with the settings it was created with.
+
+``OUT/NAME/`` contains ``search.json`` or ``ladder.json`` (:class:`ExperimentRecord`), ``trials/`` (a JSON file per
+finished trial) and, at the end, the report, tables and charts. If it is in object storage, the driver works in a local
+copy and uploads each file as it is written.
+"""
+
+import json
+from collections.abc import Iterator
+from contextlib import contextmanager
+from dataclasses import dataclass
+from typing import Any, TypeVar
+
+from infra.errors import UserError, nearest
+from infra.schema import from_json, strict
+from infra.storage.directory import StorageDir, WorkingCopy
+from infra.storage.files import clear_temporaries, write_json
+from infra.storage.lease import sole_user
+from infra.tracking.run_ref import RunKey
+from tune.config import ExperimentConfig
+
+Config = TypeVar("Config", bound=ExperimentConfig)
+
+TRIALS = "trials"
+
+
+@strict
+@dataclass(frozen=True)
+class ExperimentRecord:
+    """The stored settings of an experiment, by which it is resumed."""
+
+    config: dict[str, Any]
+    identity: dict[str, Any]
+    """Settings that must be equal when the experiment is resumed."""
+    parent: RunKey
+    """The experiment's run in MLflow."""
+
+
+def place_of(out: str, name: str) -> StorageDir:
+    """The folder of the experiment ``name`` in ``--out``."""
+    directory = StorageDir.of(out)
+    return directory / name if directory.remote else StorageDir.of(directory.folder / name)
+
+
+def read_record(directory: StorageDir, kind: str) -> ExperimentRecord:
+    """The stored settings of the ``search`` or ``ladder`` in ``directory``, which :func:`write_record` wrote."""
+    try:
+        content = directory.read(f"{kind}.json")
+    except OSError:
+        siblings = directory.parent.folder.glob(f"*/{kind}.json") if not directory.remote else ()
+        names = [path.parent.name for path in siblings]
+        hint = nearest(directory.name, names) if names else f". Check --out, or start a new {kind} with --name."
+        raise UserError(f"--resume {directory.name}: there is no {kind} in {directory}{hint}") from None
+    try:
+        return from_json(ExperimentRecord, json.loads(content), "it")
+    except (ValueError, UserError) as damage:
+        raise UserError(f"--resume: {directory}/{kind}.json is corrupt ({damage}). Start a new {kind}.") from damage
+
+
+def read_config(directory: StorageDir, kind: type[Config]) -> Config:
+    source = f"--resume: {directory}/{kind.kind}.json is corrupt; it"
+    return from_json(kind, read_record(directory, kind.kind).config, source)
+
+
+@contextmanager
+def locked(directory: StorageDir, kind: str) -> Iterator[WorkingCopy]:
+    """Create the experiment's ``directory`` and lock it for this driver; yields the local copy to write to."""
+    if directory.remote:
+        directory.refuse_unusable("--out")
+    message = f"Another process is running the {kind} in {directory}. Wait for it to finish, or stop it."
+    with sole_user(directory, message):
+        prefixes = (f"{kind}.json", f"{TRIALS}/")
+        copy = WorkingCopy.of(directory, fresh=False, wanted=lambda name: name.startswith(prefixes))
+        (copy.folder / TRIALS).mkdir(exist_ok=True)
+        clear_temporaries(copy.folder / TRIALS)
+        yield copy
+
+
+def write_record(copy: WorkingCopy, config: ExperimentConfig, identity: dict[str, Any], parent: RunKey) -> None:
+    """Store the settings of a new experiment, so that it can be resumed."""
+    values = {"config": config.to_json(), "identity": identity, "parent": parent.kept_in(copy.place.address)}
+    write_json(copy.folder / f"{config.kind}.json", values)
+    copy.send(f"{config.kind}.json")
+
+
+def resumed_parent(directory: StorageDir, kind: str, identity: dict[str, Any]) -> RunKey:
+    """The parent run of the experiment in ``directory``. Raises ``UserError`` if its ``identity`` differs."""
+    record, current = read_record(directory, kind), json.loads(json.dumps(identity))
+    changed = [
+        f"{name}: {record.identity.get(name)!r} → {current.get(name)!r}"
+        for name in sorted(set(record.identity) | set(current))
+        if record.identity.get(name) != current.get(name)
+    ]
+    if changed:
+        raise UserError(
+            f"--resume {directory.name}: its settings differ ({'; '.join(changed)}). Remove these flags to resume it, "
+            f"or start a new {kind} with another --name."
+        )
+    parent = record.parent.valid_in(directory, f"start a new {kind}")
+    from infra.tracking.store import reopen_run
+
+    reopen_run(parent)
+    return parent

@@ -1,0 +1,196 @@
+"""The machines that trials run on, and the memory limit there, checked before the first trial so that no time is
+lost."""
+
+import socket
+from collections.abc import Sequence
+from contextlib import suppress
+from dataclasses import dataclass, replace
+from functools import cache
+
+import psutil
+
+from infra.cli.units import format_size
+from infra.device import host
+from infra.device.gpu import read_gpu
+from infra.device.hardware import DeviceFacts, cpu_facts, device_facts
+from infra.errors import UserError
+from infra.ray.machines import (
+    accelerator_resource,
+    ask_nodes,
+    await_accelerator,
+    cores_each,
+    eligible_nodes,
+    is_this_machine_alone,
+)
+from infra.storage.directory import StorageDir
+from pipeline.shards import read_manifest
+from train.config import TrainConfig
+from train.estimate.memory import known_peak, predict_peak
+from train.model_config import format_model
+from tune.space import Candidate, Space
+from tune.strategy.curves import Prior
+
+ANSWER_SECONDS = 60.0
+"""Time limit for the machines of a cluster to describe themselves; each must start a process that has its GPU."""
+
+
+@dataclass(frozen=True)
+class Machine:
+    """A machine for trials, as described by a process on it."""
+
+    name: str
+    device: DeviceFacts
+    memory: int
+    """Bytes of the GPU, or of the machine if trials run on its CPU."""
+    busy: tuple[str, ...] = ()
+    """Other processes on the GPU."""
+    data: str | None = None
+    """Fingerprint of the token shards that the machine finds at a local ``--data``; None if there are none."""
+
+
+def describe_machine(data: str | None = None, *, cpu: bool, own_processes: Sequence[int] = ()) -> Machine:
+    """Describe this machine, including the token shards at a local ``data``. ``own_processes`` do not make it busy."""
+    state = None if cpu else read_gpu()
+    fingerprint = None
+    if data and not StorageDir.of(data).remote:
+        with suppress(UserError):  # The folder may exist on another machine only.
+            fingerprint = read_manifest(data).fingerprint
+    return Machine(
+        socket.gethostname(),
+        cpu_facts() if state is None else device_facts(),
+        state.memory_total if state else host.total_memory(),
+        tuple(_process(pid) for pid in state.other_processes if pid not in own_processes) if state else (),
+        fingerprint,
+    )
+
+
+def trial_machines(
+    training: TrainConfig, fingerprint: str, *, cluster: str | None, parallel: int = 1
+) -> tuple[Machine, ...]:
+    """The machines on which trials may run: this one, or the machines of the connected Ray with the most resources.
+
+    The token shards on each of them must have this ``fingerprint``.
+    """
+    if cluster and training.accelerator:
+        await_accelerator(training.accelerator)
+    is_local = not cluster or is_this_machine_alone()
+    if is_local:
+        # A parent, such as a notebook, may hold memory of the GPU, but only waits for this process.
+        parents = [process.pid for process in psutil.Process().parents()]
+        machines = [describe_machine(cpu=training.device == "cpu", own_processes=parents)]
+    else:
+        machines = _describe_cluster(training)
+    idle = [machine for machine in machines if not machine.busy]
+    if not idle:
+        raise UserError(
+            f"{machines[0].device.name} is in use by process {', '.join(machines[0].busy)}, which would distort memory "
+            "and speed of the trials. Stop that process, or choose another GPU with CUDA_VISIBLE_DEVICES."
+        )
+    if training.device == "cuda" and idle[0].device.kind != "cuda":
+        raise UserError("--device cuda: no GPU found. Use --device cpu, or --address of a cluster with a GPU.")
+    data = StorageDir.of(training.data)
+    if not (is_local or data.remote):
+        without_data = [machine.name for machine in idle if machine.data != fingerprint]
+        if without_data:
+            raise UserError(
+                f"--data {data} is not available on {', '.join(without_data)}, where trials would run. Write it to "
+                "object storage, for example with 'python -m pipeline.tokenize --out s3://bucket/tokens', and use that "
+                "address as --data."
+            )
+    if parallel > len(idle):
+        raise UserError(
+            f"--parallel {parallel} needs {parallel} machines for trials; only {len(idle)} "
+            f"{'is' if len(idle) == 1 else 'are'} available: {', '.join(machine.name for machine in idle)}. Use a "
+            "smaller --parallel."
+        )
+    return tuple(idle)
+
+
+def _describe_cluster(training: TrainConfig) -> list[Machine]:
+    """The machines for trials, each described by a process on it. Raises ``UserError`` if none of them responds."""
+    nodes = eligible_nodes(accelerator=training.accelerator)
+    gpu = training.device != "cpu" and any(node.get("GPU") for node in nodes.values())
+    node_ids = trial_nodes(trial_resources(training, use_gpu=gpu))
+    # Ray hides the GPU from a task that does not request one.
+    needs = {node: {"num_gpus": 1} for node in node_ids.values()} if gpu else None
+    responses = ask_nodes(
+        list(node_ids.values()), describe_machine, StorageDir.of(training.data).address, cpu=not gpu,
+        seconds=ANSWER_SECONDS, needs=needs,
+    )  # fmt: skip
+    machines = [response for response in responses.values() if isinstance(response, Machine)]
+    if not machines:
+        reason = next((f" ({response})" for response in responses.values()), "")
+        raise UserError(
+            f"{', '.join(node_ids)} did not {'report their GPUs' if gpu else 'respond'} within {ANSWER_SECONDS:.0f} s"
+            f"{reason}. Stop other work there, or use --device cpu."
+        )
+    return sorted(machines, key=lambda machine: machine.name)
+
+
+def trial_resources(training: TrainConfig, *, use_gpu: bool) -> dict[str, float]:
+    """Resources that Ray gives a trial: all cores of the largest machine, as a run has them, and one GPU.
+
+    A trial that reads books leaves cores to Ray Data, which encodes them.
+    """
+    if training.accelerator:
+        await_accelerator(training.accelerator)
+    nodes = eligible_nodes(accelerator=training.accelerator)
+    cores = cores_each(nodes.values(), 1, gpu=use_gpu)
+    if not cores:
+        raise UserError(
+            "The Ray cluster has no CPU cores for trials. Start it with 'ray start --head --num-cpus=1' or more."
+        )
+    if training.stream:
+        from train.launch.placement import READERS
+
+        cores = max(1, cores - READERS)
+    return {"CPU": float(cores)} | ({"GPU": 1.0} if use_gpu else {}) | accelerator_resource(training.accelerator)
+
+
+def trial_nodes(resources: dict[str, float]) -> dict[str, str]:
+    """Ids by machine name of the connected Ray's live nodes that have these ``resources``, in use or not."""
+    import ray
+
+    return {
+        node["NodeManagerHostname"]: node["NodeID"]
+        for node in sorted(ray.nodes(), key=lambda node: node["NodeManagerHostname"])
+        if node["Alive"] and all(node["Resources"].get(name, 0) >= amount for name, amount in resources.items())
+    }
+
+
+def _process(number: int) -> str:
+    """A process by its number and its command, if this user and container may read it."""
+    try:
+        return f"{number} ({' '.join(psutil.Process(number).cmdline())[:80]})"
+    except psutil.Error:
+        return str(number)
+
+
+def memory_limit(requested: int | None, training: TrainConfig, available: int) -> int:
+    """The limit in bytes: as ``requested``, or all that is ``available`` to the resolved ``training``."""
+    limit = requested or available
+    breakdown = predict_peak(replace(training, micro_batch=1))
+    minimum = breakdown.weights + breakdown.gradients + breakdown.optimizer
+    if minimum > limit:
+        subject, advice = f"The memory for trials, {available / 1e9:.2f} GB,", "Use"
+        if requested:
+            subject, advice = f"--memory-limit {format_size(requested)}", "Raise the limit, or use"
+        raise UserError(
+            f"{subject} is less than the {minimum / 1e9:.2f} GB that the weights, gradients and optimizer state of "
+            f"{format_model(training.model)} need. {advice} a smaller --model."
+        )
+    return limit
+
+
+def make_prior(space: Space) -> Prior:
+    """A function that predicts the peak bytes of a candidate's process by formulas alone."""
+
+    @cache  # All knobs of a GPU make forty thousand candidates, and many are compared before every trial.
+    def prior(candidate: Candidate) -> float:
+        config = space.config(candidate)
+        base = replace(space.base, micro_batch=config.micro_batch, global_batch=config.global_batch)
+        # Memory of a custom model is only known with the knobs of the base; trials correct the prediction.
+        breakdown = known_peak(config) or predict_peak(base)
+        return float(breakdown.total)
+
+    return prior

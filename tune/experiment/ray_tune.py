@@ -1,0 +1,352 @@
+"""Ray Tune as the runner of an experiment: it requests trials, runs each in a fresh process, and returns its row.
+
+Ray Tune provides processes and resources, and returns a trial's row to the driver as its result, because the trial's
+machine may not share a disk with it. The state is read from the rows alone, never from Tune's own snapshots, which are
+up to a second old when the driver is killed. A trial that cannot win ends itself (:mod:`tune.trial.early_stop`),
+because a scheduler of Tune would stop it by an exception before its row is complete. A trial that exceeds its time is
+killed. Every trial gets a row: if it did not return one, the driver writes one with the reason.
+"""
+
+import itertools
+import json
+import logging
+import os
+import threading
+import time
+from collections import Counter
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import replace
+from typing import Any, cast
+
+import ray
+import ray.tune
+from ray.tune.search import Searcher
+
+from infra.cli.console import errors
+from infra.cli.units import format_duration
+from infra.device.host import count_oom_kills
+from infra.errors import UserError, first_line
+from infra.ray.cluster import ray_files
+from infra.ray.machines import ASKING_SECONDS, PLACING_SECONDS, ask_nodes, is_pending, lack
+from infra.schema import from_json, to_json
+from infra.storage.files import write_text
+from tune.experiment.folder import TRIALS
+from tune.experiment.trials import Experiment
+from tune.strategy.nodes import first_row
+from tune.trial.row import TrialRow, read_rows, write_row
+from tune.trial.run import Request, fetch_data, run, unmeasured
+
+ATTEMPTS = 3
+"""Maximum number of starts of a trial whose process dies or cannot start. Errors of its configuration are outcomes."""
+
+UNPLACED_SECONDS = 10.0
+"""Time limit for a trial to wait for resources on one machine while other machines could run it."""
+
+STORAGE_PAUSE, STORAGE_PATIENCE = 5.0, 600.0
+"""Seconds between attempts to upload a row to storage that does not respond, and the time limit for all attempts."""
+
+
+KILLED_FOR_MEMORY = "the system killed its process because memory ran out"
+"""Reason of a trial whose process the kernel killed."""
+
+
+def oom_kills_on(node: str) -> int:
+    """Number of processes that the kernel of a node has killed for memory; 0 if the node does not respond."""
+    response = ask_nodes([node], count_oom_kills, seconds=ASKING_SECONDS).get(node)
+    return response if isinstance(response, int) else 0
+
+
+class Running:
+    """A running trial with the time limit of its process."""
+
+    def __init__(self, request: Request, node: str = "") -> None:
+        self.request = request
+        self.node = node
+        """Ray's id of the machine."""
+        self.requested_at = time.monotonic()
+        self.started = self.overdue = False
+        self.oom_kills = 0
+        """Number of processes that the machine's kernel had killed for memory before this trial."""
+        self._timer: threading.Timer | None = None
+
+    def limit(self, kill: Callable[[], None], oom_kills: int = 0) -> None:
+        """Start the time limit of the trial's process, which has just started; ``kill`` is called when it is over.
+
+        ``oom_kills`` is the number of processes that the machine's kernel has killed so far.
+        """
+
+        def end() -> None:
+            self.overdue = True
+            kill()
+
+        self.started = True
+        self.oom_kills = oom_kills
+        if self.request.patience:
+            self._timer = threading.Timer(self.request.patience, end)
+            self._timer.daemon = True  # An interrupted driver must not wait for it.
+            self._timer.start()
+
+    def ended(self) -> None:
+        if self._timer:
+            self._timer.cancel()
+
+    def why_no_row(self, attempts: int) -> str:
+        """The reason why the trial returned no row after this number of attempts."""
+        if self.overdue:
+            limit = format_duration(round(self.request.patience or 0.0))
+            return f"killed after {limit} (--compile-time plus the time for its steps)"
+        times = "once" if attempts == 1 else f"{attempts} times"
+        if not self.started:
+            return f"its process failed to start {times}; check Ray's logs"
+        return f"its process died {times}; check Ray's logs and the machine's memory"
+
+
+class Proposals(Searcher):
+    """An experiment as a searcher of Ray Tune. Trials are decided from the rows on disk, each for its own machine."""
+
+    def __init__(
+        self, experiment: Experiment, nodes: Callable[[], Mapping[str, str]], started: Callable[[Request], None],
+        ended: Callable[[TrialRow, Sequence[TrialRow]], None], oom_kills: Callable[[str], int] = oom_kills_on,
+    ) -> None:  # fmt: skip
+        """Args:
+        nodes: Returns the ids by name of the machines with enough resources for a trial, in use or not.
+        started: Called when a trial is about to start.
+        ended: Called with the row of a trial that has ended, and with the rows of all trials.
+        oom_kills: Returns the number of processes that a node's kernel has killed for memory.
+        """
+        super().__init__(metric="tokens_per_second", mode="max")
+        self.experiment = experiment
+        self.nodes, self.started, self.ended, self.oom_kills = nodes, started, ended, oom_kills
+        self.rows = experiment.trials
+        self.running: dict[str, Running] = {}
+        self.attempts: Counter[str] = Counter()
+        """Number of attempts without a row by the trial's key."""
+        self.failure: UserError | None = None
+        """The error that ends the experiment."""
+        self.restart_tuner = False
+        """Whether Tune is restarted, because it can neither withdraw a trial nor wait for a machine."""
+        self.avoided = ""
+        """Name of the machine that had no free resources for the last trial."""
+        self._nothing_to_do = False
+
+    def suggest(self, trial_id: str) -> dict[str, Any] | None:
+        """The parameters of the next trial, None while running trials must be waited for, or ``FINISHED``."""
+        is_ending = self.failure or self.restart_tuner or self._nothing_to_do
+        if not is_ending and len(self.running) < self.experiment.parallel:
+            if decision := self._decide():
+                request, node = decision
+                self.running[trial_id] = Running(request, node)
+                self.started(request)
+                return {"request": request, "node": node}
+            self._nothing_to_do = bool(self.running)
+        # Ray documents FINISHED as a return value, but the annotation of the method lacks it.
+        return None if self.running else cast(dict[str, Any], Searcher.FINISHED)
+
+    def _decide(self) -> tuple[Request, str] | None:
+        """Returns: (the next trial, the id of a machine for it that no other trial uses)."""
+        running = [trial.request for trial in self.running.values()]
+        busy = {request.node for request in running}
+        name, node = next(((name, node) for name, node in self.machines().items() if name not in busy), ("", ""))
+        if not name:
+            self.restart_tuner = not running
+            return None
+        rows = read_rows(self.rows)
+        number = max((trial.number for trial in [*rows, *running]), default=0) + 1
+        try:
+            request = self.experiment.request(name, number, rows, running)
+        except UserError as failure:
+            self.failure = failure
+            return None
+        return request and (request, node)
+
+    def machines(self) -> dict[str, str]:
+        """Node ids by name of the machines that trials may run on now, the reference machine first."""
+        rows, nodes = read_rows(self.rows), self.nodes()
+        first = first_row(rows)
+        try:
+            usable = self.experiment.usable({machine.name for machine in self.experiment.machines} & set(nodes), rows)
+        except UserError as failure:
+            self.failure = failure
+            return {}
+        order = sorted(usable, key=lambda name: (name == self.avoided, name != (first and first.node), name))
+        return {name: nodes[name] for name in order}
+
+    def on_trial_result(self, trial_id: str, result: dict[str, Any]) -> None:
+        """Limit the time of a trial's process from its first result on, which reports that it has started."""
+        trial = self.running.get(trial_id)
+        if trial and "actor" in result:
+            trial.limit(lambda: ray.kill(result["actor"]), result["oom_kills"])
+
+    def on_trial_complete(self, trial_id: str, result: dict[str, Any] | None = None, error: bool = False) -> None:
+        """Store the trial's row. If it returned none, write one with the reason, or let the trial run again.
+
+        A trial without a row is proposed again.
+        """
+        trial = self.running.pop(trial_id, None)
+        if trial is None:
+            return
+        trial.ended()
+        self._nothing_to_do = False
+        request, result = trial.request, result or {}
+        seconds = time.monotonic() - trial.requested_at
+        if row_json := result.get("row"):
+            row = replace(from_json(TrialRow, json.loads(row_json), "the trial's row"), seconds=seconds)
+        elif self.restart_tuner or self.failure:
+            return  # The trial was withdrawn.
+        elif error and not trial.overdue and trial.node not in self.nodes().values():
+            errors.print(f"Trial {request.number}: lost the machine {request.node}. Retrying.", markup=False)
+            return
+        elif trial.started and not trial.overdue and self.oom_kills(trial.node) > trial.oom_kills:
+            row = unmeasured(request, "oom", KILLED_FOR_MEMORY, seconds)  # A retry would be killed, too.
+        else:
+            self.attempts[request.key] += 1
+            attempts = self.attempts[request.key]
+            reason = result.get("refused") or trial.why_no_row(attempts)
+            if attempts < ATTEMPTS and not trial.overdue:
+                errors.print(f"Trial {request.number}: {reason}. Retrying.", markup=False)
+                return
+            row = unmeasured(request, "failed", reason, seconds)
+        try:
+            self._keep(row, result.get("traceback"))
+        except UserError as failure:
+            self.failure = failure
+            return
+        self.ended(row, read_rows(self.rows))
+
+    def _keep(self, row: TrialRow, traceback: str | None) -> None:
+        """Store ``row`` in the experiment's folder. Raises ``UserError`` if that fails."""
+        if traceback:
+            write_text(self.rows / f"{row.key}.txt", traceback)
+        write_row(self.rows, row)
+        started_at = time.monotonic()
+        while True:
+            try:
+                return self.experiment.working_copy.send(f"{TRIALS}/{row.key}.txt", f"{TRIALS}/{row.key}.json")
+            except UserError as failure:
+                if time.monotonic() - started_at > STORAGE_PATIENCE:
+                    raise
+                errors.print(
+                    f"Cannot upload the result of trial {row.number}: {failure} Retrying every {STORAGE_PAUSE:.0f} s. "
+                    "Press Ctrl-C to exit.",
+                    markup=False,
+                )
+                time.sleep(STORAGE_PAUSE)
+
+    def __getstate__(self) -> dict[str, Any]:
+        """An empty state for Tune, which pickles its searcher in snapshots: the rows are the state."""
+        return {}
+
+    def save(self, checkpoint_path: str) -> None:
+        """Nothing to save."""
+
+    def restore(self, checkpoint_path: str) -> None:
+        """Nothing to restore."""
+
+
+class Placing(ray.tune.Stopper):
+    """Warns if a trial waits for resources, and restarts Tune if no other trial runs and another machine is free."""
+
+    def __init__(self, proposals: Proposals, resources: dict[str, float]) -> None:
+        self.proposals, self.resources = proposals, resources
+        self.waiting_since: float | None = None
+        self.has_warned = False
+
+    def __call__(self, trial_id: str, result: dict[str, Any]) -> bool:
+        """Whether to stop a single trial: never."""
+        return False
+
+    def stop_all(self) -> bool:
+        """Whether to end Tune, which calls this several times per second."""
+        proposals, running = self.proposals, list(self.proposals.running.values())
+        if proposals.failure:
+            return True
+        if all(trial.started for trial in running) or not is_pending([self.resources]):
+            self.waiting_since, self.has_warned = None, False
+            return False
+        self.waiting_since = self.waiting_since or time.monotonic()
+        waited = time.monotonic() - self.waiting_since
+        if waited >= PLACING_SECONDS and not self.has_warned:
+            self.has_warned = True
+            errors.print(lack("a trial", [self.resources]), markup=False)
+        if waited < UNPLACED_SECONDS or any(trial.started for trial in running):
+            return False
+        self.waiting_since = None
+        if set(proposals.machines().values()) - {trial.node for trial in running}:
+            proposals.avoided = running[0].request.node
+            proposals.restart_tuner = True  # The trial is withdrawn, and proposed again for another machine.
+        return proposals.restart_tuner
+
+    def __getstate__(self) -> dict[str, Any]:
+        return {}
+
+
+def trainable(parameters: dict[str, Any]) -> dict[str, Any]:
+    """The function that Ray Tune runs in a fresh process: it reports that it has started, and returns its result."""
+    try:
+        fetch_data(parameters["request"])  # Downloading must not count as trial time.
+    except UserError as failure:
+        return {"tokens_per_second": 0.0, "refused": str(failure)}
+    started = {"actor": ray.get_runtime_context().current_actor, "oom_kills": count_oom_kills()}
+    ray.tune.report({"tokens_per_second": 0.0} | started)
+    return outcome(parameters["request"])
+
+
+def outcome(request: Request) -> dict[str, Any]:
+    """Run a trial; returns its result for Tune: the row as JSON, or as ``refused`` the reason why there is none.
+
+    The row is a string, because Tune flattens dictionaries.
+    """
+    try:
+        row, traceback = run(request)
+    except Exception as failure:  # noqa: BLE001 the driver needs the reason, which Tune would not pass on
+        return {"tokens_per_second": 0.0, "refused": f"it could not run: {first_line(failure)}"}
+    row_json = json.dumps(to_json(row))
+    return {"tokens_per_second": row.tokens_per_second or 0.0, "row": row_json, "traceback": traceback}
+
+
+def drive(proposals: Proposals, resources: dict[str, float]) -> None:
+    """Run trials with ``resources`` each until none is left, or until Ctrl-C, which Tune handles between events."""
+    os.environ.setdefault("RAY_AIR_NEW_OUTPUT", "0")  # Its console prints a box even with verbose=0.
+    os.environ.setdefault("TUNE_DISABLE_AUTO_CALLBACK_LOGGERS", "1")  # They write copies of the rows as CSV and JSON.
+    # Its final summary counts processes that ran again as failures.
+    logging.getLogger("ray.tune.tune").setLevel(logging.CRITICAL)
+    # It prints one of Ray's tracebacks for each process that dies; the driver reports what it does about it instead.
+    logging.getLogger("ray.tune.execution.tune_controller").setLevel(logging.CRITICAL)
+    folder = proposals.experiment.folder
+
+    def placed_on(parameters: dict[str, Any]) -> ray.tune.PlacementGroupFactory:
+        label = {"ray.io/node-id": parameters["node"]}
+        return ray.tune.PlacementGroupFactory([resources], bundle_label_selector=[label])
+
+    with ray_files(folder) as ray_folder:
+        for number in itertools.count():
+            _await_machine(proposals, resources)
+            ray.tune.Tuner(
+                ray.tune.with_resources(trainable, placed_on),
+                tune_config=ray.tune.TuneConfig(
+                    search_alg=proposals, num_samples=-1, reuse_actors=False,
+                    trial_dirname_creator=lambda trial: trial.trial_id,
+                ),
+                run_config=ray.tune.RunConfig(
+                    name=f"{ray_folder.name}-{number}" if number else ray_folder.name, storage_path=str(folder),
+                    stop=Placing(proposals, resources), verbose=0,
+                ),
+            ).fit()  # fmt: skip
+            if proposals.failure:
+                raise proposals.failure
+            if not proposals.restart_tuner:
+                return
+
+
+def _await_machine(proposals: Proposals, resources: dict[str, float]) -> None:
+    """Wait until there is a machine for trials, with a message. Tune itself would wait without handling Ctrl-C."""
+    proposals.running.clear()
+    proposals.restart_tuner = False
+    has_warned = False
+    while not proposals.machines():
+        if proposals.failure:
+            raise proposals.failure
+        if not has_warned:
+            errors.print(lack("a trial", [resources]), markup=False)
+            has_warned = True
+        time.sleep(1)

@@ -1,0 +1,162 @@
+"""A search or a ladder in MLflow: one parent run, and one child run per trial, opened and closed by the driver.
+
+A child run is identified by its trial's key, so a trial has only one, whichever process is killed, and an incomplete
+one is completed from the trial's row. An outage of MLflow stops no trial, because the rows on disk are complete.
+"""
+
+from collections.abc import Iterator, Sequence
+from contextlib import contextmanager
+from functools import partial
+from itertools import zip_longest
+
+from infra.cli.console import errors
+from infra.cli.table import facts
+from infra.cli.units import GB
+from infra.device import provenance
+from infra.errors import UserError
+from infra.tracking.names import shown
+from infra.tracking.run_ref import RunKey
+from infra.tracking.store import children, create_run, reopen_run
+from infra.tracking.tracker import Tracker
+from pipeline.shards import made_by
+from tune.experiment import folder
+from tune.experiment.trials import Experiment
+from tune.trial.row import TrialRow, flat_row
+from tune.trial.run import Request
+
+TRIAL_METRICS = (
+    "result/tokens_per_second", "result/mfu", "memory/process_gb", "prediction/tokens_per_second",
+    "prediction/memory_gb", "time/trial_seconds", "time/compile_seconds", "loss/val", "time/step_seconds",
+    "loss/train", "progress/train_tokens",
+)  # fmt: skip
+"""Metrics at the top level of a trial's page in MLflow; its other metrics are under ``detail/``."""
+
+
+class ExperimentRecorder:
+    """Records an experiment and its trials in MLflow."""
+
+    def __init__(self, experiment: Experiment, parent: RunKey) -> None:
+        self.experiment = experiment
+        self.parent = parent
+        existing = children(parent, "trial") if experiment.config.resume else {}
+        self.children = {trial: child for trial, (child, _) in existing.items()}
+        """Child runs by the trial's key."""
+        self.complete = {trial for trial, (_, complete) in existing.items() if complete}
+        """Keys of trials whose child run has ended; all its entries are sent or queued."""
+        self.running: set[str] = set()
+        """Keys of running trials."""
+        self.sending: list[Tracker] = []
+        """Trackers of ended trials, which may still be sending entries."""
+
+    def describe(self, tracker: Tracker) -> None:
+        """Record the parent's settings and data. The params of a resumed experiment are not set again."""
+        experiment = self.experiment
+        if not experiment.config.resume:
+            tracker.params(experiment.params())
+        tracker.json(experiment.identity(), f"{experiment.config.kind}.json")
+        self._data(tracker)
+
+    def start(self, request: Request) -> None:
+        """Open the child run of a trial that is about to start, or reopen the one that a killed driver opened."""
+        with self._patience():
+            if request.key in self.children:
+                reopen_run(self.children[request.key])
+                self.complete.discard(request.key)
+            else:
+                self._child(request.key, f"{request.number:03d} {request.name}", request.proposal.stage)
+            self.running.add(request.key)
+
+    def close(self) -> None:
+        """Close the child runs of running trials, which are reopened on resume, and wait until all entries are sent."""
+        for trial in self.running:
+            tracker = Tracker(self.children[trial])
+            tracker.finish("KILLED", wait=False)
+            self.sending.append(tracker)
+        all(tracker.deliver() for tracker in self.sending)  # After one times out, the others are not waited for.
+
+    def catch_up(self, rows: Sequence[TrialRow]) -> None:
+        """Complete the child runs of all ended trials, including those that ended without the driver or MLflow."""
+        with self._patience():
+            for row in rows:
+                if row.key not in self.complete:
+                    self._complete(row)
+                    self.complete.add(row.key)
+                    self.running.discard(row.key)
+
+    def _complete(self, row: TrialRow) -> None:
+        """Fill a trial's child run from its row, and close it. Raises ``UserError`` if it cannot be created now."""
+        tracker = Tracker(self._child(row.key, f"{row.number:03d} {row.name}", row.stage))
+        tracker.params(
+            {"micro_batch": row.candidate.micro_batch, "accumulation": row.accumulation}
+            | dict(row.candidate.knobs)
+            | {"stage": row.stage, "round": row.round}
+        )
+        tracker.metrics(shown(metrics(row), TRIAL_METRICS))  # Step 0 holds results, as in train.reporting.tracking.
+        for step, (seconds, loss) in enumerate(zip_longest(row.step_seconds, row.losses), 1):
+            progress = {"progress/train_tokens": row.step_tokens * step}
+            tracker.metrics({"time/step_seconds": seconds, "loss/train": loss} | progress, step)
+        self._data(tracker)
+        tracker.json(flat_row(row), "trial.json")
+        columns = self.experiment.words(row) | {"node": row.node}
+        predicted = f"; predicted {columns['predicted memory']}" if row.predicted_memory else ""
+        tracker.note(facts([
+            ("Trial", f"{row.number} of {self.experiment.place.name}: {row.stage}, {row.name}"),
+            ("Tokens/s", columns.get("tokens/s", "not measured")),
+            ("Peak memory", columns.get("memory", "not measured") + predicted),
+            ("Outcome", f"{row.outcome}: {row.reason}"),
+        ]))  # fmt: skip
+        tracker.tags({"outcome": row.outcome, "reason": row.reason} | columns)
+        tracker.finish("FAILED" if row.outcome == "failed" else "FINISHED", wait=False)
+        self.sending.append(tracker)
+
+    def _data(self, tracker: Tracker) -> None:
+        data, manifest = self.experiment.data, self.experiment.manifest
+        tracker.data(data.name, manifest.fingerprint, str(data), manifest.splits, "training")
+        maker = made_by(data)
+        tracker.tags({"data.run": maker.run_id} if maker else {})
+
+    @contextmanager
+    def _patience(self) -> Iterator[None]:
+        """Continue if MLflow does not respond; the trial is sent when the next one ends or the experiment resumes."""
+        try:
+            yield
+        except UserError as failure:
+            errors.print(
+                f"{failure} The {self.experiment.config.kind} continues; this trial is sent once MLflow responds again."
+            )
+
+    def _child(self, key: str, name: str, stage: str) -> RunKey:
+        """The child run of the trial ``key``; creates it if there is none."""
+        if key not in self.children:
+            tags = {"kind": "trial", "trial": key, "stage": stage}
+            self.children[key] = create_run(self.experiment.collection, name, parent=self.parent, tags=tags)
+        return self.children[key]
+
+
+def metrics(row: TrialRow) -> dict[str, float | int | None]:
+    """The metrics of a trial's result."""
+    return {
+        "result/tokens_per_second": row.tokens_per_second,
+        "result/tokens_per_second_low": row.low,
+        "result/tokens_per_second_high": row.high,
+        "result/mfu": row.mfu,
+        "prediction/tokens_per_second": row.predicted_speed,
+        "prediction/memory_gb": row.predicted_memory and row.predicted_memory / GB,
+        "memory/process_gb": row.memory and row.memory / GB,
+        "memory/allocated_gb": row.allocated and row.allocated / GB,
+        "memory/reserved_gb": row.reserved and row.reserved / GB,
+        "memory/allocator_retries": row.allocator_retries,
+        "time/trial_seconds": row.seconds,
+        "time/compile_seconds": row.compile_seconds,
+        "time/data_wait_fraction": row.data_wait_fraction,
+        "loss/val": row.val_loss,
+    }
+
+
+def open_parent(experiment: Experiment) -> RunKey:
+    """Create the parent run of a new experiment, and store a reference to it in the experiment's folder."""
+    return create_run(
+        experiment.collection, experiment.place.name, tracking_uri=experiment.config.tracking_uri,
+        home=experiment.place.address, tags=provenance.collect() | {"kind": experiment.config.kind},
+        keep=partial(folder.write_record, experiment.working_copy, experiment.config, experiment.identity()),
+    )  # fmt: skip

@@ -1,0 +1,351 @@
+"""The report of a search: what it prints before it starts, and the tables, charts and files at its end."""
+
+import csv
+import io
+from collections.abc import Sequence
+from itertools import chain
+from typing import Any
+
+from infra.cli.console import console
+from infra.cli.table import Part, Report, listed
+from infra.cli.units import GB, format_duration, format_size
+from infra.errors import UserError
+from infra.storage.files import write_json, write_text
+from infra.tracking.names import shown
+from infra.tracking.saved_views import show_places
+from infra.tracking.tracker import Tracker
+from train.estimate.gpu_rates import Card, planned
+from train.estimate.roofline import SOURCE, expected, reachable
+from train.model_config import format_model
+from train.resolved import choices, said
+from train.run_files.lookup import run_with
+from tune.experiment.search_plan import Search
+from tune.reporting import charts
+from tune.space import ACCUMULATION, Candidate, Combination, Space
+from tune.strategy.nodes import scaled_to_first_node
+from tune.strategy.ranking import UNFIT, Ranked, fit_to_win, rank
+from tune.trial.compare import over
+from tune.trial.row import OUTCOMES, TrialRow, flat_row, measured
+
+FREE = (
+    "A larger global batch changes the training itself. The fastest candidate of each accumulation is marked; "
+    "micro-batches are searched up to the memory limit."
+)
+STAR = "a star marks a setting that changes the numerics, so its loss may differ from the control's"
+CONTROL = (
+    'the control is the configuration given by the flags; "speed vs control" is in brackets where the difference is '
+    "not significant"
+)
+TIE = "candidates marked as tie may be as fast as the winner"
+CONFIRM = (
+    '"runs" is 1 for a first measurement and, for the best and the control, the number of confirmation rounds, on '
+    "which their speeds are based"
+)
+MEMORY_SOURCES = {
+    "nvml": "the process's GPU memory, measured by NVML",
+    "device": "the growth of the GPU's memory, measured by NVML, which does not show processes on this machine",
+    "reserved": "the memory reserved by torch's allocator, because NVML is not available on this machine",
+    "rss": "the process's peak resident memory, which replaces GPU memory on a CPU (Python with torch and Ray needs "
+    "about 0.5 GB of it)",
+}
+
+
+SEARCH_METRICS = (
+    "result/tokens_per_second", "result/speedup_over_control", "memory/process_gb", "trials/all",
+    *(f"trials/{outcome}" for outcome in OUTCOMES), "time/device_seconds",
+)  # fmt: skip
+"""Metrics at the top level of a search's page in MLflow; its other metrics are under ``detail/``."""
+
+
+def publish(search: Search, rows: Sequence[TrialRow], tracker: Tracker) -> bool:
+    """Print the report of a finished search, write its files and charts, and record them in MLflow.
+
+    Returns whether there is a winner.
+    """
+    compared = scaled_to_first_node(rows)
+    tracker.metrics(shown(summary_metrics(search, rows), SEARCH_METRICS))
+    tracker.tags({"study": search.study})
+    ranks = {
+        candidate: " ".join([f"{number:02d}", *notes])  # MLflow sorts tags as text, so numbers have two digits
+        for number, (candidate, notes) in enumerate(remarks(search.space, rank(compared)).items(), 1)
+    }
+    show_places(tracker.key, {row.key: ranks.get(row.candidate, "unranked") for row in compared})
+    report, figures = search_report(search, compared), charts.draw(compared, search.memory)
+    search.publish(report, write_files(search, rows), figures, tracker)
+    return bool(rank(compared))
+
+
+def search_report(search: Search, rows: Sequence[TrialRow]) -> Report:
+    """The results of a search, for the terminal, ``summary.md`` and its description in MLflow."""
+    space = search.space
+    sources = sorted({row.memory_source for row in rows if row.memory_source})
+    notes = [f"memory is {MEMORY_SOURCES[source]}" for source in sources] + [CONTROL]
+    notes += [STAR] * any("*" in space.label(row.candidate) for row in rows)
+    notes += [TIE] * any(entry.tied for entry in rank(rows))
+    notes += [CONFIRM] * any(row.stage == "confirm" for row in rows)
+    sections: list[str | Part] = [FREE] * space.free
+    sections += [Part("Candidates, fastest first", headings(space), leaderboard(search, rows)), listed(notes)]
+    if failed := failures(search, rows):
+        sections += ["Unranked, because they failed or exceeded the memory limit:", listed(failed)]
+    if untried := never_run(search, rows):
+        sections += ["Not tried:", listed(untried)]
+    return Report(summary_fields(search, rows), sections)
+
+
+def headings(space: Space) -> tuple[str, ...]:
+    """The headings of the leaderboard."""
+    return (
+        "micro-batch x accumulation", *["global batch (sequences)"] * space.free, "tokens/s", "95% CI",
+        "speed vs control", "peak memory (GB)", "runs", "notes",
+    )  # fmt: skip
+
+
+def leaderboard(search: Search, rows: Sequence[TrialRow]) -> list[tuple[str, ...]]:
+    """The cells below :func:`headings` for every candidate that was tried, the winner first."""
+    space, ranked = search.space, rank(rows)
+    control = control_among(ranked, space)
+    notes = remarks(space, ranked)
+
+    def batch_cells(candidate: Candidate) -> tuple[str, ...]:
+        return (_below_heading(space, candidate), *[str(space.global_batch(candidate))] * space.free)
+
+    lines = [
+        (
+            *batch_cells(entry.candidate), f"{entry.speed.middle:,.0f}", f"±{entry.speed.width / 2:.1%}",
+            _format_speedup(entry, control), f"{entry.memory / GB:.2f}", str(entry.runs),
+            ", ".join(notes[entry.candidate]),
+        )
+        for entry in ranked
+    ]  # fmt: skip
+    for row in _unranked(rows):
+        speed = f"{row.tokens_per_second:,.0f}" if row.tokens_per_second else "-"
+        memory = "-" if row.memory is None else f"{row.memory / GB:.2f}"
+        lines.append((*batch_cells(row.candidate), speed, "", "", memory, "1", row.outcome))
+    return lines
+
+
+def _below_heading(space: Space, candidate: Candidate) -> str:
+    """A candidate's name in a column with the heading "micro-batch x accumulation"."""
+    return space.name(candidate).removeprefix("micro-batch ")
+
+
+def _unranked(rows: Sequence[TrialRow]) -> list[TrialRow]:
+    """The last row of each candidate that is not ranked, in the order of the trials."""
+    ranked = {entry.candidate for entry in rank(rows)}
+    last = {row.candidate: row for row in rows if row.candidate not in ranked}
+    return sorted(last.values(), key=lambda row: row.number)
+
+
+def failures(search: Search, rows: Sequence[TrialRow]) -> list[str]:
+    """A line for each reason why candidates are unranked."""
+    reasons: dict[str, list[str]] = {}
+    for row in _unranked(rows):
+        reasons.setdefault(f"{row.outcome}: {row.reason}", []).append(search.space.name(row.candidate))
+    return [f"{'; '.join(names)}: {reason}" for reason, names in reasons.items()]
+
+
+def control_among(ranked: Sequence[Ranked], space: Space) -> Ranked | None:
+    return next((entry for entry in ranked if entry.candidate == space.control), None)
+
+
+def remarks(space: Space, ranked: Sequence[Ranked]) -> dict[Candidate, list[str]]:
+    """Notes for each of the ``ranked`` candidates: winner, tie, control, fastest of its accumulation."""
+    accumulations = [dict(entry.candidate.knobs).get(ACCUMULATION) for entry in ranked]
+    return {
+        entry.candidate: ["winner"] * (number == 0)
+        + ["tie"] * entry.tied
+        + ["control"] * (entry.candidate == space.control)
+        + [f"fastest with x {accumulation}"] * (accumulation is not None and accumulation not in accumulations[:number])
+        for number, (entry, accumulation) in enumerate(zip(ranked, accumulations, strict=True))
+    }
+
+
+def _format_speedup(entry: Ranked, control: Ranked | None) -> str:
+    """``x1.23`` for the speed relative to the control's, in brackets where the difference is not significant."""
+    if control is None:
+        return "-"
+    difference = over(entry.speed, control.speed)
+    text = f"x{difference.ratio:.3f}"
+    return text if difference.different or entry is control else f"({text})"
+
+
+def never_run(search: Search, rows: Sequence[TrialRow]) -> list[str]:
+    """A sentence for each set of candidates without a row that share the micro-batches and the reason."""
+    tried, space = {row.candidate for row in rows}, search.space
+    curves = search.memory.curves([row for row in rows if row.stage != "confirm"])
+    sizes: dict[tuple[Combination, str], list[str]] = {}
+    for candidate in space.candidates():
+        if candidate not in tried:
+            reason = search.memory.why_not(curves, candidate)
+            sizes.setdefault((candidate.knobs, reason), []).append(str(candidate.micro_batch))
+    labels: dict[tuple[str, str], list[str]] = {}
+    for (knobs, reason), micro_batches in sizes.items():
+        labels.setdefault((", ".join(micro_batches), reason), []).append(space.knobs_label(knobs))
+    lines = []
+    for (micro_batches, reason), knob_labels in labels.items():
+        label = f"{len(knob_labels)} combinations of knobs" if len(knob_labels) > 1 else knob_labels[0]
+        lines.append(f"micro-batch {micro_batches}{f' with {label}' * bool(label)}: {reason}")
+    return lines
+
+
+def limit_of(search: Search) -> str:
+    """The memory limit as the flag has it, or in GB with one decimal where it is all available memory."""
+    return format_size(search.limit) if search.config.memory_limit else f"{search.limit / GB:.1f} GB (all available)"
+
+
+def no_winner(search: Search, rows: Sequence[TrialRow]) -> str:
+    """The reason why a search has no winner."""
+    limit = limit_of(search)
+    unfit = {row.candidate for row in rows if row.outcome in UNFIT}
+    failed = [row for row in rows if row.outcome == "failed"]
+    if any(row.candidate not in unfit for row in failed):
+        also_unfit = f", and {len(unfit)} candidates do not fit {limit}" if unfit else ""
+        return f"{len(failed)} of {len(rows)} trials failed{also_unfit}"
+    fact = "no configuration fits" if rows else "no trial ran, because no configuration is predicted to fit"
+    return f"{fact} {limit}; raise --memory-limit or add --knobs that save memory"
+
+
+def best_json(search: Search, rows: Sequence[TrialRow]) -> dict[str, Any] | None:
+    """The winner: its training config as ``config``, and its measurements; None if no configuration fits."""
+    ranked = rank(rows)
+    if not ranked:
+        return None
+    best = ranked[0]
+    return {
+        "study": search.study,
+        "config": search.space.config(best.candidate).to_json(),
+        "measured": measured(best.speed, best.memory, fit_to_win(rows)[best.candidate])
+        | {"runs": best.runs, "tied_with": [search.space.label(entry.candidate) for entry in ranked[1:] if entry.tied]},
+    }
+
+
+def csv_text(rows: Sequence[TrialRow]) -> str:
+    text, flat = io.StringIO(), [flat_row(row) for row in rows]
+    writer = csv.DictWriter(text, list(dict.fromkeys(chain(*flat))), lineterminator="\n")
+    writer.writeheader()
+    writer.writerows(flat)
+    return text.getvalue()
+
+
+def summary_fields(search: Search, rows: Sequence[TrialRow]) -> list[tuple[str, str]]:
+    """The first lines of a search's report, by name."""
+    space, ranked = search.space, rank(rows)
+    goal = f"fastest configuration for {space.batch_label} under {limit_of(search)}"
+    trials = f"{len(rows)} trials in {format_duration(round(sum(row.seconds for row in rows)))}"
+    if not ranked:
+        return [
+            ("Search", f"{goal}: none"), ("Reason", no_winner(search, rows)),
+            ("Trials", f"{trials}, searcher {search.config.searcher}"),
+        ]  # fmt: skip
+    best = ranked[0]
+    control = control_among(ranked, space)
+    tied = [space.name(entry.candidate) for entry in ranked[1:] if entry.tied]
+    gain = "none; the control is the fastest" if best is control else f"{_format_speedup(best, control)} vs control"
+    return [
+        ("Search", f"{goal}: {space.name(best.candidate)}; {trials}"),
+        ("Tokens/s", str(best.speed)),
+        ("Peak memory", f"{best.memory / GB:.2f} GB of {search.limit / GB:.2f} GB"),
+        ("Speedup", (f"{gain}; tied with {', '.join(tied)}" if tied else gain) if control else "unknown, no control"),
+        ("Next", f"`{run_with(search.place / 'best.json')}`"),
+    ]
+
+
+def summary_metrics(search: Search, rows: Sequence[TrialRow]) -> dict[str, float | int | None]:
+    """Metrics by which MLflow's list of runs compares searches."""
+    ranked = rank(scaled_to_first_node(rows))
+    control = control_among(ranked, search.space)
+    result: dict[str, float | int | None] = {}
+    for best in ranked[:1]:
+        result = {
+            "result/tokens_per_second": best.speed.middle,
+            "result/tokens_per_second_low": best.speed.low,
+            "result/tokens_per_second_high": best.speed.high,
+            "result/speedup_over_control": control and best.speed.middle / control.speed.middle,
+            "memory/process_gb": best.memory / GB,
+        }
+    outcomes = {f"trials/{outcome}": sum(row.outcome == outcome for row in rows) for outcome in OUTCOMES}
+    seconds = sum(row.seconds for row in rows)
+    return result | {"trials/all": len(rows)} | outcomes | {"time/device_seconds": seconds}
+
+
+def write_files(search: Search, rows: Sequence[TrialRow]) -> list[str]:
+    """Write trials.csv with the ``rows`` as measured and, if there is a winner, best.json; returns their names."""
+    write_text(search.folder / "trials.csv", csv_text(rows))
+    winner = best_json(search, scaled_to_first_node(rows))
+    if winner is None:
+        (search.folder / "best.json").unlink(missing_ok=True)
+        return ["trials.csv"]
+    write_json(search.folder / "best.json", winner)
+    return ["trials.csv", "best.json"]
+
+
+START_SECONDS = 10.0
+"""Typical time in which Ray starts a process with torch: 4 to 12 s were measured."""
+
+COMPILE_SECONDS = {
+    "off": 0.0, "blocks": 20.0, "whole": 40.0, "coordinate-descent": 100.0, "max-autotune": 150.0,
+    "max-autotune-graphs": 150.0, "reduce-overhead": 40.0,
+}  # fmt: skip
+"""Typical extra time of the first step by ``--compile``, for GPT-2 124M on an idle machine with an empty cache."""
+
+
+def introduce(search: Search) -> None:
+    """Print what is searched, the control and, for a dry run, the plan."""
+    config, control, requested = search.config, search.training, search.config.training
+    machines = f" of {', '.join(machine.name for machine in search.machines)}" if config.cluster or config.gpu else ""
+    console.print(
+        f"[bold]{format_model(requested.model)}[/bold]: {len(search.space.candidates())} candidates for "
+        f"{search.space.batch_label}, limit {limit_of(search)} per process, on {search.device}{machines}"
+    )
+    batch = f"micro-batch {said('micro_batch', control, requested)} x {control.accumulation}"
+    console.print(f"control: {batch}, {choices(control, requested)}", markup=False)
+    if config.dry_run:
+        print_plan(search)
+
+
+def print_plan(search: Search) -> None:
+    """Print the control and its neighbors with the micro-batches that are predicted to fit, and the search's time."""
+    space, config, curves = search.space, search.config, search.memory.curves([])
+    control = space.control.knobs
+    neighborhood = [control, *space.neighbours(control)]
+    for knobs in neighborhood:
+        sizes = space.sizes_of(knobs)
+        fitting = [size for size in sizes if curves.fits(Candidate(size, knobs))]
+        name = space.knobs_label(knobs) or " ".join(["control", *(f"{knob}={value}" for knob, value in control)])
+        count = f"{len(fitting)} of {len(sizes)} micro-batches are predicted to fit"
+        if fitting:
+            memory = f"{curves.prior(Candidate(fitting[-1], knobs)) / GB:.2f} GB"
+            count += f": {', '.join(map(str, fitting))} ({memory} at {fitting[-1]})"
+        console.print(f"{name}: {count}")
+    if config.gpu:
+        predicted_speeds_table(search, neighborhood, planned(config.gpu)).show()
+    if others := len(space.combinations) - len(neighborhood):
+        console.print(f"{others} more combinations change several knobs at once")
+    trials = search.strategy.remaining([])
+    compiling = max(COMPILE_SECONDS[space.config(Candidate(space.sizes_of(k)[0], k)).compile] for k in neighborhood)
+    total = trials * (START_SECONDS + compiling + config.trial_time)
+    compilation = f", including {format_duration(compiling)} per trial for compilation" if compiling else ""
+    console.print(
+        f"about {trials} trials of at most {config.trial_steps} steps or {format_duration(config.trial_time)} each, "
+        f"at most {format_duration(round(total))} in total{compilation}"
+    )
+    console.print("dry run: nothing was run")
+
+
+def predicted_speeds_table(search: Search, neighborhood: Sequence[Combination], card: Card) -> Part:
+    """The candidates near the control that are predicted to fit ``card``, with memory and speed, the fastest first."""
+    space, curves = search.space, search.memory.curves([])
+    speeds_and_lines: list[tuple[float, tuple[str, ...]]] = []
+    for candidate in (Candidate(size, knobs) for knobs in neighborhood for size in space.sizes_of(knobs)):
+        if not curves.fits(candidate):
+            continue
+        try:
+            roofline = reachable(space.config(candidate), card)
+        except UserError:  # the formulas do not cover how this candidate is executed
+            roofline = 0.0
+        speed = expected(roofline) if roofline else "-"
+        line = (_below_heading(space, candidate), f"{curves.prior(candidate) / GB:.2f}", speed)
+        speeds_and_lines.append((roofline, line))
+    lines = [line for _, line in sorted(speeds_and_lines, key=lambda row: -row[0])]
+    title = f"Predicted for {card.facts.name}, not measured; tokens/s are {SOURCE}"
+    return Part(title, ("micro-batch x accumulation", "peak memory (GB)", "tokens/s"), lines)
