@@ -55,7 +55,7 @@ def commit() -> str:
     The package may be installed below the folder of another repository, whose commit says nothing about this code.
     """
     file = Path(__file__)
-    tracked = _git("ls-files", "--full-name", "--", file.name) == f"{file.parent.name}/{file.name}"
+    tracked = _git("ls-files", "--full-name", "--", file.name) == "/".join(file.parts[-3:])
     return _git("rev-parse", "HEAD") if tracked else ""
 
 

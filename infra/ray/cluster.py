@@ -30,7 +30,7 @@ from infra.ray.local_ray import (
     temporary_folder,
 )
 
-PROJECT = Path(__file__).resolve().parent.parent
+PROJECT = Path(__file__).resolve().parents[2]
 
 PACKAGES = ("infra", "pipeline", "train", "tune")
 

@@ -30,7 +30,7 @@ from rich.markdown import Markdown
 from rich.progress import Progress
 from rich.table import Table
 from rich.text import Text
-from infra import command, console
+from infra.cli import command, console
 
 @dataclass(frozen=True)
 class Options:

@@ -11,7 +11,7 @@ import pytest
 
 from infra.cli import main
 
-ROOT = Path(__file__).resolve().parents[2]
+ROOT = Path(__file__).resolve().parents[3]
 COMPLETION = "--tyro-write-completion"
 
 
@@ -44,10 +44,10 @@ def test_a_command_runs_in_a_folder_that_holds_a_train_py(script: Path, tmp_path
 
 HELP = """
 import atexit, sys
-from infra import cli
+from infra.cli.main import main
 atexit.register(lambda: print(*{"torch", "ray", "mlflow"} & set(sys.modules), file=sys.stderr, end=""))
 sys.argv = ["throughline", "--help"]
-cli.main()
+main()
 """
 
 

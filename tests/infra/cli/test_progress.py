@@ -17,11 +17,11 @@ from infra.cli import progress
 from infra.cli.console import _Console
 from infra.cli.progress import Doing, doing
 
-ROOT = Path(__file__).resolve().parents[2]
+ROOT = Path(__file__).resolve().parents[3]
 
 SCRIPT = """
 import time
-from infra import progress
+from infra.cli import progress
 from infra.cli.console import console, errors
 from infra.cli.progress import doing
 progress.REFRESHES = 50.0  # a busy machine may not come to one of two per second

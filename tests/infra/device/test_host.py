@@ -11,7 +11,7 @@ import pytest
 
 from infra.device.host import available_memory, count_oom_kills, cpu_count, total_memory
 
-PROJECT = Path(__file__).resolve().parents[2]
+PROJECT = Path(__file__).resolve().parents[3]
 
 UNIFIED = "31 23 0:28 {top} /sys/fs/cgroup rw,relatime - cgroup2 cgroup2 rw,nsdelegate\n"
 MEMORY = "35 31 0:32 {top} /sys/fs/cgroup/memory rw,relatime shared:9 - cgroup cgroup rw,memory\n"
@@ -172,7 +172,9 @@ def memory_group(tmp_path: Path) -> Path:
 
 def test_a_real_group_limits_memory_and_counts_what_was_killed(memory_group: Path) -> None:
     joining = f"from pathlib import Path\nimport os\nPath('{memory_group}/cgroup.procs').write_text(str(os.getpid()))\n"
-    telling = "from infra import host\nprint(host.total_memory(), host.available_memory(), host.count_oom_kills())"
+    telling = (
+        "from infra.device import host\nprint(host.total_memory(), host.available_memory(), host.count_oom_kills())"
+    )
 
     def tell() -> list[int]:
         done = subprocess.run(

@@ -12,11 +12,12 @@ import pytest
 from infra.device import provenance
 from infra.device.gpu import GpuState
 
-ROOT = Path(__file__).resolve().parents[2]
+ROOT = Path(__file__).resolve().parents[3]
 
 WORK = """
 import json, sys
-from infra import command, provenance
+from infra.cli import command
+from infra.device import provenance
 command.program = sys.argv.pop(1)
 print(json.dumps(provenance.collect()))
 """

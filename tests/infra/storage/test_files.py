@@ -35,7 +35,7 @@ def test_a_killed_writer_leaves_the_old_file(tmp_path: Path) -> None:
     target = tmp_path / "shard.arrow"
     target.write_bytes(b"old")
     code = (
-        "import os, signal, sys\nfrom pathlib import Path\nfrom infra.storage import atomic_file\n"
+        "import os, signal, sys\nfrom pathlib import Path\nfrom infra.storage.files import atomic_file\n"
         "with atomic_file(Path(sys.argv[1])) as file:\n"
         "    file.write(b'x' * 100_000)\n    file.flush()\n    os.kill(os.getpid(), signal.SIGKILL)\n"
     )
@@ -117,7 +117,8 @@ def test_one_process_at_a_time_has_a_lock(tmp_path: Path) -> None:
     """Also within one process, and it is free once the block has ended, by an error too."""
     path = tmp_path / "lock"
     code = (
-        "import os, sys\nfrom pathlib import Path\nfrom infra.errors import UserError\nfrom infra.storage import lock\n"
+        "import os, sys\nfrom pathlib import Path\n"
+        "from infra.errors import UserError\nfrom infra.storage.files import lock\n"
         "try:\n    with lock(Path(sys.argv[1]), 'taken'):\n"
         "        print('held', flush=True)\n        os.kill(os.getpid(), 9)\n"
         "except UserError as refusal:\n    print(refusal)\n"

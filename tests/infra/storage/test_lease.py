@@ -25,7 +25,7 @@ Held = Callable[[str], AbstractContextManager[None]]
 
 HOLD = """
 import sys
-from infra import lease
+from infra.storage import lease
 from infra.storage.directory import StorageDir
 lease.RENEW_SECONDS = float(sys.argv[2])
 with lease.sole_user(StorageDir(sys.argv[1]), "held on this machine"):

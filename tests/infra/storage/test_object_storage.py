@@ -128,7 +128,7 @@ def unanswered(request: pytest.FixtureRequest) -> Iterator[str]:
 
 COMMAND = """
 import runpy, sys
-from infra import object_storage
+from infra.storage import object_storage
 object_storage.SILENT_SECONDS, object_storage.REQUEST_SECONDS = 0.5, 1.0
 object_storage.PATIENCE_SECONDS = float(sys.argv.pop(1))
 runpy.run_module("pipeline.inspect", run_name="__main__", alter_sys=True)
