@@ -12,10 +12,10 @@ def make_shards(config: "TokenizeConfig") -> "Manifest":
 
     What an interrupted call has left is finished. Raises ``infra.errors.UserError`` for what a user can correct.
     """
-    from infra.cli.command import for_a_program
+    from infra.cli.command import restore_signal_handlers
     from pipeline.shards import read_manifest
     from pipeline.tokenize import main
 
-    with for_a_program():
+    with restore_signal_handlers():
         main(config)
     return read_manifest(config.out)

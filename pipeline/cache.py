@@ -12,35 +12,35 @@ from infra.storage.directory import StorageDir, scratch
 from infra.storage.files import lock
 from pipeline.shards import MANIFEST, VOCABULARY_FILE, Manifest, read_manifest
 
-PATIENCE = 24 * 3600.0
+LOCK_TIMEOUT_SECONDS = 24 * 3600.0
 """Seconds to wait for another process of this machine that is fetching the same data set."""
 
 
-def on_this_machine(
-    data: StorageDir, on_shard: Callable[[Manifest, int], None] = lambda manifest, number: None
-) -> Path:
+def ensure_local(data: StorageDir, on_shard: Callable[[Manifest, int], None] = lambda manifest, number: None) -> Path:
     """The folder of ``data`` here, in which every shard is there and has been checked.
 
     Calls ``on_shard`` before each shard that is fetched, with the number of those that are here. Raises ``UserError``
     when the data set is unfinished or damaged, the storage fails, or the disk is full.
     """
-    if not data.remote:
-        return data.folder
+    if not data.is_remote:
+        return data.local_path
     manifest = read_manifest(data)
     folder = scratch("data", manifest.fingerprint)
-    with lock(folder / ".lock", f"another process has been fetching {data} for a day: end it.", patience=PATIENCE):
+    with lock(
+        folder / ".lock", f"another process has been fetching {data} for a day: end it.", patience=LOCK_TIMEOUT_SECONDS
+    ):
         for number, shard in enumerate(manifest.shards):
             path = folder / shard.path
             if not (path.is_file() and path.stat().st_size == shard.bytes):
                 on_shard(manifest, number)
                 try:
-                    data.fetch(shard.path, path, shard.checksum)
+                    data.download(shard.path, path, shard.checksum)
                 except FileNotFoundError:
                     raise UserError(
                         f"{data / shard.path} is missing: run 'python -m pipeline.tokenize --out {data}' again."
                     ) from None
         if data.exists(VOCABULARY_FILE):
-            data.fetch(VOCABULARY_FILE, folder / VOCABULARY_FILE)
+            data.download(VOCABULARY_FILE, folder / VOCABULARY_FILE)
         if not (folder / MANIFEST).exists():
             manifest.write(folder)
     return folder

@@ -20,7 +20,7 @@ MIRROR = "https://gutenberg.pglaf.org"
 
 SAMPLE = "sample"
 
-IDENTITY = (
+IDENTITY_SETTINGS = (
     "sources", "text_field", "text_column", "doc_separator", "languages", "min_chars", "join_lines", "val_fraction",
     "encoder", "duplicates", "shard_size",
 )  # fmt: skip
@@ -29,7 +29,7 @@ IDENTITY = (
 
 @strict
 @dataclass(frozen=True, kw_only=True)
-class Cleaning:
+class CleaningConfig:
     """Settings for cleaning and filtering books. Raises ``UserError`` for invalid values."""
 
     text_field: str = "text"
@@ -61,7 +61,7 @@ class Cleaning:
 
 @strict
 @dataclass(frozen=True, kw_only=True)
-class Reading(Cleaning):
+class ReadingConfig(CleaningConfig):
     """Settings for turning sources into tokens, for shards and streams."""
 
     flag_groups: ClassVar[dict[str, tuple[str, ...]]] = {
@@ -77,14 +77,14 @@ class Reading(Cleaning):
 
 
 @dataclass(frozen=True)
-class TokenizeConfig(Reading, JoinsRay):
+class TokenizeConfig(ReadingConfig, JoinsRay):
     """Turn books into token shards. After an interruption, the same command finishes the data set."""
 
     main_flags: ClassVar[tuple[str, ...]] = (
         "sources", "out", "workers", "val_fraction", "duplicates", "languages", "vocabulary", "dry_run", "overwrite",
     )  # fmt: skip
     flag_groups: ClassVar[dict[str, tuple[str, ...]]] = {
-        **Reading.flag_groups,
+        **ReadingConfig.flag_groups,
         "encoding": ("encoder", "shard_size"),
         "download and cluster": ("mirror", "tracking_uri", "address"),
     }
@@ -151,10 +151,10 @@ class TokenizeConfig(Reading, JoinsRay):
 
     def identity(self) -> dict[str, Any]:
         """The settings named in ``IDENTITY``, for the manifest and for telling runs apart."""
-        values = {name: getattr(self, name) for name in IDENTITY}
+        values = {name: getattr(self, name) for name in IDENTITY_SETTINGS}
         return values | {"sources": sorted(set(self.sources)), "languages": sorted(set(self.languages))}
 
     @property
-    def parallelism(self) -> int:
+    def num_workers(self) -> int:
         """Tasks at a time on this machine."""
         return self.workers or cpu_count()

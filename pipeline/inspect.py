@@ -16,11 +16,11 @@ from rich.markup import escape
 
 from infra.cli import command
 from infra.cli.console import console, errors
-from infra.cli.table import Part
+from infra.cli.table import Table
 from infra.device.host import cpu_count
 from infra.errors import UserError
 from infra.storage.directory import StorageDir
-from pipeline.encoding.tokenizer import VOCABULARY_SHA256, vocabulary_at
+from pipeline.encoding.tokenizer import VOCABULARY_SHA256, load_from
 from pipeline.shards import MANIFEST, SPLITS, VOCABULARY_FILE, Manifest, Shard, ShardInfo, read_manifest
 
 
@@ -46,87 +46,87 @@ class InspectConfig:
 
 
 def main(config: InspectConfig) -> int:
-    place = StorageDir.of(config.data)
-    manifest = read_manifest(place)
-    _show(place, manifest)
-    vocabulary_fault = _vocabulary_fault(place, manifest) if config.verify else None
-    damaged = list(verify(place, manifest)) if config.verify else []
+    data_dir = StorageDir.of(config.data)
+    manifest = read_manifest(data_dir)
+    _show(data_dir, manifest)
+    vocabulary_fault = _vocabulary_fault(data_dir, manifest) if config.verify else None
+    damaged = list(verify(data_dir, manifest)) if config.verify else []
     for sentence in (*damaged, *filter(None, [vocabulary_fault])):
         errors.print(escape(sentence), style="red")
     if damaged:
         errors.print(
             f"{len(damaged)} of {len(manifest.shards)} shards are damaged: delete them, and run "
-            f"'python -m pipeline.tokenize' with --out {place} as before to make them again.",
+            f"'python -m pipeline.tokenize' with --out {data_dir} as before to make them again.",
             markup=False,
         )
     if damaged or vocabulary_fault:
         return 1
     if config.verify:
         console.print(f"All {len(manifest.shards):,} shards match their checksums in {MANIFEST}.")
-    for title, text in passages(place, manifest, config.passages, config.length):
+    for title, text in passages(data_dir, manifest, config.passages, config.length):
         console.print(f"\n[bold]{escape(title)}[/bold]\n{escape(text)}")
     return 0
 
 
-def verify(place: StorageDir, manifest: Manifest) -> Iterator[str]:
+def verify(data_dir: StorageDir, manifest: Manifest) -> Iterator[str]:
     """A sentence for every shard that is missing or differs from the manifest."""
-    sizes = {name: size for split in SPLITS for name, size in place.files(split).items()}
+    sizes = {name: size for split in SPLITS for name, size in data_dir.list_files(split).items()}
 
     def check(info: ShardInfo) -> str | None:
-        path, size = place / info.path, sizes.get(info.path)
+        path, size = data_dir / info.path, sizes.get(info.path)
         if size is None:
             return f"{path} is missing"
         if size != info.bytes:
             return f"{path} has {size:,} bytes instead of {info.bytes:,}"
-        found = place.checksum(info.path)
-        return None if found == info.checksum else f"{path} has checksum {found} instead of {info.checksum}"
+        checksum = data_dir.checksum(info.path)
+        return None if checksum == info.checksum else f"{path} has checksum {checksum} instead of {info.checksum}"
 
     with ThreadPoolExecutor(max_workers=2 * cpu_count()) as pool:
         yield from (sentence for sentence in pool.map(check, manifest.shards) if sentence)
 
 
-def _vocabulary_fault(place: StorageDir, manifest: Manifest) -> str | None:
+def _vocabulary_fault(data_dir: StorageDir, manifest: Manifest) -> str | None:
     """A sentence when the data set's own vocabulary is missing or differs from the manifest."""
     if manifest.vocabulary_sha256 == VOCABULARY_SHA256:
         return None
-    file = place / VOCABULARY_FILE
+    file = data_dir / VOCABULARY_FILE
     try:
-        found = hashlib.sha256(place.read(VOCABULARY_FILE)).hexdigest()
+        digest = hashlib.sha256(data_dir.read(VOCABULARY_FILE)).hexdigest()
     except FileNotFoundError:
         fault = "is missing"
     else:
-        if found == manifest.vocabulary_sha256:
+        if digest == manifest.vocabulary_sha256:
             return None
-        fault = f"has sha256 {found[:12]} instead of {manifest.vocabulary_sha256[:12]}"
+        fault = f"has sha256 {digest[:12]} instead of {manifest.vocabulary_sha256[:12]}"
     return f"{file} {fault}. Copy the file that was given with --vocabulary there."
 
 
-def passages(place: StorageDir, manifest: Manifest, count: int, length: int) -> Iterator[tuple[str, str]]:
+def passages(data_dir: StorageDir, manifest: Manifest, count: int, length: int) -> Iterator[tuple[str, str]]:
     """``count`` passages of at most ``length`` tokens, from the middle of evenly spaced books: title and text."""
     books = sum(info.rows for info in manifest.shards)
     wanted = {int(place) for place in np.linspace(0, books - 1, count)} if books else set()
-    vocabulary = vocabulary_at(place, manifest.vocabulary_sha256)
+    tokenizer = load_from(data_dir, manifest.vocabulary_sha256)
     first = 0
     for info in manifest.shards:
         for row in sorted(place - first for place in wanted if first <= place < first + info.rows):
-            shard = Shard(place / info.path)
+            shard = Shard(data_dir / info.path)
             begin, end = int(shard.offsets[row]), int(shard.offsets[row + 1]) - 1
             middle = max(begin, (begin + end - length) // 2)
             book = shard.batch.column("book")[row].as_py()
             ids = shard.tokens[middle : min(middle + length, end)].tolist()
-            text = vocabulary.decode(ids) if vocabulary else " ".join(map(str, ids))
+            text = tokenizer.decode(ids) if tokenizer else " ".join(map(str, ids))
             yield f"{book}, from token {middle - begin:,}, {info.path}", text
         first += info.rows
 
 
-def _show(place: StorageDir, manifest: Manifest) -> None:
+def _show(data_dir: StorageDir, manifest: Manifest) -> None:
     lines = [
         (split, *(f"{sums[name]:,}" for name in ("shards", "books", "tokens", "chars")), f"{size / 1e6:,.1f} MB")
         for split, sums in manifest.splits.items()
         for size in [sum(info.bytes for info in manifest.shards if info.split == split)]
     ]
-    title = f"{place}, fingerprint {manifest.fingerprint[:12]}"
-    Part(title, ("split", "shards", "books", "tokens", "characters", "size"), lines).show()
+    title = f"{data_dir}, fingerprint {manifest.fingerprint[:12]}"
+    Table(title, ("split", "shards", "books", "tokens", "characters", "size"), lines).show()
     report = manifest.report
     dropped = ", ".join(f"{count:,} {reason}" for reason, count in report.get("books_dropped", {}).items())
     console.print(f"left out: {dropped or 'nothing'}", markup=False)

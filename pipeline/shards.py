@@ -26,18 +26,18 @@ import xxhash
 from infra.errors import UserError, first_line
 from infra.schema import from_json, strict, to_json
 from infra.storage.directory import StorageDir
-from infra.tracking.run_ref import RunKey
+from infra.tracking.run_ref import RunRef
 
 FORMAT_VERSION = 1
 MANIFEST = "manifest.json"
 QUARANTINE = "quarantine.jsonl"
 TRACKING = "tracking.json"
 VOCABULARY_FILE = "vocabulary.json"
-PIECES = "pieces"
+PARTITIONS = "pieces"
 """The folder that records which part of the work is done."""
-SETTINGS = f"{PIECES}/settings.json"
+SETTINGS_FILE = f"{PARTITIONS}/settings.json"
 """How the data set is made; it is there before the first shard."""
-SPLIT_HISTORY = f"{PIECES}/split_history.feather"
+SPLIT_HISTORY = f"{PARTITIONS}/split_history.feather"
 """The split of every text that the folder's data sets have held."""
 
 Split = Literal["train", "val"]
@@ -47,9 +47,9 @@ SHARD = re.compile(rf"({'|'.join(SPLITS)})/\d{{6,}}-\d{{3,}}\.arrow")
 """What a shard is called: other files in a data set's folders are not this program's to read, write or delete."""
 
 
-def shard_path(split: Split, piece: str, number: int) -> str:
+def shard_path(split: Split, partition: str, number: int) -> str:
     """Where a data set has the shard ``number`` of those that a piece wrote of ``split``."""
-    return f"{split}/{piece}-{number:03d}.arrow"
+    return f"{split}/{partition}-{number:03d}.arrow"
 
 
 _COLUMNS = pa.schema(
@@ -138,56 +138,56 @@ class Manifest:
         fingerprint = hashlib.sha256(identity.encode()).hexdigest()
         return cls(config, vocabulary_sha256, ordered, inputs, report, fingerprint, splits=splits)
 
-    def write(self, where: StorageDir | Path) -> None:
-        """Finish the data set at ``where``."""
-        StorageDir.of(where).write_json(MANIFEST, to_json(self))
+    def write(self, data_dir: StorageDir | Path) -> None:
+        """Finish the data set at ``data_dir``."""
+        StorageDir.of(data_dir).write_json(MANIFEST, to_json(self))
 
 
-def read_manifest(where: StorageDir | Path | str) -> Manifest:
+def read_manifest(location: StorageDir | Path | str) -> Manifest:
     """The manifest of a finished data set, in a folder or in object storage."""
-    place = StorageDir.of(where)
-    path = place / MANIFEST
+    data_dir = StorageDir.of(location)
+    path = data_dir / MANIFEST
     try:
-        content = place.read(MANIFEST)
+        content = data_dir.read(MANIFEST)
     except (FileNotFoundError, NotADirectoryError):
-        there = place.files()
-        if any(name.partition("/")[0] in (*SPLITS, PIECES) for name in there):
+        there = data_dir.list_files()
+        if any(name.partition("/")[0] in (*SPLITS, PARTITIONS) for name in there):
             raise UserError(
-                f"{place} has no {MANIFEST}, so its shards are unfinished: run "
-                f"'python -m pipeline.tokenize --out {place}' again to finish them."
+                f"{data_dir} has no {MANIFEST}, so its shards are unfinished: run "
+                f"'python -m pipeline.tokenize --out {data_dir}' again to finish them."
             ) from None
-        make = f"make them with 'python -m pipeline.tokenize --out {place}'."
+        make = f"make them with 'python -m pipeline.tokenize --out {data_dir}'."
         if there:
-            make = f"if those are books in it, 'python -m pipeline.tokenize {place} --out data/tokens' makes shards."
-        raise UserError(f"there are no token shards at {place}: {make}") from None
+            make = f"if those are books in it, 'python -m pipeline.tokenize {data_dir} --out data/tokens' makes shards."
+        raise UserError(f"there are no token shards at {data_dir}: {make}") from None
     try:
         values = json.loads(content)
-        if (found := values["format_version"]) == FORMAT_VERSION:
+        if (version := values["format_version"]) == FORMAT_VERSION:
             return from_json(Manifest, values, "it")
-        wrong = f"has format version {found}, and this program reads version {FORMAT_VERSION}"
+        wrong = f"has format version {version}, and this program reads version {FORMAT_VERSION}"
     except (KeyError, TypeError, ValueError, UserError) as damage:
         wrong = f"is damaged ({first_line(damage).rstrip('.')})"
     raise UserError(
-        f"{path} {wrong}: make the shards again with 'python -m pipeline.tokenize --out {place} --overwrite'."
+        f"{path} {wrong}: make the shards again with 'python -m pipeline.tokenize --out {data_dir} --overwrite'."
     )
 
 
-def made_by(where: StorageDir | Path | str) -> RunKey | None:
+def producing_run(location: StorageDir | Path | str) -> RunRef | None:
     """The run in MLflow that made a data set; None where that is not known here."""
-    place = StorageDir.of(where)
+    data_dir = StorageDir.of(location)
     try:
-        content = place.read(TRACKING)
+        content = data_dir.read(TRACKING)
     except OSError:
         return None
     try:
-        key = from_json(RunKey, json.loads(content), place / TRACKING)
+        run_ref = from_json(RunRef, json.loads(content), data_dir / TRACKING)
     except (ValueError, UserError):
         return None
-    return key if key.is_here else None
+    return run_ref if run_ref.is_reachable else None
 
 
-def write_shard(where: StorageDir | Path, path: str, split: Split, rows: list[ShardRow]) -> ShardInfo:
-    """Write ``rows``, in the given order, as the shard ``path`` at ``where``, atomically and durably.
+def write_shard(data_dir: StorageDir | Path, path: str, split: Split, rows: list[ShardRow]) -> ShardInfo:
+    """Write ``rows``, in the given order, as the shard ``path`` at ``data_dir``, atomically and durably.
 
     Its ids have the type of the first row's.
     """
@@ -199,11 +199,11 @@ def write_shard(where: StorageDir | Path, path: str, split: Split, rows: list[Sh
     streams = pa.LargeListArray.from_arrays(pa.array(offsets), pa.array(tokens), type=field.type)
     columns = [pa.array([getattr(row, column.name) for row in rows], type=column.type) for column in _COLUMNS]
     schema = _COLUMNS.append(field)
-    return write_batch(where, path, split, pa.record_batch([*columns, streams], schema=schema))
+    return write_batch(data_dir, path, split, pa.record_batch([*columns, streams], schema=schema))
 
 
-def write_batch(where: StorageDir | Path, path: str, split: Split, batch: pa.RecordBatch) -> ShardInfo:
-    """Write one record batch, as shards have it, as the shard ``path`` at ``where``, atomically and durably.
+def write_batch(data_dir: StorageDir | Path, path: str, split: Split, batch: pa.RecordBatch) -> ShardInfo:
+    """Write one record batch, as shards have it, as the shard ``path`` at ``data_dir``, atomically and durably.
 
     The file is made in memory, because storage may have to be written again, and a checksum would read it back.
     """
@@ -211,7 +211,7 @@ def write_batch(where: StorageDir | Path, path: str, split: Split, batch: pa.Rec
     with pa.ipc.new_file(sink, batch.schema) as writer:
         writer.write_batch(batch)
     content = memoryview(sink.getvalue())
-    StorageDir.of(where).write(path, content)
+    StorageDir.of(data_dir).write(path, content)
     return ShardInfo(
         path=path,
         split=split,
@@ -234,7 +234,7 @@ class Shard:
 
     def __init__(self, path: StorageDir | Path) -> None:
         try:
-            if isinstance(path, StorageDir) and path.remote:
+            if isinstance(path, StorageDir) and path.is_remote:
                 file = pa.BufferReader(path.parent.read(path.name))
             else:
                 file = pa.memory_map(str(path))

@@ -16,27 +16,27 @@ import numpy as np
 import xxhash
 
 from infra.errors import UserError
-from pipeline.books.readers import Dropped, Part, RawBook
-from pipeline.books.sources import Inventory, find
-from pipeline.config import Reading, TokenizeConfig
+from pipeline.books.readers import DroppedBook, FileRange, RawBook
+from pipeline.books.sources import Inventory, build_inventory
+from pipeline.config import ReadingConfig, TokenizeConfig
 from pipeline.encoding.tokenizer import read_vocabulary
-from pipeline.job.executor import answers
-from pipeline.job.plan import Piece, is_one_book, make_plan, position_of
+from pipeline.job.executor import run_tasks
+from pipeline.job.plan import Partition, is_one_book, make_partitions, split_hash
 from pipeline.job.report import Stopwatch
-from pipeline.job.task import read, tokenize
+from pipeline.job.task import read_or_drop, tokenize
 from pipeline.shards import Split
 
 PIECE = 4_000_000
 """Bytes of text per task: few, so that the first tokens arrive soon."""
-STRETCH = 256
+PARTITIONS_PER_EXECUTION = 256
 """Pieces per execution of Ray Data, so that the first does not wait for all of a large corpus to be submitted."""
-AHEAD = 256_000_000
+MAX_BUFFER_BYTES = 256_000_000
 """Bytes of encoded books that may be buffered before the readers pause."""
-DEATHS = 2
+MAX_RETRIES = 2
 """Retries of a task whose process died."""
-HELD_OUT = 0.01
+VAL_FRACTION = 0.01
 """Share of the books held out for validation."""
-SEARCHED = 64_000_000
+MAX_SEARCH_BYTES = 64_000_000
 """Most bytes of text read to find the books held out for validation."""
 BYTES_PER_TOKEN = 4
 """An estimate, until books have been read."""
@@ -46,7 +46,7 @@ BYTES_PER_TOKEN = 4
 class EncodedBook:
     """A book of the stream; its last token is the end of text. Without tokens if it was ``dropped``."""
 
-    piece: int
+    partition: int
     """Its place in the epoch's order of pieces."""
     source: str
     book: str
@@ -54,7 +54,7 @@ class EncodedBook:
     tokens: np.ndarray
     dropped: str | None = None
     """Why it was left out, as a label to count."""
-    why: str | None = None
+    drop_detail: str | None = None
     """The reason in full."""
     node: str = ""
     """The machine that encoded it ahead of training; empty for one that was encoded where it is used."""
@@ -63,14 +63,14 @@ class EncodedBook:
 class Stream:
     """The books of ``sources``; 1% of them, and at least one where all are known, are held out for validation."""
 
-    def __init__(self, sources: Sequence[str], seed: int, reading: Reading) -> None:
+    def __init__(self, sources: Sequence[str], seed: int, reading: ReadingConfig) -> None:
         self.seed = seed
-        vocabulary = read_vocabulary(reading.vocabulary)
-        self.vocabulary_sha256 = vocabulary.sha256
-        self.settings = TokenizeConfig(tuple(sources), val_fraction=HELD_OUT, shard_size=PIECE, **asdict(reading))
-        if not vocabulary.is_gpt2:
-            vocabulary.prepare(self.settings.encoder)
-        self.inventory = find(sources)
+        tokenizer = read_vocabulary(reading.vocabulary)
+        self.vocabulary_sha256 = tokenizer.sha256
+        self.settings = TokenizeConfig(tuple(sources), val_fraction=VAL_FRACTION, shard_size=PIECE, **asdict(reading))
+        if not tokenizer.is_gpt2:
+            tokenizer.check_encoders(self.settings.encoder)
+        self.inventory = build_inventory(sources)
         identity = self.settings.identity() | {"sources": self.inventory.summary()["sha256"]}
         everything = json.dumps([identity, self.vocabulary_sha256], sort_keys=True)
         self.fingerprint = hashlib.sha256(everything.encode()).hexdigest()
@@ -82,70 +82,72 @@ class Stream:
         Only for collections whose books are all known beforehand, one a file; others are large.
         """
         files = self.inventory.files
-        known = all(is_one_book(Part(file, file.size), self.settings) and not file.split for file in files)
+        known = all(is_one_book(FileRange(file, file.size), self.settings) and not file.split for file in files)
         if not known or len(files) < 2:  # a single book is there to train on
-            return HELD_OUT
-        return max(HELD_OUT, math.nextafter(min(position_of(file.id) for file in files), 1))
+            return VAL_FRACTION
+        return max(VAL_FRACTION, math.nextafter(min(split_hash(file.id) for file in files), 1))
 
-    def held_out(self, tokens: int) -> list[EncodedBook]:
+    def validation_books(self, tokens: int) -> list[EncodedBook]:
         """Books for validation, by id, until they have ``tokens`` tokens or ``SEARCHED`` bytes have been read."""
-        found: list[EncodedBook] = []
+        books: list[EncodedBook] = []
         searched = 0
-        pieces = make_plan(self.inventory, self.settings, self.vocabulary_sha256)
-        for piece in sorted(pieces, key=lambda piece: piece.split != "val"):
-            if piece.split == "train":
+        partitions = make_partitions(self.inventory, self.settings, self.vocabulary_sha256)
+        for partition in sorted(partitions, key=lambda piece: piece.split != "val"):
+            if partition.split == "train":
                 continue
-            for book in encoded_books(piece, "val"):
-                found.append(book)
+            for book in encoded_books(partition, "val"):
+                books.append(book)
                 tokens -= len(book.tokens)
                 if tokens <= 0:
-                    return found
-            searched += sum(part.size for part in piece.parts if not is_one_book(part, piece.settings))
-            if searched > SEARCHED:
+                    return books
+            searched += sum(part.size for part in partition.parts if not is_one_book(part, partition.settings))
+            if searched > MAX_SEARCH_BYTES:
                 break
-        return found
+        return books
 
-    def read(self, epoch: int, piece: int = 0) -> Iterator[EncodedBook]:
-        """The books for training in the order of ``epoch``, starting at its piece number ``piece``."""
-        pieces = self.order(epoch)
-        for first in range(piece, len(pieces), STRETCH):
-            yield from _read_ahead(pieces[first : first + STRETCH])
+    def read(self, epoch: int, partition: int = 0) -> Iterator[EncodedBook]:
+        """The books for training in the order of ``epoch``, starting at its piece number ``partition``."""
+        partitions = self.order(epoch)
+        for first in range(partition, len(partitions), PARTITIONS_PER_EXECUTION):
+            yield from _read_ahead(partitions[first : first + PARTITIONS_PER_EXECUTION])
 
-    def order(self, epoch: int) -> list[Piece]:
+    def order(self, epoch: int) -> list[Partition]:
         """The pieces of an epoch: files are shuffled, which separates neighbours on disk, then the pieces."""
 
         def chance(name: str) -> int:
             return xxhash.xxh3_64_intdigest(f"{epoch}/{name}".encode(), seed=self.seed)
 
         files = sorted(self.inventory.files, key=lambda file: chance(file.id))
-        pieces = make_plan(Inventory(files), self.settings, self.vocabulary_sha256)
-        pieces.sort(key=lambda piece: chance(str(piece.index)))
-        return [replace(piece, index=index) for index, piece in enumerate(pieces)]
+        partitions = make_partitions(Inventory(files), self.settings, self.vocabulary_sha256)
+        partitions.sort(key=lambda piece: chance(str(piece.index)))
+        return [replace(partition, index=index) for index, partition in enumerate(partitions)]
 
 
-def encoded_books(piece: Piece, split: Split) -> Iterator[EncodedBook]:
-    """The books of ``piece`` that are in ``split``, also those that were dropped.
+def encoded_books(partition: Partition, split: Split) -> Iterator[EncodedBook]:
+    """The books of ``partition`` that are in ``split``, also those that were dropped.
 
     What cannot be read is in both splits, so that a reader that finds no book at all can say why.
     """
-    settings = piece.settings
-    for part in piece.parts:
-        if (piece.split or is_one_book(part, settings)) and piece.split_of(part.file.id) != split:
+    settings = partition.settings
+    for part in partition.parts:
+        if (partition.split or is_one_book(part, settings)) and partition.assign_split(part.file.id) != split:
             continue
-        for raw in read(part, settings):
-            if isinstance(raw, RawBook) and piece.split_of(raw.id) != split:
+        for raw in read_or_drop(part, settings):
+            if isinstance(raw, RawBook) and partition.assign_split(raw.id) != split:
                 continue
-            outcome = tokenize(raw, settings, piece.vocabulary, Stopwatch())
-            if isinstance(outcome, Dropped):
-                nothing = np.zeros(0, piece.vocabulary.dtype)
-                yield EncodedBook(piece.index, part.file.id, outcome.book, 0, nothing, outcome.reason, outcome.detail)
+            outcome = tokenize(raw, settings, partition.tokenizer, Stopwatch())
+            if isinstance(outcome, DroppedBook):
+                nothing = np.zeros(0, partition.tokenizer.dtype)
+                yield EncodedBook(
+                    partition.index, part.file.id, outcome.book, 0, nothing, outcome.reason, outcome.detail
+                )
             else:
                 book, tokens = outcome
-                yield EncodedBook(piece.index, part.file.id, book.id, book.chars, tokens)
+                yield EncodedBook(partition.index, part.file.id, book.id, book.chars, tokens)
 
 
-def _read_ahead(pieces: list[Piece]) -> Iterator[EncodedBook]:
-    """The training books of ``pieces`` in their order, encoded by tasks of Ray Data on free cores.
+def _read_ahead(partitions: list[Partition]) -> Iterator[EncodedBook]:
+    """The training books of ``partitions`` in their order, encoded by tasks of Ray Data on free cores.
 
     Raises ``UserError`` as a task raised it, and when a book kills the task's process.
     """
@@ -153,15 +155,16 @@ def _read_ahead(pieces: list[Piece]) -> Iterator[EncodedBook]:
     import ray.exceptions
 
     options = ray.data.DataContext.get_current().execution_options
-    options.resource_limits = options.resource_limits.copy(object_store_memory=AHEAD)
+    options.resource_limits = options.resource_limits.copy(object_store_memory=MAX_BUFFER_BYTES)
     try:
-        yield from answers(_training_books, pieces, ordered=True, max_retries=DEATHS)
+        yield from run_tasks(_training_books, partitions, ordered=True, max_retries=MAX_RETRIES)
     except (ray.exceptions.WorkerCrashedError, ray.exceptions.OutOfMemoryError) as death:
         raise UserError(
-            f"a book of --stream killed the process that read it {DEATHS + 1} times: 'python -m pipeline.tokenize' "
+            f"a book of --stream killed the process that read it {MAX_RETRIES + 1} times: 'python -m "
+            "pipeline.tokenize' "
             "with the same sources finds it and leaves it out; then give --data."
         ) from death
 
 
-def _training_books(piece: Piece) -> Iterator[EncodedBook]:
-    return (replace(book, node=socket.gethostname()) for book in encoded_books(piece, "train"))
+def _training_books(partition: Partition) -> Iterator[EncodedBook]:
+    return (replace(book, node=socket.gethostname()) for book in encoded_books(partition, "train"))

@@ -16,19 +16,19 @@ import numpy as np
 
 from infra.cli import command
 from infra.cli.console import console
-from infra.cli.progress import doing
+from infra.cli.progress import status
 from infra.cli.units import format_duration
 from infra.device import provenance
 from infra.errors import UserError
-from infra.ray.cluster import connected
-from infra.ray.machines import ask_others, losses_reported, refuse_unshared
+from infra.ray.cluster import ray_session
+from infra.ray.machines import check_shared, report_lost_nodes, run_on_other_nodes
 from infra.storage.directory import StorageDir, WorkingCopy
-from infra.tracking.names import changed, shown
+from infra.tracking.names import group_under_detail, non_default_params
 from pipeline.config import TokenizeConfig
 from pipeline.job import output, processes, ray_data, report
-from pipeline.job.crash_guard import forget
+from pipeline.job.crash_guard import remove_notes
 from pipeline.job.embedded_files import embed_local_files
-from pipeline.job.plan import Job, Piece
+from pipeline.job.plan import Job, Partition
 from pipeline.shards import MANIFEST, QUARANTINE, TRACKING, Manifest
 
 if TYPE_CHECKING:
@@ -36,37 +36,38 @@ if TYPE_CHECKING:
 
 
 def main(config: TokenizeConfig) -> int:
-    output.refuse_foreign(StorageDir.of(config.out), overwrite=config.overwrite)
+    output.check_own_output(StorageDir.of(config.out), overwrite=config.overwrite)
     progress = report.JobStats()
-    with progress.wall.time("plan"), doing("listing the books"):
+    with progress.wall.time("plan"), status("listing the books"):
         job = Job(config)
-    with nullcontext() if config.dry_run else output.sole_writer(job.place):
+    with nullcontext() if config.dry_run else output.exclusive_writer(job.out_dir):
         return _continue(job, progress)
 
 
 def _continue(job: Job, progress: report.JobStats) -> int:
     """Compare the plan with what the output holds, and do what is missing; returns the exit code."""
-    config, place = job.config, job.place
+    config, out_dir = job.config, job.out_dir
     changed = output.changed_settings(job)
     # An output without a manifest is what an interrupted --overwrite left: this run continues it.
-    fresh = bool(changed) or (config.overwrite and place.exists(MANIFEST))
+    fresh = bool(changed) or (config.overwrite and out_dir.exists(MANIFEST))
     if fresh:
         why = "because settings changed" if changed else "because of --overwrite"
-        assessed = output.Assessment({}, dict.fromkeys((piece.name for piece in job.pieces), why))
+        assessed = output.PlanStatus({}, dict.fromkeys((partition.name for partition in job.partitions), why))
     else:
-        assessed = output.assess(job)
-    todo = [piece for piece in job.pieces if piece.name in assessed.todo]
+        assessed = output.compare_with_plan(job)
+    todo = [piece for piece in job.partitions if piece.name in assessed.todo]
     console.print(_intention(job, assessed, todo), markup=False)
     if changed and (config.dry_run or not config.overwrite):
         names = "; ".join(f"{name} was {there!r} and is now {now!r}" for name, (there, now) in changed.items())
         step = "it is replaced" if config.overwrite else "add --overwrite to replace it, or name another --out"
-        sentence = f"{place} was made with other settings ({names}): {step}."
+        sentence = f"{out_dir} was made with other settings ({names}): {step}."
         if not config.dry_run:
             raise UserError(sentence)
         console.print(sentence, markup=False)
     if not config.overwrite and (missing := output.missing_sources(job)):
         sentence = (
-            f"{place} holds books of {', '.join(missing[:3])}{', ...' * (len(missing) > 3)}, which the sources do not "
+            f"{out_dir} holds books of {', '.join(missing[:3])}{', ...' * (len(missing) > 3)}, which the "
+            "sources do not "
             "include any more. Name them as well, add --overwrite to replace the data set, or use another --out."
         )
         if not config.dry_run:
@@ -75,60 +76,62 @@ def _continue(job: Job, progress: report.JobStats) -> int:
     if config.dry_run:
         return 0
     if not todo and output.is_finished(job):
-        console.print(f"{place} is finished; nothing to do.", markup=False)
+        console.print(f"{out_dir} is finished; nothing to do.", markup=False)
     else:
         _make(job, todo, progress, fresh=fresh)
     return 0
 
 
-def _make(job: Job, todo: list[Piece], progress: report.JobStats, *, fresh: bool) -> None:
+def _make(job: Job, todo: list[Partition], progress: report.JobStats, *, fresh: bool) -> None:
     """Do the pieces and finish the data set. MLflow is opened meanwhile, or while Ray starts; Ray stops at the end."""
-    config, place, phase = job.config, job.place, progress.wall.time
+    config, out_dir, phase = job.config, job.out_dir, progress.wall.time
     on_ray = _on_ray(config, todo)
     with ThreadPoolExecutor(max_workers=1) as background, ExitStack() as ray:
         if on_ray:
             background.submit(_open_store, config.tracking_uri)
             with phase("ray start"):
-                ray.enter_context(connected(config.address, cpus=config.parallelism, prestart=True))
-                ray_data.warm_up(0 if config.cluster else min(config.parallelism, len(todo)))
+                ray.enter_context(ray_session(config.address, cpus=config.num_workers, prestart=True))
+                ray_data.warm_up(0 if config.cluster else min(config.num_workers, len(todo)))
             if config.cluster:
-                if not place.remote:
-                    refuse_unshared("--out", place.folder)
+                if not out_dir.is_remote:
+                    check_shared("--out", out_dir.local_path)
                 todo = embed_local_files(todo)
         with ExitStack() as run:
             opening = background.submit(_open_run, job)
             run.push(lambda *failure: opening.result().__exit__(*failure))  # it ends as this block does
             if fresh:
                 opening.result()  # a store that cannot be used is refused while what would be replaced is still there
-                output.clear(place)
-            output.begin(job, [piece.name for piece in todo])
+                output.clear(out_dir)
+            output.mark_unfinished(job, [partition.name for partition in todo])
             if todo:
                 with phase("work"):
                     _work(job, todo, progress, opening, on_ray=on_ray)
-            with phase("mlflow start"), doing("opening the MLflow store"):
+            with phase("mlflow start"), status("opening the MLflow store"):
                 tracker = opening.result()
-            place.write_json(TRACKING, tracker.key.kept_in(place.address))
+            out_dir.write_json(TRACKING, tracker.run_ref.to_json_for(out_dir.address))
             stopping = background.submit(ray.close)
-            with phase("finish"), doing("checking and closing the data set"):
+            with phase("finish"), status("checking and closing the data set"):
                 manifest = output.finish(job, partial(console.print, markup=False))
             if on_ray:
-                with phase("ray stop"), doing("stopping Ray"):
+                with phase("ray stop"), status("stopping Ray"):
                     stopping.result()
-            told = report.data_report(str(config.out), manifest.report, progress, manifest.fingerprint, manifest.inputs)
-            tracker.note(told.markdown())
-            tracker.metrics(shown(progress.metrics() | _counts(manifest), report.METRICS))
-            tracker.tags({"dropped": report.dropped(manifest.report)})
-            copy = WorkingCopy.of(place, fresh=False, wanted=lambda name: name in (MANIFEST, QUARANTINE))
-            tracker.file(copy.folder / MANIFEST)
-            tracker.file(copy.folder / QUARANTINE)
-            tracker.data(place.name, manifest.fingerprint, str(place), manifest.report, "output")
+            job_report = report.data_report(
+                str(config.out), manifest.report, progress, manifest.fingerprint, manifest.inputs
+            )
+            tracker.set_description(job_report.markdown())
+            tracker.log_metrics(group_under_detail(progress.metrics() | _counts(manifest), report.METRICS))
+            tracker.set_tags({"dropped": report.format_dropped(manifest.report)})
+            copy = WorkingCopy.of(out_dir, empty=False, include=lambda name: name in (MANIFEST, QUARANTINE))
+            tracker.log_file(copy.local_path / MANIFEST)
+            tracker.log_file(copy.local_path / QUARANTINE)
+            tracker.log_dataset(out_dir.name, manifest.fingerprint, str(out_dir), manifest.report, "output")
     from infra.tracking.views import ui_link
 
-    told.show()
-    console.print(ui_link(tracker.key), markup=False)
+    job_report.show()
+    console.print(ui_link(tracker.run_ref), markup=False)
 
 
-def _on_ray(config: TokenizeConfig, todo: list[Piece]) -> bool:
+def _on_ray(config: TokenizeConfig, todo: list[Partition]) -> bool:
     """Whether Ray Data does these pieces: where it was asked for. On one machine it was slower at every size."""
     return bool(todo and (config.cluster or config.workers))
 
@@ -143,26 +146,30 @@ def _open_run(job: Job) -> "Tracker":
     from infra.tracking.store import create_run
     from infra.tracking.tracker import Tracker
 
-    config, home = job.config, job.place.address
-    key = create_run("pipeline", job.place.name, tracking_uri=config.tracking_uri, home=home, tags=provenance.collect())
-    tracker = Tracker(key)
+    config, run_dir = job.config, job.out_dir.address
+    run_ref = create_run(
+        "pipeline", job.out_dir.name, tracking_uri=config.tracking_uri, run_dir=run_dir, tags=provenance.collect()
+    )
+    tracker = Tracker(run_ref)
     identity, usual = config.identity(), TokenizeConfig().identity()
-    named = {"sources": identity.pop("sources"), "out": str(job.place), "workers": config.parallelism}
-    tracker.params(changed(identity, usual) | named | {"pieces": len(job.pieces)})
-    tracker.json(config.identity() | named, "config.json")
+    named = {"sources": identity.pop("sources"), "out": str(job.out_dir), "workers": config.num_workers}
+    tracker.log_params(non_default_params(identity, usual) | named | {"pieces": len(job.partitions)})
+    tracker.log_json(config.identity() | named, "config.json")
     return tracker
 
 
-def _work(job: Job, todo: list[Piece], progress: report.JobStats, opening: "Future[Tracker]", *, on_ray: bool) -> None:
-    config, total, run = job.config, len(job.pieces), uuid.uuid4().hex
+def _work(
+    job: Job, todo: list[Partition], progress: report.JobStats, opening: "Future[Tracker]", *, on_ray: bool
+) -> None:
+    config, total, run = job.config, len(job.partitions), uuid.uuid4().hex
     if on_ray:
-        workers = config.workers if config.cluster else config.parallelism
-        summaries = ray_data.do_pieces(todo, job.place, run, workers=workers, ours=not config.cluster)
+        workers = config.workers if config.cluster else config.num_workers
+        summaries = ray_data.run_partitions(todo, job.out_dir, run, workers=workers, is_own_ray=not config.cluster)
     else:
-        summaries = processes.do_pieces(todo, job.place, run, workers=config.parallelism)
-    with doing("tokenizing") as told:
+        summaries = processes.run_partitions(todo, job.out_dir, run, workers=config.num_workers)
+    with status("tokenizing") as live_status:
         start = time.perf_counter()
-        watched = losses_reported("the others do its pieces") if config.cluster else nullcontext()
+        watched = report_lost_nodes("the others do its pieces") if config.cluster else nullcontext()
         try:
             with watched, closing(summaries):
                 for number, summary in enumerate(summaries, 1):
@@ -170,21 +177,21 @@ def _work(job: Job, todo: list[Piece], progress: report.JobStats, opening: "Futu
                     taken = time.perf_counter() - start
                     left = format_duration(round(taken / number * (len(todo) - number)))
                     done = f"{total - len(todo) + number:,} of {total:,} pieces"
-                    told.now("tokenizing", f"{done} | {progress.bytes / 1e6 / taken:,.0f} MB/s | {left} left")
+                    live_status.update("tokenizing", f"{done} | {progress.bytes / 1e6 / taken:,.0f} MB/s | {left} left")
                     if opening.done():
                         opening.result()  # a store that cannot be used ends the work now
         finally:
-            forget(run)
+            remove_notes(run)
     if config.cluster:
-        ask_others(forget, run)
+        run_on_other_nodes(remove_notes, run)
 
 
-def _intention(job: Job, assessed: output.Assessment, todo: list[Piece]) -> str:
+def _intention(job: Job, assessed: output.PlanStatus, todo: list[Partition]) -> str:
     """What is there, what is done, what will be done and why, and what that will take."""
     config, summary, on_ray = job.config, job.inventory.summary(), _on_ray(job.config, todo)
     lines = [
-        f"{summary['files']:,} files, {summary['bytes'] / 1e6:,.1f} MB, in {len(job.pieces):,} pieces -> {config.out}"
-        + (", by Ray Data" if on_ray else ", without Ray" if todo else "")
+        f"{summary['files']:,} files, {summary['bytes'] / 1e6:,.1f} MB, in {len(job.partitions):,} pieces -> "
+        f"{config.out}" + (", by Ray Data" if on_ray else ", without Ray" if todo else "")
     ]
     if skipped := report.skipped_files(summary):
         lines.append(f"skipped: {skipped}")
@@ -198,9 +205,9 @@ def _intention(job: Job, assessed: output.Assessment, todo: list[Piece]) -> str:
     if config.dry_run:
         lines.append(
             "estimate: "
-            + report.estimate(
-                job.pieces, todo, assessed.done.values(), config.parallelism,
-                token_bytes=np.dtype(job.vocabulary.dtype).itemsize, on_ray=on_ray,
+            + report.format_estimate(
+                job.partitions, todo, assessed.done.values(), config.num_workers,
+                token_bytes=np.dtype(job.tokenizer.dtype).itemsize, on_ray=on_ray,
             )
         )  # fmt: skip
     return "\n".join(lines)

@@ -15,17 +15,17 @@ import xxhash
 
 from infra.cli import command
 from infra.cli.console import console
-from infra.cli.progress import Doing, doing
+from infra.cli.progress import Status, status
 from infra.cli.units import Bytes
 from infra.errors import UserError
 from infra.storage.directory import StorageDir
-from pipeline.books.readers import Dropped
-from pipeline.books.sources import find
-from pipeline.config import SAMPLE, Cleaning, TokenizeConfig
+from pipeline.books.readers import DroppedBook
+from pipeline.books.sources import build_inventory
+from pipeline.config import SAMPLE, CleaningConfig, TokenizeConfig
 from pipeline.encoding.formats import END
-from pipeline.encoding.tokenizer import Vocabulary, gpt2
-from pipeline.job.plan import Piece, make_plan
-from pipeline.job.task import cleaned, or_dropped, read
+from pipeline.encoding.tokenizer import Tokenizer, gpt2
+from pipeline.job.plan import Partition, make_partitions
+from pipeline.job.task import clean_and_filter, drop_on_error, read_or_drop
 
 BYTE_TOKENS = 256
 PIECE = 1_000_000
@@ -40,7 +40,7 @@ CHUNK = 100_000
 
 
 @dataclass(frozen=True)
-class VocabularyConfig(Cleaning):
+class VocabularyConfig(CleaningConfig):
     """Train the vocabulary of a byte-level BPE, with GPT-2's split pattern, on a sample of books."""
 
     sources: Annotated[tuple[str, ...], tyro.conf.Positional] = (SAMPLE,)
@@ -70,19 +70,20 @@ def main(config: VocabularyConfig) -> int:
     file = StorageDir.of(config.out)
     if file.parent.exists(file.name):
         raise UserError(f"--out {config.out} exists already: name another file, or remove it.")
-    with doing("listing the books") as told:
-        content = train(config, told)
+    with status("listing the books") as live_status:
+        content = train(config, live_status)
     file.parent.write(file.name, content)
-    found = Vocabulary(content, config.out)
+    tokenizer = Tokenizer(content, config.out)
     console.print(
-        f"{config.out}: {len(found):,} ids, sha256 {found.sha256[:12]}; encode books with 'python -m pipeline.tokenize "
+        f"{config.out}: {len(tokenizer):,} ids, sha256 {tokenizer.sha256[:12]}; encode books with 'python -m "
+        "pipeline.tokenize "
         f"... --vocabulary {config.out}'",
         markup=False,
     )
     return 0
 
 
-def train(config: VocabularyConfig, told: Doing) -> bytes:
+def train(config: VocabularyConfig, live_status: Status) -> bytes:
     """The ``tokenizer.json``. Raises ``UserError`` when the books are missing, or too few for its size."""
     from tokenizers import Tokenizer, decoders, models, pre_tokenizers, trainers
 
@@ -92,37 +93,40 @@ def train(config: VocabularyConfig, told: Doing) -> bytes:
     trainer = trainers.BpeTrainer(
         vocab_size=config.size - 1, initial_alphabet=pre_tokenizers.ByteLevel.alphabet(), show_progress=False
     )
-    cleaning = {field.name: getattr(config, field.name) for field in fields(Cleaning)}
+    cleaning = {field.name: getattr(config, field.name) for field in fields(CleaningConfig)}
     settings = TokenizeConfig(config.sources, shard_size=PIECE, **cleaning)
-    pieces = make_plan(find(config.sources), settings)
-    tokenizer.train_from_iterator(_texts(config, pieces, told), trainer)
+    partitions = make_partitions(build_inventory(config.sources), settings)
+    tokenizer.train_from_iterator(_texts(config, partitions, live_status), trainer)
     tokenizer.add_special_tokens([END])
-    if (found := tokenizer.get_vocab_size()) < config.size:
+    if (vocab_size := tokenizer.get_vocab_size()) < config.size:
         raise UserError(
-            f"the books have enough words for {found:,} of --size {config.size:,} token ids: name more books, or give "
-            f"--size {found}."
+            f"the books have enough words for {vocab_size:,} of --size {config.size:,} token ids: name more "
+            "books, or give "
+            f"--size {vocab_size}."
         )
     return tokenizer.to_str().encode()
 
 
-def _texts(config: VocabularyConfig, pieces: list[Piece], told: Doing) -> Iterator[str]:
+def _texts(config: VocabularyConfig, partitions: list[Partition], live_status: Status) -> Iterator[str]:
     """The first ``sample`` bytes of the pieces' text, in an order that depends on their numbers alone."""
     size = 0
-    ordered = sorted(pieces, key=lambda piece: xxhash.xxh3_64_intdigest(piece.name.encode()))
-    for settings, part in ((piece.settings, part) for piece in ordered for part in piece.parts):
-        for raw in read(part, settings):
-            book = raw if isinstance(raw, Dropped) else or_dropped(raw.id, partial(cleaned, raw, settings))
-            if isinstance(book, Dropped):
+    ordered = sorted(partitions, key=lambda piece: xxhash.xxh3_64_intdigest(piece.name.encode()))
+    for settings, part in ((partition.settings, part) for partition in ordered for part in partition.parts):
+        for raw in read_or_drop(part, settings):
+            book = (
+                raw if isinstance(raw, DroppedBook) else drop_on_error(raw.id, partial(clean_and_filter, raw, settings))
+            )
+            if isinstance(book, DroppedBook):
                 continue
             for chunk in gpt2().chunks(book.text[: config.sample - size], CHUNK):
                 yield from _words_cut(chunk)
             size += len(book.text)
-            told.now(f"reading books, {size / 1e6:,.1f} MB")
+            live_status.update(f"reading books, {size / 1e6:,.1f} MB")
             if size >= config.sample:
                 break
         if size >= config.sample:  # the remaining files need not be opened
             break
-    told.now(f"learning {config.size:,} tokens from {min(size, config.sample) / 1e6:,.1f} MB of text")
+    live_status.update(f"learning {config.size:,} tokens from {min(size, config.sample) / 1e6:,.1f} MB of text")
 
 
 def _words_cut(chunk: bytes) -> Iterator[str]:

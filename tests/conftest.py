@@ -235,9 +235,9 @@ sys.stdin.read()
 @pytest.fixture(scope="module")
 def joined(cluster: str) -> Iterator[str]:
     """The address of the shared Ray, which this process joins once for a module's tests, and so keeps Ray's workers."""
-    from infra.ray.cluster import connected
+    from infra.ray.cluster import ray_session
 
-    with connected(cluster):
+    with ray_session(cluster):
         yield cluster
 
 
@@ -289,7 +289,9 @@ def s3(monkeypatch: pytest.MonkeyPatch) -> Iterator[tuple[str, Callable[[float],
 
     def set_rate(share: float) -> None:
         rate[0] = share
-        monkeypatch.setattr(object_storage, "PATIENCE_SECONDS", 0.0 if share == 1.0 else 240.0)  # it would be in vain
+        monkeypatch.setattr(
+            object_storage, "RETRY_TIMEOUT_SECONDS", 0.0 if share == 1.0 else 240.0
+        )  # it would be in vain
         object_storage._store.cache_clear()
 
     yield f"?endpoint=http://{host}:{port}&region=us-east-1", set_rate

@@ -13,9 +13,9 @@ import torch
 from safetensors.torch import load_file
 from transformers import GPT2Config, GPT2LMHeadModel
 
-from infra.device.hardware import cpu_facts
+from infra.device.hardware import cpu_info
 from infra.errors import UserError
-from infra.ray.cluster import connected
+from infra.ray.cluster import ray_session
 from infra.storage.files import write_json
 from pipeline.encoding.tokenizer import read_vocabulary
 from pipeline.shards import MANIFEST, VOCABULARY_FILE
@@ -26,12 +26,12 @@ from train.config import Cycle, TrainConfig, load_config
 from train.custom_model import CustomModel
 from train.estimate import flops
 from train.estimate.memory import predict_peak
-from train.estimate.probe import line
-from train.loop.execution import build
+from train.estimate.probe import measure_fit
+from train.loop.execution import build_model
 from train.loop.trainer import Trainer
 from train.model_config import ModelConfig, format_model, parse_model
 from train.models import custom
-from train.models.hf_weights import published_weights
+from train.models.hf_weights import to_hf_state_dict
 from train.profile import __main__ as profile
 from train.reporting.hugging_face import write_model
 from train.resolved import resolve
@@ -57,7 +57,7 @@ def config_of(data: Path, name: str, **changes: object) -> TrainConfig:
 
 def losses(trainer: Trainer) -> list[float]:
     trainer.run()
-    return [loss for report in trainer.spent.reports for loss in report.step_losses]
+    return [loss for report in trainer.times.reports for loss in report.step_losses]
 
 
 @pytest.mark.parametrize("name", NAMES)
@@ -79,8 +79,8 @@ def test_recomputation_saves_memory(small_shards: Path) -> None:
     """What the backward pass keeps, by torch's own count of saved tensors."""
 
     def kept(checkpointing: str) -> int:
-        config = resolve(config_of(small_shards, "gpt2", checkpointing=checkpointing), cpu_facts())
-        model, sizes = build(config, torch.device("cpu")), dict[int, int]()
+        config = resolve(config_of(small_shards, "gpt2", checkpointing=checkpointing), cpu_info())
+        model, sizes = build_model(config, torch.device("cpu")), dict[int, int]()
         tokens = torch.zeros(4, 32, dtype=torch.int64)
 
         def pack(tensor: torch.Tensor) -> torch.Tensor:
@@ -106,10 +106,12 @@ def doors(small_shards: Path) -> tuple[TrainConfig, TrainConfig]:
 
 def test_gpt2_by_both_doors_is_one_model(doors: tuple[TrainConfig, TrainConfig]) -> None:
     ours, theirs = map(Trainer, doors)
-    theirs.model.model.load_state_dict(published_weights(ours.model), strict=False)
+    theirs.model.model.load_state_dict(to_hf_state_dict(ours.model), strict=False)
     assert losses(theirs) == pytest.approx(losses(ours), rel=1e-4)
     assert flops.parameters(theirs.config) == flops.parameters(ours.config)
-    assert flops.per_token(theirs.config) == pytest.approx(flops.per_token(ours.config), rel=0.01)
+    assert flops.model_flops_per_token(theirs.config) == pytest.approx(
+        flops.model_flops_per_token(ours.config), rel=0.01
+    )
     assert flops.formulas(theirs.config)[0].name == "counted"
 
 
@@ -122,11 +124,11 @@ def test_its_memory_is_measured_as_the_formulas_know_it(doors: tuple[TrainConfig
     """
     shape = ModelConfig(layers=4, heads=4, width=256, context_length=256, vocabulary=8192, padded_vocabulary=8192)
     words = "own_models:gpt2,width=256,layers=4,heads=4,context_length=256,vocabulary=8192"
-    ours = resolve(dataclasses.replace(doors[0], model=shape, global_batch=32), cpu_facts())
-    theirs = resolve(dataclasses.replace(ours, model=parse_model(words)), cpu_facts())
+    ours = resolve(dataclasses.replace(doors[0], model=shape, global_batch=32), cpu_info())
+    theirs = resolve(dataclasses.replace(ours, model=parse_model(words)), cpu_info())
     for micro_batch in (16, 32):
         known, found = (predict_peak(dataclasses.replace(config, micro_batch=micro_batch)) for config in (ours, theirs))
-        measured = line(dataclasses.replace(ours, micro_batch=micro_batch)).peak(micro_batch)
+        measured = measure_fit(dataclasses.replace(ours, micro_batch=micro_batch)).peak(micro_batch)
         assert found.weights == known.weights
         assert found.total == pytest.approx(measured + known.context, rel=0.05)
         assert found.total == pytest.approx(known.total, rel=0.15)
@@ -264,7 +266,7 @@ def ray_folder(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Path]:
     with pytest.MonkeyPatch.context() as patch:
         patch.chdir(made)
         patch.setenv("PYTHONPATH", "")  # which Ray's workers inherit
-        with connected(cpus=1, code=[str(MODELS / "own_models.py")]):
+        with ray_session(cpus=1, code=[str(MODELS / "own_models.py")]):
             yield made
 
 
@@ -317,7 +319,7 @@ def test_a_model_that_needs_values_is_looked_at_on_the_cpu(monkeypatch: pytest.M
         "        return super().forward(inputs, targets)\n"
     )
     monkeypatch.syspath_prepend(str(tmp_path))
-    found = custom.look(dataclasses.replace(parse_model("asking:Asking"), vocabulary=20, context_length=4))
+    found = custom.inspect_model(dataclasses.replace(parse_model("asking:Asking"), vocabulary=20, context_length=4))
     assert (found.parameters, found.logits) == (400, True)
 
 
@@ -334,9 +336,9 @@ def test_a_model_may_print_and_is_trained_whatever_mode_it_comes_in(
     )
     monkeypatch.syspath_prepend(str(tmp_path))
     config = dataclasses.replace(config_of(small_shards, "gpt2"), model=parse_model(f"loud:evaluated,{SIZES}"))
-    config = resolve(config, cpu_facts())
-    assert build(config, torch.device("cpu")).training
-    assert line(config).weights == 4 * 257 * 257
+    config = resolve(config, cpu_info())
+    assert build_model(config, torch.device("cpu")).training
+    assert measure_fit(config).weights == 4 * 257 * 257
 
 
 @pytest.mark.parametrize("tied", [True, False])
@@ -349,7 +351,7 @@ def test_weights_go_to_hugging_faces_format_and_back_to_the_bit(
     GPT2LMHeadModel(GPT2Config(**shape, tie_word_embeddings=tied)).save_pretrained("theirs")
     config = dataclasses.replace(config_of(small_shards, "gpt2", steps=2), model=parse_model("hf:theirs"))
     trainer = Trainer(config, checkpoints=tmp_path / "checkpoints")
-    before, after = load_file("theirs/model.safetensors"), published_weights(trainer.model)
+    before, after = load_file("theirs/model.safetensors"), to_hf_state_dict(trainer.model)
     assert before.keys() == after.keys()
     assert all(torch.equal(before[name], after[name]) for name in before)
     theirs = GPT2LMHeadModel.from_pretrained("theirs").eval()
@@ -357,12 +359,12 @@ def test_weights_go_to_hugging_faces_format_and_back_to_the_bit(
     torch.testing.assert_close(trainer.model.eval()(tokens)[..., :257], theirs(tokens).logits, atol=1e-5, rtol=1e-5)
 
     write_model(Path(str(trainer.run().checkpoint)), Path("ours"))
-    trained = published_weights(trainer.model)
+    trained = to_hf_state_dict(trainer.model)
     assert not any(torch.equal(trained[name], before[name]) for name in before)
     again = Trainer(dataclasses.replace(config, model=parse_model("hf:ours")))
     GPT2LMHeadModel.from_pretrained("ours").save_pretrained("once more")
     for found in (
-        load_file("ours/model.safetensors"), published_weights(again.model), load_file("once more/model.safetensors")
+        load_file("ours/model.safetensors"), to_hf_state_dict(again.model), load_file("once more/model.safetensors")
     ):  # fmt: skip
         assert found.keys() == trained.keys()
         assert all(torch.equal(found[name], trained[name]) for name in trained)

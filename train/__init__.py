@@ -16,19 +16,19 @@ def train(config: "TrainConfig", name: str | None = None, out: str = "runs") -> 
     """
     import json
 
-    from infra.cli.command import for_a_program
+    from infra.cli.command import restore_signal_handlers
     from infra.schema import from_json
     from infra.storage.directory import StorageDir
     from train import run
     from train.result import RunResult
 
     name = name or run.default_name(config)
-    with for_a_program():
+    with restore_signal_handlers():
         run.run(run.RunOptions(config, name, out))
-    place = StorageDir.of(out) / name
-    if not place.exists("result.json"):
+    run_dir = StorageDir.of(out) / name
+    if not run_dir.exists("result.json"):
         raise KeyboardInterrupt
-    return from_json(RunResult, json.loads(place.read("result.json")), f"{place}/result.json")
+    return from_json(RunResult, json.loads(run_dir.read("result.json")), f"{run_dir}/result.json")
 
 
 def open_shards(data: str, context_length: int = 1024, split: "Split" = "train") -> "TokenDataset":

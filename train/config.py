@@ -14,11 +14,11 @@ from typing import Annotated, Any, ClassVar, Literal, get_args, get_origin, get_
 import tyro
 from pydantic import BeforeValidator, PlainSerializer
 
-from infra.cli.units import SecondsOrNone, check_numbers, one_word
+from infra.cli.units import SecondsOrNone, check_numbers, single_value_flag
 from infra.errors import UserError
 from infra.schema import from_json, strict, to_json
 from infra.storage.directory import StorageDir
-from pipeline.config import Reading
+from pipeline.config import ReadingConfig
 from train.model_config import PRESETS, Model, ModelConfig, format_model
 
 Precision = Literal["auto", "fp32", "tf32", "fp16", "bf16", "bf16-activations"]
@@ -67,7 +67,7 @@ class Cycle:
 
 CycleText = Annotated[
     Cycle,
-    one_word("N+M", Cycle, Cycle.parse, str),
+    single_value_flag("N+M", Cycle, Cycle.parse, str),
     BeforeValidator(lambda text: Cycle.parse(str(text))),
     PlainSerializer(str),
 ]
@@ -87,7 +87,7 @@ def _parse_micro_batch(text: str) -> int:
 
 MicroBatch = Annotated[
     int,
-    one_word("INT|auto", int, _parse_micro_batch, lambda size: "auto" if size == AUTO else str(size)),
+    single_value_flag("INT|auto", int, _parse_micro_batch, lambda size: "auto" if size == AUTO else str(size)),
     BeforeValidator(lambda value: AUTO if value == "auto" else value),
     PlainSerializer(lambda size: "auto" if size == AUTO else size),
 ]
@@ -117,7 +117,7 @@ class TrainConfig:
     stream: Annotated[tuple[str, ...], tyro.conf.arg(metavar="[SOURCE ...]")] = ()
     """Books to train on directly instead of --data, given as sources of pipeline.tokenize.
     Ray Data encodes them while the model trains."""
-    reading: Reading = field(default_factory=Reading)
+    reading: ReadingConfig = field(default_factory=ReadingConfig)
     """Settings for reading and cleaning the books of --stream."""
     model: Model = PRESETS["gpt2-124m"]
     """Preset, optionally with changes (tiny,layers=4): gpt2-124m, gpt2-355m, gpt2-774m, gpt2-1558m, small, edu-3m,
@@ -249,10 +249,10 @@ class TrainConfig:
     """Number of newest checkpoints to keep (0: write none)."""
 
     def __post_init__(self) -> None:
-        refuse_contradictions(self)
+        check_consistency(self)
 
     @property
-    def shape(self) -> ModelConfig:
+    def gpt2_config(self) -> ModelConfig:
         """The shape of the GPT-2 that is trained; a custom model has none."""
         assert isinstance(self.model, ModelConfig), "asked of a GPT-2 only"
         return self.model
@@ -326,7 +326,7 @@ def divisors(number: int) -> list[int]:
 
 FUSED_ATTENTION = ("flash", "cudnn", "efficient")
 
-SIXTEEN_BITS = ("fp16", "bf16", "bf16-activations")
+HALF_PRECISIONS = ("fp16", "bf16", "bf16-activations")
 
 TORCHAO_OPTIMIZERS = ("adamw-8bit", "adamw-bf16")
 
@@ -346,17 +346,17 @@ SWITCHES = (
 """Settings that not every model has."""
 
 
-def refuse_contradictions(config: TrainConfig) -> None:
+def check_consistency(config: TrainConfig) -> None:
     _choices(config)
     _sizes(config)
     _batch(config)
     _end(config)
     _reading(config)
     for name in SWITCHES:
-        if reason := config.model.lacks(name, getattr(config, name)):
+        if reason := config.model.unsupported_reason(name, getattr(config, name)):
             raise UserError(f"{_flag(config, name)} does not apply to --model {format_model(config.model)}: {reason}.")
-    for (first, ours), (second, theirs), reason in _pairs(config):
-        if ours and theirs:
+    for (first, first_value), (second, second_value), reason in _conflicts(config):
+        if first_value and second_value:
             raise UserError(f"{_flag(config, first)} and {_flag(config, second)} cannot be combined: {reason}.")
     check_numbers(config)
 
@@ -447,7 +447,7 @@ def _end(config: TrainConfig) -> None:
 def _reading(config: TrainConfig) -> None:
     if config.stream:
         return
-    for setting in fields(Reading):
+    for setting in fields(ReadingConfig):
         if getattr(config.reading, setting.name) != setting.default:
             raise UserError(
                 f"--{setting.name.replace('_', '-')} is about books, but this run reads none: name them with --stream, "
@@ -455,7 +455,7 @@ def _reading(config: TrainConfig) -> None:
             )
 
 
-def _pairs(config: TrainConfig):
+def _conflicts(config: TrainConfig):
     """Pairs of (field, whether its value is affected) that cannot be combined, and the reason."""
     device = config.device
     attention, precision, optimizer = config.attention, config.precision, config.optimizer

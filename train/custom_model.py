@@ -14,7 +14,7 @@ from infra.schema import strict
 
 @strict
 @dataclass(frozen=True)
-class Found:
+class ModelInfo:
     """What was found of a custom model by running it once: see :func:`train.models.custom.look`."""
 
     parameters: int
@@ -39,10 +39,10 @@ MAX_SIZES = {
 
 def check_sizes(model: object) -> None:
     """Raise ``UserError`` for a size of ``model`` below 1 or above :data:`MAX_SIZES`."""
-    for name, most in MAX_SIZES.items():
+    for name, max_size in MAX_SIZES.items():
         size = getattr(model, name, 1)
-        if not 1 <= size <= most:
-            raise UserError(f"--model {name}={size} must be at least 1 and at most {most:,}.")
+        if not 1 <= size <= max_size:
+            raise UserError(f"--model {name}={size} must be at least 1 and at most {max_size:,}.")
 
 
 _NOT_CUSTOM = {
@@ -78,7 +78,7 @@ class CustomModel:
     context_length: int = 1024
     vocabulary: int = 50257
     end_of_text: int = -1
-    found: Found | None = field(default=None, compare=False)
+    found: ModelInfo | None = field(default=None, compare=False)
 
     def __post_init__(self) -> None:
         check_sizes(self)
@@ -98,31 +98,31 @@ class CustomModel:
         return {name: _value(text) for name, text in self._pairs}
 
     @property
-    def looked_at(self) -> Found:
+    def model_info(self) -> ModelInfo:
         """What was found of it; a resolved config has been looked at."""
         assert self.found, "of a resolved config's model"
         return self.found
 
     @property
-    def code(self) -> tuple[str, ...]:
+    def source_paths(self) -> tuple[str, ...]:
         spec = find_spec(self.callable.partition(":")[0].partition(".")[0])
-        places = (spec.submodule_search_locations or [spec.origin or ""]) if spec else []
-        return tuple(place for place in places if not Path(place).is_relative_to(get_path("purelib")))
+        paths = (spec.submodule_search_locations or [spec.origin or ""]) if spec else []
+        return tuple(path for path in paths if not Path(path).is_relative_to(get_path("purelib")))
 
     @property
-    def writes(self) -> bool:
-        return self.looked_at.logits
+    def has_logits(self) -> bool:
+        return self.model_info.logits
 
     @property
-    def described(self) -> str:
-        found = self.looked_at
-        attention = "torch's, whose kernel can be chosen" if found.attention and found.blocks else "its own"
+    def summary(self) -> str:
+        info = self.model_info
+        attention = "torch's, whose kernel can be chosen" if info.attention and info.blocks else "its own"
         return (
-            f"{found.parameters:,} parameters, {found.flops_per_token / 1e6:,.1f} MFLOP per token, repeated blocks "
-            f"{', '.join(found.blocks) or 'none'}, attention {attention}"
+            f"{info.parameters:,} parameters, {info.flops_per_token / 1e6:,.1f} MFLOP per token, repeated blocks "
+            f"{', '.join(info.blocks) or 'none'}, attention {attention}"
         )
 
-    def lacks(self, setting: str, value: Any) -> str:
+    def unsupported_reason(self, setting: str, value: Any) -> str:
         """What depends on its inside is known once it has been looked at."""
         if setting == "vocabulary_multiple" or (setting.startswith("model.") and not hasattr(self, setting[6:])):
             return "only its callable decides its shape"
@@ -137,7 +137,7 @@ class CustomModel:
             return "none of its repeated blocks calls torch's scaled_dot_product_attention"
         return ""
 
-    def with_vocabulary(self, ids: int, end_of_text: int, source: str) -> "CustomModel":
+    def with_vocab_size(self, ids: int, end_of_text: int, source: str) -> "CustomModel":
         """The default vocabulary gives way."""
         if self.vocabulary not in (CustomModel.vocabulary, ids):
             raise UserError(

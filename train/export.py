@@ -10,11 +10,11 @@ import tyro
 from infra.cli import command
 from infra.cli.console import console
 from infra.cli.options import Checkpoint, Runs
-from infra.cli.progress import doing
+from infra.cli.progress import status
 from infra.errors import UserError
 from infra.storage.directory import StorageDir
 from infra.storage.object_storage import is_remote
-from infra.tracking.run_ref import RunKey
+from infra.tracking.run_ref import RunRef
 from train.config import config_from_json
 from train.custom_model import CustomModel
 from train.run_files.lookup import find_checkpoint
@@ -52,47 +52,51 @@ def export(config: ExportConfig) -> int:
         raise UserError(
             f"--register {config.register} only supports GPT-2 models, not {kind.callable}. Remove --register."
         )
-    key = run_of(checkpoint, config.register)
-    name = run_name(checkpoint, key)
-    with doing("writing the model"):
+    run_ref = find_run_ref(checkpoint, config.register)
+    name = run_name(checkpoint, run_ref)
+    with status("writing the model"):
         from train.reporting.hugging_face import write_model
 
-        loading = write_model(checkpoint, config.to, f"{name}, MLflow run {key.run_id}" if key else "")
+        loading = write_model(checkpoint, config.to, f"{name}, MLflow run {run_ref.run_id}" if run_ref else "")
     console.print(f"{config.to}: {loading}")
-    if key is None:
+    if run_ref is None:
         return 0
     progress, model = read_progress(checkpoint), None
     if config.register:
-        with doing("registering the model"):
+        with status("registering the model"):
             from infra.tracking.registry import register
             from infra.tracking.views import page_link
 
-            trained = f"Trained by {page_link(key, name, store=key.store)}, {progress.step:,} steps"
-            model = (config.register, register(key, config.register, config.to, kind.vocabulary, trained))
+            trained = f"Trained by {page_link(run_ref, name, store=run_ref.store)}, {progress.step:,} steps"
+            model = (config.register, register(run_ref, config.register, config.to, kind.vocabulary, trained))
         console.print(f"registered: mlflow.pyfunc.load_model('models:/{'/'.join(model)}')")
-    with doing("recording the export in MLflow"):
+    with status("recording the export in MLflow"):
         from train.reporting.tracking import record_export
 
-        record_export(key, progress.step, config.to.resolve(), model)
+        record_export(run_ref, progress.step, config.to.resolve(), model)
     return 0
 
 
-def run_name(checkpoint: Path, key: RunKey | None) -> str:
+def run_name(checkpoint: Path, run_ref: RunRef | None) -> str:
     """The name of the run of ``checkpoint``; its folder has another one if it is a local copy of object storage."""
-    return StorageDir.of(key.home).name if key and is_remote(key.home) else checkpoint.resolve().parent.parent.name
+    return (
+        StorageDir.of(run_ref.home).name
+        if run_ref and is_remote(run_ref.home)
+        else checkpoint.resolve().parent.parent.name
+    )
 
 
-def run_of(checkpoint: Path, name: str | None) -> RunKey | None:
+def find_run_ref(checkpoint: Path, name: str | None) -> RunRef | None:
     """The MLflow run of ``checkpoint``; None if it is unknown. Registering the model as ``name`` requires it."""
     try:
-        key = RunFolder(checkpoint.resolve().parent.parent).key()
+        run_ref = RunFolder(checkpoint.resolve().parent.parent).run_ref()
     except UserError:  # A folder that was copied without its MLflow store can still be exported.
         if name:
             raise
-        key = None
+        run_ref = None
     if name is None:
-        return key
-    if key is None:
+        return run_ref
+    if run_ref is None:
         raise UserError(
             f"--register {name}: the MLflow run of {checkpoint} is unknown, because it is not in a run's folder. Use a "
             "checkpoint in runs/NAME, or remove --register."
@@ -101,7 +105,7 @@ def run_of(checkpoint: Path, name: str | None) -> RunKey | None:
         raise UserError(
             f"--register {name} needs the package transformers. Run 'pip install transformers', or remove --register."
         )
-    return key
+    return run_ref
 
 
 if __name__ == "__main__":

@@ -5,7 +5,7 @@ from dataclasses import dataclass
 from infra.cli import command
 from infra.cli.console import console
 from infra.cli.options import Checkpoint, Runs
-from infra.cli.progress import doing
+from infra.cli.progress import status
 from infra.errors import UserError
 from train.config import config_from_json
 from train.model_config import format_model
@@ -52,27 +52,27 @@ def generate(config: GenerateConfig) -> int:
     """
     checkpoint = find_checkpoint(config.checkpoint, config.out)
     kind = config_from_json(read_progress(checkpoint).config, str(checkpoint)).model
-    if not kind.writes:
+    if not kind.has_logits:
         raise UserError(
             f"--checkpoint {config.checkpoint}: {format_model(kind)} cannot generate text: forward(inputs, None) must "
             "return logits of shape (batch, time, vocab_size) for inputs of any length."
         )
-    with doing("loading the model"):
+    with status("loading the model"):
         from train.loop.sampling import load_model, sample
 
-        model, vocabulary = load_model(checkpoint)
-    if vocabulary is None:
+        model, tokenizer = load_model(checkpoint)
+    if tokenizer is None:
         raise UserError(
             f"--checkpoint {config.checkpoint} was trained on token ids without a tokenizer, so it cannot generate "
             "text. Train on shards of 'python -m pipeline.tokenize'."
         )
     # In training each book follows the end-of-text token of the previous one.
-    ids = [vocabulary.end_of_text, *vocabulary.encode(config.prompt.encode(), "tiktoken").tolist()]
-    with doing("generating text"):
+    ids = [tokenizer.end_of_text, *tokenizer.encode(config.prompt.encode(), "tiktoken").tolist()]
+    with status("generating text"):
         generated = sample(
             model, kind, ids, config.tokens, temperature=config.temperature, top_k=config.top_k, seed=config.seed
         )  # fmt: skip
-    console.print(config.prompt + vocabulary.decode(generated), markup=False)
+    console.print(config.prompt + tokenizer.decode(generated), markup=False)
     return 0
 
 

@@ -8,7 +8,7 @@ from typing import Annotated, Any
 
 from pydantic import BeforeValidator
 
-from infra.cli.units import one_word, or_none
+from infra.cli.units import optional_flag, single_value_flag
 from infra.errors import UserError
 from infra.schema import from_json, strict
 from train.custom_model import CustomModel, check_sizes, source_sha256
@@ -49,11 +49,11 @@ class ModelConfig:
         if not 0 <= self.dropout < 1:
             raise UserError(f"model dropout={self.dropout} must be at least 0 and below 1.")
 
-    writes = True
-    described = ""
-    code = ()
+    has_logits = True
+    summary = ""
+    source_paths = ()
 
-    def lacks(self, setting: str, value: Any) -> str:
+    def unsupported_reason(self, setting: str, value: Any) -> str:
         """FlexAttention is not for every shape."""
         if (setting, value) != ("attention", "flex"):
             return ""
@@ -61,7 +61,7 @@ class ModelConfig:
             return "FlexAttention has no dropout"
         return "FlexAttention's heads are at least 16 wide" if self.width // self.heads < 16 else ""
 
-    def with_vocabulary(self, ids: int, end_of_text: int, source: str) -> "ModelConfig":
+    def with_vocab_size(self, ids: int, end_of_text: int, source: str) -> "ModelConfig":
         """The default vocabulary gives way, padded to a multiple of 64 if it was padded."""
         padded, model = -(-ids // 64) * 64, self
         if self.vocabulary == ModelConfig.vocabulary != ids and not self.start:
@@ -102,7 +102,7 @@ def parse_model(text: str) -> "AnyModel":
     """``gpt2-124m``, ``tiny,layers=4``, ``package.module:callable,width=512``, or ``hf:FOLDER,dropout=0.1``."""
     preset, *changes = [part.strip() for part in text.split(",")]
     if preset.startswith("hf:"):
-        return _changed(_published(preset.removeprefix("hf:")), text, changes, ["dropout"])
+        return _apply_changes(_read_hf_config(preset.removeprefix("hf:")), text, changes, ["dropout"])
     if ":" in preset:
         return _parse_custom(preset, changes)
     if preset not in PRESETS:
@@ -110,24 +110,24 @@ def parse_model(text: str) -> "AnyModel":
             f"--model {preset!r} is not a preset; the presets are {', '.join(PRESETS)}. A model of your own is named "
             "as package.module:callable."
         )
-    return _changed(PRESETS[preset], text, changes, [f.name for f in fields(ModelConfig) if f.name != "start"])
+    return _apply_changes(PRESETS[preset], text, changes, [f.name for f in fields(ModelConfig) if f.name != "start"])
 
 
-def _published(folder: str) -> ModelConfig:
+def _read_hf_config(folder: str) -> ModelConfig:
     """The shape that a folder in Hugging Face's format has, whose weights a run is to start from."""
     where = Path(folder).resolve()
     try:
-        found = json.loads((where / "config.json").read_text(encoding="utf-8"))
-        if found["model_type"] != "gpt2":
-            raise UserError(f"--model hf:{folder} holds a {found['model_type']}: only GPT-2 can be started from.")
-        sizes = {ours: int(found[theirs]) for ours, theirs in _PUBLISHED.items()}
+        hf_config = json.loads((where / "config.json").read_text(encoding="utf-8"))
+        if hf_config["model_type"] != "gpt2":
+            raise UserError(f"--model hf:{folder} holds a {hf_config['model_type']}: only GPT-2 can be started from.")
+        sizes = {name: int(hf_config[hf_name]) for name, hf_name in _PUBLISHED.items()}
     except (OSError, ValueError, KeyError, TypeError) as damage:
         raise UserError(f"--model hf:{folder}: no config.json of a GPT-2 can be read there ({damage!r}).") from damage
-    padded, tied = -(-sizes["vocabulary"] // 64) * 64, bool(found.get("tie_word_embeddings", True))
+    padded, tied = -(-sizes["vocabulary"] // 64) * 64, bool(hf_config.get("tie_word_embeddings", True))
     return replace(ModelConfig(tied=tied, start=str(where)), **sizes, padded_vocabulary=padded)
 
 
-def _changed(model: ModelConfig, text: str, changes: list[str], names: Sequence[str]) -> ModelConfig:
+def _apply_changes(model: ModelConfig, text: str, changes: list[str], names: Sequence[str]) -> ModelConfig:
     types = {field.name: field.type for field in fields(ModelConfig) if field.name in names}
     values: dict[str, Any] = {}
     for change in changes:
@@ -198,11 +198,11 @@ Only its arithmetic (:mod:`train.estimate.flops`), its memory (:mod:`train.estim
 (:mod:`train.loop.execution`, :mod:`train.reporting.hugging_face`) differ by its type.
 """
 
-_MODEL = one_word("MODEL[,NAME=VALUE...]", (ModelConfig, CustomModel), parse_model, format_model)
+_MODEL = single_value_flag("MODEL[,NAME=VALUE...]", (ModelConfig, CustomModel), parse_model, format_model)
 
 _READ = BeforeValidator(_read)
 
 Model = Annotated[AnyModel, _MODEL, _READ]
 """A preset with changes or a callable, on the command line or in a file; a file may also give all fields one by one."""
 
-ModelOrNone = Annotated[AnyModel | None, or_none(_MODEL), _READ]
+ModelOrNone = Annotated[AnyModel | None, optional_flag(_MODEL), _READ]

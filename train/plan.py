@@ -9,11 +9,11 @@ from rich.table import Table
 from infra.cli import command
 from infra.cli.console import console
 from infra.cli.units import BytesOrNone
-from infra.device.hardware import device_facts
+from infra.device.hardware import device_info
 from infra.errors import UserError
 from train.config import TrainConfig
 from train.model_config import format_model
-from train.resolved import choices, resolve_for_plan, said
+from train.resolved import describe_execution, format_setting, resolve_for_plan
 
 
 @dataclass(frozen=True)
@@ -59,22 +59,22 @@ def main() -> None:
 def plan(options: PlanOptions) -> None:
     """Print all tables of the plan. torch is imported here, so that invalid flags are reported at once."""
     from train.estimate import forecast, network, roofline
-    from train.estimate.gpu_rates import planned
+    from train.estimate.gpu_rates import load_gpu_rates
 
     training, limit = _with_tokenizer(options.training), options.memory_limit
-    card = planned(options.gpu) if options.gpu else None
-    facts, gpu_name = card.facts if card else device_facts(), card and card.facts.name
-    if card:
-        training, limit = replace(training, device="cuda"), facts.within(limit).memory
-    config = resolve_for_plan(training, facts, limit)
-    size = said("micro_batch", config, training)
+    gpu_rates = load_gpu_rates(options.gpu) if options.gpu else None
+    info, gpu_name = gpu_rates.device_info if gpu_rates else device_info(), gpu_rates and gpu_rates.device_info.name
+    if gpu_rates:
+        training, limit = replace(training, device="cuda"), info.with_memory_limit(limit).memory
+    config = resolve_for_plan(training, info, limit)
+    size = format_setting("micro_batch", config, training)
     batch = f"global batch {config.global_batch} = micro-batch {size} x accumulation {config.accumulation}"
     workers = f"{config.workers} worker{'s' * (config.workers > 1)}"
     console.print(
         f"[bold]{format_model(config.model)}[/bold], context length {config.model.context_length:,} tokens; {batch} x "
         f"{workers}"
     )
-    console.print(choices(config, training), "", sep="\n", markup=False)
+    console.print(describe_execution(config, training), "", sep="\n", markup=False)
     for title, rows in (
         ("Parameters", forecast.parameter_rows(config)),
         ("Predicted peak memory", forecast.memory_rows(config)),
@@ -85,7 +85,7 @@ def plan(options: PlanOptions) -> None:
             if config.device == "cuda"
             else []
         ),
-        *([(f"Speed of one {gpu_name}", roofline.speed_rows(config, card))] if card else []),
+        *([(f"Speed of one {gpu_name}", roofline.speed_rows(config, gpu_rates))] if gpu_rates else []),
         *([("Network", network.network_rows(config, options.doctor))] if config.workers > 1 else []),
         ("Data, time and cost", forecast.time_rows(config, options.tokens_per_second, options.price)),
     ):
@@ -98,10 +98,10 @@ def plan(options: PlanOptions) -> None:
 def _with_tokenizer(training: TrainConfig) -> TrainConfig:
     """``training`` with the tokenizer of its data, as it would run; unchanged if there are no data for the model."""
     from pipeline.shards import read_manifest
-    from train.data.tokenizer import with_vocabulary_of
+    from train.data.tokenizer import match_tokenizer
 
     try:
-        return with_vocabulary_of(training, read_manifest(training.data))
+        return match_tokenizer(training, read_manifest(training.data))
     except UserError:
         return training
 

@@ -9,7 +9,7 @@ from collections.abc import Mapping, Sequence
 from dataclasses import replace
 from typing import Any
 
-from infra.device.hardware import A100, DeviceFacts, cpu_facts, device_facts
+from infra.device.hardware import A100, DeviceInfo, cpu_info, device_info
 from infra.errors import UserError
 from train.config import AUTO, Compile, Loss, TrainConfig
 from train.custom_model import CustomModel
@@ -17,57 +17,59 @@ from train.custom_model import CustomModel
 CPU_TOKENS = 4096
 """Most tokens of a micro-batch that is chosen for a CPU: its caches gain nothing from more."""
 
-ENOUGH_TOKENS = 32_768
+SATURATION_TOKENS = 32_768
 """Tokens of a micro-batch with which a GPU has work enough, so that a larger one by the fused loss gains less than that
 loss costs: each of its pieces adds to the head's gradient in fp32, which moves 4.5 more bytes for each logit beside the
 6 of the plain loss, and takes about 4% of an A100's step (:mod:`train.estimate.roofline`)."""
 
-MOST_ACCUMULATED = 1_000_000
+MAX_ACCUMULATION = 1_000_000
 """Micro-batches per optimizer step, each of which is timed: 0.2 GB of moments."""
 
 BY_MEMORY = ("micro_batch", "loss")
 """Settings that are decided by the memory that is free when a run begins, and are kept when it is continued."""
 
 
-def resolve(config: TrainConfig, facts: DeviceFacts) -> TrainConfig:
-    """``config`` with everything decided for the device that ``facts`` describe.
+def resolve(config: TrainConfig, device_info: DeviceInfo) -> TrainConfig:
+    """``config`` with everything decided for the device that ``device_info`` describe.
 
     On a GPU ``attention`` stays ``auto``, which means a list of kernels in the best order for the GPU. A config that
     leaves nothing open is returned unchanged. Raises ``UserError`` when the device lacks what is asked for, or when a
     decision contradicts the rest of the config.
     """
-    kind = facts.kind if config.device == "auto" else config.device
-    if kind == "cuda" and facts.kind != "cuda":
+    kind = device_info.kind if config.device == "auto" else config.device
+    if kind == "cuda" and device_info.kind != "cuda":
         raise UserError("--device cuda was given, but there is no CUDA GPU: use --device auto or --device cpu.")
     cuda = kind == "cuda"
-    config = looked_at(config)
+    config = with_model_info(config)
     precision, attention = config.precision, config.attention
     if precision == "auto":
-        precision = "bf16" if cuda and facts.bf16 else "fp32"
-    if attention == "auto" and cuda and config.mask_books and not config.model.lacks("attention", "flex"):
+        precision = "bf16" if cuda and device_info.bf16 else "fp32"
+    if attention == "auto" and cuda and config.mask_books and not config.model.unsupported_reason("attention", "flex"):
         attention = "flex"
-    elif attention == "auto" and (not cuda or config.model.lacks("attention", "flash")):
+    elif attention == "auto" and (not cuda or config.model.unsupported_reason("attention", "flash")):
         attention = "sdpa"
-    if config.fp8 and facts.capability < (8, 9):
-        raise UserError(f"--fp8 needs 8-bit matmuls, which {facts.name} does not have: leave it out.")
-    compile = _compile(config, facts) if config.compile == "auto" else config.compile
-    if compile != "off" and kind == facts.kind and facts.uncompilable:
-        raise UserError(f"--compile {compile} cannot work on {facts.name}: {facts.uncompilable}; or use --compile off.")
+    if config.fp8 and device_info.capability < (8, 9):
+        raise UserError(f"--fp8 needs 8-bit matmuls, which {device_info.name} does not have: leave it out.")
+    compile = _compile(config, device_info) if config.compile == "auto" else config.compile
+    if compile != "off" and kind == device_info.kind and device_info.uncompilable:
+        raise UserError(
+            f"--compile {compile} cannot work on {device_info.name}: {device_info.uncompilable}; or use --compile off."
+        )
     allocator = ("expandable" if cuda else "default") if config.allocator == "auto" else config.allocator
     decided = replace(
         config, device=kind, precision=precision, attention=attention, compile=compile, allocator=allocator
     )
-    decided = _fitted(decided, facts.memory)
-    if decided.accumulation > MOST_ACCUMULATED:
+    decided = _choose_batch_and_loss(decided, device_info.memory)
+    if decided.accumulation > MAX_ACCUMULATION:
         raise UserError(
             f"--global-batch {config.global_batch:,} is {decided.accumulation:,} micro-batches for one step, and at "
-            f"most {MOST_ACCUMULATED:,} are possible: give a smaller one, or a larger --micro-batch than "
+            f"most {MAX_ACCUMULATION:,} are possible: give a smaller one, or a larger --micro-batch than "
             f"{decided.micro_batch:,}."
         )
     return decided
 
 
-def looked_at(config: TrainConfig) -> TrainConfig:
+def with_model_info(config: TrainConfig) -> TrainConfig:
     """``config`` with what is found of a custom model by running it once, where that is not known yet.
 
     Raises ``UserError`` for a model that cannot be trained, or that lacks a switch.
@@ -76,24 +78,24 @@ def looked_at(config: TrainConfig) -> TrainConfig:
     if not isinstance(model, CustomModel):
         return config
     if model.found is None:
-        from train.models.custom import look
+        from train.models.custom import inspect_model
 
-        model = replace(model, found=look(model))
+        model = replace(model, found=inspect_model(model))
     return replace(config, model=model, loss="plain")
 
 
-def _compile(config: TrainConfig, facts: DeviceFacts) -> Compile:
+def _compile(config: TrainConfig, device_info: DeviceInfo) -> Compile:
     """What to compile where that is left open."""
     if config.checkpointing == "budget":
         return "whole"  # without which there is no budget
-    if config.device == "cpu" or facts.kind == "cpu" or facts.uncompilable:
+    if config.device == "cpu" or device_info.kind == "cpu" or device_info.uncompilable:
         return "off"
     if config.shard:  # for which a block's weights are gathered, so that the graph ends there
         return "off" if config.checkpointing == "selective" else "blocks"
     return "whole"
 
 
-def _fitted(config: TrainConfig, memory: int) -> TrainConfig:
+def _choose_batch_and_loss(config: TrainConfig, memory: int) -> TrainConfig:
     """``config`` with the largest micro-batch that is expected to fit ``memory`` bytes, and the loss that allows it.
 
     The plain loss is preferred where it allows the same, or enough. Where nothing is expected to fit, what needs least
@@ -101,7 +103,7 @@ def _fitted(config: TrainConfig, memory: int) -> TrainConfig:
     """
     if config.micro_batch != AUTO and config.loss != "auto":
         return config
-    from train.estimate.memory import most
+    from train.estimate.memory import peak_with_margin
 
     sizes = config.micro_batches if config.micro_batch == AUTO else [config.micro_batch]
     if config.device == "cpu" and config.micro_batch == AUTO:
@@ -111,12 +113,12 @@ def _fitted(config: TrainConfig, memory: int) -> TrainConfig:
     if config.loss == "auto":
         losses = ["fused"] if config.loss_chunks > 1 else ["plain", "fused"]
     tried = [replace(config, micro_batch=size, loss=loss) for size in reversed(sizes) for loss in losses]
-    fitting = [found for found in tried if most(found) <= memory]
-    enough = (c for c in fitting if c.loss == "plain" and c.micro_batch * c.model.context_length >= ENOUGH_TOKENS)
-    return next(enough, None) or next(iter(fitting), None) or min(tried, key=most)
+    fitting = [candidate for candidate in tried if peak_with_margin(candidate) <= memory]
+    enough = (c for c in fitting if c.loss == "plain" and c.micro_batch * c.model.context_length >= SATURATION_TOKENS)
+    return next(enough, None) or next(iter(fitting), None) or min(tried, key=peak_with_margin)
 
 
-def without(config: TrainConfig, too_large: Sequence[int]) -> TrainConfig | None:
+def next_smaller_micro_batch(config: TrainConfig, too_large: Sequence[int]) -> TrainConfig | None:
     """``config`` with the next micro-batch below all that were ``too_large``, for the same global batch.
 
     Unchanged where none was; None where there is no smaller one.
@@ -125,44 +127,45 @@ def without(config: TrainConfig, too_large: Sequence[int]) -> TrainConfig | None
     return replace(config, micro_batch=sizes[-1]) if sizes else None
 
 
-def continued(asked: TrainConfig, before: Mapping[str, Any]) -> TrainConfig:
-    """``asked`` with what it leaves open as its run, whose config was ``before``, has decided it by its memory.
+def keep_memory_decisions(requested: TrainConfig, saved_settings: Mapping[str, Any]) -> TrainConfig:
+    """``requested`` with what it leaves open as its run, whose config was ``saved_settings``, has decided it by its
+    memory.
 
     A micro-batch that another number of workers rules out is decided anew.
     """
-    kept = {name: before[name] for name in BY_MEMORY if getattr(asked, name) in (AUTO, "auto")}
-    if kept.get("micro_batch") not in asked.micro_batches:
-        kept.pop("micro_batch", None)
-    return replace(asked, **kept)
+    decisions = {name: saved_settings[name] for name in BY_MEMORY if getattr(requested, name) in (AUTO, "auto")}
+    if decisions.get("micro_batch") not in requested.micro_batches:
+        decisions.pop("micro_batch", None)
+    return replace(requested, **decisions)
 
 
-def said(name: str, config: TrainConfig, asked: TrainConfig) -> str:
-    """A setting's value, and whether it was decided or ``asked`` for: ``whole (auto)``."""
+def format_setting(name: str, config: TrainConfig, requested: TrainConfig) -> str:
+    """A setting's value, and whether it was decided or ``requested`` for: ``whole (auto)``."""
     value = getattr(config, name)
-    return f"{value} (auto)" if getattr(asked, name) in (AUTO, "auto") and value != "auto" else f"{value}"
+    return f"{value} (auto)" if getattr(requested, name) in (AUTO, "auto") and value != "auto" else f"{value}"
 
 
-def choices(config: TrainConfig, asked: TrainConfig) -> str:
+def describe_execution(config: TrainConfig, requested: TrainConfig) -> str:
     """How ``config`` is executed, as one line."""
     names = ("device", "precision", "attention", "compile", "loss", "checkpointing", "optimizer")
-    return ", ".join(f"{name} {said(name, config, asked)}" for name in names)
+    return ", ".join(f"{name} {format_setting(name, config, requested)}" for name in names)
 
 
-def facts_here(config: TrainConfig) -> DeviceFacts:
+def local_device_info(config: TrainConfig) -> DeviceInfo:
     """The device of this machine on which ``config`` would train. Raises ``UserError`` without its accelerator."""
-    facts = cpu_facts() if config.device == "cpu" else device_facts()
-    if config.accelerator and config.accelerator not in facts.name:
+    info = cpu_info() if config.device == "cpu" else device_info()
+    if config.accelerator and config.accelerator not in info.name:
         raise UserError(
-            f"--accelerator {config.accelerator} is not in this machine, which has {facts.name}: leave it out, or name "
+            f"--accelerator {config.accelerator} is not in this machine, which has {info.name}: leave it out, or name "
             "a cluster with --address."
         )
-    return facts
+    return info
 
 
-def resolve_for_plan(config: TrainConfig, facts: DeviceFacts, memory_limit: int | None = None) -> TrainConfig:
+def resolve_for_plan(config: TrainConfig, device_info: DeviceInfo, memory_limit: int | None = None) -> TrainConfig:
     """``config`` resolved for this machine's device or, if it asks for a GPU and there is none, for an A100.
 
     A machine that only plans needs no compiler.
     """
-    facts = A100 if config.device == "cuda" and facts.kind == "cpu" else facts
-    return resolve(config, replace(facts, uncompilable="").within(memory_limit))
+    device_info = A100 if config.device == "cuda" and device_info.kind == "cpu" else device_info
+    return resolve(config, replace(device_info, uncompilable="").with_memory_limit(memory_limit))

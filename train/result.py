@@ -53,7 +53,7 @@ class Memory:
 
 @strict
 @dataclass(frozen=True)
-class Shortage:
+class MemoryShortage:
     """What was known when a run did not fit in memory. Sizes in bytes."""
 
     during: str
@@ -116,7 +116,7 @@ class CycleReport:
         """The loss of the run's first step; None in a later cycle."""
         return self.step_losses[0] if self.step_losses and self.step == len(self.step_losses) else None
 
-    def line(self) -> str:
+    def format_line(self) -> str:
         val = "-" if self.val_loss is None else f"{self.val_loss:.3f}"
         return (
             f"batches:{self.batches} | loss: {self.train_loss:.3f}/{val} "
@@ -192,7 +192,7 @@ class RunResult:
     """Text that the model wrote at the end."""
     telemetry: dict[str, float] = field(default_factory=dict)
     """Means of what the first worker's machine did after the first step, by metric; empty if that was too short."""
-    shortage: Shortage | None = None
+    shortage: MemoryShortage | None = None
     """Of a run that did not fit in memory."""
     diagnosis: Diagnosis | None = None
     """None where nothing was wrong."""

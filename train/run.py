@@ -10,24 +10,24 @@ from typing import Annotated, ClassVar
 import tyro
 
 from infra.cli import command, flags
-from infra.cli.command import INTERRUPTED
+from infra.cli.command import EXIT_INTERRUPTED
 from infra.cli.console import console
 from infra.cli.options import Address, ConfigFile, TrackingUri
-from infra.cli.progress import IMPORTING, doing
+from infra.cli.progress import IMPORTING, status
 from infra.cli.units import BytesOrNone, format_size
-from infra.device.hardware import DeviceFacts
+from infra.device.hardware import DeviceInfo
 from infra.errors import UserError
-from infra.ray.cluster import connected
-from infra.ray.machines import refuse_unshared
+from infra.ray.cluster import ray_session
+from infra.ray.machines import check_shared
 from infra.storage.files import write_json
-from infra.tracking.run_ref import RunKey
+from infra.tracking.run_ref import RunRef
 from train.config import TrainConfig, load_config
 from train.launch.job import RunPlan
 from train.model_config import short_name
-from train.resolved import continued, facts_here, resolve, without
-from train.run_files.lookup import resume_run, saved_config
-from train.run_files.run_folder import RunFolder, make, new_run
-from train.search_reference import confirmed_by
+from train.resolved import keep_memory_decisions, local_device_info, next_smaller_micro_batch, resolve
+from train.run_files.lookup import format_resume_command, load_run_config
+from train.run_files.run_folder import RunFolder, create_folder, new_run
+from train.search_reference import read_search_reference
 
 
 @dataclass(frozen=True)
@@ -69,10 +69,10 @@ def main() -> None:
 
 def defaults() -> RunOptions:
     """The options whose values flags override: those of the run to resume, or of a file."""
-    given = RunOptions(**vars(flags.given(RunOptions, "name", "out", "config", "resume")))
-    if given.resume:
-        return dataclasses.replace(given, training=saved_config(given.resume, given.out))
-    return dataclasses.replace(given, training=load_config(given.config)) if given.config else given
+    options = RunOptions(**vars(flags.parse_only(RunOptions, "name", "out", "config", "resume")))
+    if options.resume:
+        return dataclasses.replace(options, training=load_run_config(options.resume, options.out))
+    return dataclasses.replace(options, training=load_config(options.config)) if options.config else options
 
 
 def run(options: RunOptions) -> int:
@@ -80,32 +80,32 @@ def run(options: RunOptions) -> int:
 
     Invalid options are refused first. torch and MLflow are then imported, while Ray starts where the run needs it.
     """
-    run = planned(options)
+    run = plan_run(options)
     with ThreadPoolExecutor(max_workers=1) as background, ExitStack() as locks:
-        if run.progress or run.home.remote:
-            locks.enter_context(run.home.command_lock())
-        store = options.tracking_uri or ((known := run.home.key()) and known.store)
-        preparing = background.submit(prepare, store)
-        with nullcontext() if run.is_local else connected(run.address, code=run.asked.model.code):
-            with doing(IMPORTING):
+        if run.progress or run.run_folder.remote:
+            locks.enter_context(run.run_folder.command_lock())
+        store = options.tracking_uri or ((known := run.run_folder.run_ref()) and known.store)
+        preparing = background.submit(import_and_open_store, store)
+        with nullcontext() if run.is_local else ray_session(run.address, code=run.requested.model.source_paths):
+            with status(IMPORTING):
                 preparing.result()
-            if not (run.home.remote or run.is_local):
-                refuse_unshared("--out", run.home.path.parent)
+            if not (run.run_folder.remote or run.is_local):
+                check_shared("--out", run.run_folder.path.parent)
             if not run.progress:
-                if not run.home.remote:
-                    make(run.home.path)
-                    locks.enter_context(run.home.command_lock())
-                locks.enter_context(run.home.removed_on_failure())
-            return recorded(run, options.tracking_uri, options.config)
+                if not run.run_folder.remote:
+                    create_folder(run.run_folder.path)
+                    locks.enter_context(run.run_folder.command_lock())
+                locks.enter_context(run.run_folder.remove_unless_started())
+            return train_and_report(run, options.tracking_uri, options.config)
 
 
-def planned(options: RunOptions) -> RunPlan:
+def plan_run(options: RunOptions) -> RunPlan:
     config = options.training
     if options.resume:
         run = RunPlan.continued(config, options.resume, options.out)
     else:
         run = RunPlan.new(config, new_run(options.out, options.name or default_name(config)))
-    confirmed = confirmed_by(options.config, config) if options.config else None
+    confirmed = read_search_reference(options.config, config) if options.config else None
     return dataclasses.replace(run, memory_limit=options.memory_limit, address=options.address, confirmed=confirmed)
 
 
@@ -113,7 +113,7 @@ def default_name(config: TrainConfig) -> str:
     return f"{short_name(config.model)}-{time.strftime('%Y%m%d-%H%M%S')}"
 
 
-def prepare(tracking_uri: str | None) -> None:
+def import_and_open_store(tracking_uri: str | None) -> None:
     """Import torch and MLflow, and open the store, which takes as long as starting Ray and happens in parallel."""
     import torch  # noqa: F401
 
@@ -122,7 +122,7 @@ def prepare(tracking_uri: str | None) -> None:
     open_store(tracking_uri)
 
 
-def recorded(run: RunPlan, tracking_uri: str | None, file: str | None) -> int:
+def train_and_report(run: RunPlan, tracking_uri: str | None, file: str | None) -> int:
     """Train on the connected Ray, by settings that a search may have left in ``file``; returns the exit code."""
     from infra.tracking.tracker import Tracker
     from infra.tracking.views import ui_link
@@ -130,49 +130,49 @@ def recorded(run: RunPlan, tracking_uri: str | None, file: str | None) -> int:
     from train.reporting import report, tracking
     from train.reporting.charts import record_curves
 
-    home, facts = run.home, _facts(run)
-    asked = continued(run.asked, run.progress.config) if run.progress else run.asked
-    config = resolve(asked, facts.within(run.memory_limit))
-    key, is_new = run_in_mlflow(home, tracking_uri, starts=run.progress is None)
-    write_json(home.config, run.asked.to_json())
-    home.send(home.config)
-    report.print_header(config, run.asked, run.manifest, home.place, facts)
-    with Tracker(key) as tracker:
-        tracking.complete_earlier(key)
+    run_folder, device_info = run.run_folder, _facts(run)
+    requested = keep_memory_decisions(run.requested, run.progress.config) if run.progress else run.requested
+    config = resolve(requested, device_info.with_memory_limit(run.memory_limit))
+    run_ref, is_new = open_mlflow_run(run_folder, tracking_uri, starts=run.progress is None)
+    write_json(run_folder.config, run.requested.to_json())
+    run_folder.send(run_folder.config)
+    report.print_header(config, run.requested, run.manifest, run_folder.run_dir, device_info)
+    with Tracker(run_ref) as tracker:
+        tracking.complete_orphaned_runs(run_ref)
         if is_new:
-            tracking.record_start(tracker, config, run.manifest, run.asked)
+            tracking.record_start(tracker, config, run.manifest, run.requested)
         if file:
-            tracking.record_search(tracker, home.path.name, file)
+            tracking.record_search(tracker, run_folder.path.name, file)
         if run.progress:
             tracking.record_resume(tracker, config, run.progress.step)
         if run.memory_limit:
-            tracker.tags({"memory_limit": format_size(run.memory_limit)})
+            tracker.set_tags({"memory_limit": format_size(run.memory_limit)})
         try:
             result = train_and_record(run, config, tracker)
         except KeyboardInterrupt:
-            if not home.has_checkpoint():
+            if not run_folder.has_checkpoint():
                 raise
             tracker.status = "KILLED"
-            console.print(f"resume with: {resume_run(home.place)}", markup=False)
-            return INTERRUPTED
-        config = without(config, result.too_large) or config
-        record_curves(tracker, config, result, home)
-    told = report.run_report(config, result, home.place, run.memory_limit)
-    report.print_result(told, result, ui_link(key))
+            console.print(f"resume with: {format_resume_command(run_folder.run_dir)}", markup=False)
+            return EXIT_INTERRUPTED
+        config = next_smaller_micro_batch(config, result.too_large) or config
+        record_curves(tracker, config, result, run_folder)
+    final_report = report.run_report(config, result, run_folder.run_dir, run.memory_limit)
+    report.print_result(final_report, result, ui_link(run_ref))
     if result.outcome == "interrupted":
-        return INTERRUPTED
+        return EXIT_INTERRUPTED
     return 0 if result.outcome == "finished" else 1
 
 
-def _facts(run: RunPlan) -> DeviceFacts:
+def _facts(run: RunPlan) -> DeviceInfo:
     if run.is_local:
-        return facts_here(run.asked)
-    from train.launch.placement import worker_facts
+        return local_device_info(run.requested)
+    from train.launch.placement import worker_device_info
 
-    return worker_facts(run.asked)
+    return worker_device_info(run.requested)
 
 
-def run_in_mlflow(home: RunFolder, tracking_uri: str | None, *, starts: bool) -> tuple[RunKey, bool]:
+def open_mlflow_run(run_folder: RunFolder, tracking_uri: str | None, *, starts: bool) -> tuple[RunRef, bool]:
     """The key of the MLflow run to record to, and whether that run is new.
 
     A resumed run continues its earlier MLflow run. If that is not in the store that ``--tracking-uri`` names, or not
@@ -181,13 +181,15 @@ def run_in_mlflow(home: RunFolder, tracking_uri: str | None, *, starts: bool) ->
     from infra.device import provenance
     from infra.tracking.store import create_run, has_run, reopen_run, store_uri
 
-    key = None if starts else home.key(tracking_uri and store_uri(tracking_uri))
-    if key and (tracking_uri is None or has_run(key)):
-        reopen_run(key)
-        return key, False
+    run_ref = None if starts else run_folder.run_ref(tracking_uri and store_uri(tracking_uri))
+    if run_ref and (tracking_uri is None or has_run(run_ref)):
+        reopen_run(run_ref)
+        return run_ref, False
     tags = provenance.collect() | {"kind": "run"}
-    place, name = home.place.address, home.path.name
-    return create_run("train", name, tracking_uri=tracking_uri, home=place, tags=tags, keep=home.keep_key), True
+    run_dir, name = run_folder.run_dir.address, run_folder.path.name
+    return create_run(
+        "train", name, tracking_uri=tracking_uri, run_dir=run_dir, tags=tags, keep=run_folder.save_run_ref
+    ), True
 
 
 if __name__ == "__main__":

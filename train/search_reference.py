@@ -39,7 +39,7 @@ OTHER_PROCESS_BYTES = 2e9
 
 
 @dataclass(frozen=True)
-class Confirmed:
+class SearchReference:
     """The measurements of a search's winner."""
 
     name: str
@@ -58,7 +58,7 @@ class Cause(NamedTuple):
     text: str
 
 
-def confirmed_by(file: str, config: TrainConfig) -> Confirmed | None:
+def read_search_reference(file: str, config: TrainConfig) -> SearchReference | None:
     """The measurements in a search's ``file``; None if it is of no search, or if ``config`` is executed differently."""
     path = StorageDir.of(file)
     try:
@@ -68,7 +68,7 @@ def confirmed_by(file: str, config: TrainConfig) -> Confirmed | None:
     try:
         values = json.loads(content)
         searched, measured = config_from_json(values["config"], str(file)), values["measured"]
-        confirmed = Confirmed(
+        confirmed = SearchReference(
             name=path.parent.name,
             speed=Estimate(measured["tokens_per_second"], measured["low"], measured["high"]),
             device=measured["device"],
@@ -82,7 +82,7 @@ def confirmed_by(file: str, config: TrainConfig) -> Confirmed | None:
     return confirmed if same_settings else None
 
 
-def slower(result: RunResult, confirmed: Confirmed, config: TrainConfig) -> Diagnosis | None:
+def diagnose_slowdown(result: RunResult, confirmed: SearchReference, config: TrainConfig) -> Diagnosis | None:
     """The diagnosis of a run of ``config`` that is slower than ``confirmed``; None if it is not."""
     run = result.throughput
     if run is None or run.high >= confirmed.speed.low:
@@ -103,7 +103,7 @@ def slower(result: RunResult, confirmed: Confirmed, config: TrainConfig) -> Diag
     return Diagnosis([*rows, ("likely cause", unknown)])
 
 
-def _checks(result: RunResult, confirmed: Confirmed, missing: float) -> Iterator[Cause]:
+def _checks(result: RunResult, confirmed: SearchReference, missing: float) -> Iterator[Cause]:
     """All causes with measurements; ``missing`` is the fraction by which the run is slower."""
     if result.device != confirmed.device:
         yield Cause(True, f"ran on {result.device} (search: {confirmed.device})")

@@ -19,7 +19,7 @@ def find_fastest(config: "SearchConfig") -> "TrainConfig":
     import dataclasses
     import json
 
-    from infra.cli.command import INTERRUPTED, for_a_program
+    from infra.cli.command import EXIT_INTERRUPTED, restore_signal_handlers
     from infra.errors import UserError
     from train.config import config_from_json
     from tune.experiment.folder import place_of
@@ -27,9 +27,9 @@ def find_fastest(config: "SearchConfig") -> "TrainConfig":
     from tune.search import run
 
     config = dataclasses.replace(config, name=search_name(config))
-    with for_a_program():
+    with restore_signal_handlers():
         code = run(config)
-    if code == INTERRUPTED:
+    if code == EXIT_INTERRUPTED:
         raise KeyboardInterrupt
     directory = place_of(config.out, search_name(config))
     if not directory.exists("best.json"):

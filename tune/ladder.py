@@ -6,7 +6,7 @@ from functools import partial
 from pathlib import Path
 
 from infra.cli import command, flags
-from infra.cli.progress import IMPORTING, doing
+from infra.cli.progress import IMPORTING, status
 from tune.config import LadderConfig
 from tune.experiment.folder import place_of, read_config
 
@@ -17,15 +17,15 @@ def main() -> None:
 
 def defaults() -> LadderConfig:
     """The config whose values flags override: the config of the ladder to resume, or the defaults."""
-    options = flags.given(LadderConfig, "resume", "out")
+    options = flags.parse_only(LadderConfig, "resume", "out")
     stored = read_config(place_of(options.out, options.resume), LadderConfig) if options.resume else LadderConfig()
     return replace(stored, out=options.out)
 
 
 def run(config: LadderConfig) -> int:
     """Run a ladder. torch, Ray and MLflow are imported here, so that invalid flags are reported at once."""
-    with doing(IMPORTING):
-        from tune.experiment.session import conduct
+    with status(IMPORTING):
+        from tune.experiment.session import run_experiment
         from tune.suite.plan import introduce, make_ladder
         from tune.suite.report import load, publish
 
@@ -33,7 +33,7 @@ def run(config: LadderConfig) -> int:
     name = config.resume or config.name or f"{Path(config.suite).stem}-{time.strftime('%Y%m%d-%H%M%S')}"
     config = replace(config, name=name)
     print_introduction = partial(introduce, reference=reference)
-    return conduct(config, make_ladder, print_introduction, partial(publish, reference=reference))
+    return run_experiment(config, make_ladder, print_introduction, partial(publish, reference=reference))
 
 
 if __name__ == "__main__":

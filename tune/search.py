@@ -3,7 +3,7 @@
 import dataclasses
 
 from infra.cli import command, flags
-from infra.cli.progress import IMPORTING, doing
+from infra.cli.progress import IMPORTING, status
 from train.config import load_config
 from tune.config import SearchConfig
 from tune.experiment.folder import place_of, read_config
@@ -15,7 +15,7 @@ def main() -> None:
 
 def defaults() -> SearchConfig:
     """The config whose values flags override: the search to resume, or the defaults, with the file of ``--config``."""
-    options = flags.given(SearchConfig, "config", "resume", "out")
+    options = flags.parse_only(SearchConfig, "config", "resume", "out")
     stored = read_config(place_of(options.out, options.resume), SearchConfig) if options.resume else SearchConfig()
     training = load_config(options.config) if options.config else stored.training
     return dataclasses.replace(stored, out=options.out, training=training)
@@ -23,12 +23,12 @@ def defaults() -> SearchConfig:
 
 def run(config: SearchConfig) -> int:
     """Run a search. torch, Ray and MLflow are imported here, so that invalid flags are reported at once."""
-    with doing(IMPORTING):
+    with status(IMPORTING):
         from tune.experiment.search_plan import make_search
-        from tune.experiment.session import conduct
+        from tune.experiment.session import run_experiment
         from tune.reporting.report import introduce, publish
 
-    return conduct(config, make_search, introduce, publish)
+    return run_experiment(config, make_search, introduce, publish)
 
 
 if __name__ == "__main__":

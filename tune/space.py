@@ -22,7 +22,7 @@ NOT_SEARCHED = ("auto", "adafactor", "muon")
 ACCUMULATION = "accumulation"
 """Name of the accumulation among a candidate's knobs, if it is searched."""
 
-Combination = tuple[tuple[str, Any], ...]
+KnobValues = tuple[tuple[str, Any], ...]
 """Values of the searched knobs, in the order of their names; empty when no knob is searched."""
 
 
@@ -32,91 +32,100 @@ class Candidate:
     """One point of the space. The accumulation is one of its knobs, or follows from a fixed global batch."""
 
     micro_batch: int
-    knobs: Combination = ()
+    knobs: KnobValues = ()
 
 
 @dataclass(frozen=True)
 class Space:
-    """All candidates around ``base``: each micro-batch in ``sizes`` with each combination of knobs that allows it."""
+    """All candidates around ``base``: each micro-batch in ``micro_batches`` with each combination of knobs that allows
+    it."""
 
     base: TrainConfig
-    sizes: tuple[int, ...]
-    combinations: tuple[Combination, ...]
-    largest: int
+    micro_batches: tuple[int, ...]
+    combinations: tuple[KnobValues, ...]
+    max_global_batch: int
     """Maximum global batch in sequences."""
 
     @property
-    def free(self) -> bool:
+    def is_accumulation_searched(self) -> bool:
         """Whether the accumulation is searched, so that candidates have different global batches."""
         return ACCUMULATION in dict(self.combinations[0])
 
     def config(self, candidate: Candidate) -> TrainConfig:
         """The training config of ``candidate``. Raises ``UserError`` if its knobs do not allow its micro-batch."""
         size, batch = candidate.micro_batch, self.global_batch(candidate)
-        return replace(self.base, micro_batch=size, global_batch=batch, **dict(settings(candidate.knobs)))
+        return replace(self.base, micro_batch=size, global_batch=batch, **dict(without_accumulation(candidate.knobs)))
 
     def global_batch(self, candidate: Candidate) -> int:
-        return candidate.micro_batch * dict(candidate.knobs)[ACCUMULATION] if self.free else self.base.global_batch
+        return (
+            candidate.micro_batch * dict(candidate.knobs)[ACCUMULATION]
+            if self.is_accumulation_searched
+            else self.base.global_batch
+        )
 
     @property
     def batch_label(self) -> str:
         """The global batch as a text."""
-        return f"{'any number of' if self.free else self.base.global_batch} sequences per step"
+        return f"{'any number of' if self.is_accumulation_searched else self.base.global_batch} sequences per step"
 
-    def sizes_of(self, knobs: Combination) -> list[int]:
+    def micro_batches_for(self, knobs: KnobValues) -> list[int]:
         """Micro-batches that ``knobs`` allow, ascending."""
         return self._sizes[knobs]
 
     def candidates(self) -> list[Candidate]:
         """All candidates, combination by combination, with ascending micro-batches."""
-        return [Candidate(size, knobs) for knobs, sizes in self._sizes.items() for size in sizes]
+        return [Candidate(size, knobs) for knobs, micro_batches in self._sizes.items() for size in micro_batches]
 
-    def within(self, fits: Callable[[Candidate], bool]) -> "Space":
+    def restrict(self, fits: Callable[[Candidate], bool]) -> "Space":
         """The space without the micro-batches that do not fit with any combination; the smallest one stays."""
-        smallest, *larger = self.sizes
-        sizes = [size for size in larger if any(fits(Candidate(size, knobs)) for knobs in self.combinations)]
-        space = replace(self, sizes=(smallest, *sizes))
-        return replace(space, combinations=tuple(c for c in space.combinations if space.sizes_of(c)))
+        smallest, *larger = self.micro_batches
+        micro_batches = [size for size in larger if any(fits(Candidate(size, knobs)) for knobs in self.combinations)]
+        space = replace(self, micro_batches=(smallest, *micro_batches))
+        return replace(space, combinations=tuple(c for c in space.combinations if space.micro_batches_for(c)))
 
     @cached_property
     def control(self) -> Candidate:
         """The reference of the search: the candidate with the base's settings, or the nearest smaller micro-batch."""
         knobs = self.combinations[0]
-        sizes = self.sizes_of(knobs)
-        return Candidate(max((size for size in sizes if size <= self.base.micro_batch), default=sizes[0]), knobs)
+        micro_batches = self.micro_batches_for(knobs)
+        return Candidate(
+            max((size for size in micro_batches if size <= self.base.micro_batch), default=micro_batches[0]), knobs
+        )
 
     def knobs_label(self, knobs: Iterable[tuple[str, Any]]) -> str:
         """Knobs that differ from the control's, such as ``checkpointing=full``; a star marks changed numerics."""
         control = dict(self.combinations[0])
         return " ".join(f"{n}={v}{'*' * changes_numerics(n, v, control[n])}" for n, v in knobs if v != control[n])
 
-    def label(self, candidate: Candidate) -> str:
+    def short_label(self, candidate: Candidate) -> str:
         """A short label for charts and names of runs: ``m8``, or with its accumulation ``m8x4 checkpointing=full``."""
-        size = f"m{candidate.micro_batch}" + (f"x{dict(candidate.knobs)[ACCUMULATION]}" if self.free else "")
-        return f"{size} {self.knobs_label(settings(candidate.knobs))}".strip()
+        size = f"m{candidate.micro_batch}" + (
+            f"x{dict(candidate.knobs)[ACCUMULATION]}" if self.is_accumulation_searched else ""
+        )
+        return f"{size} {self.knobs_label(without_accumulation(candidate.knobs))}".strip()
 
-    def name(self, candidate: Candidate) -> str:
+    def long_label(self, candidate: Candidate) -> str:
         """A long label for reports: ``micro-batch 8 x 4, checkpointing=full``, with the accumulation."""
         size = f"micro-batch {candidate.micro_batch} x {self.config(candidate).accumulation}"
-        return ", ".join(filter(None, (size, self.knobs_label(settings(candidate.knobs)))))
+        return ", ".join(filter(None, (size, self.knobs_label(without_accumulation(candidate.knobs)))))
 
-    def neighbours(self, knobs: Combination) -> list[Combination]:
+    def neighbours(self, knobs: KnobValues) -> list[KnobValues]:
         """Combinations that differ from ``knobs`` in one knob."""
         return [c for c in self.combinations if sum(a != b for a, b in zip(c, knobs, strict=True)) == 1]
 
     @cached_property
-    def _sizes(self) -> dict[Combination, list[int]]:
-        return {c: [s for s in self.sizes if self._possible(Candidate(s, c))] for c in self.combinations}
+    def _sizes(self) -> dict[KnobValues, list[int]]:
+        return {c: [s for s in self.micro_batches if self._possible(Candidate(s, c))] for c in self.combinations}
 
     def _possible(self, candidate: Candidate) -> bool:
         try:
             self.config(candidate)
-            return self.global_batch(candidate) <= self.largest
+            return self.global_batch(candidate) <= self.max_global_batch
         except UserError:
             return False
 
 
-def settings(knobs: Combination) -> Combination:
+def without_accumulation(knobs: KnobValues) -> KnobValues:
     """``knobs`` without the accumulation; candidates that share them have one curve of memory and one of speed."""
     return tuple(knob for knob in knobs if knob[0] != ACCUMULATION)
 
@@ -153,12 +162,12 @@ def _value(name: str, text: str) -> Any:
 
 
 def make_space(
-    base: TrainConfig, knobs: Sequence[str], accumulations: Sequence[int] = (), largest: int | None = None
+    base: TrainConfig, knobs: Sequence[str], accumulations: Sequence[int] = (), max_global_batch: int | None = None
 ) -> Space:
     """The space around the resolved ``base``, whose own combination of knobs comes first and wins ties of order.
 
-    Without ``accumulations`` the global batch is fixed. With them a step may have up to ``largest`` sequences, by
-    default as many as the base's. If they do not include the base's accumulation, the control has the first one.
+    Without ``accumulations`` the global batch is fixed. With them a step may have up to ``max_global_batch`` sequences,
+    by default as many as the base's. If they do not include the base's accumulation, the control has the first one.
     """
     if base.workers != 1:
         raise UserError(f"--workers {base.workers} is not supported: a search measures one device. Use --workers 1.")
@@ -169,20 +178,23 @@ def make_space(
             "training. Remove one of them."
         )
     axes = {name: dict.fromkeys([getattr(base, name), *values]) for name, values in searched.items()}
-    sizes = divisors(base.global_batch)
-    largest = (largest if accumulations else None) or base.global_batch
+    micro_batches = divisors(base.global_batch)
+    max_global_batch = (max_global_batch if accumulations else None) or base.global_batch
     if accumulations:
         axes = {ACCUMULATION: sorted(accumulations, key=lambda number: number != base.accumulation), **axes}
         # Multiples of 8 up to 128, of 16 up to 256, and so on.
         tiles = {number << power for power in range(3, 31) for number in range(1, 17)}
-        sizes = [size for size in sorted({1, 2, 4, base.micro_batch, *tiles}) if size <= largest]
+        micro_batches = [size for size in sorted({1, 2, 4, base.micro_batch, *tiles}) if size <= max_global_batch]
     combinations = product(*([(name, value) for value in axes[name]] for name in axes))
-    full_space = Space(base, tuple(sizes), tuple(combinations), largest)
-    space = replace(full_space, combinations=tuple(c for c in full_space.combinations if full_space.sizes_of(c)))
+    full_space = Space(base, tuple(micro_batches), tuple(combinations), max_global_batch)
+    space = replace(
+        full_space, combinations=tuple(c for c in full_space.combinations if full_space.micro_batches_for(c))
+    )
     for number in accumulations:
         if not any((ACCUMULATION, number) in combination for combination in space.combinations):
             raise UserError(
-                f"--accumulations {number} is too large: the data have only {largest:,} sequences for a step. Remove "
+                f"--accumulations {number} is too large: the data have only {max_global_batch:,} sequences for "
+                "a step. Remove "
                 f"{number}, or tokenize more books."
             )
     for name in searched:

@@ -25,12 +25,12 @@ from infra.errors import UserError
 
 Config = TypeVar("Config")
 
-INTERRUPTED = 130
+EXIT_INTERRUPTED = 130
 
 program = ""
 """How the command was called, as ``throughline run``; empty for ``python -m``. The console script sets it."""
 
-LEAVING_SECONDS = 28.0
+EXIT_TIMEOUT_SECONDS = 28.0
 """How long a command may take to end after Ctrl-C or SIGTERM; schedulers often follow the latter by SIGKILL in 30 s."""
 
 
@@ -48,26 +48,28 @@ def run(
         atexit.register(stream.end)
     if isinstance(sys.stdout, io.TextIOWrapper):  # a locale may not have all characters, which must not end the work
         sys.stdout.reconfigure(errors="replace")
-    collect_rarely()
+    reduce_gc_frequency()
     atexit.register(gc.freeze)  # otherwise the last collection, of objects that are about to go anyway, takes 0.7 s
     _interrupt_where_it_is_safe()
     interrupt_on_termination()
     try:
-        with _leaving_in_time():
-            code = main(flags.parsed(config, program or f"python -m {module}", default and default()))
+        with _exit_deadline():
+            code = main(flags.parse_flags(config, program or f"python -m {module}", default and default()))
     except UserError as mistake:
-        refuse(mistake)
+        exit_with_error(mistake)
     except OSError as failure:
         if failure.errno != errno.ENAMETOOLONG:
             raise
-        refuse(UserError(f"{str(failure.filename)[:60]}... is too long a name for this system: give a shorter one."))
+        exit_with_error(
+            UserError(f"{str(failure.filename)[:60]}... is too long a name for this system: give a shorter one.")
+        )
     except KeyboardInterrupt:
         errors.print("Interrupted. Finished work is kept; run the same command again to continue.")
-        sys.exit(INTERRUPTED)
+        sys.exit(EXIT_INTERRUPTED)
     sys.exit(code or 0)
 
 
-def collect_rarely() -> None:
+def reduce_gc_frequency() -> None:
     """Run this process's garbage collector after 100,000 new objects instead of 700.
 
     Ray, MLflow and torch create a million objects that stay; looking among them takes a quarter of their imports' time.
@@ -92,44 +94,44 @@ def interrupt_on_termination() -> None:
 
 
 @contextmanager
-def for_a_program() -> Iterator[None]:
+def restore_signal_handlers() -> Iterator[None]:
     """Do a command's work in a Python program, which gets its own signal handlers back when the block ends.
 
     A command need not do so: its process ends with it.
     """
-    before = {number: signal.getsignal(number) for number in (signal.SIGINT, signal.SIGTERM, signal.SIGHUP)}
+    previous_handlers = {number: signal.getsignal(number) for number in (signal.SIGINT, signal.SIGTERM, signal.SIGHUP)}
     try:
         yield
     finally:
         if threading.current_thread() is threading.main_thread():
-            for number, handler in before.items():
+            for number, handler in previous_handlers.items():
                 if handler is not None:  # which Python did not install
                     signal.signal(number, handler)
 
 
 @contextmanager
-def uninterrupted() -> Iterator[None]:
+def delay_interrupts() -> Iterator[None]:
     """Delay a first Ctrl-C or SIGTERM until the block or function ends; a second one is not delayed.
 
     For what must not be left half done: creating a run, or calls into SQLAlchemy, which turns an interrupt into an
     error of its own.
     """
-    before = signal.getsignal(signal.SIGINT)
-    if not callable(before) or threading.current_thread() is not threading.main_thread():
+    previous_handler = signal.getsignal(signal.SIGINT)
+    if not callable(previous_handler) or threading.current_thread() is not threading.main_thread():
         yield
         return
     came: list[int] = []
 
     def wait(number: int, frame: FrameType | None) -> None:
         if came:
-            before(number, frame)
+            previous_handler(number, frame)
         came.append(number)
 
     signal.signal(signal.SIGINT, wait)
     try:
         yield
     finally:
-        signal.signal(signal.SIGINT, before)
+        signal.signal(signal.SIGINT, previous_handler)
     if came:
         signal.raise_signal(signal.SIGINT)
 
@@ -166,7 +168,7 @@ def _interrupt_where_it_is_safe() -> None:
 
 
 @contextmanager
-def _leaving_in_time() -> Iterator[None]:
+def _exit_deadline() -> Iterator[None]:
     """End this process ``LEAVING_SECONDS`` after the first Ctrl-C, SIGTERM or SIGHUP that arrives during the block.
 
     Python's C handler writes to the descriptor even if the main thread does not return from a call into Ray, and
@@ -177,27 +179,27 @@ def _leaving_in_time() -> Iterator[None]:
         return
     reader, writer = os.pipe()
     os.set_blocking(writer, False)
-    before = signal.set_wakeup_fd(writer, warn_on_full_buffer=False)
+    previous_descriptor = signal.set_wakeup_fd(writer, warn_on_full_buffer=False)
     ended = threading.Event()
 
     def watch() -> None:
         with os.fdopen(reader, "rb", buffering=0) as signals:
             while (number := signals.read(1)) and number[0] not in (signal.SIGINT, signal.SIGTERM, signal.SIGHUP):
                 pass
-            if number and not ended.wait(LEAVING_SECONDS):
+            if number and not ended.wait(EXIT_TIMEOUT_SECONDS):
                 errors.print("Interrupted; exiting without waiting any longer. Finished work is kept.")
-                os._exit(INTERRUPTED)
+                os._exit(EXIT_INTERRUPTED)
 
     threading.Thread(target=watch, name="leaving", daemon=True).start()
     try:
         yield
     finally:
         ended.set()
-        signal.set_wakeup_fd(before)
+        signal.set_wakeup_fd(previous_descriptor)
         os.close(writer)
 
 
-def refuse(mistake: Exception) -> NoReturn:
+def exit_with_error(mistake: Exception) -> NoReturn:
     """Print a user's mistake and exit with code 2."""
     errors.print(f"[red]error:[/red] {escape(str(mistake))}")
     sys.exit(2)

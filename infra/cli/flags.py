@@ -24,20 +24,20 @@ MARKERS = (tyro.conf.OmitArgPrefixes, tyro.conf.PositionalMetavarFromFieldName)
 """Flags have the names of their fields alone, and the help text groups those of a nested dataclass."""
 
 
-def parsed(config: type[Config], program: str, default: Config | None = None) -> Config:
+def parse_flags(config: type[Config], program: str, default: Config | None = None) -> Config:
     """``config`` from the command line, the rest from ``default``. Raises ``UserError``, a sentence, for a mistake."""
     start: Any = {} if default is None else {"default": default}
-    with one_sentence():
+    with tyro_errors_as_user_errors():
         return tyro.cli(
             config, prog=program, description=inspect.cleandoc(config.__doc__ or ""), args=_words(), config=MARKERS,
             registry=grouping_registry([config], default), **start,
         )  # fmt: skip
 
 
-def given(config: type[Any], *names: str) -> Any:
+def parse_only(config: type[Any], *names: str) -> Any:
     """Only these fields of ``config``, from which the defaults of the others follow: ``--config`` names a file."""
     some = make_dataclass("Some", [(f.name, f.type, f.default) for f in fields(config) if f.name in names])
-    with one_sentence():
+    with tyro_errors_as_user_errors():
         made, _ = tyro.cli(some, args=_words(), config=MARKERS, add_help=False, return_unknown_args=True)
     if empty := [name for name, value in vars(made).items() if value == ""]:  # as of a shell's variable that is not set
         raise UserError(f"--{empty[0]} is empty: give it a value, or leave it out.")
@@ -65,13 +65,13 @@ def _words() -> list[str]:
 
 
 @contextmanager
-def one_sentence() -> Iterator[None]:
+def tyro_errors_as_user_errors() -> Iterator[None]:
     """Raise ``UserError`` for a mistake that tyro reports in the block, and end after help even if its reader left."""
-    said = io.StringIO()
+    stderr_buffer = io.StringIO()
     wide = {} if {"-h", "--help"} & set(sys.argv) else {"COLUMNS": "10000"}
     try:
         try:
-            with redirect_stderr(said), environment_variables(wide):
+            with redirect_stderr(stderr_buffer), environment_variables(wide):
                 yield
         finally:
             sys.stdout.flush()
@@ -80,12 +80,12 @@ def one_sentence() -> Iterator[None]:
         sys.exit(0)
     except SystemExit as leaving:
         if leaving.code:
-            raise UserError(sentence(said.getvalue())) from None
+            raise UserError(summarize_tyro_error(stderr_buffer.getvalue())) from None
         raise
-    errors.print(said.getvalue(), markup=False, end="")  # warnings
+    errors.print(stderr_buffer.getvalue(), markup=False, end="")  # warnings
 
 
-def sentence(message: str) -> str:
+def summarize_tyro_error(message: str) -> str:
     """What a message of tyro's says and suggests, without its frame, its title, and the help that it repeats."""
     lines = [line[2:].rstrip(" │╯") for line in message.splitlines()[1:]]
     text = "\n".join(line for line in lines if not line.startswith(" " * 8))  # where flags are described

@@ -45,7 +45,7 @@ def main() -> None:
     options = {name: getattr(importlib.import_module(module), kind) for name, (module, kind) in COMMANDS.items()}
     registry = grouping_registry(options.values())
     try:
-        with flags.one_sentence():
+        with flags.tyro_errors_as_user_errors():
             tyro.extras.subcommand_cli_from_dict(
                 options, prog="throughline", args=[name, *words], config=flags.MARKERS, registry=registry
             )
@@ -56,6 +56,8 @@ def main() -> None:
             file.write_text(spec.sub(lambda line: line[0].replace("\\n", " "), file.read_text()))
         raise
     except (UserError, AssertionError) as mistake:  # the latter is about shells that tyro does not know
-        command.refuse(mistake)
+        command.exit_with_error(mistake)
     except OSError as refused:
-        command.refuse(UserError(f"{refused.filename} cannot be written ({refused.strerror}): name another file."))
+        command.exit_with_error(
+            UserError(f"{refused.filename} cannot be written ({refused.strerror}): name another file.")
+        )

@@ -18,14 +18,14 @@ from infra.cli.units import format_duration
 FIRST_SECONDS = 2.0
 """How long something may take before a pipe is told that it is being done."""
 
-EVERY_SECONDS = 30.0
+PIPE_INTERVAL_SECONDS = 30.0
 """Between two lines in a pipe."""
 
-REFRESHES = 2.0
+REFRESH_HZ = 2.0
 """Of the live line, per second."""
 
 
-class Doing:
+class Status:
     """Something that is being done. Other threads may show it at any time."""
 
     def __init__(self, what: str) -> None:
@@ -33,7 +33,7 @@ class Doing:
         self._details = ""
         self._since = time.monotonic()
 
-    def now(self, what: str, details: str = "") -> None:
+    def update(self, what: str, details: str = "") -> None:
         """Do ``what`` from now on, with ``details`` to show beside it in the place of the seconds that it takes."""
         if what != self._what:
             self._since = time.monotonic()
@@ -49,7 +49,7 @@ class Doing:
         return f"{self._what} ({format_duration(int(self.seconds))})"
 
 
-_doing: list[Doing] = []
+_statuses: list[Status] = []
 """What is being done, the innermost last, which is shown."""
 
 _last = [float("-inf")]
@@ -57,26 +57,26 @@ _last = [float("-inf")]
 
 
 @contextmanager
-def doing(what: str) -> Iterator[Doing]:
+def status(what: str) -> Iterator[Status]:
     """Show that ``what`` is being done until the block ends, and for how long. Blocks may be nested, in one thread."""
-    task = Doing(what)
-    _doing.append(task)
+    task = Status(what)
+    _statuses.append(task)
     try:
-        with nullcontext() if len(_doing) > 1 else _shown():
+        with nullcontext() if len(_statuses) > 1 else _shown():
             yield task
     finally:
-        _doing.remove(task)
+        _statuses.remove(task)
 
 
 @contextmanager
 def _shown() -> Iterator[None]:
     if console.is_interactive:
-        live = Live(console=console, get_renderable=_line, refresh_per_second=REFRESHES, transient=True)
+        live = Live(console=console, get_renderable=_line, refresh_per_second=REFRESH_HZ, transient=True)
         with live, errors.printed_by(console):
             yield
         return
     ended = threading.Event()
-    thread = threading.Thread(target=_tell, args=(ended,), name="progress", daemon=True)
+    thread = threading.Thread(target=_print_periodically, args=(ended,), name="progress", daemon=True)
     thread.start()
     try:
         yield
@@ -90,12 +90,12 @@ IMPORTING = "importing torch and MLflow"
 
 
 def _line() -> Text:
-    return Text(str(_doing[-1]) if _doing else "", style="dim", no_wrap=True, overflow="ellipsis")
+    return Text(str(_statuses[-1]) if _statuses else "", style="dim", no_wrap=True, overflow="ellipsis")
 
 
-def _tell(ended: threading.Event) -> None:
+def _print_periodically(ended: threading.Event) -> None:
     while not ended.wait(FIRST_SECONDS / 4):
-        task = _doing[-1] if _doing else None
-        if task and task.seconds >= FIRST_SECONDS and time.monotonic() - _last[0] >= EVERY_SECONDS:
+        task = _statuses[-1] if _statuses else None
+        if task and task.seconds >= FIRST_SECONDS and time.monotonic() - _last[0] >= PIPE_INTERVAL_SECONDS:
             _last[0] = time.monotonic()
             errors.print(f"... {task}", markup=False)

@@ -5,7 +5,7 @@ from collections.abc import Iterable, Iterator, Sequence
 from dataclasses import dataclass
 
 from rich.markup import escape
-from rich.table import Table
+from rich.table import Table as RichTable
 
 from infra.cli.console import console
 
@@ -20,21 +20,21 @@ Column = Sequence[str]
 
 
 @dataclass(frozen=True)
-class Part:
+class Table:
     """One table of a report, with cells of plain text below a heading."""
 
     title: str
-    heading: Sequence[str]
-    lines: Sequence[Sequence[str]]
+    columns: Sequence[str]
+    rows: Sequence[Sequence[str]]
 
     def show(self) -> None:
         """Print the table, split into as many parts as the terminal's width requires."""
-        for table in tables(self.heading, self.lines, self.title, console.width):
+        for table in tables(self.columns, self.rows, self.title, console.width):
             console.print(table)
 
     def markdown(self) -> str:
         """The table below its title. Cells are escaped, so that they cannot end the table or contain links or HTML."""
-        rows = (self.heading, ["---"] * len(self.heading), *self.lines)
+        rows = (self.columns, ["---"] * len(self.columns), *self.rows)
         lines = [f"| {' | '.join(map(_cell, row))} |" for row in rows]
         return "\n".join([f"#### {self.title}", "", *lines] if self.title else lines)
 
@@ -43,35 +43,35 @@ class Part:
 class Report:
     """The results of a command, which are the same on the terminal, in ``summary.md`` and in MLflow."""
 
-    facts: Sequence[tuple[str, str]]
+    summary: Sequence[tuple[str, str]]
     """The most important results by name, and the next step at the end. A text may contain Markdown."""
-    pieces: Sequence[str | Part] = ()
+    sections: Sequence[str | Table] = ()
     """Paragraphs in Markdown, and tables."""
 
     def show(self) -> None:
         """Print the report: sections first and the summary last, where it remains visible."""
-        for piece in self.pieces:
-            if isinstance(piece, Part):
+        for piece in self.sections:
+            if isinstance(piece, Table):
                 piece.show()
             else:
                 console.prose(piece)
             console.print()
-        width = max((len(name) for name, _ in self.facts), default=0)
-        for name, text in self.facts:
+        width = max((len(name) for name, _ in self.summary), default=0)
+        for name, text in self.summary:
             console.print(f"[bold]{escape(name):{width}}[/bold]  {escape(text.replace('`', ''))}")
 
     def markdown(self) -> str:
         """The report as Markdown: the summary first, then the sections."""
-        pieces = [piece.markdown() if isinstance(piece, Part) else piece for piece in self.pieces]
-        return "\n\n".join([facts(self.facts), *pieces] if self.facts else pieces) + "\n"
+        pieces = [piece.markdown() if isinstance(piece, Table) else piece for piece in self.sections]
+        return "\n\n".join([summary(self.summary), *pieces] if self.summary else pieces) + "\n"
 
 
-def listed(sentences: Iterable[str]) -> str:
+def bullet_list(sentences: Iterable[str]) -> str:
     """A bullet list in Markdown."""
     return "\n".join(f"- {sentence}" for sentence in sentences)
 
 
-def facts(rows: Sequence[tuple[str, str]]) -> str:
+def summary(rows: Sequence[tuple[str, str]]) -> str:
     """A paragraph of ``**name:** text``; a text may contain Markdown but no HTML.
 
     The first and the last row each have a line, and the rows between them share one, because MLflow shows only the
@@ -83,7 +83,7 @@ def facts(rows: Sequence[tuple[str, str]]) -> str:
     return "  \n".join(lines)
 
 
-def tables(heading: Sequence[str], lines: Sequence[Sequence[str]], title: str, width: int) -> Iterator[Table]:
+def tables(columns: Sequence[str], rows: Sequence[Sequence[str]], title: str, width: int) -> Iterator[RichTable]:
     """The table for a terminal. Columns that do not fit follow in further parts, each of which repeats the first
     column.
 
@@ -91,14 +91,14 @@ def tables(heading: Sequence[str], lines: Sequence[Sequence[str]], title: str, w
     words if that saves a part, and within a word that does not fit beside the first column. Columns of numbers are
     aligned to the right and only wrapped in their heading, so that no number is cut off. All parts have similar widths.
     """
-    columns = list(zip(heading, *lines, strict=True))
-    parts = _parts(columns, width)
+    cells_by_column = list(zip(columns, *rows, strict=True))
+    parts = _parts(cells_by_column, width)
     if len(parts) > 1:
-        splits = (_parts(columns, narrower) for narrower in range(width + 1))
+        splits = (_parts(cells_by_column, narrower) for narrower in range(width + 1))
         parts = next(split for split in splits if len(split) == len(parts))
     for part in parts:
-        table = Table(
-            title=escape(title) or None, title_justify="left", show_header=any(heading), box=None,
+        table = RichTable(
+            title=escape(title) or None, title_justify="left", show_header=any(columns), box=None,
             padding=(0, GAP, 0, 0), pad_edge=False,
         )  # fmt: skip
         for column, column_width in zip(part, _widths(part, width), strict=True):

@@ -84,13 +84,13 @@ def format_duration(seconds: float) -> str:
     if seconds < 59.95:
         return f"{seconds:g}s" if seconds == int(seconds) else f"{seconds:.1f}s"
     whole = round(seconds)
-    hours, rest = divmod(whole, 3600)
-    minutes, left = divmod(rest, 60)
+    hours, remainder = divmod(whole, 3600)
+    minutes, left = divmod(remainder, 60)
     parts = [(hours, "h"), (minutes, "m"), (left, "s")]
     return "".join(f"{n}{unit}" for n, unit in parts if n)
 
 
-def one_word(
+def single_value_flag(
     metavar: str, kind: type | tuple[type, ...], parse: Callable[[str], Any], write: Callable[[Any], str]
 ) -> PrimitiveConstructorSpec[Any]:
     """How a flag's value of ``kind`` is read from one word of the command line, and shown as its default in --help."""
@@ -110,7 +110,7 @@ def one_word(
     )
 
 
-def or_none(spec: PrimitiveConstructorSpec[Any]) -> PrimitiveConstructorSpec[Any]:
+def optional_flag(spec: PrimitiveConstructorSpec[Any]) -> PrimitiveConstructorSpec[Any]:
     """``spec`` for a flag that may be left out; with a union, tyro's error would show the parsers' internals."""
     return PrimitiveConstructorSpec(
         nargs=1,
@@ -121,15 +121,15 @@ def or_none(spec: PrimitiveConstructorSpec[Any]) -> PrimitiveConstructorSpec[Any
     )
 
 
-_SIZE = one_word("SIZE", int, parse_size, format_size)
-_DURATION = one_word("DURATION", (int, float), parse_duration, format_duration)
+_SIZE = single_value_flag("SIZE", int, parse_size, format_size)
+_DURATION = single_value_flag("DURATION", (int, float), parse_duration, format_duration)
 
 Bytes = Annotated[int, _SIZE]
 """A number of bytes, written with its unit on the command line."""
 
-BytesOrNone = Annotated[int | None, or_none(_SIZE)]
+BytesOrNone = Annotated[int | None, optional_flag(_SIZE)]
 
 Seconds = Annotated[float, _DURATION]
 """A number of seconds, written with its unit on the command line."""
 
-SecondsOrNone = Annotated[float | None, or_none(_DURATION)]
+SecondsOrNone = Annotated[float | None, optional_flag(_DURATION)]

@@ -51,7 +51,7 @@ def peak_flops(gpu_name: str | None, precision: str = "bf16") -> float | None:
 
 
 @dataclass(frozen=True)
-class DeviceFacts:
+class DeviceInfo:
     """The facts about a device that decide settings that are left open."""
 
     kind: Literal["cuda", "cpu"]
@@ -65,43 +65,43 @@ class DeviceFacts:
     uncompilable: str = field(default="", compare=False)
     """Why torch.compile cannot work there, and what to install; empty where it can."""
 
-    def within(self, limit: int | None) -> "DeviceFacts":
+    def with_memory_limit(self, limit: int | None) -> "DeviceInfo":
         """The same device for a process that may use ``limit`` bytes; all that is free if that is None."""
         return self if limit is None else replace(self, memory=min(self.memory, limit))
 
 
-A100 = DeviceFacts("cuda", "NVIDIA A100", (8, 0), bf16=True, memory=40 * 2**30)
+A100 = DeviceInfo("cuda", "NVIDIA A100", (8, 0), bf16=True, memory=40 * 2**30)
 """Used where something is planned for a GPU that this machine does not have: the one with 40 GB."""
 
-CARDS = {
+KNOWN_GPUS = {
     "A100": A100,
-    "H100": DeviceFacts("cuda", "NVIDIA H100", (9, 0), bf16=True, memory=80 * 2**30),
-    "H200": DeviceFacts("cuda", "NVIDIA H200", (9, 0), bf16=True, memory=141 * 10**9),
+    "H100": DeviceInfo("cuda", "NVIDIA H100", (9, 0), bf16=True, memory=80 * 2**30),
+    "H200": DeviceInfo("cuda", "NVIDIA H200", (9, 0), bf16=True, memory=141 * 10**9),
 }
 """GPUs that can be planned for without one."""
 
 
-def device_facts() -> DeviceFacts:
+def device_info() -> DeviceInfo:
     """The facts about this machine's first visible GPU, or its CPU. Asks NVML, so that CUDA need not be initialised."""
     state = read_gpu()
     if state is None:
-        return cpu_facts()
+        return cpu_info()
     capability = state.capability or (0, 0)
     others = state.memory_used - (state.process_memory or 0)
-    return DeviceFacts(
+    return DeviceInfo(
         "cuda", state.name, capability, bf16=capability >= (8, 0), memory=state.memory_total - others,
         uncompilable=_missing_for_gpu(capability),
     )  # fmt: skip
 
 
-def cpu_facts() -> DeviceFacts:
+def cpu_info() -> DeviceInfo:
     """The facts about this machine's CPU; where /proc/cpuinfo is missing, bf16 counts as emulated."""
     try:
         flags = set(Path("/proc/cpuinfo").read_text(encoding="utf-8").split())
     except OSError:
         flags = set[str]()
     compiler = os.environ.get("CXX") or any(map(shutil.which, ("g++", "clang++", "c++")))
-    return DeviceFacts(
+    return DeviceInfo(
         "cpu", "cpu", bf16=bool(flags & {"avx512_bf16", "amx_tile"}), memory=host.available_memory(),
         uncompilable="" if compiler else "there is no C++ compiler: install g++",
     )  # fmt: skip

@@ -51,7 +51,7 @@ def count_oom_kills(root: Path = ROOT) -> int:
         *(group / "memory.oom_control" for group in _groups("memory", 1, root)),
         root / "proc/vmstat",
     ]
-    return next((found["oom_kill"] for file in files if "oom_kill" in (found := _numbers(file))), 0)
+    return next((numbers["oom_kill"] for file in files if "oom_kill" in (numbers := _numbers(file))), 0)
 
 
 def _memory(root: Path) -> Iterator[tuple[int, int]]:

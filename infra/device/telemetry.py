@@ -14,7 +14,7 @@ import numpy as np
 import psutil
 
 from infra.cli.units import GB
-from infra.device.downsampling import stride
+from infra.device.downsampling import sampling_interval
 from infra.device.gpu import GpuMeter, GpuReading
 
 PERIOD = 1.0
@@ -28,7 +28,7 @@ THROTTLED = {"power": 0x84, "heat": 0x60, "hardware": 0x8}
 cooling (software's and hardware's thermal slowdown); or hardware's slowdown, which has one of these causes."""
 
 
-def of_machine(name: str, metrics: dict[str, float]) -> dict[str, float]:
+def prefix_node(name: str, metrics: dict[str, float]) -> dict[str, float]:
     """``metrics`` under names with that of their machine, as MLflow's own system metrics have it where there are
     several: ``system/NAME/...``."""
     return {metric.replace("system/", f"system/{name}/", 1): value for metric, value in metrics.items()}
@@ -68,7 +68,7 @@ class Telemetry:
         """Energy of the GPU between two times of ``time.perf_counter``; None where it is not known."""
         return self._energy.between(since, until)
 
-    def means(self, since: float) -> dict[str, float]:
+    def averages_since(self, since: float) -> dict[str, float]:
         """The mean of each metric after a time of ``time.perf_counter``, and the number of processors.
 
         Of whole points, until :meth:`stop`; empty when none began after that time.
@@ -79,8 +79,8 @@ class Telemetry:
                 for name, (total, count) in sums.items():
                     so_far = readings.setdefault(name, [0.0, 0.0])
                     readings[name] = [so_far[0] + total, so_far[1] + count]
-        found = {name: total / count for name, (total, count) in readings.items()}
-        return found | {"system/processors": float(psutil.cpu_count() or 1)} if found else {}
+        averages = {name: total / count for name, (total, count) in readings.items()}
+        return averages | {"system/processors": float(psutil.cpu_count() or 1)} if averages else {}
 
     def _watch(self) -> None:
         began, first = time.perf_counter(), self._last
@@ -93,14 +93,14 @@ class Telemetry:
             opened = opened if sums else now
             for name, value in self._read(now).items():
                 sums.setdefault(name, []).append(value)
-            if second - self._last >= stride(self._last, POINTS) or (ended and second > self._last):
+            if second - self._last >= sampling_interval(self._last, POINTS) or (ended and second > self._last):
                 self._last = second
-                self._energy.keep()
+                self._energy.checkpoint()
                 self._points.append((opened, {name: [sum(values), len(values)] for name, values in sums.items()}))
                 self._send(second, {name: sum(values) / len(values) for name, values in sums.items()})
                 sums.clear()
             if ended:
-                self._energy.keep()
+                self._energy.checkpoint()
                 return
 
     def _read(self, now: float) -> dict[str, float]:
@@ -113,7 +113,7 @@ class Telemetry:
             reading = self._meter.read()
             if reading is not None:
                 self._energy.add(now, reading)
-                values |= of_gpu(reading)
+                values |= gpu_metrics(reading)
         except Exception:  # noqa: BLE001 a GPU that has fallen off the bus raises where it did not before
             return values
         return values
@@ -124,7 +124,7 @@ class HostReader:
 
     def __init__(self) -> None:
         self._process = psutil.Process()
-        self._before: tuple[float, float] | None = None
+        self._previous: tuple[float, float] | None = None
 
     def read(self, now: float) -> dict[str, float]:
         """Metrics at ``now``: memory, and the share of processor time since the last reading."""
@@ -134,17 +134,17 @@ class HostReader:
         }
         times, machine = self._process.cpu_times(), psutil.cpu_percent()
         used = times.user + times.system
-        if self._before is not None and now > self._before[0]:
-            before, then = self._before
-            values["system/worker_cpu_percent"] = 100 * (used - then) / (now - before)  # of one core
+        if self._previous is not None and now > self._previous[0]:
+            previous_time, then = self._previous
+            values["system/worker_cpu_percent"] = 100 * (used - then) / (now - previous_time)  # of one core
             values["system/machine_cpu_percent"] = machine
-        self._before = now, used
+        self._previous = now, used
         return values
 
 
-def of_gpu(reading: GpuReading) -> dict[str, float]:
+def gpu_metrics(reading: GpuReading) -> dict[str, float]:
     """The metrics of one reading; the mean of those about throttling is a share of time, in percent."""
-    found = {
+    metrics = {
         "system/gpu_utilization_percent": reading.utilization,
         "system/gpu_memory_gb": None if reading.memory is None else reading.memory / GB,
         "system/gpu_power_watts": reading.watts,
@@ -153,8 +153,8 @@ def of_gpu(reading: GpuReading) -> dict[str, float]:
     }
     if reading.throttle_reasons is not None:
         for cause, bits in THROTTLED.items():
-            found[f"system/gpu_throttled_by_{cause}_percent"] = 100.0 * bool(reading.throttle_reasons & bits)
-    return {name: float(value) for name, value in found.items() if value is not None}
+            metrics[f"system/gpu_throttled_by_{cause}_percent"] = 100.0 * bool(reading.throttle_reasons & bits)
+    return {name: float(value) for name, value in metrics.items() if value is not None}
 
 
 class Energy:
@@ -170,9 +170,9 @@ class Energy:
         if reading.joules is not None:
             self._latest = now, reading.joules
             if not self._times:
-                self.keep()
+                self.checkpoint()
 
-    def keep(self) -> None:
+    def checkpoint(self) -> None:
         """Keep the latest reading: as many as there are points are enough to interpolate between."""
         if self._latest is not None and self._latest[0] not in self._times[-1:]:
             self._times.append(self._latest[0])

@@ -16,9 +16,9 @@ import tyro
 from infra.cli import command
 from infra.cli.console import console
 from infra.cli.options import Switch, TrackingUri
-from infra.cli.progress import IMPORTING, doing
-from infra.cli.table import Part, Report
-from infra.device.hardware import device_facts
+from infra.cli.progress import IMPORTING, status
+from infra.cli.table import Report, Table
+from infra.device.hardware import device_info
 from infra.doctor import allreduce
 from infra.errors import UserError
 from infra.storage.directory import StorageDir, scratch
@@ -58,7 +58,7 @@ def examine(options: DoctorOptions) -> int:
 
     torch and MLflow are imported here, so that invalid flags are reported at once.
     """
-    with doing(IMPORTING):
+    with status(IMPORTING):
         from infra import ceilings
         from infra.device import provenance
         from infra.doctor import checks, nodes
@@ -68,11 +68,11 @@ def examine(options: DoctorOptions) -> int:
     started_at = time.perf_counter()
     device, name = ceilings.first_device()
     out = StorageDir.of(options.out)
-    out.refuse_unusable("--out")
-    disk = scratch() if out.remote else Path(options.out)
-    results = checks.checks(device, disk)
+    out.check_writable("--out")
+    disk = scratch() if out.is_remote else Path(options.out)
+    results = checks.run_checks(device, disk)
     record: dict[str, object] = {
-        "device": name, "facts": asdict(device_facts()), "machine": socket.gethostname(),
+        "device": name, "facts": asdict(device_info()), "machine": socket.gethostname(),
         "checks": [asdict(check) for check in results],
     }  # fmt: skip
     metrics: dict[str, float] = {}
@@ -82,8 +82,8 @@ def examine(options: DoctorOptions) -> int:
     print_problems(problems)
     failing = any(check.fix and check.fatal for check in results)
     if options.address:
-        with doing("checking the cluster's machines"):
-            machines = nodes.examine(options.address, out if out.remote else None, measure=not options.quick)
+        with status("checking the cluster's machines"):
+            machines = nodes.examine(options.address, out if out.is_remote else None, measure=not options.quick)
         record["nodes"] = [machine.to_json() for machine in machines]
         parts.append(nodes_part(machines))
         parts[-1].show()
@@ -92,15 +92,15 @@ def examine(options: DoctorOptions) -> int:
         problems += node_problems
         failing = failing or any(fatal for machine in machines for fatal in machine.problems.values())
     if not options.quick:
-        with doing("measuring matrix multiplication"):
+        with status("measuring matrix multiplication"):
             rates = {"matmul": ceilings.matmul_rates(device)}
-        with doing("measuring memory copies"):
+        with status("measuring memory copies"):
             rates["copy"] = ceilings.copy_rates(device)
         try:
-            with doing("measuring disk reads"):
+            with status("measuring disk reads"):
                 rates["disk"] = {"reading": ceilings.disk_rate(disk)}
         except OSError as failure:
-            folder = f"TMPDIR {disk}" if out.remote else f"--out {disk}"
+            folder = f"TMPDIR {disk}" if out.is_remote else f"--out {disk}"
             raise UserError(
                 f"Cannot measure the disk of {folder}: {failure.strerror}. Free disk space, or choose another folder."
             ) from failure
@@ -111,7 +111,7 @@ def examine(options: DoctorOptions) -> int:
             f"{group}/{key.replace(',', '')}": rate for group, values in rates.items() for key, rate in values.items()
         }
     if options.workers > 1:
-        with doing(f"measuring all-reduce between {options.workers} workers"):
+        with status(f"measuring all-reduce between {options.workers} workers"):
             all_reduce = allreduce.measure(options.workers, options.address)
         record["allreduce"] = asdict(all_reduce)
         parts.append(allreduce_part(all_reduce))
@@ -120,14 +120,14 @@ def examine(options: DoctorOptions) -> int:
     outcome = "nothing measured (--quick); doctor.json unchanged"
     if not options.quick:
         out.write_json(ceilings.FILE, record)
-        outcome = f"saved in {Path(options.out) / ceilings.FILE if not out.remote else out / ceilings.FILE}"
+        outcome = f"saved in {Path(options.out) / ceilings.FILE if not out.is_remote else out / ceilings.FILE}"
         if options.workers > 1:
             outcome += f"; 'python -m train.plan --workers {options.workers}' uses it to predict the network's effect"
     key = create_run("doctor", name, tracking_uri=options.tracking_uri, tags=provenance.collect() | {"kind": "doctor"})
     with Tracker(key) as tracker:
-        tracker.metrics(metrics)
-        tracker.json(record, "doctor.json")
-        tracker.note(Report((), [*(f"✗ {problem}" for problem in problems), *parts]).markdown())
+        tracker.log_metrics(metrics)
+        tracker.log_json(record, "doctor.json")
+        tracker.set_description(Report((), [*(f"✗ {problem}" for problem in problems), *parts]).markdown())
         tracker.finish()
     console.print(f"{outcome} ({time.perf_counter() - started_at:.0f} s)", markup=False)
     return int(failing)
@@ -138,12 +138,12 @@ def print_problems(problems: list[str]) -> None:
         console.print(f"✗ {problem}", markup=False, style="red")
 
 
-def checks_part(results: "list[checks.Check]") -> Part:
+def checks_part(results: "list[checks.Check]") -> Table:
     rows = [("✗" if check.fix else "✓", check.name, check.value) for check in results]
-    return Part("", ("ok", "check", "value"), rows)
+    return Table("", ("ok", "check", "value"), rows)
 
 
-def nodes_part(machines: "list[nodes.Report]") -> Part:
+def nodes_part(machines: "list[nodes.NodeReport]") -> Table:
     heading = (
         "machine", "cores", "load", "GPU", "memory (GB)", "Python", "Ray", "torch", "clock offset (s)",
         "free scratch (GB)", "storage upload, download (MB/s)", "matmul (TFLOP/s)",
@@ -162,25 +162,25 @@ def nodes_part(machines: "list[nodes.Report]") -> Part:
         best = report.rates and max(report.rates.matmul.items(), key=itemgetter(1))
         matmul = f"{best[1] / 1e12:,.2f} ({best[0]})" if best else ""
         lines.append((report.name, str(report.cores), *cells, speeds, matmul))
-    return Part("Machines of the cluster", heading, lines)
+    return Table("Machines of the cluster", heading, lines)
 
 
-def rates_part(rates: dict[str, dict[str, float]]) -> Part:
+def rates_part(rates: dict[str, dict[str, float]]) -> Table:
     """The maximum measured rates, in TFLOP/s and GB/s."""
     lines: list[tuple[str, str]] = []
     for group, values in rates.items():
         for key, rate in values.items():
             text = f"{rate / 1e12:,.2f} TFLOP/s" if "matmul" in group else f"{rate / 1e9:,.2f} GB/s"
             lines.append((f"{group.replace('_', ' ')}, {key}", text))
-    return Part("Measured ceilings", ("operation", "rate"), lines)
+    return Table("Measured ceilings", ("operation", "rate"), lines)
 
 
-def allreduce_part(all_reduce: allreduce.Reduced) -> Part:
+def allreduce_part(all_reduce: allreduce.AllReduceResult) -> Table:
     machines = ", ".join(dict.fromkeys(all_reduce.machines))
     speeds = all_reduce.bus_bytes_per_second.items()
     lines = [(f"{int(size) / 2**20:,.2f}", f"{rate / 1e9:,.3f}") for size, rate in speeds]
     title = f"All-reduce between {all_reduce.workers} workers on {machines} ({all_reduce.backend})"
-    return Part(title, ("size (MiB)", "bus bandwidth (GB/s)"), lines)
+    return Table(title, ("size (MiB)", "bus bandwidth (GB/s)"), lines)
 
 
 if __name__ == "__main__":

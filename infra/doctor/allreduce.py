@@ -11,15 +11,15 @@ from dataclasses import dataclass
 from typing import Any
 
 from infra.errors import UserError
-from infra.ray.cluster import connected
-from infra.ray.machines import await_room
+from infra.ray.cluster import ray_session
+from infra.ray.machines import wait_for_resources
 
 SIZES = (2**18, 2**22, 2**26)
 """Bytes reduced at once; DDP's buckets are 25 MiB."""
 
 
 @dataclass(frozen=True)
-class Reduced:
+class AllReduceResult:
     """Measurements of several workers."""
 
     workers: int
@@ -34,9 +34,9 @@ class Reduced:
     """Names of the workers' machines, by rank."""
 
 
-def measure(workers: int, address: str | None = None) -> Reduced:
+def measure(workers: int, address: str | None = None) -> AllReduceResult:
     """Measure all-reduce between ``workers`` new processes. Raises ``UserError`` if the cluster has too few cores."""
-    with connected(address):
+    with ray_session(address):
         import ray
         import ray.train
         import ray.train.torch
@@ -51,19 +51,19 @@ def measure(workers: int, address: str | None = None) -> Reduced:
         each = {"GPU": 1.0} if use_gpu else {"CPU": 1.0}
         with tempfile.TemporaryDirectory() as folder:
             trainer = ray.train.torch.TorchTrainer(
-                reduce_all,
+                benchmark_all_reduce,
                 scaling_config=ray.train.ScalingConfig(
                     num_workers=workers, use_gpu=use_gpu, resources_per_worker=each, placement_strategy="SPREAD"
                 ),
                 run_config=ray.train.RunConfig(name="allreduce", storage_path=folder),
             )
-            await_room("the all-reduce", [each] * workers)
+            wait_for_resources("the all-reduce", [each] * workers)
             measurements = trainer.fit().return_value
     assert measurements is not None
-    return Reduced(workers, **measurements)
+    return AllReduceResult(workers, **measurements)
 
 
-def reduce_all() -> dict[str, Any]:
+def benchmark_all_reduce() -> dict[str, Any]:
     """Measure this worker's matrix products, and the fastest of several reductions of each size."""
     import torch
     import torch.distributed as dist

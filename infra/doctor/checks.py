@@ -16,11 +16,11 @@ from torch.nn.attention import SDPBackend, sdpa_kernel
 
 from infra.cli.units import GB
 from infra.device.gpu import GpuState, read_gpu
-from infra.device.hardware import device_facts, peak_flops
+from infra.device.hardware import device_info, peak_flops
 from infra.device.host import cpu_count
 from infra.device.telemetry import THROTTLED
 
-SPARE = 20 * 10**9
+MIN_FREE_BYTES = 20 * 10**9
 """Minimum free disk space in bytes for checkpoints and traces."""
 
 
@@ -34,15 +34,15 @@ class Check:
     fatal: bool = False
 
 
-def checks(device: torch.device, out: Path) -> list[Check]:
+def run_checks(device: torch.device, out: Path) -> list[Check]:
     """All checks for ``device``; ``out`` is the folder of runs."""
     results = [*software(), *disk(out)]
     if device.type == "cuda":
         return [*results, *gpu(read_gpu(), torch.cuda.get_device_name(device)), *attention_kernels(device)]
-    return [*results, no_gpu(read_gpu()), *cpu(), *attention_kernels(device)]
+    return [*results, check_missing_gpu(read_gpu()), *cpu(), *attention_kernels(device)]
 
 
-def no_gpu(state: GpuState | None) -> Check:
+def check_missing_gpu(state: GpuState | None) -> Check:
     """The check of the GPU if torch has none: there is none, or torch cannot use the one that NVML reports."""
     if state is None:
         return Check("GPU", "no GPU found, training runs on the CPU")
@@ -65,14 +65,16 @@ def software() -> list[Check]:
             results.append(Check(package, "missing", f"run 'pip install {package}'", fatal=True))
     if torch.version.cuda:
         results.append(Check("torch CUDA", f"{torch.version.cuda}, cuDNN {torch.backends.cudnn.version()}"))
-    blocker = device_facts().uncompilable
+    blocker = device_info().uncompilable
     return [*results, Check("torch.compile", "unavailable" if blocker else "available", blocker)]
 
 
 def disk(out: Path) -> list[Check]:
     """Free disk space in the folder of runs, and shared memory for Ray."""
     free = shutil.disk_usage(out).free
-    results = [Check(f"disk of {out}", f"{free / 1e9:,.0f} GB free", "" if free > SPARE else "free disk space")]
+    results = [
+        Check(f"disk of {out}", f"{free / 1e9:,.0f} GB free", "" if free > MIN_FREE_BYTES else "free disk space")
+    ]
     shared = Path("/dev/shm")  # noqa: S108 the folder is only inspected, not written to
     if shared.exists():
         size = shutil.disk_usage(shared).free

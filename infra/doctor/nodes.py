@@ -14,8 +14,8 @@ from infra.cli.units import GB
 from infra.device import host
 from infra.device.gpu import read_gpu
 from infra.errors import UserError, first_line
-from infra.ray.cluster import connected
-from infra.ray.machines import ask_nodes
+from infra.ray.cluster import ray_session
+from infra.ray.machines import run_on_nodes
 from infra.storage.directory import StorageDir, scratch
 from infra.storage.files import TEMPORARY
 
@@ -25,11 +25,11 @@ STORAGE_SECONDS = 60.0
 """Time limit for a machine to write to and read from the storage, including retries."""
 STORAGE_BYTES = 4 << 20
 """Size of the file with which the storage is measured."""
-SPARE = 20 * 10**9
+MIN_FREE_BYTES = 20 * 10**9
 """Minimum free scratch space in bytes for copies of data sets and runs."""
 MEASURE_SECONDS = 120.0
 """Time limit for a machine to start a process with torch and to measure its matrix products."""
-CLOCK_PATIENCE = 5.0
+CLOCK_TIMEOUT_SECONDS = 5.0
 """Time limit for a machine to return the time of its clock."""
 CLOCK_SECONDS = 1.0
 """Maximum offset of a clock in seconds; with a larger one, times of a run and of a machine's logs do not match."""
@@ -60,7 +60,7 @@ class Rates:
 
 
 @dataclass
-class Report:
+class NodeReport:
     """The checks and measurements of one machine of the cluster."""
 
     name: str
@@ -80,7 +80,7 @@ class Report:
         return asdict(self)
 
 
-def reach(directory: StorageDir) -> dict[str, float]:
+def measure_storage(directory: StorageDir) -> dict[str, float]:
     """Bytes/s of writing and reading a file of a few MB in ``directory``."""
     name = f"{TEMPORARY}{socket.gethostname()}-{os.getpid()}"
     content = os.urandom(STORAGE_BYTES)
@@ -101,7 +101,7 @@ def clock() -> float:
     return time.time()
 
 
-def describe() -> MachineReport:
+def describe_node() -> MachineReport:
     """Describe this machine."""
     hidden = os.environ.pop("CUDA_VISIBLE_DEVICES", None)  # Ray hides all GPUs from a task that requests none.
     try:
@@ -130,21 +130,21 @@ def rates() -> Rates:
     return Rates(socket.gethostname(), name, ceilings.matmul_rates(device))
 
 
-def examine(address: str, storage: StorageDir | None = None, *, measure: bool = False) -> list[Report]:
+def examine(address: str, storage: StorageDir | None = None, *, measure: bool = False) -> list[NodeReport]:
     """Check each live machine of the cluster at ``address``, and its access to ``storage``.
 
     With ``measure``, each machine also measures matrix products on a free GPU, or on all its cores. Raises
     ``UserError`` if no cluster responds.
     """
-    with connected(address):
+    with ray_session(address):
         import ray
 
         nodes = {node["NodeID"]: node for node in ray.nodes() if node["Alive"]}
         reports = {
-            node: Report(entry["NodeManagerHostname"], int(entry["Resources"].get("CPU", 0)))
+            node: NodeReport(entry["NodeManagerHostname"], int(entry["Resources"].get("CPU", 0)))
             for node, entry in sorted(nodes.items(), key=lambda item: item[1]["NodeManagerHostname"])
         }
-        driver, responses = describe(), ask_nodes(list(reports), describe, seconds=ANSWER_SECONDS)
+        driver, responses = describe_node(), run_on_nodes(list(reports), describe_node, seconds=ANSWER_SECONDS)
         for node, report in reports.items():
             if isinstance(response := responses.get(node), MachineReport):
                 report.machine = response
@@ -157,7 +157,7 @@ def examine(address: str, storage: StorageDir | None = None, *, measure: bool = 
             if report.clock is not None and abs(report.clock) > CLOCK_SECONDS:
                 problem = f"its clock differs from this machine's by {report.clock:+.1f} s; synchronize it with NTP"
                 report.problems[problem] = False
-        responses = ask_nodes(list(reachable), reach, storage, seconds=STORAGE_SECONDS) if storage else {}
+        responses = run_on_nodes(list(reachable), measure_storage, storage, seconds=STORAGE_SECONDS) if storage else {}
         for node, report in reachable.items() if storage else ():
             if isinstance(response := responses.get(node), dict):
                 report.storage = response
@@ -168,14 +168,14 @@ def examine(address: str, storage: StorageDir | None = None, *, measure: bool = 
         return list(reports.values())
 
 
-def _measure(reports: Mapping[str, Report], has_gpu: Mapping[str, bool]) -> None:
+def _measure(reports: Mapping[str, NodeReport], has_gpu: Mapping[str, bool]) -> None:
     """Measure the matrix products of the machines, given by their node ids, that have a GPU or cores."""
     needs = {
         node: {"num_gpus": 1} if has_gpu[node] else {"num_cpus": report.cores}
         for node, report in reports.items()
         if has_gpu[node] or report.cores
     }
-    responses = ask_nodes(list(needs), rates, seconds=MEASURE_SECONDS, needs=needs)
+    responses = run_on_nodes(list(needs), rates, seconds=MEASURE_SECONDS, needs=needs)
     for node in needs:
         if isinstance(response := responses.get(node), Rates):
             reports[node].rates = response
@@ -199,7 +199,7 @@ def compare(machine: MachineReport, driver: MachineReport) -> dict[str, bool]:
             problems[f"{name} is {node_version}, but {driver_version} on this machine; install the same version"] = (
                 is_fatal
             )
-    if machine.scratch_free < SPARE:
+    if machine.scratch_free < MIN_FREE_BYTES:
         free = machine.scratch_free / 1e9
         advice = "free disk space for data and checkpoints, or set TMPDIR"
         problems[f"{machine.scratch} has only {free:.1f} GB free; {advice}"] = False
@@ -216,7 +216,7 @@ def _clock_difference(node: str) -> float | None:
     best: tuple[float, float] | None = None
     for _ in range(3):
         sent_at = time.time()
-        node_time = ask_nodes([node], clock, seconds=CLOCK_PATIENCE).get(node)
+        node_time = run_on_nodes([node], clock, seconds=CLOCK_TIMEOUT_SECONDS).get(node)
         received_at = time.time()
         if not isinstance(node_time, float):
             break

@@ -15,9 +15,9 @@ from contextlib import AbstractContextManager, chdir, contextmanager, nullcontex
 from pathlib import Path
 from typing import Any
 
-from infra.cli.command import INTERRUPTED, interrupt_on_termination, uninterrupted
+from infra.cli.command import EXIT_INTERRUPTED, delay_interrupts, interrupt_on_termination
 from infra.cli.console import console, errors
-from infra.cli.progress import doing
+from infra.cli.progress import status
 from infra.device.host import cpu_count
 from infra.errors import UserError, first_line
 from infra.ray.local_ray import (
@@ -58,16 +58,16 @@ _SETTINGS = {
     "TUNE_GLOBAL_CHECKPOINT_S": "1",
 }
 
-ANSWER_SECONDS = 10.0
+CONNECT_TIMEOUT_SECONDS = 10.0
 """How long a cluster may take to accept a connection."""
 
 
-WAITER = "waits for Ray"
+RAY_THREAD_NAME = "waits for Ray"
 """Name of a thread that calls Ray and cannot be told to stop."""
 
 
 @contextmanager
-def connected(
+def ray_session(
     address: str | None = None,
     *,
     cpus: int | None = None,
@@ -80,7 +80,7 @@ def connected(
     and ``prestart`` starts a worker for each in advance, for work that needs them all at once. ``code`` are files or
     folders of modules that workers import besides ours. Raises ``UserError`` when nothing answers at ``address``.
     """
-    named = "--address" if address else "RAY_ADDRESS"
+    source = "--address" if address else "RAY_ADDRESS"
     address = address or os.environ.get("RAY_ADDRESS")
     for name, value in _SETTINGS.items():
         os.environ.setdefault(name, value)
@@ -88,7 +88,7 @@ def connected(
 
     if ray.is_initialized():  # inside another block: the Ray of a ladder is also the Ray of its rungs
         if address:
-            _check_joined(address, named)
+            _check_joined(address, source)
         yield
         return
     folders = [str(Path(module).parent) for module in code]
@@ -97,21 +97,21 @@ def connected(
     quiet = {"log_to_driver": False, "logging_level": logging.ERROR}
     local = address in (None, "", "local")
     if address and not local:
-        with doing(f"joining the Ray cluster at {address}"):
-            _join(address, named, runtime_env=_travelling(variables, code), **quiet)
+        with status(f"joining the Ray cluster at {address}"):
+            _join(address, source, runtime_env=_runtime_env(variables, code), **quiet)
     else:
         os.environ["RAY_TMPDIR"] = temporary_folder()
         os.environ["RAY_prestart_worker_first_driver"] = str(int(prestart))  # noqa: SIM112 spelled as Ray reads it
         # A Ray whose ray.init was interrupted cannot be shut down: the command ended in a segmentation fault.
         with (
-            doing("starting Ray"),
+            status("starting Ray"),
             # Inherited rather than a runtime_env, for which Ray would discard the workers that it starts in advance.
             environment_variables(variables),
             on_loopback(),
             own_process_group(),
             only_needed_processes(),
             same_interpreter(),
-            uninterrupted(),
+            delay_interrupts(),
             _unshadowed(),
         ):
             ray.init(address="local", num_cpus=cpus or cpu_count(), include_dashboard=False, **quiet)
@@ -121,13 +121,13 @@ def connected(
             refuse_exposed()
         yield
     finally:
-        if any(thread.name == WAITER for thread in threading.enumerate()):
+        if any(thread.name == RAY_THREAD_NAME for thread in threading.enumerate()):
             atexit.register(_leave)  # before Ray's own handler, which was registered first
         else:
             ray.shutdown()
 
 
-def _check_joined(address: str, named: str) -> None:
+def _check_joined(address: str, source: str) -> None:
     """Raise ``UserError`` when this process is connected to another Ray than that at ``address``."""
     import ray
     import ray.util
@@ -140,11 +140,11 @@ def _check_joined(address: str, named: str) -> None:
         return "here" if is_here else host, port
 
     joined = ray.get_runtime_context().gcs_address
-    place = machine_and_port(joined)
-    same = place[0] == "here" if address == "local" else place == machine_and_port(address)
+    endpoint = machine_and_port(joined)
+    same = endpoint[0] == "here" if address == "local" else endpoint == machine_and_port(address)
     if not same and address != "auto":
         raise UserError(
-            f"{named} {address}: this process is connected to the Ray at {joined} already. Leave {named} out to use "
+            f"{source} {address}: this process is connected to the Ray at {joined} already. Leave {source} out to use "
             "that one, or call ray.shutdown() first."
         )
 
@@ -169,10 +169,10 @@ def _leave() -> None:
     """
     console.end()
     errors.end()
-    os._exit(INTERRUPTED)
+    os._exit(EXIT_INTERRUPTED)
 
 
-def _travelling(variables: Mapping[str, str], code: Sequence[str]) -> dict[str, Any]:
+def _runtime_env(variables: Mapping[str, str], code: Sequence[str]) -> dict[str, Any]:
     """The runtime environment of workers on other machines: ``variables``, and code that only this machine has: ours
     and the user's.
 
@@ -182,8 +182,8 @@ def _travelling(variables: Mapping[str, str], code: Sequence[str]) -> dict[str, 
     return {"env_vars": dict(variables), "py_modules": modules, "excludes": ["pictures", "__pycache__"]}
 
 
-def _join(address: str, named: str, **settings: Any) -> None:
-    """Join the cluster at ``address``, which the flag or variable ``named`` gave. Raises ``UserError`` without one."""
+def _join(address: str, source: str, **settings: Any) -> None:
+    """Join the cluster at ``address``, which the flag or variable ``source`` gave. Raises ``UserError`` without one."""
     import ray
 
     try:
@@ -194,8 +194,8 @@ def _join(address: str, named: str, **settings: Any) -> None:
             ray.init(address=address, **settings)
     except (OSError, RuntimeError, ValueError) as failure:
         raise UserError(
-            f"no Ray cluster answers at {named} {address}: {first_line(failure).rstrip('.')}. Start one with "
-            f"'ray start --head' (where it asks for a token, 'export RAY_AUTH_MODE=token'), or leave {named} out "
+            f"no Ray cluster answers at {source} {address}: {first_line(failure).rstrip('.')}. Start one with "
+            f"'ray start --head' (where it asks for a token, 'export RAY_AUTH_MODE=token'), or leave {source} out "
             "to use this machine."
         ) from failure
 
@@ -210,19 +210,19 @@ def _connect(address: str) -> None:
         raise ValueError(f"{address} is not of the form HOST:PORT")
     if host in ("localhost", "127.0.0.1", "::1"):  # Ray takes these for this address
         host = ray.util.get_node_ip_address()
-    socket.create_connection((host, int(port)), timeout=ANSWER_SECONDS).close()
+    socket.create_connection((host, int(port)), timeout=CONNECT_TIMEOUT_SECONDS).close()
 
 
 @contextmanager
-def ray_files(folder: Path) -> Iterator[Path]:
+def temporary_ray_dir(folder: Path) -> Iterator[Path]:
     """A place in ``folder`` for the files that Ray Train or Tune write, removed when the block ends.
 
     Those of drivers that were killed are removed too: a run or search is continued from our own files.
     """
     for leftover in folder.glob("ray-*"):
         shutil.rmtree(leftover, ignore_errors=True)
-    place = folder / f"ray-{os.getpid()}"
+    directory = folder / f"ray-{os.getpid()}"
     try:
-        yield place
+        yield directory
     finally:
-        shutil.rmtree(place, ignore_errors=True)
+        shutil.rmtree(directory, ignore_errors=True)

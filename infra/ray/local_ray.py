@@ -203,10 +203,10 @@ def _no_agent(popen: Any) -> Any:
         if any(word.startswith(agent) for word in command):
             with suppress(ImportError, AttributeError, KeyError):
                 ray = importlib.import_module("ray._raylet")
-                given = dict(word.split("=", 1) for word in command if "=" in word)
+                flags = dict(word.split("=", 1) for word in command if "=" in word)
                 for port in ("METRICS_AGENT", "METRICS_EXPORT", "DASHBOARD_AGENT_LISTEN"):
                     name = getattr(ray, f"{port}_PORT_NAME")
-                    ray.persist_port(given["--session_dir"], given["--node_id"], name, -1)
+                    ray.persist_port(flags["--session_dir"], flags["--node_id"], name, -1)
                 command = [waiting if word.startswith(agent) else word for word in command]
         return popen(command, *arguments, **settings)
 
@@ -215,12 +215,12 @@ def _no_agent(popen: Any) -> Any:
 
 @contextmanager
 def environment_variables(variables: Mapping[str, str]) -> Iterator[None]:
-    before = {name: os.environ.get(name) for name in variables}
+    previous_values = {name: os.environ.get(name) for name in variables}
     os.environ.update(variables)
     try:
         yield
     finally:
-        for name, value in before.items():
+        for name, value in previous_values.items():
             if value is None:
                 os.environ.pop(name, None)
             else:
@@ -228,13 +228,13 @@ def environment_variables(variables: Mapping[str, str]) -> Iterator[None]:
 
 
 @contextmanager
-def _replaced(place: str, name: str, change: Any) -> Iterator[bool]:
+def _replaced(owner_name: str, name: str, change: Any) -> Iterator[bool]:
     """Replace an attribute of a module, or of a class ("module:class"), by ``change`` of it during the block.
 
     Yields whether the attribute exists.
     """
     try:
-        owner = pkgutil.resolve_name(place)
+        owner = pkgutil.resolve_name(owner_name)
         original = getattr(owner, name)
     except (ImportError, AttributeError):
         yield False

@@ -21,13 +21,13 @@ from infra.storage.files import TEMPORARY
 ASKING_SECONDS = 20.0
 """How long a machine of the cluster may take to answer a question: a process must start there."""
 
-LOSS_SECONDS = 2.0
+LOSS_POLL_SECONDS = 2.0
 """Between two looks at which machines there are."""
 
 PLACING_SECONDS = 1.0
 """How long Ray may look for free resources before we report it; it takes milliseconds where there are some."""
 
-ROOM_SECONDS = 0.2
+RESOURCE_POLL_SECONDS = 0.2
 """Between two looks at whether to wait any longer for room."""
 
 T = TypeVar("T")
@@ -57,7 +57,7 @@ def await_accelerator(accelerator: str) -> None:
         return
     if ipaddress.ip_address(ray.util.get_node_ip_address()).is_loopback:
         raise UserError(f"--accelerator {accelerator} is not in this machine: leave it out, or name an --address.")
-    await_room(f"--accelerator {accelerator}", [accelerator_resource(accelerator)])
+    wait_for_resources(f"--accelerator {accelerator}", [accelerator_resource(accelerator)])
 
 
 def accelerator_resource(accelerator: str | None) -> dict[str, float]:
@@ -72,7 +72,7 @@ def is_this_machine_alone() -> bool:
     return [node["NodeManagerHostname"] for node in ray.nodes() if node["Alive"]] == [socket.gethostname()]
 
 
-def cores_each(nodes: Collection[Node], workers: int, *, gpu: bool) -> int:
+def max_cores_per_worker(nodes: Collection[Node], workers: int, *, gpu: bool) -> int:
     """The most cores that each of ``workers`` can have on ``nodes`` at the same time; 0 where they do not fit.
 
     A worker runs on one machine, so the sum of the cluster's cores does not matter. With ``gpu`` each worker has a GPU,
@@ -87,7 +87,7 @@ def cores_each(nodes: Collection[Node], workers: int, *, gpu: bool) -> int:
     return 0
 
 
-def here() -> Any:
+def pin_to_driver_node() -> Any:
     """The scheduling strategy of what must be on the driver's machine: a file there, or its end with the driver's."""
     import ray
     from ray.util.scheduling_strategies import NodeAffinitySchedulingStrategy
@@ -95,7 +95,7 @@ def here() -> Any:
     return NodeAffinitySchedulingStrategy(ray.get_runtime_context().get_node_id(), soft=False)
 
 
-def ask_nodes(
+def run_on_nodes(
     nodes: Sequence[str],
     question: Callable[..., Any],
     *arguments: Any,
@@ -112,24 +112,26 @@ def ask_nodes(
     from ray.util.scheduling_strategies import NodeAffinitySchedulingStrategy
 
     ask: Any = ray.remote(num_cpus=0, max_retries=0)(question)
-    asked: dict[Any, str] = {}
+    node_by_task: dict[Any, str] = {}
     for node in nodes:
         there = NodeAffinitySchedulingStrategy(node, soft=False)
         task = ask.options(scheduling_strategy=there, **(needs or {}).get(node, {}))
-        asked[task.remote(*arguments, **named)] = node
-    done, waiting = ray.wait(list(asked), num_returns=len(asked), timeout=seconds) if asked else ([], [])
+        node_by_task[task.remote(*arguments, **named)] = node
+    done, waiting = (
+        ray.wait(list(node_by_task), num_returns=len(node_by_task), timeout=seconds) if node_by_task else ([], [])
+    )
     answers: dict[str, Any] = {}
     for answer in done:
         try:
-            answers[asked[answer]] = ray.get(answer)
+            answers[node_by_task[answer]] = ray.get(answer)
         except Exception as failure:  # noqa: BLE001 whatever the machine's process fails with
-            answers[asked[answer]] = failure
+            answers[node_by_task[answer]] = failure
     for late in waiting:
         ray.cancel(late, force=True)
     return answers
 
 
-def refuse_unshared(flag: str, folder: Path) -> None:
+def check_shared(flag: str, folder: Path) -> None:
     """Raise ``UserError`` when a machine of the connected Ray, where work may be placed, does not share ``folder``.
 
     Each is asked for a file that this one has just made there, because nothing else tells a shared disk from another
@@ -141,17 +143,17 @@ def refuse_unshared(flag: str, folder: Path) -> None:
     descriptor, probe = tempfile.mkstemp(prefix=TEMPORARY, dir=folder)
     os.close(descriptor)
     try:
-        blind = sorted(name for name, sees in ask_others(os.path.exists, probe) if not sees)
+        missing_on = sorted(name for name, sees in run_on_other_nodes(os.path.exists, probe) if not sees)
     finally:
         Path(probe).unlink()
-    if blind:
+    if missing_on:
         raise UserError(
-            f"{flag} {folder} is on this machine's disk, which {', '.join(blind)} of the cluster cannot see: give "
+            f"{flag} {folder} is on this machine's disk, which {', '.join(missing_on)} of the cluster cannot see: give "
             f"object storage, such as {flag} s3://bucket/folder, or a folder on a disk that all machines share."
         )
 
 
-def ask_others(question: Callable[..., T], *arguments: Any) -> list[tuple[str, T]]:
+def run_on_other_nodes(question: Callable[..., T], *arguments: Any) -> list[tuple[str, T]]:
     """What ``question(*arguments)`` returns on each other machine of the connected Ray where work may be placed.
 
     With each answer comes its machine's name. Those that do not answer in ``ASKING_SECONDS`` are left out.
@@ -164,7 +166,7 @@ def ask_others(question: Callable[..., T], *arguments: Any) -> list[tuple[str, T
         for node in ray.nodes()
         if node["Alive"] and node["NodeID"] != own and _has_room(node)
     }
-    answers = ask_nodes(list(others), question, *arguments, seconds=ASKING_SECONDS)
+    answers = run_on_nodes(list(others), question, *arguments, seconds=ASKING_SECONDS)
     return [(others[node], answer) for node, answer in answers.items() if not isinstance(answer, Exception)]
 
 
@@ -172,7 +174,7 @@ def _has_room(node: Mapping[str, Any]) -> bool:
     return any(node["Resources"].get(name) for name in ("CPU", "GPU"))
 
 
-def await_room(what: str, bundles: Sequence[Node], stopped: Callable[[], object] = lambda: False) -> bool:
+def wait_for_resources(what: str, bundles: Sequence[Node], stopped: Callable[[], object] = lambda: False) -> bool:
     """Wait until Ray has room for the ``bundles`` of ``what``, and say so; False when ``stopped`` ends the waiting.
 
     For work whose own request would outlive it: the placement group of an actor that asks for one while its driver
@@ -181,14 +183,14 @@ def await_room(what: str, bundles: Sequence[Node], stopped: Callable[[], object]
     """
     from ray.util import placement_group, remove_placement_group
 
-    group, began, told = placement_group([dict(bundle) for bundle in bundles]), time.monotonic(), False
+    group, began, has_reported = placement_group([dict(bundle) for bundle in bundles]), time.monotonic(), False
     try:
-        while not group.wait(ROOM_SECONDS):
+        while not group.wait(RESOURCE_POLL_SECONDS):
             if stopped():
                 return False
-            if not told and time.monotonic() - began >= PLACING_SECONDS:
-                told = True
-                errors.print(lack(what, bundles), markup=False)
+            if not has_reported and time.monotonic() - began >= PLACING_SECONDS:
+                has_reported = True
+                errors.print(resource_wait_message(what, bundles), markup=False)
         return True
     finally:
         remove_placement_group(group)
@@ -198,15 +200,15 @@ def is_pending(bundles: Sequence[Node]) -> bool:
     """Whether a placement group of these ``bundles`` is pending; Ray does not tell whose."""
     from ray.util import placement_group_table
 
-    def amounts(asked: Iterable[Node]) -> list[tuple[float, float]]:
-        return sorted((bundle.get("CPU", 0.0), bundle.get("GPU", 0.0)) for bundle in asked)
+    def amounts(requests: Iterable[Node]) -> list[tuple[float, float]]:
+        return sorted((bundle.get("CPU", 0.0), bundle.get("GPU", 0.0)) for bundle in requests)
 
     groups = placement_group_table().values()
     waiting = [group["bundles"].values() for group in groups if group["state"] in ("PENDING", "RESCHEDULING")]
-    return any(amounts(asked) == amounts(bundles) for asked in waiting)
+    return any(amounts(request) == amounts(bundles) for request in waiting)
 
 
-def lack(what: str, bundles: Sequence[Node]) -> str:
+def resource_wait_message(what: str, bundles: Sequence[Node]) -> str:
     """A sentence: which resources the ``bundles`` of ``what`` wait for, and what the cluster has."""
     import ray
 
@@ -225,7 +227,7 @@ def lack(what: str, bundles: Sequence[Node]) -> str:
 
 
 @contextmanager
-def losses_reported(consequence: str) -> Iterator[None]:
+def report_lost_nodes(consequence: str) -> Iterator[None]:
     """While the block runs, say which machine has left the connected Ray, and what follows from that.
 
     Ray repeats a lost machine's tasks by itself and says nothing; where no machine is left it waits for one.
@@ -241,7 +243,7 @@ def losses_reported(consequence: str) -> Iterator[None]:
 
     def watch() -> None:
         known: dict[str, str] | None = None
-        while not ended.wait(LOSS_SECONDS):
+        while not ended.wait(LOSS_POLL_SECONDS):
             with suppress(Exception):  # Ray is shutting down or unreachable, which is reported elsewhere
                 now = machines()
                 for gone in (known or {}).keys() - now.keys():

@@ -22,7 +22,7 @@ import xxhash
 from infra.errors import UserError
 from infra.storage import object_storage
 from infra.storage.files import TEMPORARY, atomic_file, json_text, lock, sync_folder
-from infra.storage.object_storage import is_remote, listing, locate, open_file, reason
+from infra.storage.object_storage import error_reason, is_remote, list_files, locate, open_file
 
 _BLOCK = 8 << 20
 
@@ -47,18 +47,18 @@ class StorageDir:
     address: str
 
     @classmethod
-    def of(cls, where: "StorageDir | Path | str") -> "StorageDir":
-        """``where`` with a whole path, so that it means the same in every process of this machine."""
-        if isinstance(where, StorageDir):
-            return where
-        text = str(where)
+    def of(cls, directory: "StorageDir | Path | str") -> "StorageDir":
+        """``directory`` with a whole path, so that it means the same in every process of this machine."""
+        if isinstance(directory, StorageDir):
+            return directory
+        text = str(directory)
         if not is_remote(text):
             return cls(str(Path(text).resolve()))
         path, mark, query = text.partition("?")
         return cls(path.rstrip("/") + mark + query)
 
     @property
-    def remote(self) -> bool:
+    def is_remote(self) -> bool:
         return is_remote(self.address)
 
     @property
@@ -70,9 +70,9 @@ class StorageDir:
         return self._at(self._path.rpartition("/")[0])
 
     @property
-    def folder(self) -> Path:
+    def local_path(self) -> Path:
         """The folder on this machine. Only for places that are not remote."""
-        assert not self.remote, f"{self.address} is not on this machine"
+        assert not self.is_remote, f"{self.address} is not on this machine"
         return Path(self.address)
 
     @property
@@ -81,12 +81,12 @@ class StorageDir:
         return hashlib.sha256(self.address.encode()).hexdigest()[:16]
 
     def __truediv__(self, name: str) -> "StorageDir":
-        return self._at(f"{self._path}/{quote(name) if self.remote else name}")
+        return self._at(f"{self._path}/{quote(name) if self.is_remote else name}")
 
     @property
     def _path(self) -> str:
         """The address without the query of a URI, which may name an endpoint."""
-        return self.address.partition("?")[0] if self.remote else self.address
+        return self.address.partition("?")[0] if self.is_remote else self.address
 
     def _at(self, path: str) -> "StorageDir":
         return StorageDir(path + self.address.removeprefix(self._path))
@@ -94,30 +94,30 @@ class StorageDir:
     def __str__(self) -> str:
         return self.address
 
-    def refuse_unusable(self, flag: str) -> None:
+    def check_writable(self, flag: str) -> None:
         """Raise ``UserError`` when this machine cannot write here: a bucket that does not exist, or a refusal.
 
         Writes and removes a file of a few bytes.
         """
         probe = f"{TEMPORARY}probe-{os.getpid()}"
         try:
-            if not self.remote:
-                self.folder.mkdir(parents=True, exist_ok=True)
+            if not self.is_remote:
+                self.local_path.mkdir(parents=True, exist_ok=True)
             self.write(probe, b"probe")
             self.remove([probe])
         except OSError as refused:
             raise UserError(f"{flag} {self} cannot be written ({refused.strerror}): name another place.") from refused
         except UserError as refused:
-            why = reason(refused.__cause__ or refused)
+            why = error_reason(refused.__cause__ or refused)
             raise UserError(f"{flag} {self} cannot be written ({why}): name another place.") from refused
 
     @property
     def lock_file(self) -> Path:
         """What a command of this machine locks: a file in the folder or, as object storage has no locks, in scratch."""
-        return scratch("locks") / self.digest if self.remote else self.folder / self.LOCK
+        return scratch("locks") / self.digest if self.is_remote else self.local_path / self.LOCK
 
     @contextmanager
-    def locked(self, refusal: str) -> Iterator[None]:
+    def lock(self, refusal: str) -> Iterator[None]:
         """Hold it against other commands of this machine for the block's duration, and no longer than this process.
 
         A folder is made if it is missing. Raises ``UserError``: ``refusal`` when another process holds it, or why the
@@ -133,42 +133,42 @@ class StorageDir:
 
     def exists(self, name: str) -> bool:
         """Whether it holds a file of this name."""
-        if not self.remote:
-            return (self.folder / name).is_file()
+        if not self.is_remote:
+            return (self.local_path / name).is_file()
         try:
-            return object_storage.size_of(str(self / name)) >= 0
+            return object_storage.file_size(str(self / name)) >= 0
         except FileNotFoundError:
             return False
 
-    def files(self, below: str = "") -> dict[str, int]:
+    def list_files(self, below: str = "") -> dict[str, int]:
         """Bytes of every file by its name, of those in the folder ``below`` it and deeper; none where it is missing.
 
         Without leases.
         """
         start = self / below if below else self
-        if self.remote:
+        if self.is_remote:
             _, bucket, path = locate(self.address)
             root = f"{bucket}/{path}".rstrip("/") + "/"
-            sizes = {entry.path.removeprefix(root): entry.size for entry in listing(start.address)}
+            sizes = {entry.path.removeprefix(root): entry.size for entry in list_files(start.address)}
             return {name: size for name, size in sizes.items() if LEASE not in name.split("/")}
-        found: dict[str, int] = {}
-        for parent, _, names in os.walk(start.folder):
+        size_by_name: dict[str, int] = {}
+        for parent, _, names in os.walk(start.local_path):
             for path in (Path(parent) / name for name in names):
                 with suppress(OSError):  # removed meanwhile, as temporary files are, or a link to itself
-                    found[path.relative_to(self.folder).as_posix()] = path.stat().st_size
-        return found
+                    size_by_name[path.relative_to(self.local_path).as_posix()] = path.stat().st_size
+        return size_by_name
 
     def read(self, name: str) -> bytes:
         """The content of a file. Raises ``FileNotFoundError`` when there is none."""
-        if not self.remote:
-            return (self.folder / name).read_bytes()
+        if not self.is_remote:
+            return (self.local_path / name).read_bytes()
         return object_storage.read(str(self / name))
 
     def write(self, name: str, content: bytes | memoryview) -> None:
         """Replace a file, whole and durably."""
-        if not self.remote:
-            (self.folder / name).parent.mkdir(parents=True, exist_ok=True)
-            with atomic_file(self.folder / name) as file:
+        if not self.is_remote:
+            (self.local_path / name).parent.mkdir(parents=True, exist_ok=True)
+            with atomic_file(self.local_path / name) as file:
                 file.write(content)
         else:
             object_storage.write(str(self / name), memoryview(content).cast("B"))
@@ -177,42 +177,42 @@ class StorageDir:
         """Replace a file by ``value`` as JSON, of which equal values give equal bytes."""
         self.write(name, json_text(value).encode())
 
-    def put(self, file: Path, name: str) -> None:
+    def upload(self, file: Path, name: str) -> None:
         """Copy a local file to here, whole; where it is here already, nothing is done."""
-        if self.remote:
+        if self.is_remote:
             object_storage.write(str(self / name), file)
-        elif file != self.folder / name:
-            (self.folder / name).parent.mkdir(parents=True, exist_ok=True)
-            with file.open("rb") as source, atomic_file(self.folder / name) as sink:
+        elif file != self.local_path / name:
+            (self.local_path / name).parent.mkdir(parents=True, exist_ok=True)
+            with file.open("rb") as source, atomic_file(self.local_path / name) as sink:
                 shutil.copyfileobj(source, sink, _BLOCK)
 
-    def fetch(self, name: str, file: Path, expected: str | None = None) -> None:
+    def download(self, name: str, file: Path, expected: str | None = None) -> None:
         """Copy a file from here to a local ``file``, whole.
 
         Raises ``FileNotFoundError`` when there is none, and ``UserError`` when its checksum (xxh3-128) is not the
         ``expected`` one.
         """
         file.parent.mkdir(parents=True, exist_ok=True)
-        found = xxhash.xxh3_128()
+        hasher = xxhash.xxh3_128()
         with open_file(str(self / name)) as source, atomic_file(file) as sink:
             while block := source.read(_BLOCK):
-                found.update(block)
+                hasher.update(block)
                 sink.write(block)
-            if expected and found.hexdigest() != expected:
+            if expected and hasher.hexdigest() != expected:
                 raise UserError(f"{self / name} is damaged: its checksum is not that of its manifest; make it again.")
 
     def checksum(self, name: str) -> str:
         """xxh3-128 of a file's bytes, in hexadecimal. Raises ``FileNotFoundError`` when there is none."""
-        found = xxhash.xxh3_128()
+        hasher = xxhash.xxh3_128()
         with open_file(str(self / name)) as file:
             while block := file.read(_BLOCK):
-                found.update(block)
-        return found.hexdigest()
+                hasher.update(block)
+        return hasher.hexdigest()
 
     def remove(self, names: Iterable[str]) -> None:
         """Remove files, durably; those that do not exist are skipped. Those of a folder go in the given order."""
-        if not self.remote:
-            paths = [path for name in names if (path := self.folder / name).exists()]
+        if not self.is_remote:
+            paths = [path for name in names if (path := self.local_path / name).exists()]
             for path in paths:
                 path.unlink(missing_ok=True)
             for parent in dict.fromkeys(path.parent for path in paths):
@@ -222,7 +222,7 @@ class StorageDir:
             list(pool.map(lambda name: object_storage.remove(str(self / name)), names))
 
 
-def refuse_name(name: str) -> None:
+def check_object_name(name: str) -> None:
     """Raise ``UserError`` when what ``--name`` calls so cannot be kept in object storage under that name."""
     if not re.fullmatch(r"[\w.-]*[\w-][\w.-]*", name, re.ASCII):
         raise UserError(f"--name {name!r} is not a name for object storage: use letters, digits, '.', '_' and '-'.")
@@ -253,39 +253,41 @@ class WorkingCopy:
     What is written there is complete in the place only once it has been sent.
     """
 
-    place: StorageDir
-    folder: Path
+    directory: StorageDir
+    local_path: Path
 
     @classmethod
-    def of(cls, place: StorageDir, *, fresh: bool, wanted: Callable[[str], bool] = lambda name: True) -> "WorkingCopy":
-        """That of ``place``: empty where ``fresh``, else with the place's files whose names are ``wanted``.
+    def of(
+        cls, directory: StorageDir, *, empty: bool, include: Callable[[str], bool] = lambda name: True
+    ) -> "WorkingCopy":
+        """That of ``directory``: empty where ``empty``, else with the place's files whose names are ``include``.
 
         Each machine's copy of a remote place is made anew, because another machine may have continued it.
         """
-        if not place.remote:
-            return cls(place, place.folder)
-        folder = cls.folder_of(place)
-        shutil.rmtree(folder, ignore_errors=True)
-        folder.mkdir(mode=0o700)
-        if not fresh:
-            for name in place.files():
-                if wanted(name):
-                    place.fetch(name, folder / name)
-        return cls(place, folder)
+        if not directory.is_remote:
+            return cls(directory, directory.local_path)
+        local_path = cls.folder_of(directory)
+        shutil.rmtree(local_path, ignore_errors=True)
+        local_path.mkdir(mode=0o700)
+        if not empty:
+            for name in directory.list_files():
+                if include(name):
+                    directory.download(name, local_path / name)
+        return cls(directory, local_path)
 
     @staticmethod
-    def folder_of(place: StorageDir) -> Path:
+    def folder_of(directory: StorageDir) -> Path:
         """The folder of a place's copy, alone in one that exists; of a place that is not remote its own."""
-        return place.folder if not place.remote else scratch("copies", place.digest) / place.name
+        return directory.local_path if not directory.is_remote else scratch("copies", directory.digest) / directory.name
 
-    def send(self, *names: str) -> None:
+    def push(self, *names: str) -> None:
         """Send these files to the place, in this order; those that do not exist here are skipped."""
         for name in names:
-            if (self.folder / name).is_file():
-                self.place.put(self.folder / name, name)
+            if (self.local_path / name).is_file():
+                self.directory.upload(self.local_path / name, name)
 
     def discard(self) -> None:
         """Remove it and its place."""
-        shutil.rmtree(self.folder, ignore_errors=True)
-        if self.place.remote:
-            self.place.remove(self.place.files())
+        shutil.rmtree(self.local_path, ignore_errors=True)
+        if self.directory.is_remote:
+            self.directory.remove(self.directory.list_files())

@@ -29,46 +29,46 @@ RENEW_SECONDS = 10.0
 STALE_SECONDS = 45.0
 """How long a lease counts without being renewed: storage may be away for most of that time."""
 
-LOOK_SECONDS = 2.0
+POLL_SECONDS = 2.0
 """Between two looks at the lease of a command that may have been killed."""
 
-LEAVE_SECONDS = 5.0
+RELEASE_TIMEOUT_SECONDS = 5.0
 """How long to wait for the removal of the lease; without it, others wait for it to become stale."""
 
 
 @contextmanager
-def sole_user(place: StorageDir, refusal: str) -> Iterator[None]:
-    """Hold ``place`` against other commands for the block's duration, and hardly longer than this process.
+def exclusive_use(directory: StorageDir, refusal: str) -> Iterator[None]:
+    """Hold ``directory`` against other commands for the block's duration, and hardly longer than this process.
 
-    On this machine it is locked by :meth:`StorageDir.locked` with ``refusal``, in object storage also by a lease. One
+    On this machine it is locked by :meth:`StorageDir.lock` with ``refusal``, in object storage also by a lease. One
     that a killed command left there delays the next command on the same machine not at all, and on another one for
     ``STALE_SECONDS``. A process that was stopped for longer and whose place has been taken since exits at once with
     code 1, up to ``RENEW_SECONDS`` after it continues. Raises ``UserError`` when another command holds the place,
     naming its machine and process.
     """
-    with place.locked(refusal):
-        if not place.remote:
+    with directory.lock(refusal):
+        if not directory.is_remote:
             yield
             return
-        lease = _Lease(place)
+        lease = _Lease(directory)
         lease.take()
-        thread = threading.Thread(target=lease.keep, name="lease", daemon=True)
+        thread = threading.Thread(target=lease.renew_until_stopped, name="lease", daemon=True)
         thread.start()
         try:
             yield
         finally:
             lease.ended.set()
-            thread.join(LEAVE_SECONDS)
+            thread.join(RELEASE_TIMEOUT_SECONDS)
 
 
 class _Lease:
-    """The lease of ``place``. A file of this machine names the last command here that wanted it."""
+    """The lease of ``directory``. A file of this machine names the last command here that wanted it."""
 
-    def __init__(self, place: StorageDir) -> None:
+    def __init__(self, directory: StorageDir) -> None:
         self.ended = threading.Event()
-        self._place = place
-        self._uri = str(place / LEASE)
-        self._me = {"host": socket.gethostname(), "process": os.getpid(), "id": uuid.uuid4().hex}
+        self._directory = directory
+        self._uri = str(directory / LEASE)
+        self._owner = {"host": socket.gethostname(), "process": os.getpid(), "id": uuid.uuid4().hex}
         self._version: Any = "create"
 
     def take(self) -> None:
@@ -76,9 +76,9 @@ class _Lease:
 
         Raises ``UserError`` if another command renews it, or takes it first.
         """
-        note = scratch("leases") / self._place.digest
-        before = note.read_text(encoding="utf-8") if note.exists() else None
-        write_text(note, str(self._me["id"]))
+        owner_file = scratch("leases") / self._directory.digest
+        previous_id = owner_file.read_text(encoding="utf-8") if owner_file.exists() else None
+        write_text(owner_file, str(self._owner["id"]))
         try:
             self._write()
             return
@@ -86,30 +86,32 @@ class _Lease:
             pass
         holder, self._version = self._read()
         # An earlier command's lock is ours, so it was killed; and of our own write the answer may have been lost.
-        if holder.get("id", "") not in (before, self._me["id"]):
+        if holder.get("id", "") not in (previous_id, self._owner["id"]):
             self._wait_until_stale(holder)
         try:
             self._write()
         except (PreconditionError, AlreadyExistsError):
-            raise UserError(f"another command has just taken {self._place}: wait for it, or stop it there.") from None
+            raise UserError(
+                f"another command has just taken {self._directory}: wait for it, or stop it there."
+            ) from None
 
     def _wait_until_stale(self, holder: dict[str, Any]) -> None:
         who = f"process {holder.get('process')} on {holder.get('host')}"
         errors.print(
-            f"{self._place} is held by {who}: waiting up to {STALE_SECONDS:.0f} s to see whether that still runs; "
+            f"{self._directory} is held by {who}: waiting up to {STALE_SECONDS:.0f} s to see whether that still runs; "
             "Ctrl-C exits.",
             markup=False,
         )
         until = time.monotonic() + STALE_SECONDS
         while (left := until - time.monotonic()) > 0:
-            time.sleep(min(left, LOOK_SECONDS))
+            time.sleep(min(left, POLL_SECONDS))
             _, version = self._read()
             if version == "create":  # and what this command has read there already may be old
-                raise UserError(f"another command has just ended in {self._place}: run the same one again.")
+                raise UserError(f"another command has just ended in {self._directory}: run the same one again.")
             if version != self._version:
-                raise UserError(f"{self._place} is in use by {who}: wait for it, or stop it there.")
+                raise UserError(f"{self._directory} is in use by {who}: wait for it, or stop it there.")
 
-    def keep(self) -> None:
+    def renew_until_stopped(self) -> None:
         """Renew the lease until ``ended``, then remove it. Exit when another command has taken the place meanwhile."""
         while not self.ended.wait(RENEW_SECONDS):
             with suppress(UserError):  # storage that is away is reported by whatever writes to it
@@ -124,7 +126,7 @@ class _Lease:
         except (PreconditionError, AlreadyExistsError):  # perhaps by this command, whose last answer was lost
             if not self._is_mine():
                 errors.print(
-                    f"{self._place} is in use by another command, because this one had stopped for more than "
+                    f"{self._directory} is in use by another command, because this one had stopped for more than "
                     f"{STALE_SECONDS:.0f} s; or its files were removed. Exiting without saving anything more.",
                     markup=False,
                 )
@@ -133,10 +135,10 @@ class _Lease:
 
     def _is_mine(self) -> bool:
         holder, self._version = self._read()
-        return holder.get("id") == self._me["id"]
+        return holder.get("id") == self._owner["id"]
 
     def _write(self) -> None:
-        content = json.dumps(self._me | {"renewed": time.time_ns()})  # a version of S3's is made of the content
+        content = json.dumps(self._owner | {"renewed": time.time_ns()})  # a version of S3's is made of the content
         self._version = object_storage.write(self._uri, content.encode(), self._version)
 
     def _read(self) -> tuple[dict[str, Any], Any]:

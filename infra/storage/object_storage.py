@@ -41,10 +41,10 @@ REMOTE = ("s3", "gs", "az", "hf")
 REQUEST_SECONDS = 60.0
 """How long one request may take with its answer: 8 MiB, four at a time, take half of it at 1 MB/s."""
 
-PATIENCE_SECONDS = 240.0
+RETRY_TIMEOUT_SECONDS = 240.0
 """For how long a request that fails is repeated. A partition of the network may last a minute."""
 
-SILENT_SECONDS = 10.0
+WARN_AFTER_SECONDS = 10.0
 """After how long the user is told what is being waited for."""
 
 _BLOCK = 8 << 20
@@ -55,7 +55,7 @@ _told = [float("-inf")]
 
 
 @dataclass(frozen=True)
-class Entry:
+class FileInfo:
     """A file in a listing. ``path`` begins with its bucket; ``modified`` is in nanoseconds; ``version`` is its tag."""
 
     path: str
@@ -100,7 +100,7 @@ def _store(bucket: str, query: str) -> Any:
             bucket,
             # An endpoint that begins with http:// was asked for.
             client_options={"allow_http": True, "timeout": timedelta(seconds=REQUEST_SECONDS)},
-            retry_config={"max_retries": 1000, "retry_timeout": timedelta(seconds=PATIENCE_SECONDS)},
+            retry_config={"max_retries": 1000, "retry_timeout": timedelta(seconds=RETRY_TIMEOUT_SECONDS)},
             **settings,
         )
     except (BaseError, ValueError) as wrong:
@@ -152,14 +152,14 @@ class _Hub:
         return self._commits[repository]
 
     def head(self, path: str) -> dict[str, Any]:
-        found = self._system.info(f"{self._bucket}/{path}", revision=self._commit(path))
-        if found["type"] != "file":
+        info = self._system.info(f"{self._bucket}/{path}", revision=self._commit(path))
+        if info["type"] != "file":
             raise FileNotFoundError(path)
-        return self._meta(path, found)
+        return self._meta(path, info)
 
     def list(self, prefix: str) -> Iterator[list[dict[str, Any]]]:
-        found: Any = self._system.find(f"{self._bucket}/{prefix}", detail=True)
-        yield [self._meta(name.removeprefix(f"{self._bucket}/"), info) for name, info in found.items()]
+        entries: Any = self._system.find(f"{self._bucket}/{prefix}", detail=True)
+        yield [self._meta(name.removeprefix(f"{self._bucket}/"), info) for name, info in entries.items()]
 
     @staticmethod
     def _meta(path: str, info: dict[str, Any]) -> dict[str, Any]:
@@ -183,11 +183,11 @@ class _HubRange:
         return self.content
 
 
-def answered(uri: str, action: Callable[[], T], doing: str = "read") -> T:
+def run_request(uri: str, action: Callable[[], T], action_name: str = "read") -> T:
     """The result of ``action()``, which makes requests; meanwhile Ctrl-C interrupts, as obstore's calls do not.
 
-    Raises ``FileNotFoundError``, obstore's errors of conditional writes, and ``UserError``, which ``doing`` describes,
-    when the storage refuses or keeps failing.
+    Raises ``FileNotFoundError``, obstore's errors of conditional writes, and ``UserError``, which ``action_name``
+    describes, when the storage refuses or keeps failing.
     """
     answer: Future[T] = Future()
 
@@ -198,42 +198,42 @@ def answered(uri: str, action: Callable[[], T], doing: str = "read") -> T:
             answer.set_exception(failure)
 
     threading.Thread(target=work, name="storage", daemon=True).start()
-    if not wait([answer], SILENT_SECONDS).done:
-        _tell(uri)
+    if not wait([answer], WARN_AFTER_SECONDS).done:
+        _warn_slow(uri)
     try:
         return answer.result()
     except (FileNotFoundError, AlreadyExistsError, PreconditionError):
         raise
     except (UnauthenticatedError, PermissionDeniedError) as refused:
         raise UserError(
-            f"{uri} cannot be {doing} ({reason(refused)}): check the address and your credentials."
+            f"{uri} cannot be {action_name} ({error_reason(refused)}): check the address and your credentials."
         ) from refused
     except InvalidPathError as invalid:  # obstore neither lists nor reads a name with an empty part
         raise UserError(
-            f"{uri} cannot be {doing}, because the name of an object there has an empty part (//) or a control "
-            f"character ({reason(invalid)}): rename or remove it, or name the folders beside it."
+            f"{uri} cannot be {action_name}, because the name of an object there has an empty part (//) or a control "
+            f"character ({error_reason(invalid)}): rename or remove it, or name the folders beside it."
         ) from invalid
     except _failures(uri) as failure:
         raise UserError(
-            f"{uri} cannot be {doing}: {reason(failure)}. Check the address, your credentials and the "
+            f"{uri} cannot be {action_name}: {error_reason(failure)}. Check the address, your credentials and the "
             "network, then run the same command again to continue from here."
         ) from failure
 
 
-def _tell(uri: str) -> None:
-    if time.monotonic() - _told[0] < PATIENCE_SECONDS:
+def _warn_slow(uri: str) -> None:
+    if time.monotonic() - _told[0] < RETRY_TIMEOUT_SECONDS:
         return
     _told[0] = time.monotonic()
     from infra.cli.console import errors  # a tokenizing worker has no use for a terminal otherwise
 
     errors.print(
-        f"Still waiting for {uri} after {SILENT_SECONDS:.0f} s, and for up to "
-        f"{PATIENCE_SECONDS + REQUEST_SECONDS:.0f} s; Ctrl-C exits.",
+        f"Still waiting for {uri} after {WARN_AFTER_SECONDS:.0f} s, and for up to "
+        f"{RETRY_TIMEOUT_SECONDS + REQUEST_SECONDS:.0f} s; Ctrl-C exits.",
         markup=False,
     )
 
 
-def reason(failure: BaseException) -> str:
+def error_reason(failure: BaseException) -> str:
     """What the storage said, without the XML around it and the request that it answers."""
     if message := re.search(r"<Message>(.*?)</Message>", str(failure), re.S):
         return message[1].rstrip(".")
@@ -249,11 +249,11 @@ def _failures(uri: str) -> tuple[type[Exception], ...]:
     return (OSError, HTTPError)
 
 
-def listing(uri: str) -> list[Entry]:
+def list_files(uri: str) -> list[FileInfo]:
     """Files at a remote ``uri``: itself, or everything below it. Raises ``UserError`` when it cannot be read."""
     store, bucket, path = locate(uri)
 
-    def found() -> list[Any]:
+    def list_entries() -> list[Any]:
         if path:
             with suppress(FileNotFoundError):
                 return [store.head(path)]
@@ -261,13 +261,13 @@ def listing(uri: str) -> list[Entry]:
         return [one for one in every if one["path"] != path]  # a page of S3 makes a folder as a file of its name
 
     return [
-        Entry(
+        FileInfo(
             f"{bucket}/{one['path']}",
             one["size"],
             int(one["last_modified"].timestamp() * 1e9) if one["last_modified"] else 0,
             _tag(one),
         )
-        for one in answered(uri, found, "listed")
+        for one in run_request(uri, list_entries, "listed")
     ]
 
 
@@ -276,14 +276,14 @@ def _tag(meta: Any) -> str:
     return (meta["e_tag"] or "").removeprefix("W/").strip('"')
 
 
-def size_of(uri: str) -> int:
+def file_size(uri: str) -> int:
     """Bytes of a file. Raises ``FileNotFoundError`` when there is none."""
     return _head(uri)["size"]
 
 
 def _head(uri: str) -> Any:
     store, _, path = locate(uri)
-    return answered(uri, lambda: store.head(path))
+    return run_request(uri, lambda: store.head(path))
 
 
 def read(uri: str) -> bytes:
@@ -296,10 +296,10 @@ def read_version(uri: str) -> tuple[bytes, dict[str, Any]]:
     store, _, path = locate(uri)
 
     def get() -> tuple[bytes, dict[str, Any]]:
-        found = store.get(path)
-        return found.bytes().to_bytes(), {"e_tag": found.meta["e_tag"], "version": found.meta["version"]}
+        response = store.get(path)
+        return response.bytes().to_bytes(), {"e_tag": response.meta["e_tag"], "version": response.meta["version"]}
 
-    return answered(uri, get)
+    return run_request(uri, get)
 
 
 def write(uri: str, content: bytes | memoryview | Path, mode: Any = "overwrite") -> dict[str, Any]:
@@ -313,7 +313,7 @@ def write(uri: str, content: bytes | memoryview | Path, mode: Any = "overwrite")
     if isinstance(store, _Hub):
         raise UserError(f"{uri} can only be read: name a folder here, or at s3://, gs:// or az://.")
     try:
-        return answered(
+        return run_request(
             uri, lambda: store.put(path, content, mode=mode, chunk_size=_BLOCK, max_concurrency=4), "written"
         )
     except FileNotFoundError as missing:
@@ -324,7 +324,7 @@ def remove(uri: str) -> None:
     """Remove a file; one that does not exist is no error."""
     store, _, path = locate(uri)
     with suppress(FileNotFoundError):
-        answered(uri, lambda: store.delete(path), "written")
+        run_request(uri, lambda: store.delete(path), "written")
 
 
 def open_file(uri: str, version: str = "") -> BinaryIO:
@@ -373,7 +373,7 @@ class _RemoteFile(io.RawIOBase):
             return 0
         options = {"range": (begin, end), **({"if_match": self._tag} if self._tag else {})}
         try:
-            data = answered(self._uri, lambda: memoryview(self._store.get(self._path, options=options).bytes()))
+            data = run_request(self._uri, lambda: memoryview(self._store.get(self._path, options=options).bytes()))
         except PreconditionError as replaced:
             raise self._other_version() from replaced
         if len(data) != end - begin:  # a store without tags has a shorter one now

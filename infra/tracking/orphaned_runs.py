@@ -10,30 +10,30 @@ from contextlib import AbstractContextManager, nullcontext, suppress
 
 from mlflow.tracking import MlflowClient
 
-from infra.cli.command import uninterrupted
+from infra.cli.command import delay_interrupts
 from infra.errors import UserError
 from infra.storage.directory import StorageDir
-from infra.tracking.run_ref import RunKey
+from infra.tracking.run_ref import RunRef
 
 COMPLETE = "complete"
 
-NEWEST = 100
+MAX_RUNS_CHECKED = 100
 """Runs that are looked at."""
 
-incomplete: list[RunKey] = []
+incomplete: list[RunRef] = []
 """Runs that lacked something when this process opened its own, and have ended; the newest first."""
 
-opened: dict[str, str] = {}
+open_run_dirs: dict[str, str] = {}
 """The homes of this process's open runs, by run id: it holds them itself."""
 
 
-def labels(home: str) -> dict[str, str]:
+def open_run_tags(run_dir: str) -> dict[str, str]:
     """Tags of a run that is open."""
-    return {"home": home, "host": platform.node(), COMPLETE: "false"}
+    return {"home": run_dir, "host": platform.node(), COMPLETE: "false"}
 
 
-@uninterrupted()
-def close_lost(client: MlflowClient, experiments: list[str], parent: RunKey | None = None) -> None:
+@delay_interrupts()
+def close_orphaned_runs(client: MlflowClient, experiments: list[str], parent: RunRef | None = None) -> None:
     """Close as KILLED the runs whose process has died on this machine and, on any machine, the children of ``parent``.
 
     That is a run that this process continues. Never raises: the next command tries again.
@@ -43,29 +43,33 @@ def close_lost(client: MlflowClient, experiments: list[str], parent: RunKey | No
     which += [f"tags.`mlflow.parentRunId` = '{parent.run_id}'"] if parent else []
     with suppress(Exception):
         for one in which:
-            for run in client.search_runs(experiments, f"tags.{COMPLETE} = 'false' and {one}", max_results=NEWEST):
-                key = RunKey(client.tracking_uri, run.info.experiment_id, run.info.run_id, run.data.tags["home"])
-                with suppress(UserError), held(key):
-                    if run.info.status == "RUNNING" and client.get_run(key.run_id).info.status == "RUNNING":  # still
-                        client.set_terminated(key.run_id, "KILLED")
-                    incomplete.append(key)
+            for run in client.search_runs(
+                experiments, f"tags.{COMPLETE} = 'false' and {one}", max_results=MAX_RUNS_CHECKED
+            ):
+                run_ref = RunRef(client.tracking_uri, run.info.experiment_id, run.info.run_id, run.data.tags["home"])
+                with suppress(UserError), lock_run_dir(run_ref):
+                    if (
+                        run.info.status == "RUNNING" and client.get_run(run_ref.run_id).info.status == "RUNNING"
+                    ):  # still
+                        client.set_terminated(run_ref.run_id, "KILLED")
+                    incomplete.append(run_ref)
 
 
-def is_complete(key: RunKey) -> bool:
-    return MlflowClient(key.store).get_run(key.run_id).data.tags.get(COMPLETE) == "true"
+def is_complete(run_ref: RunRef) -> bool:
+    return MlflowClient(run_ref.store).get_run(run_ref.run_id).data.tags.get(COMPLETE) == "true"
 
 
-def held(key: RunKey) -> AbstractContextManager[None]:
+def lock_run_dir(run_ref: RunRef) -> AbstractContextManager[None]:
     """Hold the home of a run for the block.
 
     Raises ``UserError`` where the run is open, another command holds its home, or that cannot be known.
     """
-    place = StorageDir(key.home)
-    if key.run_id not in opened:
-        if key.home in opened.values():
+    run_dir = StorageDir(run_ref.home)
+    if run_ref.run_id not in open_run_dirs:
+        if run_ref.home in open_run_dirs.values():
             return nullcontext()
-        if place.lock_file.exists():
-            return place.locked(f"a command is running in {place}")
-        if not place.remote and place.parent.folder.is_dir():  # it was removed
+        if run_dir.lock_file.exists():
+            return run_dir.lock(f"a command is running in {run_dir}")
+        if not run_dir.is_remote and run_dir.parent.local_path.is_dir():  # it was removed
             return nullcontext()
-    raise UserError(f"{place} may be in use")
+    raise UserError(f"{run_dir} may be in use")

@@ -16,38 +16,38 @@ from mlflow.tracking import MlflowClient
 from mlflow.types import Schema, TensorSpec
 
 from infra.errors import UserError, first_line
-from infra.tracking.run_ref import RunKey
+from infra.tracking.run_ref import RunRef
 
 SERVED = Path(__file__).with_name("logits.py")
 
 
-def register(key: RunKey, name: str, folder: Path, vocabulary: int, description: str = "") -> str:
-    """Log the model in ``folder`` to the run of ``key``, register it as ``name``, and return its version there.
+def register(run_ref: RunRef, name: str, folder: Path, vocab_size: int, description: str = "") -> str:
+    """Log the model in ``folder`` to the run of ``run_ref``, register it as ``name``, and return its version there.
 
-    Token ids are below ``vocabulary``; the version's page shows ``description``, which is Markdown.
+    Token ids are below ``vocab_size``; the version's page shows ``description``, which is Markdown.
     """
     logging.getLogger("mlflow").setLevel(logging.WARNING)
     ids, logits = np.dtype(np.int64), np.dtype(np.float32)
     signature = ModelSignature(
         Schema([TensorSpec(ids, (-1, -1))]),
-        Schema([TensorSpec(logits, (-1, -1, vocabulary))]),
+        Schema([TensorSpec(logits, (-1, -1, vocab_size))]),
     )
-    mlflow.set_tracking_uri(key.store)
-    client = MlflowClient(key.store)
+    mlflow.set_tracking_uri(run_ref.store)
+    client = MlflowClient(run_ref.store)
     try:
         # Not within mlflow.start_run, which would set the run to RUNNING, where an interrupt would leave it.
-        model = client.create_logged_model(key.experiment_id, name="model", source_run_id=key.run_id)
-        client.log_outputs(key.run_id, [LoggedModelOutput(model.model_id, step=0)])
+        model = client.create_logged_model(run_ref.experiment_id, name="model", source_run_id=run_ref.run_id)
+        client.log_outputs(run_ref.run_id, [LoggedModelOutput(model.model_id, step=0)])
         made = mlflow.pyfunc.log_model(
             model_id=model.model_id,
             python_model=str(SERVED),
             artifacts={"model": str(folder.resolve())},
             signature=signature,
-            input_example=np.array([[vocabulary - 1]]),
+            input_example=np.array([[vocab_size - 1]]),
             pip_requirements=[f"{package}=={version(package)}" for package in ("torch", "transformers")],
             registered_model_name=name,
         )
         client.update_model_version(name, str(made.registered_model_version), description)
     except MlflowException as failure:
-        raise UserError(f"--register {name}: {key.store} rejects the model: {first_line(failure)}") from failure
+        raise UserError(f"--register {name}: {run_ref.store} rejects the model: {first_line(failure)}") from failure
     return str(made.registered_model_version)

@@ -27,7 +27,7 @@ def sqlite_file(store: str) -> Path | None:
 
 @strict
 @dataclass(frozen=True)
-class RunKey:
+class RunRef:
     """All that is needed to write to an existing run."""
 
     store: str
@@ -36,17 +36,17 @@ class RunKey:
     home: str = ""
     """The folder that has what the run records, and that its command holds: an absolute path or an address."""
 
-    def kept_in(self, home: str) -> dict[str, str]:
-        """The key as JSON values for a file in ``home``, an absolute path or an address."""
-        return to_json(replace(self, home=home))
+    def to_json_for(self, run_dir: str) -> dict[str, str]:
+        """The key as JSON values for a file in ``run_dir``, an absolute path or an address."""
+        return to_json(replace(self, home=run_dir))
 
     @property
-    def is_here(self) -> bool:
+    def is_reachable(self) -> bool:
         """Whether its store can be asked from this machine: it is not a file that is missing here."""
         file = sqlite_file(self.store)
         return file is None or file.exists()
 
-    def valid_in(self, place: StorageDir, instead: str) -> "RunKey":
+    def check_belongs_to(self, place: StorageDir, instead: str) -> "RunRef":
         """The key, which was read in ``place``.
 
         Raises ``UserError`` when that is not the folder it was saved in, because two folders must not continue one run,
@@ -56,7 +56,7 @@ class RunKey:
             raise UserError(
                 f"{place} was copied or moved from {self.home}, to which its MLflow run belongs: {instead}."
             )
-        if not self.is_here:
+        if not self.is_reachable:
             raise UserError(
                 f"the MLflow store {self.store} of {place} is not on this machine: restore it, or {instead}."
             )

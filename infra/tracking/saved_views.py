@@ -16,8 +16,8 @@ from typing import Any, NamedTuple
 from mlflow.store.tracking import SEARCH_MAX_RESULTS_THRESHOLD
 from mlflow.tracking import MlflowClient
 
-from infra.cli.command import uninterrupted
-from infra.tracking.run_ref import RunKey
+from infra.cli.command import delay_interrupts
+from infra.tracking.run_ref import RunRef
 from infra.tracking.views import children_view
 
 PREFIX, OURS = "mlflow.sharedViewState.", "throughline"
@@ -79,24 +79,24 @@ class View(NamedTuple):
 
 
 CREATED, MEMORY = "attributes.start_time", "memory/process_gb"
-LINES = ("loss/train", "loss/val", "throughput/tokens_per_second", "optimizer/learning_rate")
-CURVES = View("Curves", CREATED, False, LINES, "progress/train_tokens")
-LARGEST = View("Memory", f"metrics.`{MEMORY}`", False, (MEMORY,), "detail/memory/predicted_gb")
-TRIALS = LARGEST._replace(over="prediction/memory_gb")
+CURVE_METRICS = ("loss/train", "loss/val", "throughput/tokens_per_second", "optimizer/learning_rate")
+CURVES = View("Curves", CREATED, False, CURVE_METRICS, "progress/train_tokens")
+MEMORY_VIEW = View("Memory", f"metrics.`{MEMORY}`", False, (MEMORY,), "detail/memory/predicted_gb")
+TRIAL_MEMORY_VIEW = MEMORY_VIEW._replace(over="prediction/memory_gb")
 VIEWS = {  # the first of ladder and tune is that of each run's children too
     "pipeline": (View("Data", CREATED),),
-    "train": (View("Runs", CREATED), CURVES, LARGEST),
+    "train": (View("Runs", CREATED), CURVES, MEMORY_VIEW),
     "ladder": (  # by name, which begins with the number: by time they would be folded under their parent
         View("Ladder", "tags.`mlflow.runName`", True),
-        CURVES._replace(charts=LINES[:1], order="tags.`mlflow.runName`", ascending=True),
-        TRIALS,
+        CURVES._replace(charts=CURVE_METRICS[:1], order="tags.`mlflow.runName`", ascending=True),
+        TRIAL_MEMORY_VIEW,
     ),
-    "tune": (View("Leaderboard", "metrics.`result/tokens_per_second`"), TRIALS),
+    "tune": (View("Leaderboard", "metrics.`result/tokens_per_second`"), TRIAL_MEMORY_VIEW),
 }
 
 
-@uninterrupted()
-def offer(client: MlflowClient, experiment: str, run: RunKey, tags: Mapping[str, str]) -> None:
+@delay_interrupts()
+def save_views(client: MlflowClient, experiment: str, run: RunRef, tags: Mapping[str, str]) -> None:
     """Save the views whose names the ``tags`` of ``experiment`` lack, and one of the run's children. Never raises."""
     with suppress(Exception):
         names = [json.loads(tags[tag])["name"] for tag in tags if tag.startswith(PREFIX) and tags[tag][0] == "{"]
@@ -109,9 +109,9 @@ def offer(client: MlflowClient, experiment: str, run: RunKey, tags: Mapping[str,
             _offer_children(client, experiment, VIEWS[experiment][0], run)
 
 
-@uninterrupted()
-def show_places(search: RunKey, places: Mapping[str, str]) -> None:
-    """Tag the trials of a search with their ``places``, by trial, and order their view by them. Never raises.
+@delay_interrupts()
+def tag_ranks(search: RunRef, ranks: Mapping[str, str]) -> None:
+    """Tag the trials of a search with their ``ranks``, by trial, and order their view by them. Never raises.
 
     A trial without a place, such as the control of a further machine, gets no tag.
     """
@@ -119,11 +119,11 @@ def show_places(search: RunKey, places: Mapping[str, str]) -> None:
         client = MlflowClient(search.store)
         trials = f"tags.`mlflow.parentRunId` = '{search.run_id}'"
         for trial in client.search_runs([search.experiment_id], trials, max_results=SEARCH_MAX_RESULTS_THRESHOLD):
-            if place := places.get(trial.data.tags.get("trial", "")):
-                client.set_tag(trial.info.run_id, "place", place)
+            if rank := ranks.get(trial.data.tags.get("trial", "")):
+                client.set_tag(trial.info.run_id, "place", rank)
         _offer_children(client, "tune", VIEWS["tune"][0]._replace(order="tags.`place`", ascending=True), search)
 
 
-def _offer_children(client: MlflowClient, experiment: str, view: View, run: RunKey) -> None:
+def _offer_children(client: MlflowClient, experiment: str, view: View, run: RunRef) -> None:
     state = view.state(experiment, f"tags.`mlflow.parentRunId` = '{run.run_id}'")
     client.set_experiment_tag(run.experiment_id, f"{PREFIX}{children_view(run.run_id)}", state)

@@ -15,12 +15,12 @@ from mlflow.protos.databricks_pb2 import RESOURCE_DOES_NOT_EXIST, ErrorCode
 from mlflow.store.tracking import SEARCH_MAX_RESULTS_THRESHOLD
 from mlflow.tracking import MlflowClient
 
-from infra.cli.command import uninterrupted
+from infra.cli.command import delay_interrupts
 from infra.device.provenance import user
 from infra.errors import UserError, first_line
 from infra.storage.credentials import has_secret
 from infra.tracking import orphaned_runs, saved_views
-from infra.tracking.run_ref import SQLITE, RunKey, sqlite_file, sqlite_store
+from infra.tracking.run_ref import SQLITE, RunRef, sqlite_file, sqlite_store
 from infra.tracking.send import is_deleted
 from infra.tracking.tracker import NOTE
 
@@ -50,14 +50,14 @@ def store_uri(tracking_uri: str | None = None) -> str:
     return sqlite_store(file.resolve()) if file else uri
 
 
-@uninterrupted()
+@delay_interrupts()
 def open_store(tracking_uri: str | None = None) -> None:
     """Open the store, and create its database if it is new, which takes seconds."""
     store = store_uri(tracking_uri)
     file = sqlite_file(store)
     if file and file.is_dir():
         raise UserError(f"the MLflow store {store} is a folder: name a file in it, such as sqlite:///mlflow.db.")
-    if file and file.exists() and not all(os.access(place, os.W_OK) for place in (file, file.parent)):
+    if file and file.exists() and not all(os.access(path, os.W_OK) for path in (file, file.parent)):
         # MLflow opens it, and fails with ninety lines when the first run is created.
         raise UserError(
             f"the MLflow store {store} is not writable: allow writing to the file and its folder, or give another "
@@ -74,10 +74,10 @@ def open_store(tracking_uri: str | None = None) -> None:
 def _create_database(file: Path) -> None:
     """Create the database of a store, whole or not at all: MLflow cannot repair one that is incomplete."""
     file.parent.mkdir(parents=True, exist_ok=True)
-    with tempfile.TemporaryDirectory(dir=file.parent, prefix=f".{file.name}-") as place:
-        _open(sqlite_store(Path(place) / file.name))
+    with tempfile.TemporaryDirectory(dir=file.parent, prefix=f".{file.name}-") as temporary_dir:
+        _open(sqlite_store(Path(temporary_dir) / file.name))
         with suppress(OSError):  # another command was first; or there are no links here and MLflow creates it in place
-            os.link(f"{place}/{file.name}", file)
+            os.link(f"{temporary_dir}/{file.name}", file)
 
 
 def _open(store: str) -> None:
@@ -93,14 +93,14 @@ def create_run(
     name: str,
     *,
     tracking_uri: str | None = None,
-    parent: RunKey | None = None,
-    home: str = "",
+    parent: RunRef | None = None,
+    run_dir: str = "",
     tags: Mapping[str, str] | None = None,
-    keep: Callable[[RunKey], None] | None = None,
-) -> RunKey:
+    keep: Callable[[RunRef], None] | None = None,
+) -> RunRef:
     """Create a run (and the store and experiment when they are new), pass its key to ``keep``, and return it.
 
-    ``home`` is the folder that this command holds (:meth:`StorageDir.locked`), by its absolute path or address;
+    ``run_dir`` is the folder that this command holds (:meth:`StorageDir.locked`), by its absolute path or address;
     that of the ``parent`` if there is one. While it is held the run is known to be alive: if this process is killed,
     the next command closes it. ``keep`` writes the key to disk for a command that continues the run. Ctrl-C and SIGTERM
     are delayed until it has.
@@ -109,11 +109,13 @@ def create_run(
     rather than after hours.
     """
     store = parent.store if parent else store_uri(tracking_uri)
-    home = home or (parent.home if parent else "")
+    run_dir = run_dir or (parent.home if parent else "")
     labels = {"mlflow.user": user(), "mlflow.source.type": "LOCAL", "mlflow.source.name": experiment}
-    labels |= ({"mlflow.parentRunId": parent.run_id} if parent else {}) | (orphaned_runs.labels(home) if home else {})
+    labels |= ({"mlflow.parentRunId": parent.run_id} if parent else {}) | (
+        orphaned_runs.open_run_tags(run_dir) if run_dir else {}
+    )
     ours: dict[str, Experiment] = {}
-    with uninterrupted():
+    with delay_interrupts():
         if not parent:
             open_store(tracking_uri)
         try:
@@ -126,15 +128,15 @@ def create_run(
             run = client.create_run(experiment_id, run_name=name, tags=labels | dict(tags or {}))
         except MlflowException as failure:
             raise _unusable(store, failure) from failure
-        key = RunKey(store, experiment_id, run.info.run_id, home)
-        orphaned_runs.opened[key.run_id] = home
+        run_ref = RunRef(store, experiment_id, run.info.run_id, run_dir)
+        orphaned_runs.open_run_dirs[run_ref.run_id] = run_dir
         if keep:
-            keep(key)
+            keep(run_ref)
     if not parent:
         known = ours.get(experiment)
-        saved_views.offer(client, experiment, key, known.tags if known else {})
-        orphaned_runs.close_lost(client, [each.experiment_id for each in ours.values()])
-    return key
+        saved_views.save_views(client, experiment, run_ref, known.tags if known else {})
+        orphaned_runs.close_orphaned_runs(client, [each.experiment_id for each in ours.values()])
+    return run_ref
 
 
 def _restoring(store: str, command: str) -> str:
@@ -148,60 +150,66 @@ def _unusable(store: str, failure: Exception) -> UserError:
     )
 
 
-@uninterrupted()
-def reopen_run(key: RunKey) -> None:
+@delay_interrupts()
+def reopen_run(run_ref: RunRef) -> None:
     """Set a run that has ended to RUNNING again. Raises ``UserError`` when it is not in its store, or deleted."""
-    open_store(key.store)
+    open_store(run_ref.store)
     try:
-        client = MlflowClient(key.store)
-        if is_deleted(client, key.run_id):
+        client = MlflowClient(run_ref.store)
+        if is_deleted(client, run_ref.run_id):
             raise UserError(
-                f"the MLflow run {key.run_id} in {key.store} was deleted: restore it, with its experiment if that was "
-                f"deleted too ({_restoring(key.store, f'runs restore --run-id {key.run_id}')}), or record the run anew "
-                f"with --tracking-uri {key.store}."
+                f"the MLflow run {run_ref.run_id} in {run_ref.store} was deleted: restore it, with its "
+                "experiment if that was "
+                f"deleted too ({_restoring(run_ref.store, f'runs restore --run-id {run_ref.run_id}')}), or "
+                "record the run anew "
+                f"with --tracking-uri {run_ref.store}."
             )
-        client.update_run(key.run_id, status="RUNNING")
-        orphaned_runs.opened[key.run_id] = key.home
-        if key.home:
-            client.log_batch(key.run_id, tags=[RunTag(*tag) for tag in orphaned_runs.labels(key.home).items()])
-        orphaned_runs.close_lost(client, [each.experiment_id for each in _experiments(client).values()], key)
+        client.update_run(run_ref.run_id, status="RUNNING")
+        orphaned_runs.open_run_dirs[run_ref.run_id] = run_ref.home
+        if run_ref.home:
+            client.log_batch(
+                run_ref.run_id, tags=[RunTag(*tag) for tag in orphaned_runs.open_run_tags(run_ref.home).items()]
+            )
+        orphaned_runs.close_orphaned_runs(
+            client, [each.experiment_id for each in _experiments(client).values()], run_ref
+        )
     except MlflowException as failure:
         raise UserError(
-            f"the MLflow run {key.run_id} in {key.store} cannot be continued: {first_line(failure)} "
+            f"the MLflow run {run_ref.run_id} in {run_ref.store} cannot be continued: {first_line(failure)} "
             "Restore its store, or give another with --tracking-uri."
         ) from failure
 
 
-@uninterrupted()
-def last_steps(key: RunKey) -> dict[str, int]:
+@delay_interrupts()
+def last_steps(run_ref: RunRef) -> dict[str, int]:
     """The last step of every metric of the run, up to which a continued run need not send them again."""
     try:
-        client = MlflowClient(key.store)
-        names = client.get_run(key.run_id).data.metrics
-        return {name: max(m.step for m in client.get_metric_history(key.run_id, name)) for name in names}
+        client = MlflowClient(run_ref.store)
+        names = client.get_run(run_ref.run_id).data.metrics
+        return {name: max(m.step for m in client.get_metric_history(run_ref.run_id, name)) for name in names}
     except MlflowException as failure:
-        raise UserError(f"the MLflow store {key.store} does not answer: {first_line(failure)}") from failure
+        raise UserError(f"the MLflow store {run_ref.store} does not answer: {first_line(failure)}") from failure
 
 
-@uninterrupted()
-def has_run(key: RunKey) -> bool:
+@delay_interrupts()
+def has_run(run_ref: RunRef) -> bool:
     """Whether the run is in its store and not deleted."""
     try:
-        return not is_deleted(MlflowClient(key.store), key.run_id)
+        return not is_deleted(MlflowClient(run_ref.store), run_ref.run_id)
     except MlflowException as failure:
         if failure.error_code == ErrorCode.Name(RESOURCE_DOES_NOT_EXIST):
             return False
-        raise _unusable(key.store, failure) from failure
+        raise _unusable(run_ref.store, failure) from failure
 
 
-@uninterrupted()
-def children(parent: RunKey, tag: str) -> dict[str, tuple[RunKey, bool]]:
+@delay_interrupts()
+def children(parent: RunRef, tag: str) -> dict[str, tuple[RunRef, bool]]:
     """The children of ``parent`` (but deleted ones) by their value of ``tag``.
 
     With each is whether it has ended by itself, and has all its entries.
     """
     try:
-        found = MlflowClient(parent.store).search_runs(
+        runs = MlflowClient(parent.store).search_runs(
             [parent.experiment_id], f"tags.`mlflow.parentRunId` = '{parent.run_id}'",
             max_results=SEARCH_MAX_RESULTS_THRESHOLD,
         )  # fmt: skip
@@ -212,31 +220,32 @@ def children(parent: RunKey, tag: str) -> dict[str, tuple[RunKey, bool]]:
             replace(parent, run_id=run.info.run_id),
             run.data.tags.get(orphaned_runs.COMPLETE) == "true" and run.info.status != "KILLED",
         )
-        for run in found
+        for run in runs
         if tag in run.data.tags
     }
 
 
-@uninterrupted()
-def add_to_page(key: RunKey, paragraph: str, tags: Mapping[str, str]) -> None:
+@delay_interrupts()
+def add_to_page(run_ref: RunRef, paragraph: str, tags: Mapping[str, str]) -> None:
     """Add a ``paragraph`` below the first one of a run's description, and tags; the run may have ended.
 
     Never raises: a link is a convenience, and its store may be away.
     """
     with suppress(Exception):
-        client = MlflowClient(key.store)
-        first, mark, rest = client.get_run(key.run_id).data.tags.get(NOTE, "").partition("\n\n")
-        client.set_tag(key.run_id, NOTE, f"{first}\n\n{paragraph}{mark}{rest}")
+        client = MlflowClient(run_ref.store)
+        first, mark, remainder = client.get_run(run_ref.run_id).data.tags.get(NOTE, "").partition("\n\n")
+        client.set_tag(run_ref.run_id, NOTE, f"{first}\n\n{paragraph}{mark}{remainder}")
         for name, value in tags.items():
-            client.set_tag(key.run_id, name, value)
+            client.set_tag(run_ref.run_id, name, value)
 
 
 def _experiments(client: MlflowClient) -> dict[str, Experiment]:
-    return {found.name: found for found in client.search_experiments() if found.name in EXPERIMENTS}
+    return {experiment.name: experiment for experiment in client.search_experiments() if experiment.name in EXPERIMENTS}
 
 
-def _experiment(client: MlflowClient, store: str, name: str, found: Experiment | None) -> str:
-    """The experiment's id, if it was ``found``, or of a new one. In SQLite it keeps its files next to the database.
+def _experiment(client: MlflowClient, store: str, name: str, experiment: Experiment | None) -> str:
+    """The experiment's id, if it was ``experiment``, or of a new one. In SQLite it keeps its files next to the
+    database.
 
     Raises ``UserError`` when it keeps them elsewhere, because the store was copied or moved: MLflow keeps their
     absolute path, and would write into the original's folder.
@@ -244,25 +253,25 @@ def _experiment(client: MlflowClient, store: str, name: str, found: Experiment |
     files = None
     if file := sqlite_file(store):
         files = (file.parent / FILES / name).as_uri()
-    if not found:
+    if not experiment:
         try:
             return client.create_experiment(name, artifact_location=files)
         except MlflowException:  # another command created it meanwhile, it is not ours to be listed, or deleted
-            found = client.get_experiment_by_name(name)
-            if found is None:
+            experiment = client.get_experiment_by_name(name)
+            if experiment is None:
                 raise
-    if found.lifecycle_stage == LifecycleStage.DELETED:
-        restoring = _restoring(store, f"experiments restore --experiment-id {found.experiment_id}")
+    if experiment.lifecycle_stage == LifecycleStage.DELETED:
+        restoring = _restoring(store, f"experiments restore --experiment-id {experiment.experiment_id}")
         raise UserError(
             f"the experiment {name} of the MLflow store {store} was deleted: restore it ({restoring}), or give another "
             "store with --tracking-uri."
         )
-    before = found.artifact_location
-    if file and before != files and before.startswith("file:") and before.endswith(f"/{FILES}/{name}"):
-        old = Path(unquote(urlsplit(before).path))
+    location = experiment.artifact_location
+    if file and location != files and location.startswith("file:") and location.endswith(f"/{FILES}/{name}"):
+        old = Path(unquote(urlsplit(location).path))
         if old.resolve() != file.parent / FILES / name:
             raise UserError(
                 f"the MLflow store {store} was copied or moved from {old.parents[1]} and would continue to write files "
                 "there: move it back, or give another with --tracking-uri."
             )
-    return found.experiment_id
+    return experiment.experiment_id

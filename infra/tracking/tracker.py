@@ -20,7 +20,7 @@ from mlflow.tracking import MlflowClient
 from infra.cli.console import errors
 from infra.errors import first_line
 from infra.tracking import orphaned_runs
-from infra.tracking.run_ref import RunKey
+from infra.tracking.run_ref import RunRef
 from infra.tracking.send import METRICS_PER_BATCH, Entry, send
 
 BATCH_SECONDS = 1.0
@@ -41,8 +41,8 @@ class Tracker:
     any thread, and never raise because of the store.
     """
 
-    def __init__(self, key: RunKey) -> None:
-        self.key = key
+    def __init__(self, run_ref: RunRef) -> None:
+        self.run_ref = run_ref
         self.status = "FINISHED"
         """The run's status after a block that ends without an exception: FINISHED, FAILED or KILLED."""
         self._queue: queue.SimpleQueue[Entry | threading.Event] = queue.SimpleQueue()
@@ -62,31 +62,31 @@ class Tracker:
             return
         interrupted = kind is not None and issubclass(kind, KeyboardInterrupt)
         if failure and not interrupted:
-            self.tags({"reason": first_line(failure)})
+            self.set_tags({"reason": first_line(failure)})
         self.finish("KILLED" if interrupted else "FAILED" if kind else self.status)
 
-    def metrics(self, values: Mapping[str, float | int | None], step: int = 0) -> None:
+    def log_metrics(self, values: Mapping[str, float | int | None], step: int = 0) -> None:
         """Record numbers at ``step``; names are grouped by a prefix, and see :mod:`infra.tracking.names`."""
         now = int(time.time() * 1000)
         for name, value in values.items():
             if value is not None:
                 self._queue.put({"kind": "metric", "key": name, "value": float(value), "step": step, "time": now})
 
-    def params(self, values: Mapping[str, Any]) -> None:
+    def log_params(self, values: Mapping[str, Any]) -> None:
         """Record settings; they cannot be changed later."""
         for name, value in values.items():
             self._queue.put({"kind": "param", "key": name, "value": str(value)[:PARAM_CHARACTERS]})
 
-    def tags(self, values: Mapping[str, Any]) -> None:
+    def set_tags(self, values: Mapping[str, Any]) -> None:
         """Record labels; a later value replaces an earlier one."""
         for name, value in values.items():
             self._queue.put({"kind": "tag", "key": name, "value": str(value)})
 
-    def note(self, markdown: str) -> None:
+    def set_description(self, markdown: str) -> None:
         """Set the description at the top of the run's page."""
-        self.tags({NOTE: markdown})
+        self.set_tags({NOTE: markdown})
 
-    def data(self, name: str, fingerprint: str, source: str, profile: Mapping[str, Any], context: str) -> None:
+    def log_dataset(self, name: str, fingerprint: str, source: str, profile: Mapping[str, Any], context: str) -> None:
         """Record a data set; ``context`` is its role (``training``, ``output``)."""
         self._queue.put(
             {
@@ -95,13 +95,13 @@ class Tracker:
             }
         )  # fmt: skip
 
-    def text(self, content: str, name: str) -> None:
+    def log_text(self, content: str, name: str) -> None:
         self._queue.put({"kind": "text", "content": content, "name": name})
 
-    def json(self, value: Any, name: str) -> None:
-        self.text(json.dumps(value, indent=2, sort_keys=True, default=str), name)
+    def log_json(self, value: Any, name: str) -> None:
+        self.log_text(json.dumps(value, indent=2, sort_keys=True, default=str), name)
 
-    def file(self, path: Path, folder: str | None = None) -> None:
+    def log_file(self, path: Path, folder: str | None = None) -> None:
         """Upload a local file, by reference: it must still exist when the queue reaches it."""
         self._queue.put({"kind": "file", "path": str(path.resolve()), "folder": folder})
 
@@ -120,9 +120,9 @@ class Tracker:
         self._hurried = status == "KILLED"
         self._queue.put({"kind": "finish", "status": status, "time": int((ended or time.time()) * 1000)})
         if wait:
-            self.deliver()
+            self.wait_until_sent()
 
-    def deliver(self) -> bool:
+    def wait_until_sent(self) -> bool:
         """Wait until everything is in the store; False where that is given up.
 
         A store that does not answer is given up after ``LAST_SECONDS`` and, at the end of a KILLED run, one that is
@@ -133,15 +133,16 @@ class Tracker:
         while not (delivered := self.flush(LAST_SECONDS)):
             if time.monotonic() - began >= LAST_SECONDS and (self._away or self._hurried):
                 errors.print(
-                    f"MLflow ({self.key.store}) does not answer: {len(self._unsent) + self._queue.qsize()} entries of "
-                    f"this run are missing there; the next command, or --resume, sends them from {self.key.home}."
+                    f"MLflow ({self.run_ref.store}) does not answer: {len(self._unsent) + self._queue.qsize()} "
+                    "entries of "
+                    f"this run are missing there; the next command, or --resume, sends them from {self.run_ref.home}."
                 )
                 break
             if self._away:
                 time.sleep(1.0)
             else:
-                errors.print(f"MLflow ({self.key.store}) is slow; still sending. Ctrl-C exits without the rest.")
-        orphaned_runs.opened.pop(self.key.run_id, None)
+                errors.print(f"MLflow ({self.run_ref.store}) is slow; still sending. Ctrl-C exits without the rest.")
+        orphaned_runs.open_run_dirs.pop(self.run_ref.run_id, None)
         return delivered
 
     def _write(self) -> None:
@@ -171,9 +172,9 @@ class Tracker:
 
     def _deliver(self) -> None:
         try:
-            self._client = self._client or MlflowClient(self.key.store)
+            self._client = self._client or MlflowClient(self.run_ref.store)
             while self._unsent:
-                send(self._client, self.key.run_id, self._unsent[:METRICS_PER_BATCH])
+                send(self._client, self.run_ref.run_id, self._unsent[:METRICS_PER_BATCH])
                 del self._unsent[:METRICS_PER_BATCH]
             self._away = False
         except Exception as failure:  # noqa: BLE001 nothing that the client raises may disturb the work

@@ -18,7 +18,7 @@ import pyarrow as pa
 
 from pipeline.books.gutenberg import declared_encoding
 
-_MARKS = (
+_BYTE_ORDER_MARKS = (
     (b"\xef\xbb\xbf", "utf-8"),
     (b"\xff\xfe\0\0", "utf-32-le"), (b"\0\0\xfe\xff", "utf-32-be"),  # the first begins like UTF-16's
     (b"\xff\xfe", "utf-16-le"), (b"\xfe\xff", "utf-16-be"),
@@ -27,13 +27,13 @@ _MARKS = (
 _NO_CHARACTER_SETS = ("idna", "punycode", "undefined", "unicode-escape", "raw-unicode-escape")
 _REPLACEMENT = "\ufffd"
 # What the WHATWG's Encoding Standard reads in the place of a character set: one that has more characters.
-_FULLER = {
+_SUPERSETS = {
     "iso8859-1": "cp1252", "iso8859-9": "cp1254", "tis-620": "cp874", "iso8859-11": "cp874", "gb2312": "gb18030",
     "gbk": "gb18030", "shift_jis": "cp932", "euc_kr": "cp949", "big5": "big5hkscs",
 }  # fmt: skip
 _WINDOWS = "cp1252"
 _DETECTION_SAMPLE = 32_000
-_TELLING = 10
+_MIN_NON_ASCII_BYTES = 10
 """Letters beyond ASCII that tell a character set: of 36 texts with fewer, 13 were read in a wrong one."""
 _WORD = 4
 """Letters beyond ASCII without which only a character set of Windows is guessed: fewer fit into any."""
@@ -57,7 +57,7 @@ class Decoded:
     encoding: str
     replaced: int = 0
     """Undecodable bytes, which have become U+FFFD."""
-    guessed: bool = False
+    guessed_encoding: bool = False
     """Whether no character set is declared, and too few letters tell it."""
     contradicted: str | None = None
     """The character set that a header declares, where the bytes are in another."""
@@ -69,7 +69,7 @@ def to_utf8(data: bytes, *, declared: str | None = None, sample: Callable[[], by
     ``declared`` is the character set of the file's format; without it, a header in ``data`` may declare one.
     ``sample`` returns lines of the same file, as :func:`undecodable_lines` does, that tell what ``data`` is in.
     """
-    for mark, encoding in _MARKS:
+    for mark, encoding in _BYTE_ORDER_MARKS:
         if data.startswith(mark):
             if encoding != "utf-8":
                 return _decode(data[len(mark) :], encoding)
@@ -96,19 +96,19 @@ def is_utf8(data: bytes) -> bool:
 
 def undecodable_lines(data: bytes) -> bytes:
     """The lines of ``data`` that are more likely in another character set than in UTF-8, as far as they are needed."""
-    found = bytearray()
+    lines = bytearray()
     for line in data.splitlines(keepends=True):
         if not line.isascii() and not _is_mostly_utf8(line):
-            found += line[:_DETECTION_SAMPLE]
-        if len(found) >= _DETECTION_SAMPLE:
+            lines += line[:_DETECTION_SAMPLE]
+        if len(lines) >= _DETECTION_SAMPLE:
             break
-    return bytes(found)
+    return bytes(lines)
 
 
 def _decode(data: bytes, encoding: str) -> Decoded:
     text = data.decode(encoding, "replace")
-    before = data.count(_REPLACEMENT.encode()) if encoding == "utf-8" else 0
-    return Decoded(text.encode("utf-8", "replace"), encoding, text.count(_REPLACEMENT) - before)
+    replacement_count = data.count(_REPLACEMENT.encode()) if encoding == "utf-8" else 0
+    return Decoded(text.encode("utf-8", "replace"), encoding, text.count(_REPLACEMENT) - replacement_count)
 
 
 def _decode_other(data: bytes, declared: str | None, sample: bytes) -> Decoded:
@@ -118,7 +118,7 @@ def _decode_other(data: bytes, declared: str | None, sample: bytes) -> Decoded:
     codec, guessed = _choose_codec(lines, declared, sample, mixed=valid > 0) if lines else ("utf-8", False)
     if not valid:
         codec = codec or (declared if declared != "ascii" else None) or ("utf-8" if guessed else _detect(lines))
-        return replace(_decode(data, codec), guessed=guessed and codec != "utf-8")
+        return replace(_decode(data, codec), guessed_encoding=guessed and codec != "utf-8")
     usual = codec if codec and invalid > valid else "utf-8"
     repairs = _has_windows_bytes(data.decode("utf-8", "surrogateescape"))
     decoded = [_decode_line(line, codec or "utf-8", usual, repairs=repairs) for line in data.splitlines(keepends=True)]
@@ -153,21 +153,25 @@ def _decode_line(line: bytes, codec: str, usual: str, *, repairs: bool) -> Decod
         return Decoded(line, "utf-8")
     text = line.decode("utf-8", "surrogateescape")
     damaged = _UNDECODED.search(text)
-    if not damaged and (_non_ascii(line) >= _TELLING or _is_in_place(text)):  # few letters may be UTF-8 by chance
+    if not damaged and (
+        _non_ascii(line) >= _MIN_NON_ASCII_BYTES or _is_in_place(text)
+    ):  # few letters may be UTF-8 by chance
         return Decoded(line, "utf-8")
     if codec != "utf-8" and not (damaged and _is_mostly_utf8(line)):
         other = _decode(line, codec)
         if _is_plausible(other.text.decode()):
             return other
-        own = _choose_codec(line, None)[0] if _non_ascii(line) >= _TELLING else None
+        own = _choose_codec(line, None)[0] if _non_ascii(line) >= _MIN_NON_ASCII_BYTES else None
         if own or usual != "utf-8":
             return _decode(line, own or codec)
     if not damaged:
         return Decoded(line, "utf-8")
     repaired = _UNDECODED.sub(lambda match: _as_windows(match) or match[0], text) if repairs else text
-    rest = [len(match[0]) for match in _UNDECODED.finditer(repaired)]
+    undecoded_lengths = [len(match[0]) for match in _UNDECODED.finditer(repaired)]
     encoding = "utf-8" if repaired == text else f"{_WINDOWS} and utf-8"
-    return Decoded(_UNDECODED.sub(lambda match: _REPLACEMENT * len(match[0]), repaired).encode(), encoding, sum(rest))
+    return Decoded(
+        _UNDECODED.sub(lambda match: _REPLACEMENT * len(match[0]), repaired).encode(), encoding, sum(undecoded_lengths)
+    )
 
 
 def _has_windows_bytes(text: str) -> bool:
@@ -179,8 +183,8 @@ def _has_windows_bytes(text: str) -> bool:
 def _as_windows(match: re.Match[str]) -> str | None:
     """What an undecodable byte is for Windows, where that may be between its neighbors; a run of them is nothing."""
     char = match[0].encode("utf-8", "surrogateescape").decode(_WINDOWS, "replace")
-    before, after = match.string[match.start() - 1 : match.start()], match.string[match.end() : match.end() + 1]
-    return char if len(char) == 1 and _fits(before, char, after) else None
+    preceding, after = match.string[match.start() - 1 : match.start()], match.string[match.end() : match.end() + 1]
+    return char if len(char) == 1 and _fits(preceding, char, after) else None
 
 
 def _codec_of(name: str | None) -> str | None:
@@ -192,7 +196,7 @@ def _codec_of(name: str | None) -> str | None:
             return None
     except (LookupError, UnicodeError):  # hex and the like do not decode to text
         return None
-    return _FULLER.get(codec, codec)
+    return _SUPERSETS.get(codec, codec)
 
 
 def _choose_codec(
@@ -207,8 +211,8 @@ def _choose_codec(
         return (_detect(lines) if letters > _CERTAIN and _is_other_script(lines, declared) else declared), False
     if declared == "utf-8" and letters < 2:
         return "utf-8", False  # a stray byte
-    guessed = letters < _TELLING
-    if sample and not guessed and _non_ascii(lines) < _TELLING:
+    guessed = letters < _MIN_NON_ASCII_BYTES
+    if sample and not guessed and _non_ascii(lines) < _MIN_NON_ASCII_BYTES:
         codec = _detect(sample)
         if _is_in_place(lines.decode(codec, "replace")):
             return codec, False
@@ -253,10 +257,10 @@ def _is_plausible_in(codec: str, data: bytes) -> bool:
 def _is_plausible(text: str) -> bool:
     """Whether ``text`` reads as words: another script that was read as Latin is words of accented letters alone."""
     latin = crowded = 0
-    for before, char, after in _with_neighbors(text):
+    for preceding, char, after in _with_neighbors(text):
         if char < _IPA and char.isalpha():
             latin += 1
-            crowded += any(each.isalpha() and not each.isascii() for each in (before, after))
+            crowded += any(each.isalpha() and not each.isascii() for each in (preceding, after))
     return (latin < 2 or crowded * 10 <= latin * 6) and _is_in_place(text)
 
 
@@ -272,7 +276,7 @@ def _with_neighbors(text: str) -> Iterator[tuple[str, str, str]]:
         yield text[match.start() - 1 : match.start()], match[0], text[match.end() : match.end() + 1]
 
 
-def _fits(before: str, char: str, after: str) -> bool:
+def _fits(preceding: str, char: str, after: str) -> bool:
     """Whether ``char`` may be between these two characters."""
     kind = category(char)
     if kind in ("Cc", "Cn", "Co", "Cs") or char == _REPLACEMENT or _is_of_tables(char):
@@ -280,12 +284,12 @@ def _fits(before: str, char: str, after: str) -> bool:
     if kind[0] in "PZC":
         return True
     if kind[0] in "LM" and (kind != "Lm" or char >= _CJK):
-        if (before.islower() and char.isupper()) or (char.islower() and after.isupper()):
+        if (preceding.islower() and char.isupper()) or (char.islower() and after.isupper()):
             return False
         if char >= _GREEK:
-            return not any(each < _GREEK and each.isalpha() for each in (before, after))
-        return before.isalpha() or after.isalpha() or char in _WORDS_OF_ONE_LETTER
-    return not before.isalpha() and (not after.isalpha() or char in "°©®")
+            return not any(each < _GREEK and each.isalpha() for each in (preceding, after))
+        return preceding.isalpha() or after.isalpha() or char in _WORDS_OF_ONE_LETTER
+    return not preceding.isalpha() and (not after.isalpha() or char in "°©®")
 
 
 def _is_of_tables(char: str) -> bool:

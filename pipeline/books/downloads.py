@@ -10,18 +10,18 @@ from typing import TYPE_CHECKING
 from infra.errors import UserError
 from infra.storage.files import atomic_file
 from pipeline.books.error_pages import error_page
-from pipeline.books.gutenberg import HEAD, NEAR
+from pipeline.books.gutenberg import MAX_HEADER_BYTES, NEAR_HEADER_BYTES
 from pipeline.config import MIRROR
 
 if TYPE_CHECKING:
     from requests import Response
 
 PREFIX = "gutenberg:"
-PAUSE = 2.0
+REQUEST_INTERVAL_SECONDS = 2.0
 """Seconds between two requests, as its robot policy asks."""
 RETRIES = 2
 """Further attempts for one address when the connection or the server fails."""
-MOST = 300_000_000
+MAX_BOOK_BYTES = 300_000_000
 """Most bytes of a book: the largest of Project Gutenberg's, a human chromosome, has 250 million."""
 _TIMEOUT = 60.0
 _WEB_PAGE = re.compile(rb"\s*<(?:!doctype html|html)\b", re.I)
@@ -42,14 +42,14 @@ def fetch(source: str, mirror: str) -> Iterator[Path]:
         raise UserError(
             f"{folder} cannot be created ({refused.strerror}): name another with XDG_CACHE_HOME."
         ) from refused
-    asked = False
+    has_requested = False
     for number in sorted(set(numbers), key=int):
         path = folder / f"pg{number}.txt"
         if not path.exists() or flaw(path.read_bytes()):
-            if asked:
-                time.sleep(PAUSE)
+            if has_requested:
+                time.sleep(REQUEST_INTERVAL_SECONDS)
             text = _download(number, mirror)
-            asked = True
+            has_requested = True
             with atomic_file(path) as file:
                 file.write(text)
         yield path
@@ -70,7 +70,8 @@ def _download(number: str, mirror: str) -> bytes:
     )
     # Not for 429 and 503: a busy mirror is not asked again, however soon it says it will be ready.
     retry = Retry(
-        RETRIES, status_forcelist=(500, 502, 504), backoff_factor=PAUSE / 2, respect_retry_after_header=False,
+        RETRIES, status_forcelist=(500, 502, 504), backoff_factor=REQUEST_INTERVAL_SECONDS / 2,
+        respect_retry_after_header=False,
         raise_on_status=False,
     )  # fmt: skip
     with requests.Session() as session:
@@ -80,19 +81,21 @@ def _download(number: str, mirror: str) -> bytes:
         for name in names:
             url = f"{mirror.rstrip('/')}/{name}"
             try:
-                answer = session.get(url, timeout=_TIMEOUT, stream=True)
-                text = _unless_too_large(answer) if answer.ok else b""
-            except (OSError, ValueError) as away:  # requests' own are an OSError; ValueError: not an address
+                response = session.get(url, timeout=_TIMEOUT, stream=True)
+                text = _unless_too_large(response) if response.ok else b""
+            except (OSError, ValueError) as error:  # requests' own are an OSError; ValueError: not an address
                 raise UserError(
-                    f"{url} cannot be reached ({away}): check the network, or name another --mirror."
-                ) from away
-            if answer.status_code == 404:
+                    f"{url} cannot be reached ({error}): check the network, or name another --mirror."
+                ) from error
+            if response.status_code == 404:
                 continue
-            if not answer.ok:
-                raise UserError(f"{url} answers {answer.status_code} {answer.reason}: try later, or another --mirror.")
+            if not response.ok:
+                raise UserError(
+                    f"{url} answers {response.status_code} {response.reason}: try later, or another --mirror."
+                )
             if text is None:
-                raise UserError(f"{url} sends more than {MOST:,} bytes, too many for a book: leave it out.")
-            if reason := _no_text(answer) or flaw(text):
+                raise UserError(f"{url} sends more than {MAX_BOOK_BYTES:,} bytes, too many for a book: leave it out.")
+            if reason := _no_text(response) or flaw(text):
                 raise UserError(f"{url} {reason}: check the network, try later, or name another --mirror.")
             return text
     raise UserError(f"book {number} has no plain text at {mirror}: leave it out.")
@@ -106,30 +109,35 @@ def flaw(text: bytes) -> str | None:
         return f"is no book: it says {error!r}"
     if _WEB_PAGE.match(text):
         return "is a web page and not a book"  # a network's login page
-    if b"\0" in text[:NEAR] and not text.startswith((b"\xff\xfe", b"\xfe\xff")):
+    if b"\0" in text[:NEAR_HEADER_BYTES] and not text.startswith((b"\xff\xfe", b"\xfe\xff")):
         return "is not text"
-    if _START.search(text, 0, HEAD) and not _END.search(text):
+    if _START.search(text, 0, MAX_HEADER_BYTES) and not _END.search(text):
         return "is cut off before the line that ends a book"
     return None
 
 
-def _no_text(answer: "Response") -> str | None:
-    """Why the body of ``answer`` is none that its server meant to send, by its headers."""
-    kind = answer.headers.get("Content-Type", "").lower()
+def _no_text(response: "Response") -> str | None:
+    """Why the body of ``response`` is none that its server meant to send, by its headers."""
+    kind = response.headers.get("Content-Type", "").lower()
     if any(name in kind for name in ("html", "xml", "json")):
         return f"is no book, but {kind.partition(';')[0]}"
-    length = answer.headers.get("Content-Length")
-    if length and length.isdigit() and "Content-Encoding" not in answer.headers and int(length) != answer.raw.tell():
-        return f"is cut off: {answer.raw.tell():,} of {length} bytes arrived"
+    length = response.headers.get("Content-Length")
+    if (
+        length
+        and length.isdigit()
+        and "Content-Encoding" not in response.headers
+        and int(length) != response.raw.tell()
+    ):
+        return f"is cut off: {response.raw.tell():,} of {length} bytes arrived"
     return None
 
 
-def _unless_too_large(answer: "Response") -> bytes | None:
-    """The body of ``answer``; None, and no more of it is received, above ``MOST`` bytes once decompressed."""
+def _unless_too_large(response: "Response") -> bytes | None:
+    """The body of ``response``; None, and no more of it is received, above ``MOST`` bytes once decompressed."""
     data = bytearray()
-    with answer:
-        for block in answer.iter_content(1 << 20):
+    with response:
+        for block in response.iter_content(1 << 20):
             data += block
-            if len(data) > MOST:
+            if len(data) > MAX_BOOK_BYTES:
                 return None
     return bytes(data)

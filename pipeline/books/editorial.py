@@ -6,15 +6,15 @@ from collections.abc import Iterator
 
 from pipeline.books.normalize import count_characters
 
-FEW = 300
+SHORT_TEXT_BYTES = 300
 """Bytes too few for a text of its own: a title above a header, names below a licence."""
-FRONT = 5_000
+FRONT_MATTER_BYTES = 5_000
 """Bytes after the header that are searched for credits and transcribers' notes."""
-LONG = 500
+BOOK_PARAGRAPH_BYTES = 500
 """A paragraph of more bytes belongs to the book; credits come before it."""
-LONGEST = 2_000
+MAX_CREDIT_BYTES = 2_000
 """A paragraph of more bytes belongs to the book even if it begins as credits do: a text joined to one line."""
-NOTE = 12_000
+MAX_NOTE_BYTES = 12_000
 """The longest closing transcriber's note, in bytes."""
 
 OPENING = re.compile(
@@ -88,7 +88,7 @@ def before_note(text: bytes, start: int, stop: int, removed: Counter[str]) -> in
 
     All that follows its heading must be such a note, and no more than a fourth of the text.
     """
-    offset = max(start + FRONT, stop - NOTE, stop - (stop - start) // 4)
+    offset = max(start + FRONT_MATTER_BYTES, stop - MAX_NOTE_BYTES, stop - (stop - start) // 4)
     lower = text[offset:stop].lower() if offset < stop else b""
     at = lower.find(b"transcriber")
     while at >= 0:
@@ -139,30 +139,32 @@ def without_credits(front: bytes, removed: Counter[str]) -> bytes:
         front = shorter
     lower = front.lower()
     last = max(lower.rfind(b"note"), lower.rfind(b"world library, inc"))
-    kept: list[bytes] = []
+    kept_paragraphs: list[bytes] = []
     position = 0
     for begin, end, paragraph in _paragraphs(lower):
         if begin < position:
             continue
-        titled = sum(map(len, kept)) <= FEW
-        if len(paragraph) > LONGEST or (kept and begin > last and not titled):
+        titled = sum(map(len, kept_paragraphs)) <= SHORT_TEXT_BYTES
+        if len(paragraph) > MAX_CREDIT_BYTES or (kept_paragraphs and begin > last and not titled):
             break
         stop, rule = None, "credits"
         if _NOTE.match(paragraph):
             stop, rule = _end_of_note(front, begin, end), "opening note"
-        elif b"world library, inc" in paragraph or (titled and _is_credit(front[begin:end], paragraph, first=not kept)):
+        elif b"world library, inc" in paragraph or (
+            titled and _is_credit(front[begin:end], paragraph, first=not kept_paragraphs)
+        ):
             stop = end
-        elif not kept and len(paragraph) <= FEW and OPENING.match(front, begin):
+        elif not kept_paragraphs and len(paragraph) <= SHORT_TEXT_BYTES and OPENING.match(front, begin):
             stop, rule = end, "header"
         if stop is None:
-            kept.append(front[position:end])
-            if len(paragraph) > LONG or paragraph.startswith(b"chapter"):
+            kept_paragraphs.append(front[position:end])
+            if len(paragraph) > BOOK_PARAGRAPH_BYTES or paragraph.startswith(b"chapter"):
                 position = end
                 break
         else:
             removed[rule] += count_characters(front[begin:stop].strip())
         position = stop or end
-    return b"".join([*kept, front[position:]])
+    return b"".join([*kept_paragraphs, front[position:]])
 
 
 def _is_credit(paragraph: bytes, lower: bytes, *, first: bool) -> bool:
@@ -188,7 +190,7 @@ def _is_credit(paragraph: bytes, lower: bytes, *, first: bool) -> bool:
 def _paragraphs(front: bytes, offset: int = 0) -> Iterator[tuple[int, int, bytes]]:
     """Bounds and text of the paragraphs that are complete in ``front``, from ``offset``."""
     for match in _PARAGRAPH.finditer(front, offset):
-        if match.end() == len(front) == FRONT:
+        if match.end() == len(front) == FRONT_MATTER_BYTES:
             return
         yield match.start(1), match.end(), match[1]
 
@@ -217,7 +219,7 @@ def _after_bracket(text: bytes, begin: int) -> int | None:
     if not opening.startswith(b"["):
         return None
     depth = 0
-    for match in re.finditer(rb"[\[\]]", text[begin : begin + NOTE]):
+    for match in re.finditer(rb"[\[\]]", text[begin : begin + MAX_NOTE_BYTES]):
         depth += 1 if match[0] == b"[" else -1
         if depth == 0:
             return begin + match.end()

@@ -7,15 +7,15 @@ import re
 
 from pipeline.books.clean import Book
 from pipeline.books.error_pages import error_page
-from pipeline.books.readers import Dropped
-from pipeline.config import Reading
+from pipeline.books.readers import DroppedBook
+from pipeline.config import ReadingConfig
 
 SAMPLE_BYTES = 1_000
 LONGEST_WORD = 1_000
 """Bytes without a space: more than any language, table or URL in a book has."""
-LEAST_DISTINCT = 0.05
+MIN_DISTINCT_FRACTION = 0.05
 """Distinct words per word in a sample; novels have 0.5 to 0.75, Genesis 5 (a list of ages) 0.25."""
-MOST_NON_TEXT = 0.4
+MAX_NON_TEXT_FRACTION = 0.4
 """Share of ASCII signs and digits among all bytes; a ledger has 0.3."""
 
 # Letters, blanks and the bytes of other scripts.
@@ -30,22 +30,22 @@ _CODES = {
 }  # fmt: skip
 
 
-def drop_reason(book: Book, settings: Reading) -> Dropped | None:
+def drop_reason(book: Book, settings: ReadingConfig) -> DroppedBook | None:
     """Why ``book`` is left out under ``settings``; None if it is kept."""
     if error := error_page(book.text):
-        return Dropped(book.id, "error page", f"it says {error!r} and is no book")
+        return DroppedBook(book.id, "error page", f"it says {error!r} and is no book")
     if book.chars < settings.min_chars:
-        return Dropped(book.id, "too short", f"{book.chars:,} characters, fewer than {settings.min_chars:,}")
+        return DroppedBook(book.id, "too short", f"{book.chars:,} characters, fewer than {settings.min_chars:,}")
     sample = _sample(book.text)
     if b" " not in sample[:LONGEST_WORD] and _LONG_WORD.search(sample) and book.text.isascii():
-        return Dropped(book.id, "not text", f"a run of more than {LONGEST_WORD:,} characters without a blank")
+        return DroppedBook(book.id, "not text", f"a run of more than {LONGEST_WORD:,} characters without a blank")
     signs = len(sample.translate(None, _TEXT)) / len(sample)
-    if signs > MOST_NON_TEXT:
-        return Dropped(book.id, "not text", f"{signs:.0%} of a sample are neither letters nor blanks")
+    if signs > MAX_NON_TEXT_FRACTION:
+        return DroppedBook(book.id, "not text", f"{signs:.0%} of a sample are neither letters nor blanks")
     words = sample.split()
     distinct = len(set(words)) / len(words)
-    if len(words) >= 100 and distinct < LEAST_DISTINCT:
-        return Dropped(book.id, "too repetitive", f"{distinct:.1%} of the words in a sample are distinct")
+    if len(words) >= 100 and distinct < MIN_DISTINCT_FRACTION:
+        return DroppedBook(book.id, "too repetitive", f"{distinct:.1%} of the words in a sample are distinct")
     if settings.languages:
         return _other_language(book, sample, settings.languages)
     return None
@@ -58,7 +58,7 @@ def _sample(text: bytes) -> bytes:
     return b" ".join((text[:SAMPLE_BYTES], text[middle : middle + SAMPLE_BYTES], text[-SAMPLE_BYTES:]))
 
 
-def _other_language(book: Book, sample: bytes, wanted: tuple[str, ...]) -> Dropped | None:
+def _other_language(book: Book, sample: bytes, wanted: tuple[str, ...]) -> DroppedBook | None:
     language = language_code(book.language) if book.language else None
     how = "its header says"
     if language is None:
@@ -67,7 +67,7 @@ def _other_language(book: Book, sample: bytes, wanted: tuple[str, ...]) -> Dropp
         language, how = str(py3langid.classify(sample.decode("utf-8", "replace"))[0]), "detected"
     if language in wanted:
         return None
-    return Dropped(book.id, "language", f"{language} ({how}), and not {', '.join(wanted)}")
+    return DroppedBook(book.id, "language", f"{language} ({how}), and not {', '.join(wanted)}")
 
 
 def language_code(name: str) -> str | None:

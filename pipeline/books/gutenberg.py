@@ -15,23 +15,23 @@ from dataclasses import dataclass, field, replace
 from itertools import pairwise
 
 from pipeline.books import sisters
-from pipeline.books.editorial import FEW, FRONT, OPENING, before_note, without_credits
+from pipeline.books.editorial import FRONT_MATTER_BYTES, OPENING, SHORT_TEXT_BYTES, before_note, without_credits
 from pipeline.books.normalize import count_characters
 
-NEAR, HEAD = 4_000, 40_000
+NEAR_HEADER_BYTES, MAX_HEADER_BYTES = 4_000, 40_000
 """Bytes in which a header ends: nearly always the first, sometimes (with the licence in front) the second."""
-FIELDS = 1_000
+HEADER_FIELDS_BYTES = 1_000
 """Bytes before a start line in which the fields of a header are."""
-CLOSE = 600
+END_SENTENCE_BYTES = 600
 """Bytes before an end line in which a sentence says the same."""
-BEGUN, TAIL = 1_500, 60_000
+FOOTER_START_BYTES, MAX_FOOTER_BYTES = 1_500, 60_000
 """Bytes from the beginning of a footer to words by which it is known, and to its end."""
 _NAME = b"PROJECT GUTENBERG"
 _LINE = re.compile(rb"(START|END) OF (?:TH(?:IS|E) )?(?:COPYRIGHTED )?\Z")
 _PRINT = (
     b"*END*THE SMALL PRINT", b"*END THE SMALL PRINT", b"END: SMALL PRINT", b"SMALL PRINT! FOR __ COMPLETE SHAKESPEARE",
 )  # fmt: skip
-PRINTED = 20_000
+MAX_SMALL_PRINT_BYTES = 20_000
 """The longest small print, in bytes."""
 # What closes a book without an end line: words to search for, and a pattern for what is before them in their line.
 _CLOSINGS = (
@@ -56,7 +56,7 @@ _JOINED_OPENING = re.compile(
     rb"(?<!nd of )(?<!nd of the )(?:The )?Project Gutenberg [Ee]-?(?:[Tt]ext|[Bb]ook)(?: of|,) "
 )
 _JOINED_CLOSING = re.compile(rb"(?<=[.!?\"')\]_*>\x99\x9d] )End of (?:the |this )?Project Gutenberg[^*]{0,300}\Z", re.I)
-JOINED = 200
+JOINED_FIELDS_BYTES = 200
 """Bytes of a line from its last field to a start line."""
 # What follows an end line, and the words with which that ends.
 _LEGAL = (
@@ -65,7 +65,7 @@ _LEGAL = (
     b"A Word from Project Gutenberg", b"START**THE SMALL PRINT", b"START: SMALL PRINT",
 )  # fmt: skip
 _MENTIONS = (b"utenberg", b"UTENBERG", b"Updated editions will replace")
-MENTIONED = 3_000
+LICENSE_MENTION_BYTES = 3_000
 """Bytes in which a licence names Project Gutenberg again."""
 _LEGAL_ENDS = (b"hear about new eBooks.", b"END: FULL LICENSE", b"GUTINDEX.ALL", *_PRINT)
 
@@ -105,18 +105,18 @@ class Unwrapped:
 
 def unwrap(text: bytes) -> Unwrapped:
     """The book in ``text``, or the books; all of it if no wrapping is recognized."""
-    opening = OPENING.search(text, 0, FIELDS)
+    opening = OPENING.search(text, 0, HEADER_FIELDS_BYTES)
     wrapped = opening is not None and not text[: opening.start()].strip()
     spans = _wrapping(text, opened=wrapped)
     if not spans and not wrapped:
         return Unwrapped(text)
     removed: Counter[str] = Counter()
     bodies: list[bytes | memoryview] = []
-    for before, after in pairwise([_Span(0, 0, header=wrapped), *spans, _Span(len(text), len(text))]):
-        if before.header:
-            bodies += _body(text, before.stop, after.start, removed)
-        elif text[before.stop : after.start].strip():
-            bodies += (memoryview(text)[before.stop : after.start], b"\n\n\n")
+    for previous, after in pairwise([_Span(0, 0, header=wrapped), *spans, _Span(len(text), len(text))]):
+        if previous.header:
+            bodies += _body(text, previous.stop, after.start, removed)
+        elif text[previous.stop : after.start].strip():
+            bodies += (memoryview(text)[previous.stop : after.start], b"\n\n\n")
     body = b"".join([*bodies[:-1], b"\n"])
     headers = [text[span.start : span.stop] for span in spans if span.header]
     if any(b"THIS ELECTRONIC VERSION OF THE COMPLETE WORKS" in header for header in headers):
@@ -126,19 +126,21 @@ def unwrap(text: bytes) -> Unwrapped:
     forms = [form for span in spans for form in span.forms] + [name for name in removed if name != "header"]
     for span in spans:
         removed["header" if span.header else "footer"] += count_characters(text[span.start : span.stop].strip())
-    return Unwrapped(body, tuple(dict.fromkeys(forms)), _fields(headers[0] if headers else text[:FRONT]), removed)
+    return Unwrapped(
+        body, tuple(dict.fromkeys(forms)), _fields(headers[0] if headers else text[:FRONT_MATTER_BYTES]), removed
+    )
 
 
 def declared_encoding(text: bytes) -> str | None:
     """The character set that a header at the beginning of ``text`` names, which is not normalized yet."""
-    head = text[:HEAD].replace(b"\r\n", b"\n").replace(b"\r", b"\n")
+    head = text[:MAX_HEADER_BYTES].replace(b"\r\n", b"\n").replace(b"\r", b"\n")
     if b"\n" not in head.strip():
         head = _JOINED_FIELD.sub(b"\n", head)
     match = _ENCODING.search(head)
     if match is None:
         return None
-    before = head[: match.start()]
-    if before.strip() and not OPENING.search(before) and not _FIELD.search(before):
+    preceding = head[: match.start()]
+    if preceding.strip() and not OPENING.search(preceding) and not _FIELD.search(preceding):
         return None  # a text that mentions it
     return match[1].decode("ascii", "replace").strip()
 
@@ -186,31 +188,33 @@ def _wrapping(text: bytes, *, opened: bool) -> list[_Span]:
 
 def _markers(text: bytes) -> list[_Span]:
     """All start lines, ends of small print (both headers) and end lines, whatever they are part of."""
-    found: dict[int, _Span] = {}
+    markers: dict[int, _Span] = {}
 
     def add(at: int, after: int, form: str) -> None:
-        rest = _REST_OF_MARKER.match(text, after)
-        stop = rest.end() if rest else after
+        marker_end = _REST_OF_MARKER.match(text, after)
+        stop = marker_end.end() if marker_end else after
         version = _VERSION_LINE.match(text, stop)
-        found[at] = _Span(at, version.end() if version else stop, (form,), header=form != "end line")
+        markers[at] = _Span(at, version.end() if version else stop, (form,), header=form != "end line")
 
     searched = 0
-    for hay, first in ((text[:NEAR].upper(), 0), (text, NEAR - len(_NAME))):
+    for hay, first in ((text[:NEAR_HEADER_BYTES].upper(), 0), (text, NEAR_HEADER_BYTES - len(_NAME))):
         at = hay.find(_NAME, max(0, first))
         while at >= 0:
             after = at + len(_NAME)
             if line := _LINE.search(hay, max(0, at - 40), at):
                 if (begin := _marker_start(hay, line.start())) is not None:
                     add(begin, after, "start line" if line[1] == b"START" else "end line")
-            elif text.find(b"SMALL PRINT", max(0, at - NEAR), at + NEAR) >= 0:
+            elif text.find(b"SMALL PRINT", max(0, at - NEAR_HEADER_BYTES), at + NEAR_HEADER_BYTES) >= 0:
                 for words in _PRINT:
-                    end = text.find(words, max(at, searched), at + PRINTED)
+                    end = text.find(words, max(at, searched), at + MAX_SMALL_PRINT_BYTES)
                     while end >= 0:
                         add(end, end + len(words), "small print")
-                        end = text.find(words, end + 1, at + PRINTED)
-                searched = at + PRINTED - NEAR  # a marker may lie across the end of what was searched
+                        end = text.find(words, end + 1, at + MAX_SMALL_PRINT_BYTES)
+                searched = (
+                    at + MAX_SMALL_PRINT_BYTES - NEAR_HEADER_BYTES
+                )  # a marker may lie across the end of what was searched
             at = hay.find(_NAME, after)
-    return [found[at] for at in sorted(found)]
+    return [markers[at] for at in sorted(markers)]
 
 
 def _marker_start(text: bytes, at: int) -> int | None:
@@ -218,10 +222,10 @@ def _marker_start(text: bytes, at: int) -> int | None:
 
     A text that was joined to one line has it after asterisks, or after the spaces that were an empty line.
     """
-    before = text[max(0, at - 80) : at]
-    rest = before.rstrip(b" \t*_")
-    signs = before[len(rest) :]
-    begins = not rest or rest.endswith(b"\n")
+    preceding = text[max(0, at - 80) : at]
+    line_text = preceding.rstrip(b" \t*_")
+    signs = preceding[len(line_text) :]
+    begins = not line_text or line_text.endswith(b"\n")
     if not begins and (b"  " in signs or b"***" in signs):
         begins = _is_joined(text, at)
     return at - len(signs) if begins else None
@@ -229,8 +233,8 @@ def _marker_start(text: bytes, at: int) -> int | None:
 
 def _header_start(text: bytes, low: int, mark: _Span, headers: list[_Span]) -> int | None:
     """Where the header begins that ``mark`` ends, after ``low``; None where nothing proves that one is there."""
-    first = max(low, mark.start - HEAD)
-    near = max(first, mark.start - FIELDS)
+    first = max(low, mark.start - MAX_HEADER_BYTES)
+    near = max(first, mark.start - HEADER_FIELDS_BYTES)
     opening = OPENING.search(text, first, mark.start)
     proof = _PROOF.search(text, near, mark.start)
     if proof is None and "start line" in mark.forms and _is_joined(text, mark.start):
@@ -242,15 +246,15 @@ def _header_start(text: bytes, low: int, mark: _Span, headers: list[_Span]) -> i
         start = min(line.start() for line in lines if line)
         if not (opening or _ends_header(text, near, mark.start)):
             return None
-        title = low == 0 and len(text[:start].strip()) <= FEW
+        title = low == 0 and len(text[:start].strip()) <= SHORT_TEXT_BYTES
         return low if title or (chained and first == low and not opening) else start
-    few = FEW if chained and "small print" in mark.forms else 0
-    return low if (chained or mark.start < HEAD) and len(text[low : mark.start].strip()) <= few else None
+    few = SHORT_TEXT_BYTES if chained and "small print" in mark.forms else 0
+    return low if (chained or mark.start < MAX_HEADER_BYTES) and len(text[low : mark.start].strip()) <= few else None
 
 
 def _is_joined(text: bytes, at: int) -> bool:
     """Whether ``text`` has no line ends around ``at``."""
-    return b"\n" not in text[max(0, at - FIELDS) : at + FIELDS]
+    return b"\n" not in text[max(0, at - HEADER_FIELDS_BYTES) : at + HEADER_FIELDS_BYTES]
 
 
 def _ends_header(text: bytes, near: int, stop: int) -> bool:
@@ -258,12 +262,12 @@ def _ends_header(text: bytes, near: int, stop: int) -> bool:
     fields = [*_FIELD.finditer(text, near, stop), *_PROOF.finditer(text, near, stop)]
     if _is_joined(text, stop):
         fields += _JOINED_PROOF.finditer(text, near, stop)
-        return stop - max(field.end() for field in fields) < JOINED
+        return stop - max(field.end() for field in fields) < JOINED_FIELDS_BYTES
     last = text.find(b"\n", max(field.end() for field in fields) - 1, stop)
-    rest = b"".join(
+    remainder = b"".join(
         paragraph for paragraph in text[last:stop].split(b"\n\n") if not _HEADER_PARAGRAPH.match(paragraph.strip())
     )
-    return last < 0 or not without_credits(rest, Counter()).strip()
+    return last < 0 or not without_credits(remainder, Counter()).strip()
 
 
 def _footers(text: bytes, low: int, limit: int, ends: list[_Span], *, headed: bool) -> list[_Span]:
@@ -271,7 +275,7 @@ def _footers(text: bytes, low: int, limit: int, ends: list[_Span], *, headed: bo
     spans: list[_Span] = []
     for end, following in pairwise([*ends, _Span(limit, limit)]):
         if end.start >= low and _is_footer(text, end.stop, following.start, headed=headed):
-            begin = max(low, end.start - CLOSE)
+            begin = max(low, end.start - END_SENTENCE_BYTES)
             sentences = [begin + at for at, _ in _closings(text[begin : end.start].upper(), headed=headed)]
             sentences += [other.start for other in ends if begin <= other.start < end.start]
             low = _footer_end(text, end.stop, limit)
@@ -282,7 +286,7 @@ def _footers(text: bytes, low: int, limit: int, ends: list[_Span], *, headed: bo
                 start = start if b"\n\n" in text[at:start].strip() else at
             spans.append(replace(end, start=start, stop=low))
     if not spans:
-        begin = max(low, limit - TAIL)
+        begin = max(low, limit - MAX_FOOTER_BYTES)
         for start, form in sorted(_closings(text[begin:limit].upper(), headed=headed)):
             if _is_footer(text, begin + start, limit, headed=headed):
                 return [_Span(begin + start, _footer_end(text, begin + start, limit), (form,))]
@@ -293,10 +297,10 @@ def _footers(text: bytes, low: int, limit: int, ends: list[_Span], *, headed: bo
 
 def _closings(upper: bytes, *, headed: bool) -> Iterator[tuple[int, str]]:
     """Where ``upper`` has the words that close a book; without a header only those that name Project Gutenberg."""
-    for form, words, before in _CLOSINGS if headed else _CLOSINGS[:1]:
+    for form, words, preceding_pattern in _CLOSINGS if headed else _CLOSINGS[:1]:
         at = upper.find(words)
         while at >= 0:
-            match = before.search(upper, max(0, at - 80), at)
+            match = preceding_pattern.search(upper, max(0, at - 80), at)
             if match and (start := _marker_start(upper, match.start())) is not None:
                 yield start, form
             at = upper.find(words, at + 1)
@@ -304,42 +308,44 @@ def _closings(upper: bytes, *, headed: bool) -> Iterator[tuple[int, str]]:
 
 def _is_footer(text: bytes, at: int, bound: int, *, headed: bool) -> bool:
     """Whether a licence begins at ``at``, or up to ``bound`` there are only sentences that close the book."""
-    rest = text[at : min(bound, at + BEGUN)]
-    if any(words in rest for words in _LEGAL):
+    footer_beginning = text[at : min(bound, at + FOOTER_START_BYTES)]
+    if any(words in footer_beginning for words in _LEGAL):
         return True
-    if bound - at >= BEGUN or len(rest.strip()) > FEW:
+    if bound - at >= FOOTER_START_BYTES or len(footer_beginning.strip()) > SHORT_TEXT_BYTES:
         return False
-    sentences = filter(None, rest.upper().strip().split(b"\n\n"))
+    sentences = filter(None, footer_beginning.upper().strip().split(b"\n\n"))
     return all(any(start == 0 for start, _ in _closings(each.lstrip(), headed=headed)) for each in sentences)
 
 
 def _footer_end(text: bytes, at: int, limit: int) -> int:
     """The end of the licence that begins at ``at``: where it says so, or where it names Project Gutenberg no more."""
-    furthest = min(limit, at + TAIL)
+    furthest = min(limit, at + MAX_FOOTER_BYTES)
     named = at
-    while (mention := max(text.rfind(name, named, min(furthest, named + MENTIONED)) for name in _MENTIONS)) >= 0:
+    while (
+        mention := max(text.rfind(name, named, min(furthest, named + LICENSE_MENTION_BYTES)) for name in _MENTIONS)
+    ) >= 0:
         named = mention + 1
-    reach = min(furthest, named + MENTIONED)
-    ends = [found + len(words) for words in _LEGAL_ENDS if (found := text.rfind(words, at, reach)) >= 0]
+    reach = min(furthest, named + LICENSE_MENTION_BYTES)
+    ends = [position + len(words) for words in _LEGAL_ENDS if (position := text.rfind(words, at, reach)) >= 0]
     last = max(ends, default=named)
-    stop = text.find(b"\n", last, min(furthest, last + BEGUN))
+    stop = text.find(b"\n", last, min(furthest, last + FOOTER_START_BYTES))
     if stop < 0:
-        stop = last if _is_joined(text, last) else min(furthest, last + BEGUN)
-    return furthest if limit - stop < NEAR and len(text[stop:limit].strip()) <= FEW else stop
+        stop = last if _is_joined(text, last) else min(furthest, last + FOOTER_START_BYTES)
+    return furthest if limit - stop < NEAR_HEADER_BYTES and len(text[stop:limit].strip()) <= SHORT_TEXT_BYTES else stop
 
 
 def _body(text: bytes, start: int, stop: int, removed: Counter[str]) -> list[bytes | memoryview]:
     """The book in ``text[start:stop]`` without what its editors added, in parts that make it whole."""
     stop = before_note(text, start, stop, removed)
-    front = text[start : min(start + FRONT, stop)]
+    front = text[start : min(start + FRONT_MATTER_BYTES, stop)]
     added: Counter[str] = Counter()
-    kept = without_credits(front, added).lstrip()
-    rest = memoryview(text)[start + len(front) : stop - _blanks_before(text, stop)]
-    if not len(rest) and not kept.strip():
-        kept = front.strip()  # credits are never all of a book
+    front_matter = without_credits(front, added).lstrip()
+    remainder = memoryview(text)[start + len(front) : stop - _blanks_before(text, stop)]
+    if not len(remainder) and not front_matter.strip():
+        front_matter = front.strip()  # credits are never all of a book
     else:
         removed.update(added)
-    return [kept, rest, b"\n\n\n"] if kept or len(rest) else []
+    return [front_matter, remainder, b"\n\n\n"] if front_matter or len(remainder) else []
 
 
 def _blanks_before(text: bytes, stop: int) -> int:
@@ -349,21 +355,21 @@ def _blanks_before(text: bytes, stop: int) -> int:
 
 
 def _fields(head: bytes) -> dict[str, str]:
-    found: dict[str, str] = {}
+    values: dict[str, str] = {}
     if b"\n" not in head.strip():
         head = _JOINED_FIELD.sub(b"\n", head)
     for name, value in _FIELD.findall(head):
-        found.setdefault(name.decode().lower(), _line(value))
-    if "title" not in found and (match := _SHAKESPEARE_TITLE.search(head)):
-        found |= {"title": _line(match[1]), "author": "William Shakespeare"}
-    if "title" not in found and (match := _TITLE_LINE.search(head)):
-        found["title"] = _line(match[1])
-        found.setdefault("author", _line(match[2]))
-    released = found.pop("release date", None) or found.pop("posting date", None)
-    found.pop("posting date", None)
+        values.setdefault(name.decode().lower(), _line(value))
+    if "title" not in values and (match := _SHAKESPEARE_TITLE.search(head)):
+        values |= {"title": _line(match[1]), "author": "William Shakespeare"}
+    if "title" not in values and (match := _TITLE_LINE.search(head)):
+        values["title"] = _line(match[1])
+        values.setdefault("author", _line(match[2]))
+    released = values.pop("release date", None) or values.pop("posting date", None)
+    values.pop("posting date", None)
     if released:
-        found["released"] = released.split("[")[0].strip()
-    return found
+        values["released"] = released.split("[")[0].strip()
+    return values
 
 
 def _line(value: bytes) -> str:

@@ -37,13 +37,13 @@ def labels(files: Sequence[NamedFile], read_start: Callable[[int], bytes]) -> di
     others = [n for n in range(len(files)) if n not in cards] if cards else ()
     rows = _folders(files[n].path for n in others if not files[n].is_text)
     roots = {n: folder for n, folder in cards.items() if folder in rows and read_start(n).startswith(b"---")}
-    found = _splits(files, set(roots.values())) if any("train" in file.path.lower() for file in files) else {}
-    data = rows | _folders(files[n].path for n in others if n in found)
-    books = _folders(files[n].path for n in others if n not in found and files[n].is_text)
+    split_labels = _splits(files, set(roots.values())) if any("train" in file.path.lower() for file in files) else {}
+    data = rows | _folders(files[n].path for n in others if n in split_labels)
+    books = _folders(files[n].path for n in others if n not in split_labels and files[n].is_text)
     for n, folder in cards.items():
         if folder in data and (folder not in books or n in roots or _name(files[n].path) in _DESCRIPTIONS):
-            found[n] = "card"
-    return found
+            split_labels[n] = "card"
+    return split_labels
 
 
 def _folder(path: str) -> str:
@@ -56,12 +56,12 @@ def _name(path: str) -> str:
 
 def _folders(paths: Iterable[str]) -> set[str]:
     """The folders in which these files are, and those above."""
-    found: set[str] = set()
+    folders: set[str] = set()
     for folder in map(_folder, paths):
-        while folder and folder not in found:
-            found.add(folder)
+        while folder and folder not in folders:
+            folders.add(folder)
             folder = _folder(folder)
-    return found
+    return folders
 
 
 def _splits(files: Sequence[NamedFile], roots: set[str]) -> dict[int, Label]:
@@ -70,7 +70,7 @@ def _splits(files: Sequence[NamedFile], roots: set[str]) -> dict[int, Label]:
     A file that is named by several, as in ``train/test.jsonl``, is in the one furthest from training. Training files
     without any for validation have none, so that some of their books are held out.
     """
-    marks = {n: found for n, file in enumerate(files) if (found := _marks(file, roots))}
+    marks = {n: file_marks for n, file in enumerate(files) if (file_marks := _marks(file, roots))}
     plain = {
         _folder(file.path)
         for n, file in enumerate(files)
@@ -79,13 +79,13 @@ def _splits(files: Sequence[NamedFile], roots: set[str]) -> dict[int, Label]:
     for n in [n for n in marks if files[n].is_text and _folder(files[n].path) in plain]:
         marks[n] = list(filter(_is_of_folder, marks[n]))
     splits: defaultdict[str, set[Label]] = defaultdict(set)
-    for found in marks.values():
-        for group, split in found:
+    for file_marks in marks.values():
+        for group, split in file_marks:
             splits[group].add(split)
     named: dict[int, Label] = {}
-    for n, found in marks.items():
-        needed = {group: {"train", "val"} if split == "train" else {"train"} for group, split in found}
-        possible = {split for group, split in found if needed[group] <= splits[group]}
+    for n, file_marks in marks.items():
+        needed = {group: {"train", "val"} if split == "train" else {"train"} for group, split in file_marks}
+        possible = {split for group, split in file_marks if needed[group] <= splits[group]}
         for split in ("test", "val", "train"):
             if split in possible:
                 named[n] = split
@@ -102,7 +102,7 @@ def _marks(file: NamedFile, roots: set[str]) -> list[tuple[str, Label]]:
     """The keywords in a path: the group of the files whose splits they tell, and the split."""
     path = file.path if file.is_text else file.path.lower()  # a title is capitalized
     root = "" if file.is_text or not roots else _root(_folder(file.path), roots)
-    found: list[tuple[str, Label]] = []
+    marks: list[tuple[str, Label]] = []
     for match in _KEYWORD.finditer(path, len(root)):
         begin, end = path[: match.start()], path[match.end() :]
         if not file.is_text:
@@ -113,8 +113,8 @@ def _marks(file: NamedFile, roots: set[str]) -> list[tuple[str, Label]]:
             group = begin + "{}/"
         else:
             continue
-        found.append((group, _KEYWORDS[match[1]]))
-    return found
+        marks.append((group, _KEYWORDS[match[1]]))
+    return marks
 
 
 def _root(folder: str, roots: set[str]) -> str:

@@ -23,13 +23,13 @@ from infra.errors import UserError
 from infra.schema import strict
 from pipeline.books.charset import Decoded, to_utf8, undecodable_lines
 from pipeline.books.sources import SourceFile, hidden_path, is_plain_text, is_unknown
-from pipeline.config import SAMPLE, Reading
+from pipeline.config import SAMPLE, ReadingConfig
 
-BOOK = 1_000_000_000
+MAX_BOOK_BYTES = 1_000_000_000
 """Most bytes of a book, which takes five times as much memory while it is worked on. enwik9, the largest text that is
 often trained on as one document, has as many; what is larger is a corpus whose books need a separator, or a small
 archive that was made to fill the memory or disk of whoever opens it."""
-LINE = 100_000_000
+MAX_JSON_LINE_BYTES = 100_000_000
 """Most bytes of a line of JSON, whose values can take twenty times as much memory once it is parsed."""
 TOO_LARGE = "too large"
 
@@ -46,7 +46,7 @@ DAMAGE = (
 
 
 @dataclass(frozen=True, order=True)
-class Part:
+class FileRange:
     """A range of a file: bytes, row groups or archive members. ``size`` estimates its bytes of text."""
 
     file: SourceFile
@@ -71,7 +71,7 @@ class RawBook:
 
 @strict
 @dataclass(frozen=True)
-class Dropped:
+class DroppedBook:
     """A book that is left out: ``reason`` is a label to count, ``detail`` says more about this one."""
 
     book: str
@@ -79,7 +79,7 @@ class Dropped:
     detail: str
 
 
-def read_books(part: Part, settings: Reading) -> Iterator[RawBook | Dropped]:
+def read_books(part: FileRange, settings: ReadingConfig) -> Iterator[RawBook | DroppedBook]:
     """The books of ``part`` in a fixed order; corrupt data is named and ends the part.
 
     Raises ``UserError`` when the file is gone or has changed, or the disk fails: quarantining these books would make a
@@ -97,42 +97,42 @@ def read_books(part: Part, settings: Reading) -> Iterator[RawBook | Dropped]:
             "continue without it."
         ) from gone
     except PermissionError as refused:
-        yield Dropped(file.id, "unreadable", f"{refused.strerror}")
+        yield DroppedBook(file.id, "unreadable", f"{refused.strerror}")
     except DAMAGE as damage:
         file.check_unchanged()  # half of it may be of another version
-        yield Dropped(file.id, "unreadable", f"damaged: {str(damage) or type(damage).__name__}")
+        yield DroppedBook(file.id, "unreadable", f"damaged: {str(damage) or type(damage).__name__}")
     except OSError as failure:
         if failure.errno is not None:
             raise UserError(
                 f"{file.uri} cannot be read ({failure.strerror}): fix it and run the same command again."
             ) from failure
         file.check_unchanged()
-        yield Dropped(file.id, "unreadable", f"damaged: {failure}")  # Arrow's codecs raise OSError without a number
+        yield DroppedBook(file.id, "unreadable", f"damaged: {failure}")  # Arrow's codecs raise OSError without a number
 
 
-def _books(part: Part, opened: BinaryIO, settings: Reading) -> Iterator[RawBook | Dropped]:
+def _books(part: FileRange, opened: BinaryIO, settings: ReadingConfig) -> Iterator[RawBook | DroppedBook]:
     file = part.file
-    if file.form == "parquet":
+    if file.format == "parquet":
         yield from _parquet(part, opened, settings.text_column)
-    elif file.form == "zip":
+    elif file.format == "zip":
         yield from _archive(part, opened, settings.doc_separator)
-    elif file.form == "sample":
+    elif file.format == "sample":
         yield from _sample(opened)
     else:
         unpacked = _Unpacked(opened, file.compression) if file.compression else None
         stream: BinaryIO = io.BufferedReader(unpacked, _BLOCK) if unpacked else opened  # type: ignore[assignment]
-        if file.form in ("lines", "json"):
+        if file.format in ("lines", "json"):
             yield from _json(part, stream, settings.text_field)
         elif settings.doc_separator:
-            documents = _documents(stream, settings.doc_separator.encode(), part.start, part.stop, BOOK)
+            documents = _documents(stream, settings.doc_separator.encode(), part.start, part.stop, MAX_BOOK_BYTES)
             yield from _separated(file.id, file.id, documents)
         elif file.compression:
-            yield _book(file.id, file.id, _unless_too_large(stream, BOOK))
+            yield _book(file.id, file.id, _unless_too_large(stream, MAX_BOOK_BYTES))
         else:
-            yield _book(file.id, file.id, stream.read() if file.size <= BOOK else None)
+            yield _book(file.id, file.id, stream.read() if file.size <= MAX_BOOK_BYTES else None)
         if unpacked and unpacked.has_other_data:
             detail = f"the data after its {file.compression} data are not {file.compression} and were ignored"
-            yield Dropped(file.id, "unreadable", detail)
+            yield DroppedBook(file.id, "unreadable", detail)
 
 
 def _zstd_decompressor() -> Any:
@@ -193,11 +193,11 @@ class _Unpacked(io.RawIOBase):
 
     def _next_stream(self) -> bool:
         """Whether something follows the stream that has ended: another one begins there."""
-        rest = self._decompressor.unused_data
-        while not (rest := rest.lstrip(b"\0")):
-            if not (rest := self._packed.read(_PACKED_BLOCK)):
+        unused_data = self._decompressor.unused_data
+        while not (unused_data := unused_data.lstrip(b"\0")):
+            if not (unused_data := self._packed.read(_PACKED_BLOCK)):
                 return False
-        self._decompressor, self._input = self._new(), rest
+        self._decompressor, self._input = self._new(), unused_data
         self._is_first, self._has_output, self._taken = False, False, 0
         return True
 
@@ -211,79 +211,89 @@ class _Unpacked(io.RawIOBase):
         self.has_other_data = True
 
 
-def _unless_too_large(stream: IO[bytes], most: int) -> bytes | None:
-    """All of what is compressed, whose size is not known before; None, and no more is decompressed, above ``most``."""
+def _unless_too_large(stream: IO[bytes], max_bytes: int) -> bytes | None:
+    """All of what is compressed, whose size is not known before; None, and no more is decompressed, above
+    ``max_bytes``."""
     data = bytearray()
-    while len(data) <= most:
+    while len(data) <= max_bytes:
         if not (block := stream.read(_BLOCK)):
             return bytes(data)
         data += block
     return None
 
 
-def _book(place: str, source: str, data: bytes | None) -> RawBook | Dropped:
+def _book(book_id: str, source: str, data: bytes | None) -> RawBook | DroppedBook:
     """A book without a description; dropped where it is too large to have been read."""
     if data is None:
-        return Dropped(place, TOO_LARGE, f"more than {BOOK:,} bytes: if it holds several books, give --doc-separator")
-    return RawBook(place, source, data)
+        return DroppedBook(
+            book_id, TOO_LARGE, f"more than {MAX_BOOK_BYTES:,} bytes: if it holds several books, give --doc-separator"
+        )
+    return RawBook(book_id, source, data)
 
 
 def _documents(
-    stream: IO[bytes], separator: bytes, start: int, stop: int | None, most: int
+    stream: IO[bytes], separator: bytes, start: int, stop: int | None, max_bytes: int
 ) -> Iterator[tuple[int, bytes | None]]:
     """Offset and bytes of each document that begins in the range; the last may extend beyond it.
 
     Reads no further than needed, and between documents keeps only what may be the beginning of a separator. Of a
-    document of more than ``most`` bytes there is only the offset: its beginning is forgotten while its end is searched.
+    document of more than ``max_bytes`` bytes there is only the offset: its beginning is forgotten while its end is
+    searched.
     """
     position = max(0, start - len(separator))
     if position:
         stream.seek(position)
     buffer = bytearray()  # the file from ``position``; removing from the front of a bytearray is cheap
     scanned = 0
-    begun = 0 if start == 0 else None  # where the document begins that ``position`` is in
-    while stop is None or (position + len(separator) if begun is None else begun) < stop:
+    document_start = 0 if start == 0 else None  # where the document begins that ``position`` is in
+    while stop is None or (position + len(separator) if document_start is None else document_start) < stop:
         at = buffer.find(separator, scanned)
         searched = max(0, len(buffer) - len(separator) + 1)
         if at >= 0:
-            if begun is not None:
-                yield begun, bytes(buffer[:at]) if position + at - begun <= most else None
+            if document_start is not None:
+                yield document_start, bytes(buffer[:at]) if position + at - document_start <= max_bytes else None
             passed = at + len(separator)
-            begun = position + passed
-        elif searched and (begun is None or position + searched - begun > most):
+            document_start = position + passed
+        elif searched and (document_start is None or position + searched - document_start > max_bytes):
             passed = searched
         elif block := stream.read1(_BLOCK):  # type: ignore[attr-defined] what precedes damage is not lost
             buffer += block
             scanned = searched
             continue
         else:
-            if begun is not None and position + len(buffer) > begun:
-                yield begun, bytes(buffer) if position + len(buffer) - begun <= most else None
+            if document_start is not None and position + len(buffer) > document_start:
+                yield document_start, bytes(buffer) if position + len(buffer) - document_start <= max_bytes else None
             return
         del buffer[:passed]
         position, scanned = position + passed, 0
 
 
-def _separated(place: str, source: str, documents: Iterator[tuple[int, bytes | None]]) -> Iterator[RawBook | Dropped]:
+def _separated(
+    file_id: str, source: str, documents: Iterator[tuple[int, bytes | None]]
+) -> Iterator[RawBook | DroppedBook]:
     for offset, data in documents:
         if data is None or data.strip():
-            yield _book(f"{place}#{offset}", source, data)
+            yield _book(f"{file_id}#{offset}", source, data)
 
 
-def _json(part: Part, stream: Any, name: str) -> Iterator[RawBook | Dropped]:
+def _json(part: FileRange, stream: Any, name: str) -> Iterator[RawBook | DroppedBook]:
     """The documents of a JSON file: one per line, or all in an array, or one object over several lines."""
-    begun = b"" if part.start else stream.peek(_BLOCK)
-    first, several, _ = begun.removeprefix(b"\xef\xbb\xbf").lstrip().partition(b"\n")
-    if begun[:2] in _UTF16:
-        yield Dropped(part.file.id, "unreadable", "UTF-16: convert it to UTF-8 (iconv -f UTF-16 -t UTF-8)")
-    elif part.file.form == "json" and (first[:1] == b"[" or (several and not _is_json(first))):
-        if (whole := _unless_too_large(stream, LINE)) is None:
-            yield Dropped(part.file.id, TOO_LARGE, f"more than {LINE:,} bytes of JSON that are not a document per line")
+    first_block = b"" if part.start else stream.peek(_BLOCK)
+    first, several, _ = first_block.removeprefix(b"\xef\xbb\xbf").lstrip().partition(b"\n")
+    if first_block[:2] in _UTF16:
+        yield DroppedBook(part.file.id, "unreadable", "UTF-16: convert it to UTF-8 (iconv -f UTF-16 -t UTF-8)")
+    elif part.file.format == "json" and (first[:1] == b"[" or (several and not _is_json(first))):
+        if (whole := _unless_too_large(stream, MAX_JSON_LINE_BYTES)) is None:
+            yield DroppedBook(
+                part.file.id,
+                TOO_LARGE,
+                f"more than {MAX_JSON_LINE_BYTES:,} bytes of JSON that are not a document per line",
+            )
             return
         try:
             values, decoded = _parsed(whole)
         except (ValueError, RecursionError) as wrong:
-            yield Dropped(part.file.id, "unreadable", f"not JSON: {wrong}")
+            yield DroppedBook(part.file.id, "unreadable", f"not JSON: {wrong}")
             return
         for number, row in enumerate(values if isinstance(values, list) else [values]):
             yield _row(f"{part.file.id}#{number}", part.file.id, row, name, decoded)
@@ -291,19 +301,19 @@ def _json(part: Part, stream: Any, name: str) -> Iterator[RawBook | Dropped]:
         yield from _lines(part, stream, name)
 
 
-def _lines(part: Part, stream: BinaryIO, name: str) -> Iterator[RawBook | Dropped]:
+def _lines(part: FileRange, stream: BinaryIO, name: str) -> Iterator[RawBook | DroppedBook]:
     sample = cache(partial(_undecodable_beginning, part))
-    for offset, line in _documents(stream, b"\n", part.start, part.stop, LINE):
-        place = f"{part.file.id}#{offset}"
+    for offset, line in _documents(stream, b"\n", part.start, part.stop, MAX_JSON_LINE_BYTES):
+        book_id = f"{part.file.id}#{offset}"
         if line is None:
-            yield Dropped(place, TOO_LARGE, f"a line of more than {LINE:,} bytes")
+            yield DroppedBook(book_id, TOO_LARGE, f"a line of more than {MAX_JSON_LINE_BYTES:,} bytes")
         elif line.strip():
             try:
                 values, decoded = _parsed(line, sample)
             except (ValueError, RecursionError) as wrong:
-                yield Dropped(place, "unreadable", f"not a line of JSON: {wrong}")
+                yield DroppedBook(book_id, "unreadable", f"not a line of JSON: {wrong}")
             else:
-                yield _row(place, part.file.id, values, name, decoded)
+                yield _row(book_id, part.file.id, values, name, decoded)
 
 
 def _parsed(data: bytes, sample: Callable[[], bytes] | None = None) -> tuple[Any, Decoded | None]:
@@ -315,7 +325,7 @@ def _parsed(data: bytes, sample: Callable[[], bytes] | None = None) -> tuple[Any
         return json.loads(decoded.text), decoded
 
 
-def _undecodable_beginning(part: Part) -> bytes:
+def _undecodable_beginning(part: FileRange) -> bytes:
     """The first lines of ``part`` that are not UTF-8: together they tell a character set that each alone may not."""
     with suppress(OSError, *DAMAGE), part.file.open() as opened:
         if part.file.compression:
@@ -334,14 +344,14 @@ def _is_json(line: bytes) -> bool:
     return True
 
 
-def _row(place: str, source: str, values: Any, name: str, decoded: Decoded | None) -> RawBook | Dropped:
+def _row(book_id: str, source: str, values: Any, name: str, decoded: Decoded | None) -> RawBook | DroppedBook:
     fields = _same_names(values, name) if isinstance(values, dict) else []
     if len(fields) > 1:
-        return Dropped(place, "unreadable", _ambiguous(fields, "--text-field"))
+        return DroppedBook(book_id, "unreadable", _ambiguous(fields, "--text-field"))
     if not fields or not isinstance(values[fields[0]], str):
-        return Dropped(place, "unreadable", f"no text in the field {name!r} (--text-field)")
+        return DroppedBook(book_id, "unreadable", f"no text in the field {name!r} (--text-field)")
     others = {field.lower(): value for field, value in reversed(values.items())} | values
-    book = _described(place, source, values[fields[0]], others)
+    book = _described(book_id, source, values[fields[0]], others)
     if decoded is None or book.data.isascii():
         return book
     replaced = min(decoded.replaced, values[fields[0]].count("\ufffd"))
@@ -361,14 +371,14 @@ def _ambiguous(names: list[str], flag: str) -> str:
     return f"{listed} differ in case alone: name one with {flag}"
 
 
-def _parquet(part: Part, opened: BinaryIO, name: str) -> Iterator[RawBook | Dropped]:
+def _parquet(part: FileRange, opened: BinaryIO, name: str) -> Iterator[RawBook | DroppedBook]:
     table = pq.ParquetFile(opened)
     names = table.schema_arrow.names
     columns = {column.lower(): column for column in reversed(names)} | {column: column for column in names}
     texts = _same_names(names, name)
     if len(texts) != 1:
         none = f"no column {name!r} (--text-column) among {', '.join(names)}"
-        yield Dropped(part.file.id, "unreadable", _ambiguous(texts, "--text-column") if texts else none)
+        yield DroppedBook(part.file.id, "unreadable", _ambiguous(texts, "--text-column") if texts else none)
         return
     text = texts[0]
     wanted = [text, *(columns[c] for c in (*_TITLES, "author", "language") if c in columns and columns[c] != text)]
@@ -376,24 +386,24 @@ def _parquet(part: Part, opened: BinaryIO, name: str) -> Iterator[RawBook | Drop
     row = sum(table.metadata.row_group(group).num_rows for group in range(part.start))
     for batch in table.iter_batches(batch_size=16, row_groups=list(groups), columns=wanted):
         for values in batch.to_pylist():
-            place = f"{part.file.id}#{row}"
+            book_id = f"{part.file.id}#{row}"
             row += 1
-            if isinstance(values[text], str | bytes) and len(values[text]) > BOOK:
-                yield _book(place, part.file.id, None)
+            if isinstance(values[text], str | bytes) and len(values[text]) > MAX_BOOK_BYTES:
+                yield _book(book_id, part.file.id, None)
             elif isinstance(values[text], str | bytes):
-                yield _described(place, part.file.id, values[text], {k.lower(): v for k, v in values.items()})
+                yield _described(book_id, part.file.id, values[text], {k.lower(): v for k, v in values.items()})
             else:
-                yield Dropped(place, "unreadable", f"the column {text!r} holds no text here")
+                yield DroppedBook(book_id, "unreadable", f"the column {text!r} holds no text here")
 
 
-def _described(place: str, source: str, text: str | bytes, values: dict[str, Any]) -> RawBook:
+def _described(book_id: str, source: str, text: str | bytes, values: dict[str, Any]) -> RawBook:
     def word(*names: str) -> str | None:
-        found = next((values[name] for name in names if isinstance(values.get(name), str)), None)
+        value = next((values[name] for name in names if isinstance(values.get(name), str)), None)
         # JSON may contain half a surrogate pair, which a shard cannot store.
-        return None if found is None else found.encode("utf-8", "replace").decode()
+        return None if value is None else value.encode("utf-8", "replace").decode()
 
     data = text.encode("utf-8", "replace") if isinstance(text, str) else text
-    return RawBook(place, source, data, word(*_TITLES), word("author"), word("language"))
+    return RawBook(book_id, source, data, word(*_TITLES), word("author"), word("language"))
 
 
 def members(archive: zipfile.ZipFile) -> list[zipfile.ZipInfo]:
@@ -405,41 +415,45 @@ def members(archive: zipfile.ZipFile) -> list[zipfile.ZipInfo]:
     return sorted(texts, key=lambda info: info.filename)
 
 
-def _archive(part: Part, opened: BinaryIO, separator: str | None) -> Iterator[RawBook | Dropped]:
+def _archive(part: FileRange, opened: BinaryIO, separator: str | None) -> Iterator[RawBook | DroppedBook]:
     archive = zipfile.ZipFile(opened)
     infos = members(archive)
     if not infos:
-        yield Dropped(part.file.id, "unreadable", "holds no .txt or .md")
+        yield DroppedBook(part.file.id, "unreadable", "holds no .txt or .md")
     names = Counter(info.filename for info in infos)
     others = [info for info in archive.infolist() if info.filename not in names and not info.is_dir()]
     hidden = {hidden_path(info.filename): None for info in others}  # a folder once, in the order of the archive
     if not part.start:
         for path in filter(None, hidden):
-            yield Dropped(f"{part.file.id}/{path}", "hidden", "hidden and temporary files are not read")
+            yield DroppedBook(f"{part.file.id}/{path}", "hidden", "hidden and temporary files are not read")
     for info in others if infos and not part.start else ():
         if not hidden_path(info.filename):
-            yield Dropped(f"{part.file.id}/{info.filename}", "not text", "of an archive's files .txt and .md are read")
+            yield DroppedBook(
+                f"{part.file.id}/{info.filename}", "not text", "of an archive's files .txt and .md are read"
+            )
     for info in infos[part.start : part.stop]:
-        place = f"{part.file.id}/{info.filename}"
+        book_id = f"{part.file.id}/{info.filename}"
         if names[info.filename] > 1:  # an archive that was appended to may contain a name twice
-            place += f"#{info.header_offset}"
+            book_id += f"#{info.header_offset}"
         if info.compress_type not in (zipfile.ZIP_STORED, zipfile.ZIP_DEFLATED):
             # Of others zipfile decompresses at once all that it has read: 4 KiB can be 5 GB of bzip2's.
-            yield Dropped(place, "unreadable", "it is neither stored nor deflated: pack it anew")
+            yield DroppedBook(book_id, "unreadable", "it is neither stored nor deflated: pack it anew")
             continue
         try:
             with archive.open(info) as stream:
                 if separator:
-                    documents = _documents(stream, separator.encode(), 0, None, BOOK)
-                    yield from _separated(place, part.file.id, documents)
+                    documents = _documents(stream, separator.encode(), 0, None, MAX_BOOK_BYTES)
+                    yield from _separated(book_id, part.file.id, documents)
                 else:
                     yield _book(
-                        place, part.file.id, _unless_too_large(stream, BOOK) if info.file_size <= BOOK else None
+                        book_id,
+                        part.file.id,
+                        _unless_too_large(stream, MAX_BOOK_BYTES) if info.file_size <= MAX_BOOK_BYTES else None,
                     )
         except (*DAMAGE, RuntimeError, OSError) as damage:  # RuntimeError: it is encrypted
             if isinstance(damage, OSError) and damage.errno is not None:
                 raise
-            yield Dropped(place, "unreadable", f"damaged: {str(damage) or type(damage).__name__}")
+            yield DroppedBook(book_id, "unreadable", f"damaged: {str(damage) or type(damage).__name__}")
 
 
 def _sample(opened: BinaryIO) -> Iterator[RawBook]:

@@ -22,11 +22,11 @@ from typing import Any, BinaryIO, Literal
 from urllib.parse import quote, unquote, urlsplit
 
 from infra.errors import UserError
-from infra.storage.object_storage import is_remote, listing, locate, open_file
+from infra.storage.object_storage import is_remote, list_files, locate, open_file
 from pipeline.books import downloads
 from pipeline.books.named_splits import NamedFile, labels
 from pipeline.config import MIRROR, SAMPLE
-from pipeline.shards import MANIFEST, QUARANTINE, SETTINGS, Split
+from pipeline.shards import MANIFEST, QUARANTINE, SETTINGS_FILE, Split
 
 Form = Literal["sample", "text", "lines", "json", "parquet", "zip"]
 
@@ -47,7 +47,7 @@ _NO_TEXT = (
 _TEMPORARY = ("_temporary", "_delta_log", "_spark_metadata", "__MACOSX", "$RECYCLE.BIN", "lost+found")
 """Folders that programs make beside books: unfinished, removed or recovered files, and what describes others."""
 HIDDEN = "hidden or temporary"
-_OURS = ((SETTINGS,), (MANIFEST, QUARANTINE))
+_OURS = ((SETTINGS_FILE,), (MANIFEST, QUARANTINE))
 """Files of which a data set of ours has one set or both."""
 
 
@@ -70,23 +70,23 @@ class SourceFile:
         return _COMPRESSED.get(_suffixes(self.id)[1])
 
     @property
-    def form(self) -> Form:
+    def format(self) -> Form:
         """The file's format, by its name. A file with an unknown suffix is text."""
         if self.id == SAMPLE and self.uri.endswith(".jsonl"):
             return "sample"
-        return form_of(self.id) or "text"
+        return format_of(self.id) or "text"
 
     def open(self) -> BinaryIO:
         """Its bytes as stored. Raises ``FileNotFoundError`` when it is gone."""
         # Each machine of a cluster has the sample where its own Python is.
-        return open_file(str(_sample_path()) if self.form == "sample" else self.uri, self.version)
+        return open_file(str(_sample_path()) if self.format == "sample" else self.uri, self.version)
 
     def check_unchanged(self) -> None:
         """Raise ``UserError`` when it is another version than was planned, of which its parts would be a mixture.
 
         Only on this machine: what is read of object storage is of one version by itself.
         """
-        if is_remote(self.uri) or self.form == "sample":
+        if is_remote(self.uri) or self.format == "sample":
             return
         try:
             status = os.stat(self.uri)  # noqa: PTH116 Path would parse each name
@@ -102,7 +102,7 @@ class SourceFile:
 
 
 @dataclass(frozen=True, order=True)
-class CarriedFile(SourceFile):
+class EmbeddedFile(SourceFile):
     """A file of the command's machine with its bytes, for machines that do not have that disk."""
 
     content: bytes
@@ -135,9 +135,9 @@ class Inventory:
         }
 
 
-def find(sources: Iterable[str], mirror: str = MIRROR) -> Inventory:
+def build_inventory(sources: Iterable[str], mirror: str = MIRROR) -> Inventory:
     """The inventory of ``sources``; books named by number are downloaded from ``mirror``."""
-    found: dict[str, SourceFile] = {}
+    source_files: dict[str, SourceFile] = {}
     skipped: dict[str, str] = {}
     for source in sorted(set(sources)):
         files = list(_files(source, mirror, skipped))
@@ -146,8 +146,8 @@ def find(sources: Iterable[str], mirror: str = MIRROR) -> Inventory:
                 f"{source} holds no books: a source is a file or folder of {', '.join(SUFFIXES)} (here or at s3://, "
                 f"gs://, hf://), numbers as in gutenberg:1342,84, or the word '{SAMPLE}'."
             )
-        found |= {file.uri: file for file in files}
-    files = list(_in_splits(list(found.values()), skipped))
+        source_files |= {file.uri: file for file in files}
+    files = list(_in_splits(list(source_files.values()), skipped))
     return Inventory(_distinct(files), dict(sorted(Counter(skipped.values()).items())))
 
 
@@ -162,10 +162,10 @@ def _in_splits(files: list[SourceFile], skipped: dict[str, str]) -> Iterator[Sou
             return b""
 
     paths = [unquote(file.uri.partition("?")[0]) if is_remote(file.uri) else file.uri for file in files]
-    named = [NamedFile(path, file.form in ("text", "zip")) for path, file in zip(paths, files, strict=True)]
-    found = labels(named, read_start)
+    named = [NamedFile(path, file.format in ("text", "zip")) for path, file in zip(paths, files, strict=True)]
+    split_labels = labels(named, read_start)
     for number, file in enumerate(files):
-        label = found.get(number)
+        label = split_labels.get(number)
         if label in ("test", "card"):
             skipped[file.uri] = "of a test split" if label == "test" else "data set card"
         else:
@@ -180,11 +180,11 @@ def whole_path(source: str) -> str:
 
 def whole_sources(sources: Iterable[str]) -> list[str]:
     """``sources`` as they mean the same in every folder, sorted, each once; of numbers to download each by itself."""
-    found = set[str]()
+    source_names = set[str]()
     for source in sources:
         head, mark, numbers = source.partition(downloads.PREFIX)
-        found |= {mark + number for number in numbers.split(",")} if mark and not head else {whole_path(source)}
-    return sorted(found)
+        source_names |= {mark + number for number in numbers.split(",")} if mark and not head else {whole_path(source)}
+    return sorted(source_names)
 
 
 def _files(source: str, mirror: str, skipped: dict[str, str]) -> Iterator[SourceFile]:
@@ -228,15 +228,15 @@ def _remote(source: str, skipped: dict[str, str]) -> Iterator[SourceFile]:
     pattern = ""
     if "*" in parts.path:
         head, star, tail = source.split("?")[0].partition("*")
-        base, _, begun = head.rpartition("/")
-        pattern = f"{begun}{star}{tail}"
+        base, _, name_prefix = head.rpartition("/")
+        pattern = f"{name_prefix}{star}{tail}"
         source = base + (f"?{parts.query}" if parts.query else "")
     _, bucket, path = locate(source)
     root = f"{bucket}/{path}".rstrip("/")
     user = "".join(parts.netloc.rpartition("@")[:2])  # a public bucket is gs://anonymous@bucket
     query = f"?{parts.query}" if parts.query else ""
     try:
-        entries = listing(source)
+        entries = list_files(source)
     except FileNotFoundError:
         entries = []
     there = {entry.path for entry in entries}
@@ -288,8 +288,8 @@ def _local(source: str, skipped: dict[str, str]) -> Iterator[SourceFile]:
         yield _entry(path.name, path)
     else:
         # A pipe or a broken link matches itself, which would recurse without end.
-        found = sorted(_matching(str(path), skipped))
-        matches = [match for match in found if Path(match).is_file() or Path(match).is_dir()]
+        paths = sorted(_matching(str(path), skipped))
+        matches = [match for match in paths if Path(match).is_file() or Path(match).is_dir()]
         if not matches:
             raise UserError(f"there is no file or folder {source}: check the path, or name '{SAMPLE}' for the sample.")
         is_data_set = cache(_is_data_set)
@@ -314,14 +314,14 @@ def _matching(pattern: str, skipped: dict[str, str]) -> Iterator[str]:
     for top in glob.glob(pattern[: stars.start()] or "/"):  # noqa: PTH207
         for parent, folders, _ in os.walk(top):
             folders[:] = _visible(parent, folders, skipped)
-            found = _matching(f"{glob.escape(parent)}/{below}", skipped)
-            yield from (path for path in found if not (os.path.islink(path) and os.path.isdir(path)))  # noqa: PTH112, PTH114
+            matches = _matching(f"{glob.escape(parent)}/{below}", skipped)
+            yield from (path for path in matches if not (os.path.islink(path) and os.path.isdir(path)))  # noqa: PTH112, PTH114
 
 
 def _walk(top: Path, skipped: dict[str, str]) -> Iterator[SourceFile]:
     """The books below ``top``, once each, and not those in our data sets. Links are followed, after all else.
 
-    Not where another user could have one of ours read: see :func:`_is_foreign`.
+    Not where another user could have one of ours read: see :func:`_is_link_to_other_user`.
     """
 
     def refuse(failure: OSError) -> None:
@@ -337,7 +337,7 @@ def _walk(top: Path, skipped: dict[str, str]) -> Iterator[SourceFile]:
                 status = os.stat(path)  # noqa: PTH116 Path would parse each name
         except OSError:
             return None
-        if _is_foreign(link, status):
+        if _is_link_to_other_user(link, status):
             skipped[path] = "links of another user"
             return None
         return status
@@ -347,10 +347,10 @@ def _walk(top: Path, skipped: dict[str, str]) -> Iterator[SourceFile]:
     for begin in tops:  # which grows
         for parent, folders, names in os.walk(begin, onerror=refuse):
             status = status_of(parent) if parent != tops[0] else os.stat(parent)  # noqa: PTH116
-            if status is None or (place := (status.st_dev, status.st_ino)) in seen or _is_data_set(parent):
+            if status is None or (inode := (status.st_dev, status.st_ino)) in seen or _is_data_set(parent):
                 folders.clear()
                 continue
-            seen.add(place)
+            seen.add(inode)
             folders[:] = sorted(_visible(parent, folders, skipped))
             tops += (path for name in folders if os.path.islink(path := f"{parent}/{name}"))  # noqa: PTH114
             for name in _visible(parent, names, skipped):
@@ -365,7 +365,7 @@ def _is_data_set(folder: str) -> bool:
     return any(all(os.path.exists(f"{folder}/{name}") for name in names) for names in _OURS)  # noqa: PTH110 as above
 
 
-def _is_foreign(link: os.stat_result, file: os.stat_result) -> bool:
+def _is_link_to_other_user(link: os.stat_result, file: os.stat_result) -> bool:
     """Whether somebody else's link names a file of a third, or of ours: its text would be in what we may publish.
 
     Linux follows links by the same rule in folders that everybody can write to (``protected_symlinks``).
@@ -374,7 +374,7 @@ def _is_foreign(link: os.stat_result, file: os.stat_result) -> bool:
 
 
 def _known(name: str, path: str, skipped: dict[str, str]) -> bool:
-    if form_of(name) is None:
+    if format_of(name) is None:
         skipped[path] = _suffix_of(name)
         return False
     return True
@@ -417,7 +417,7 @@ def is_unknown(name: str) -> bool:
     return not packed and inner not in _FORMS and inner not in _NO_TEXT
 
 
-def form_of(name: str) -> Form | None:
+def format_of(name: str) -> Form | None:
     """The format of a file, by its name; None where that is unknown."""
     inner, packed = _suffixes(name)
     form = _FORMS.get(inner)
@@ -439,8 +439,12 @@ def _suffixes(name: str) -> tuple[str, str]:
     packed = posixpath.splitext(name)[1].lower()
     if packed in _COMPRESSED:
         return _suffixes(name[: -len(packed)])[0], packed
-    if name[-1:].isdigit() and (before := _APPENDED.sub("", name)) != name and set(_suffixes(before)) & set(SUFFIXES):
-        return _suffixes(before)
+    if (
+        name[-1:].isdigit()
+        and (shorter_name := _APPENDED.sub("", name)) != name
+        and set(_suffixes(shorter_name)) & set(SUFFIXES)
+    ):
+        return _suffixes(shorter_name)
     return packed, ""
 
 

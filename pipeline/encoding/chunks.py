@@ -40,20 +40,20 @@ def boundary(text: bytes, start: int, at: int) -> int:
         head = text[near : near + 4]
         begin = near + len(head) - len(head.lstrip(_CONTINUATION))
         window = text[begin : begin + _WINDOW].decode(errors="ignore")
-        if found := _CUT.search(window, 1):
-            return begin + len(window[: found.start()].encode())
+        if match := _CUT.search(window, 1):
+            return begin + len(window[: match.start()].encode())
         blank = window[:1]
         if blank.isspace() and window.startswith(blank * (_ALIKE + 1)):
             # Line feeds or no-break spaces, which are joined by twos, fours and so on from the beginning of their run,
             # of which a space takes the first.
-            before = text[start:begin].decode()
-            other = before.rstrip(blank)
-            alike = len(before) - len(other) - (blank != "\n" and other.endswith(" "))
+            preceding_text = text[start:begin].decode()
+            other = preceding_text.rstrip(blank)
+            alike = len(preceding_text) - len(other) - (blank != "\n" and other.endswith(" "))
             return begin + (_ALIKE - alike % _ALIKE) * len(blank.encode())
     return len(text)
 
 
 def word_boundary(text: bytes, start: int, at: int) -> int:
     """As :func:`boundary`, where a pre-token begins by every pattern, and whatever the tokens are."""
-    found = _WORD_END.search(text, at)
-    return found.start() if found else len(text)
+    match = _WORD_END.search(text, at)
+    return match.start() if match else len(text)

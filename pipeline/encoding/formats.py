@@ -24,18 +24,18 @@ _OFF = dict.fromkeys(("post_processor", "truncation", "padding"))
 
 def tokens_of_ranks(ranks: bytes) -> list[bytes]:
     """The tokens of a rank file by id, the last the end of text. Raises ``ValueError`` for holes."""
-    found: dict[int, bytes] = {}
+    tokens_by_id: dict[int, bytes] = {}
     for line in ranks.splitlines():
         token, rank = line.split()
-        found[int(rank)] = base64.b64decode(token, validate=True)
-    return [*_complete(found), END.encode()]
+        tokens_by_id[int(rank)] = base64.b64decode(token, validate=True)
+    return [*_complete(tokens_by_id), END.encode()]
 
 
 def tokens_of_json(values: dict[str, Any]) -> list[bytes]:
     """The tokens of a ``tokenizer.json`` by id. Raises ``ValueError`` for holes, where none ends a text, and where it
     does more with a text than splitting and merging: its tokens would not be those bytes."""
     model, splits = values["model"], values.get("pre_tokenizer") or {}
-    *before, last = splits.get("pretokenizers", [splits])
+    *first_pretokenizers, last = splits.get("pretokenizers", [splits])
     kind = model.get("type") or ("BPE" if "merges" in model else "unknown")  # files of before 2022 do not tell it
     if kind != "BPE" or last.get("type") != "ByteLevel":
         raise ValueError(f"its model is {kind} with the pre-tokenizer {last.get('type')}")
@@ -43,17 +43,17 @@ def tokens_of_json(values: dict[str, Any]) -> list[bytes]:
     changes += ["add_prefix_space"] * bool(last["add_prefix_space"]) + ["normalizer"] * bool(values.get("normalizer"))
     if changes:
         raise ValueError(f"it changes the text: {' and '.join(changes)} must be off")
-    if [split["type"] for split in before] != ["Split"] * (not last.get("use_regex", True)):
+    if [split["type"] for split in first_pretokenizers] != ["Split"] * (not last.get("use_regex", True)):
         raise ValueError("its pre-tokenizer is not one split pattern and ByteLevel")
     bytes_of = {letter: byte for byte, letter in letters().items()}
     added = {token["id"]: token["content"].encode() for token in added_tokens(values)}
-    found = {
+    tokens_by_id = {
         number: bytes(bytes_of[letter] for letter in token)
         for token, number in model["vocab"].items()
         if number not in added
     }
     end_of_json(values)
-    return _complete(found, added)
+    return _complete(tokens_by_id, added)
 
 
 def added_tokens(values: dict[str, Any]) -> list[dict[str, Any]]:
@@ -70,14 +70,14 @@ def end_of_json(values: dict[str, Any]) -> int:
     raise ValueError(f"none of its added tokens is one of {' '.join(_ENDS)}, which ends a text")
 
 
-def _complete(found: dict[int, bytes], added: dict[int, bytes] | None = None) -> list[bytes]:
+def _complete(tokens_by_id: dict[int, bytes], added: dict[int, bytes] | None = None) -> list[bytes]:
     """The tokens by id. Raises ``ValueError`` when an id or a single byte is missing."""
-    everything = found | (added or {})
+    everything = tokens_by_id | (added or {})
     if missing := sorted({bytes([value]) for value in range(256)} - set(everything.values())):
         raise ValueError(f"{len(missing)} of the 256 single bytes have no token, the first is {missing[0]!r}")
     if holes := set(range(len(everything))) - everything.keys():
         raise ValueError(f"the id {min(holes)} has no token")
-    if len(set(found.values())) < len(found):
+    if len(set(tokens_by_id.values())) < len(tokens_by_id):
         raise ValueError("two ids have the same token")
     return [everything[number] for number in range(len(everything))]
 

@@ -1,6 +1,6 @@
 """UTF-8 text to token ids, exactly those of the library that a vocabulary is written for.
 
-A :class:`Vocabulary` is read from a rank file of tiktoken or from a ``tokenizer.json`` of Hugging Face, and the fast
+A :class:`Tokenizer` is read from a rank file of tiktoken or from a ``tokenizer.json`` of Hugging Face, and the fast
 encoder and the reference that checks it are both built from its bytes. GPT-2's is package data, so that nothing is
 downloaded, and is checked against the hash that tiktoken itself pins. No encoder knows special tokens: a book that
 contains the characters ``<|endoftext|>`` must not end there.
@@ -42,10 +42,10 @@ VOCABULARY_SHA256 = "306cd27f03c1a714eca7108e03d66b7dc042abe8c258b44c199a7ed9838
 
 VERIFIED_BYTES = 300_000
 """Bytes of a book that are compared: tiktoken takes 0.2 s for them."""
-CACHE = 100_000_000
+MAX_CACHE_GROWTH_BYTES = 100_000_000
 """Bytes by which this process may grow before the fast encoder is made again, which takes 0.2 s with learning the usual
 words: it never forgets a word, at 63 bytes each in a table that doubles. This limit keeps it below 300 MB."""
-LOOK = 4_000_000
+MEMORY_CHECK_BYTES = 4_000_000
 """Bytes of text between two looks at the size of this process."""
 
 # Letters and digits new in Unicode 17, in UTF-8, and some of their neighbours: tiktoken and gigatoken have tables of
@@ -68,7 +68,7 @@ class EncodingMismatch(UserError):
     """The fast encoder and tiktoken gave different ids."""
 
 
-class _Fast:
+class _CachedEncoder:
     """gigatoken, which remembers every word that it meets, made again before that takes too much memory."""
 
     def __init__(self, make: Callable[[], gigatoken.Tokenizer]) -> None:
@@ -83,16 +83,16 @@ class _Fast:
 
     def encode(self, text: bytes) -> np.ndarray:
         self._since_look += len(text)
-        if self._since_look > LOOK:
+        if self._since_look > MEMORY_CHECK_BYTES:
             self._since_look, size = 0, self._process.memory_info().rss
             self._smallest = min(self._smallest, size)
-            if size > self._smallest + CACHE:
+            if size > self._smallest + MAX_CACHE_GROWTH_BYTES:
                 del self._tokenizer  # before the next one needs memory
                 self._make()
         return self._tokenizer.encode(text)
 
 
-class Vocabulary:
+class Tokenizer:
     """The tokens of a vocabulary by id, and what encodes with them.
 
     Its ``content`` is what a data set and a checkpoint carry: a ``tokenizer.json`` as it is, or the ranks of a
@@ -175,15 +175,15 @@ class Vocabulary:
         tokenizer.encode_special_tokens = True  # as ordinary text
         return tokenizer
 
-    def reference(self, text: str) -> np.ndarray:
+    def encode_with_reference(self, text: str) -> np.ndarray:
         """The ids of ``text`` by the library that the vocabulary is written for, uint32."""
         if self.pattern:
             return self.tiktoken.encode_to_numpy(text, disallowed_special=())
         return np.array(self._tokenizers.encode(text, add_special_tokens=False).ids, dtype=np.uint32)
 
     @cached_property
-    def _fast(self) -> _Fast:
-        return _Fast(self._gigatoken)
+    def _fast(self) -> _CachedEncoder:
+        return _CachedEncoder(self._gigatoken)
 
     def _gigatoken(self) -> gigatoken.Tokenizer:
         if not self.pattern:
@@ -193,7 +193,7 @@ class Vocabulary:
             file.flush()
             return gigatoken.Tokenizer.from_tiktoken(file.name, pretokenizer=self.pattern, special_tokens={})
 
-    def prepare(self, encoder: EncoderName) -> None:
+    def check_encoders(self, encoder: EncoderName) -> None:
         """Build what ``encoder`` needs, and compare it with the library on text with every token.
 
         Raises ``UserError`` when it cannot be built, gives other ids, or loses text.
@@ -203,11 +203,11 @@ class Vocabulary:
         words = [token.decode(errors="ignore") for token in self.tokens]
         text = "\n".join((beside, *words)) + " ".join(words)
         with self._refusal(self.library, "give a tokenizer.json as 'python -m pipeline.vocabulary' writes it"):
-            expected = self.reference(text)
+            expected = self.encode_with_reference(text)
             if self._bytes(expected) != text.encode():
                 raise ValueError("its tokens are not the text that they stand for")
-            parts = [self.reference(part.decode()) for part in self.chunks(beside.encode(), 1)]
-            self._check_equal(np.concatenate(parts), self.reference(beside), "without what precedes them")
+            parts = [self.encode_with_reference(part.decode()) for part in self.chunks(beside.encode(), 1)]
+            self._check_equal(np.concatenate(parts), self.encode_with_reference(beside), "without what precedes them")
         if encoder == "gigatoken":
             with self._refusal("gigatoken", "add --encoder tiktoken, which encodes with the library of the file"):
                 self._check_equal(self._fast.encode(text.encode()), expected, f"than {self.library} gives them")
@@ -243,7 +243,7 @@ class Vocabulary:
 
     def _encode(self, text: bytes, encoder: EncoderName) -> np.ndarray:
         if encoder == "tiktoken" or any(first in text and letter.search(text) for first, letter in _NEWEST.items()):
-            return self.reference(text.decode())
+            return self.encode_with_reference(text.decode())
         return self._fast.encode(text)
 
     def chunks(self, text: bytes, size: int = CHUNK) -> Iterator[bytes]:
@@ -256,16 +256,16 @@ class Vocabulary:
         Raises ``EncodingMismatch`` naming ``book`` and the first difference.
         """
         head = next(self.chunks(text, VERIFIED_BYTES))
-        expected = self.reference(head.decode()).astype(self.dtype)
-        found = ids[: len(expected)] if len(head) < len(text) else ids
-        if np.array_equal(expected, found):
+        expected = self.encode_with_reference(head.decode()).astype(self.dtype)
+        encoded_ids = ids[: len(expected)] if len(head) < len(text) else ids
+        if np.array_equal(expected, encoded_ids):
             return len(head)
-        common = min(len(expected), len(found))
-        differs = np.nonzero(expected[:common] != found[:common])[0]
+        common = min(len(expected), len(encoded_ids))
+        differs = np.nonzero(expected[:common] != encoded_ids[:common])[0]
         where = int(differs[0]) if len(differs) else common
         raise EncodingMismatch(
             f"the book {book} is encoded differently than by {self.library} from token {where:,} on "
-            f"({found[where : where + 4].tolist()} instead of {expected[where : where + 4].tolist()}): "
+            f"({encoded_ids[where : where + 4].tolist()} instead of {expected[where : where + 4].tolist()}): "
             f"use --encoder tiktoken, and report the versions of gigatoken and {self.library} with this book."
         )
 
@@ -282,19 +282,19 @@ class Vocabulary:
 
 
 @cache
-def gpt2() -> Vocabulary:
+def gpt2() -> Tokenizer:
     """GPT-2's vocabulary; raises ``UserError`` when its table is not the published one."""
     table = VOCABULARY.read_bytes()
-    found = hashlib.sha256(table).hexdigest()
-    if found != VOCABULARY_SHA256:
+    digest = hashlib.sha256(table).hexdigest()
+    if digest != VOCABULARY_SHA256:
         raise UserError(
-            f"{VOCABULARY} is not GPT-2's vocabulary (its sha256 is {found}): install this program again with "
+            f"{VOCABULARY} is not GPT-2's vocabulary (its sha256 is {digest}): install this program again with "
             "'pip install --force-reinstall --no-deps .' in its folder."
         )
-    return Vocabulary(table, str(VOCABULARY))
+    return Tokenizer(table, str(VOCABULARY))
 
 
-def read_vocabulary(address: str | None) -> Vocabulary:
+def read_vocabulary(address: str | None) -> Tokenizer:
     """The vocabulary that ``--vocabulary`` names, here or in object storage; GPT-2's for None. Raises ``UserError``."""
     if address is None:
         return gpt2()
@@ -308,7 +308,7 @@ def read_vocabulary(address: str | None) -> Vocabulary:
         ) from missing
     name = f"--vocabulary {address}"
     if content.lstrip().startswith(b"{") or not file.name.endswith(".tiktoken"):
-        return Vocabulary(content, name)
+        return Tokenizer(content, name)
     named = re.search("|".join(["r50k", *PATTERNS]), file.name)
     if named is None:
         raise UserError(
@@ -319,27 +319,28 @@ def read_vocabulary(address: str | None) -> Vocabulary:
     ranks = "".join(f"{line}\n" for line in content.decode(errors="replace").splitlines() if line.strip())
     if pattern == "gpt2" and hashlib.sha256(ranks.encode()).hexdigest() == VOCABULARY_SHA256:
         return gpt2()
-    return Vocabulary(json.dumps({"pattern": pattern, "ranks": ranks}).encode(), name)
+    return Tokenizer(json.dumps({"pattern": pattern, "ranks": ranks}).encode(), name)
 
 
 @cache
-def vocabulary_of(sha256: str, address: str | None) -> Vocabulary:
+def load_by_hash(sha256: str, address: str | None) -> Tokenizer:
     """The vocabulary with this hash, read once by a process; at ``address`` unless it is GPT-2's.
 
     Raises ``UserError`` when another is there.
     """
     if sha256 == VOCABULARY_SHA256:
         return gpt2()
-    found = read_vocabulary(address)
-    if found.sha256 != sha256:
+    tokenizer = read_vocabulary(address)
+    if tokenizer.sha256 != sha256:
         raise UserError(
-            f"{address} has changed (sha256 {found.sha256[:12]}, not {sha256[:12]}): put the vocabulary of the data "
+            f"{address} has changed (sha256 {tokenizer.sha256[:12]}, not {sha256[:12]}): put the vocabulary of "
+            "the data "
             "back, or make them again with 'python -m pipeline.tokenize --overwrite'."
         )
-    return found
+    return tokenizer
 
 
-def vocabulary_at(place: StorageDir, sha256: str) -> Vocabulary | None:
-    """The vocabulary of the data set or checkpoint at ``place``; None where it has ids without one."""
-    known = sha256 == VOCABULARY_SHA256 or place.exists(VOCABULARY_FILE)
-    return vocabulary_of(sha256, (place / VOCABULARY_FILE).address) if known else None
+def load_from(directory: StorageDir, sha256: str) -> Tokenizer | None:
+    """The vocabulary of the data set or checkpoint at ``directory``; None where it has ids without one."""
+    known = sha256 == VOCABULARY_SHA256 or directory.exists(VOCABULARY_FILE)
+    return load_by_hash(sha256, (directory / VOCABULARY_FILE).address) if known else None

@@ -20,38 +20,38 @@ from infra.errors import UserError
 from infra.storage.directory import scratch
 from infra.storage.files import write_json
 
-DEATHS = 3
+MAX_CRASHES = 3
 _LENGTH = 8
 
 
 class CrashGuard:
     """The notes of one piece in one run. A context manager: they are removed when the piece ends, also by an error."""
 
-    def __init__(self, run: str, piece: str) -> None:
+    def __init__(self, run: str, partition: str) -> None:
         try:
-            self._open(scratch(run), piece)
+            self._open(scratch(run), partition)
         except OSError as refused:
             raise _refusal(refused) from refused
 
-    def _open(self, folder: Path, piece: str) -> None:
-        self._note = folder / f"{piece}.note"
-        self._counts = folder / f"{piece}.json"
-        self.deaths: dict[str, int] = {}
+    def _open(self, folder: Path, partition: str) -> None:
+        self._note = folder / f"{partition}.note"
+        self._counts = folder / f"{partition}.json"
+        self.crash_counts: dict[str, int] = {}
         with suppress(FileNotFoundError, ValueError):  # ValueError: a kill or a full disk cut it short
-            self.deaths = json.loads(self._counts.read_text(encoding="utf-8"))
-        if self._note.exists() and (place := _read(self._note)):
-            self.deaths[place] = self.deaths.get(place, 0) + 1
-            write_json(self._counts, self.deaths)
+            self.crash_counts = json.loads(self._counts.read_text(encoding="utf-8"))
+        if self._note.exists() and (location := _read(self._note)):
+            self.crash_counts[location] = self.crash_counts.get(location, 0) + 1
+            write_json(self._counts, self.crash_counts)
         self._file = os.open(self._note, os.O_WRONLY | os.O_CREAT | os.O_TRUNC, 0o600)
 
-    def at(self, place: str) -> bool:
-        """Note that ``place`` comes next; False when it has crashed too many workers and must be skipped."""
-        name = place.encode("utf-8", "replace")
+    def enter(self, location: str) -> bool:
+        """Note that ``location`` comes next; False when it has crashed too many workers and must be skipped."""
+        name = location.encode("utf-8", "replace")
         try:
             os.pwrite(self._file, len(name).to_bytes(_LENGTH, "little") + name, 0)
         except OSError as refused:
             raise _refusal(refused) from refused
-        return self.deaths.get(place, 0) < DEATHS
+        return self.crash_counts.get(location, 0) < MAX_CRASHES
 
     def __enter__(self) -> Self:
         return self
@@ -62,7 +62,7 @@ class CrashGuard:
         self._counts.unlink(missing_ok=True)
 
 
-def forget(run: str) -> None:
+def remove_notes(run: str) -> None:
     """Remove the notes of a run from this machine: those of the workers that died."""
     with suppress(OSError, UserError):
         shutil.rmtree(scratch(run))

@@ -9,39 +9,44 @@ from dataclasses import replace
 from pathlib import Path
 
 from infra.errors import UserError
-from infra.ray.machines import ask_others
+from infra.ray.machines import run_on_other_nodes
 from infra.storage.object_storage import is_remote
-from pipeline.books.readers import Part
-from pipeline.books.sources import CarriedFile
-from pipeline.job.plan import Piece
+from pipeline.books.readers import FileRange
+from pipeline.books.sources import EmbeddedFile
+from pipeline.job.plan import Partition
 
-CARRIED = 100_000_000
+MAX_EMBEDDED_BYTES = 100_000_000
 """Most bytes of sources that are sent along: they pass through the memory of the command and of Ray."""
-ASKED = 100
+SAMPLED_FILES = 100
 """Files that the other machines are asked for."""
 
 
-def embed_local_files(pieces: list[Piece]) -> list[Piece]:
-    """``pieces`` as every machine of the connected Ray can do them: with the bytes of local files, if one lacks them.
+def embed_local_files(partitions: list[Partition]) -> list[Partition]:
+    """``partitions`` as every machine of the connected Ray can do them: with the bytes of local files, if one lacks
+    them.
 
     Raises ``UserError`` when these are more than ``CARRIED`` bytes.
     """
-    local = [part.file for piece in pieces for part in piece.parts if _is_local(part)]
+    local = [part.file for partition in partitions for part in partition.parts if _is_local(part)]
     versions = sorted({(file.uri, file.size, file.modified) for file in local})
-    asked = versions[:: max(1, len(versions) // ASKED)]
-    blind = sorted(name for name, lacks in ask_others(lacks_one, asked) if lacks) if asked else []
+    sampled_versions = versions[:: max(1, len(versions) // SAMPLED_FILES)]
+    blind = (
+        sorted(name for name, is_missing in run_on_other_nodes(is_any_missing, sampled_versions) if is_missing)
+        if sampled_versions
+        else []
+    )
     if not blind:
-        return pieces
-    if (size := sum(file.size for file in local)) > CARRIED:
+        return partitions
+    if (size := sum(file.size for file in local)) > MAX_EMBEDDED_BYTES:
         raise UserError(
             f"{versions[0][0]} and other sources ({size / 1e6:,.0f} MB) are on this machine's disk, which "
             f"{', '.join(blind)} of the cluster cannot see: copy them to object storage and name them there, such "
-            f"as s3://bucket/books (up to {CARRIED / 1e6:,.0f} MB are sent along)."
+            f"as s3://bucket/books (up to {MAX_EMBEDDED_BYTES / 1e6:,.0f} MB are sent along)."
         )
-    return [replace(piece, parts=tuple(map(_carried, piece.parts))) for piece in pieces]
+    return [replace(piece, parts=tuple(map(_carried, piece.parts))) for piece in partitions]
 
 
-def lacks_one(files: Iterable[tuple[str, int, int]]) -> bool:
+def is_any_missing(files: Iterable[tuple[str, int, int]]) -> bool:
     """Whether one of these local files, given with its size and time, is missing on this machine or another version."""
     for path, size, modified in files:
         try:
@@ -53,17 +58,17 @@ def lacks_one(files: Iterable[tuple[str, int, int]]) -> bool:
     return False
 
 
-def _is_local(part: Part) -> bool:
-    return part.file.form != "sample" and not is_remote(part.file.uri)
+def _is_local(part: FileRange) -> bool:
+    return part.file.format != "sample" and not is_remote(part.file.uri)
 
 
-def _carried(part: Part) -> Part:
+def _carried(part: FileRange) -> FileRange:
     """``part`` with its file's bytes; as it is where they cannot be read, which its task reports."""
     file = part.file
     if not _is_local(part):
         return part
     try:
-        embedded = replace(part, file=CarriedFile(**vars(file), content=Path(file.uri).read_bytes()))
+        embedded = replace(part, file=EmbeddedFile(**vars(file), content=Path(file.uri).read_bytes()))
     except OSError:
         return part
     file.check_unchanged()

@@ -14,20 +14,21 @@ Answer = TypeVar("Answer")
 
 _THREADS = ("StreamingExecutor-", "ray-data-metadata-prefetch", "iter_threaded")
 """How the names of an executor's threads that ask Ray for something begin."""
-_PATIENCE = 10.0
+_JOIN_TIMEOUT_SECONDS = 10.0
 """Seconds for which they are waited for, out of the 28 in which a command leaves: the longest question is for a block,
 and its task is cancelled by then."""
 
 
-def answers(
-    work: Callable[[Item], Iterable[Answer]], items: Sequence[Item], *, ordered: bool, **how: Any
+def run_tasks(
+    work: Callable[[Item], Iterable[Answer]], items: Sequence[Item], *, ordered: bool, **map_options: Any
 ) -> Generator[Answer, None, None]:
     """What ``work(item)`` yields for each of the ``items``, of which each is a task with a core.
 
-    In the order of the items where it is ``ordered``; ``how`` are other arguments of Ray Data's ``map_batches``. Raises
-    ``UserError`` as ``work`` does. Once the generator is closed or has raised, nothing of it runs: by itself Ray Data
-    runs on for as long as something, a traceback for example, refers to it; and where Ray has been shut down by then,
-    the next question of one of its threads ends the process, with exit code 1 and without a word.
+    In the order of the items where it is ``ordered``; ``map_options`` are other arguments of Ray Data's
+    ``map_batches``. Raises ``UserError`` as ``work`` does. Once the generator is closed or has raised, nothing of it
+    runs: by itself Ray Data runs on for as long as something, a traceback for example, refers to it; and where Ray has
+    been shut down by then, the next question of one of its threads ends the process, with exit code 1 and without a
+    word.
     """
     import ray.data
 
@@ -40,7 +41,7 @@ def answers(
     packed = [{"item": pickle.dumps(item)} for item in items]
     tasks = ray.data.from_items(packed, override_num_blocks=len(packed)).map_batches(
         _task,  # type: ignore[arg-type] Ray's type has no further arguments
-        fn_args=(work,), batch_size=1, num_cpus=1, **how,
+        fn_args=(work,), batch_size=1, num_cpus=1, **map_options,
     )  # fmt: skip
     others = set(threading.enumerate())
     rows: Any = iter(tasks.iter_rows())  # a generator
@@ -52,7 +53,7 @@ def answers(
             yield answer
     finally:
         rows.close()
-        until = time.monotonic() + _PATIENCE
+        until = time.monotonic() + _JOIN_TIMEOUT_SECONDS
         for thread in set(threading.enumerate()) - others:
             if thread.name.startswith(_THREADS):
                 thread.join(max(0.0, until - time.monotonic()))

@@ -13,10 +13,10 @@ import pyarrow.parquet as pq
 import xxhash
 
 from infra.storage.directory import StorageDir
-from pipeline.books.readers import DAMAGE, Part, members
-from pipeline.books.sources import Inventory, SourceFile, find
+from pipeline.books.readers import DAMAGE, FileRange, members
+from pipeline.books.sources import Inventory, SourceFile, build_inventory
 from pipeline.config import TokenizeConfig
-from pipeline.encoding.tokenizer import VOCABULARY_SHA256, Vocabulary, read_vocabulary, vocabulary_of
+from pipeline.encoding.tokenizer import VOCABULARY_SHA256, Tokenizer, load_by_hash, read_vocabulary
 from pipeline.shards import FORMAT_VERSION, VOCABULARY_FILE, Split
 
 PARTS_PER_PIECE = 4096
@@ -29,18 +29,18 @@ _SPLIT_SEED = 2
 
 
 @dataclass(frozen=True)
-class Piece:
+class Partition:
     """The work of one task: read these parts of files, write a shard of each split."""
 
     index: int
-    parts: tuple[Part, ...]
+    parts: tuple[FileRange, ...]
     settings: TokenizeConfig
     vocabulary_sha256: str = VOCABULARY_SHA256
 
     @property
-    def vocabulary(self) -> Vocabulary:
+    def tokenizer(self) -> Tokenizer:
         """What its books are encoded with. Raises ``UserError`` when another is at the place that the settings name."""
-        return vocabulary_of(self.vocabulary_sha256, self.settings.vocabulary)
+        return load_by_hash(self.vocabulary_sha256, self.settings.vocabulary)
 
     @property
     def name(self) -> str:
@@ -52,9 +52,9 @@ class Piece:
         """The split that the names of its files tell, the same for all of them; None where the books' ids decide."""
         return self.parts[0].file.split
 
-    def split_of(self, book: str) -> Split:
+    def assign_split(self, book: str) -> Split:
         """The split of one of its books, unless :mod:`pipeline.job.splits` moves it."""
-        return self.split or split_of(book, self.settings.val_fraction)
+        return self.split or assign_split(book, self.settings.val_fraction)
 
     @property
     def size(self) -> int:
@@ -77,28 +77,30 @@ class Job:
     """One run of the command: its settings, where its output goes, its inputs, and the pieces they are split into."""
 
     def __init__(self, config: TokenizeConfig) -> None:
-        self.vocabulary = read_vocabulary(config.vocabulary)
-        self.place = StorageDir.of(config.out)
-        if not self.vocabulary.is_gpt2:
-            self.vocabulary.prepare(config.encoder)
+        self.tokenizer = read_vocabulary(config.vocabulary)
+        self.out_dir = StorageDir.of(config.out)
+        if not self.tokenizer.is_gpt2:
+            self.tokenizer.check_encoders(config.encoder)
             config = replace(
-                config, vocabulary=(self.place / VOCABULARY_FILE).address
+                config, vocabulary=(self.out_dir / VOCABULARY_FILE).address
             )  # every worker can read it there
         self.config = config
-        self.inventory = find(config.sources, config.mirror)
-        self.pieces = make_plan(self.inventory, config, self.vocabulary.sha256)
+        self.inventory = build_inventory(config.sources, config.mirror)
+        self.partitions = make_partitions(self.inventory, config, self.tokenizer.sha256)
 
     def identity(self) -> dict[str, Any]:
         """What decides the bytes of the shards: the settings, and the vocabulary by its hash."""
-        return self.config.identity() | {"vocabulary": self.vocabulary.sha256}
+        return self.config.identity() | {"vocabulary": self.tokenizer.sha256}
 
 
-def make_plan(inventory: Inventory, config: TokenizeConfig, vocabulary_sha256: str = VOCABULARY_SHA256) -> list[Piece]:
+def make_partitions(
+    inventory: Inventory, config: TokenizeConfig, vocabulary_sha256: str = VOCABULARY_SHA256
+) -> list[Partition]:
     """Pieces of about ``shard_size`` bytes of text. A book is never split: one that is larger is a piece of its own.
 
     Files whose names tell their split are in other pieces than those of another split, and than others.
     """
-    groups: list[list[Part]] = []
+    groups: list[list[FileRange]] = []
     room = -1
     for file in sorted(inventory.files, key=lambda file: file.split or ""):
         for part in split_file(file, config):
@@ -107,22 +109,22 @@ def make_plan(inventory: Inventory, config: TokenizeConfig, vocabulary_sha256: s
                 room = config.shard_size
             groups[-1].append(part)
             room -= part.size
-    return [Piece(index, tuple(parts), config, vocabulary_sha256) for index, parts in enumerate(groups)]
+    return [Partition(index, tuple(parts), config, vocabulary_sha256) for index, parts in enumerate(groups)]
 
 
-def split_file(file: SourceFile, config: TokenizeConfig) -> list[Part]:
+def split_file(file: SourceFile, config: TokenizeConfig) -> list[FileRange]:
     """``file`` in parts of about ``shard_size``, if its form lets a reader begin in the middle."""
     step = config.shard_size
-    if file.compression and file.form != "parquet":
-        return [Part(file, file.size * COMPRESSION)]
-    if file.size <= step and file.form != "parquet":
-        return [Part(file, file.size)]
-    if file.form == "lines" or (file.form == "text" and _found_anywhere(config.doc_separator)):
+    if file.compression and file.format != "parquet":
+        return [FileRange(file, file.size * COMPRESSION)]
+    if file.size <= step and file.format != "parquet":
+        return [FileRange(file, file.size)]
+    if file.format == "lines" or (file.format == "text" and _found_anywhere(config.doc_separator)):
         starts = range(0, file.size, step)
-        return [Part(file, min(step, file.size - start), start, min(start + step, file.size)) for start in starts]
-    if file.form in ("parquet", "zip"):
+        return [FileRange(file, min(step, file.size - start), start, min(start + step, file.size)) for start in starts]
+    if file.format in ("parquet", "zip"):
         return _split_container(file, step)
-    return [Part(file, file.size)]
+    return [FileRange(file, file.size)]
 
 
 def _found_anywhere(separator: str | None) -> bool:
@@ -133,40 +135,40 @@ def _found_anywhere(separator: str | None) -> bool:
     return bool(separator) and not any(separator.startswith(separator[i:]) for i in range(1, len(separator)))
 
 
-def _split_container(file: SourceFile, step: int) -> list[Part]:
+def _split_container(file: SourceFile, step: int) -> list[FileRange]:
     """Ranges of row groups or archive members; the whole file if it cannot be opened, so that its task says why."""
     try:
         with file.open() as opened:
-            if file.form == "zip":
+            if file.format == "zip":
                 sizes = [info.file_size for info in members(zipfile.ZipFile(opened))]
             else:
                 metadata = pq.read_metadata(opened)
                 sizes = [metadata.row_group(group).total_byte_size for group in range(metadata.num_row_groups)]
     except (OSError, *DAMAGE):
-        return [Part(file, file.size)]
-    parts: list[Part] = []
+        return [FileRange(file, file.size)]
+    parts: list[FileRange] = []
     start = total = 0
     for stop, size in enumerate(sizes, 1):
         total += size
         if total >= step or stop == len(sizes):
-            parts.append(Part(file, total, start, stop))
+            parts.append(FileRange(file, total, start, stop))
             start, total = stop, 0
-    return parts or [Part(file, file.size)]
+    return parts or [FileRange(file, file.size)]
 
 
-def is_one_book(part: Part, config: TokenizeConfig) -> bool:
+def is_one_book(part: FileRange, config: TokenizeConfig) -> bool:
     """Whether ``part`` is a file of one book, whose id is known before it is read."""
-    return part.file.form == "text" and not config.doc_separator
+    return part.file.format == "text" and not config.doc_separator
 
 
-def split_of(book: str, val_fraction: float) -> Split:
+def assign_split(book: str, val_fraction: float) -> Split:
     """The split of a book: by its id alone, so that it stays when books are added.
 
     Where this leaves a split empty, :mod:`pipeline.job.splits` makes an exception.
     """
-    return "val" if position_of(book) < val_fraction else "train"
+    return "val" if split_hash(book) < val_fraction else "train"
 
 
-def position_of(book: str) -> float:
+def split_hash(book: str) -> float:
     """A book's place in [0, 1)."""
     return xxhash.xxh3_64_intdigest(book.encode(), seed=_SPLIT_SEED) / 2**64

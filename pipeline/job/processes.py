@@ -17,10 +17,10 @@ from typing import Any
 from infra.errors import UserError
 from infra.ray.cluster import PROJECT
 from infra.storage.directory import StorageDir
-from pipeline.job.crash_guard import DEATHS
+from pipeline.job.crash_guard import MAX_CRASHES
 from pipeline.job.output import remove_half_written
-from pipeline.job.plan import Piece
-from pipeline.shards import PIECES, SPLITS
+from pipeline.job.plan import Partition
+from pipeline.shards import PARTITIONS, SPLITS
 
 
 class _Worker:
@@ -36,15 +36,15 @@ class _Worker:
         )  # fmt: skip
         assert self.process.stdin
         assert self.process.stdout
-        self.pieces, self.answers = self.process.stdin, self.process.stdout
-        self.piece: Piece | None = None
+        self.partitions, self.answers = self.process.stdin, self.process.stdout
+        self.partition: Partition | None = None
         """What it does; None while it starts."""
 
-    def begin(self, piece: Piece, place: StorageDir, run: str) -> None:
-        self.piece = piece
+    def begin(self, partition: Partition, out_dir: StorageDir, run: str) -> None:
+        self.partition = partition
         with suppress(BrokenPipeError):  # it has died, as its answer will tell
-            pickle.dump((piece, place, run), self.pieces)
-            self.pieces.flush()
+            pickle.dump((partition, out_dir, run), self.partitions)
+            self.partitions.flush()
 
     def answer(self) -> Any:
         """What it answers: true once it has started, then a piece's summary or an exception; None if it has died."""
@@ -57,17 +57,17 @@ class _Worker:
             pass
 
 
-def do_pieces(
-    pieces: Sequence[Piece], place: StorageDir, run: str, *, workers: int
+def run_partitions(
+    partitions: Sequence[Partition], out_dir: StorageDir, run: str, *, workers: int
 ) -> Generator[dict[str, Any], None, None]:
-    """Do ``pieces``, up to ``workers`` at a time, and yield each one's summary when it is done.
+    """Do ``partitions``, up to ``workers`` at a time, and yield each one's summary when it is done.
 
     ``run`` names the running command, for the crash guard: a piece whose process dies is done again by a new one. The
     processes end with the iterator. Raises ``UserError`` as a piece raised it.
     """
-    waiting, left, failed = deque(pieces), len(pieces), 0
+    waiting, left, failed = deque(partitions), len(partitions), 0
     with ExitStack() as ending, DefaultSelector() as answering:
-        ending.callback(remove_half_written, place, *SPLITS, PIECES)
+        ending.callback(remove_half_written, out_dir, *SPLITS, PARTITIONS)
 
         def start() -> None:
             worker = _Worker()
@@ -78,18 +78,18 @@ def do_pieces(
             answering.unregister(worker.answers)
             worker.end()
 
-        for _ in range(min(workers, len(pieces))):
+        for _ in range(min(workers, len(partitions))):
             start()
         while left:
             for key, _ in answering.select():
                 worker: _Worker = key.data
-                piece, answer = worker.piece, worker.answer()
+                partition, answer = worker.partition, worker.answer()
                 if isinstance(answer, Exception):
                     raise answer
                 if answer is None:
-                    if piece:
-                        waiting.appendleft(piece)
-                    elif (failed := failed + 1) == DEATHS:
+                    if partition:
+                        waiting.appendleft(partition)
+                    elif (failed := failed + 1) == MAX_CRASHES:
                         raise UserError(
                             f"the processes that make the pieces end as they start, with code {worker.process.wait()}: "
                             "see what they printed, and check the installation with 'python -m infra.doctor --quick'."
@@ -98,9 +98,9 @@ def do_pieces(
                     start()
                     continue
                 if waiting:
-                    worker.begin(waiting.popleft(), place, run)
+                    worker.begin(waiting.popleft(), out_dir, run)
                 else:
                     stop(worker)
-                if piece:
+                if partition:
                     left -= 1
                     yield answer

@@ -8,10 +8,10 @@ from collections.abc import Generator, Iterator, Sequence
 from functools import partial
 from typing import Any
 
-from infra.cli.command import collect_rarely
+from infra.cli.command import reduce_gc_frequency
 from infra.storage.directory import StorageDir
-from pipeline.job.executor import answers
-from pipeline.job.plan import Piece
+from pipeline.job.executor import run_tasks
+from pipeline.job.plan import Partition
 from pipeline.job.task import do_piece
 
 IN_FLIGHT = 4
@@ -20,40 +20,40 @@ that one is done, during which a worker would idle."""
 TASKS = 12
 """Tasks per worker, if there are as many pieces: with more, a worker idles more often between two (7 ms); with fewer,
 longer at the end."""
-SLOTS = 256
+ASSUMED_CLUSTER_TASKS = 256
 """Tasks that a cluster is assumed to run at a time, because it may grow."""
-MOST = 32
+MAX_PARTITIONS_PER_TASK = 32
 """Pieces per task. Each task costs the driver 13 ms and 70 kB; what was done of it is repeated when its worker dies."""
 
 
-def do_pieces(
-    pieces: list[Piece], place: StorageDir, run: str, *, workers: int | None, ours: bool
+def run_partitions(
+    partitions: list[Partition], out_dir: StorageDir, run: str, *, workers: int | None, is_own_ray: bool
 ) -> Generator[dict[str, Any], None, None]:
-    """Do ``pieces`` on the connected Ray and yield each one's summary when it is done.
+    """Do ``partitions`` on the connected Ray and yield each one's summary when it is done.
 
-    ``workers`` limits how many tasks run at a time (default: Ray Data decides), ``ours`` says whether Ray was started
-    by this command, and ``run`` names the running command, for the crash guard. Raises ``UserError`` as a task raised
-    it.
+    ``workers`` limits how many tasks run at a time (default: Ray Data decides), ``is_own_ray`` says whether Ray was
+    started by this command, and ``run`` names the running command, for the crash guard. Raises ``UserError`` as a task
+    raised it.
     """
     import ray.data
 
     # It would stop all but one worker over a queue of 200 bytes.
     ray.data.DataContext.get_current().downstream_capacity_backpressure_ratio = None
-    groups = grouped(pieces, workers)
-    limit = workers and min(len(groups), IN_FLIGHT * workers if ours else workers)
+    groups = grouped(partitions, workers)
+    limit = workers and min(len(groups), IN_FLIGHT * workers if is_own_ray else workers)
     at_a_time = ray.data.TaskPoolStrategy(size=limit)
-    return answers(partial(_done, place, run), groups, ordered=False, compute=at_a_time)
+    return run_tasks(partial(_run_group, out_dir, run), groups, ordered=False, compute=at_a_time)
 
 
-def _done(place: StorageDir, run: str, pieces: Sequence[Piece]) -> Iterator[dict[str, Any]]:
-    for piece in pieces:
-        yield do_piece(piece, place, run)
+def _run_group(out_dir: StorageDir, run: str, partitions: Sequence[Partition]) -> Iterator[dict[str, Any]]:
+    for partition in partitions:
+        yield do_piece(partition, out_dir, run)
 
 
-def grouped(pieces: Sequence[Piece], workers: int | None) -> list[Sequence[Piece]]:
-    """``pieces`` by the task that does them: enough tasks for all workers, and no more of them than that."""
-    size = min(MOST, max(1, len(pieces) // (TASKS * (workers or SLOTS))))
-    return [pieces[first : first + size] for first in range(0, len(pieces), size)]
+def grouped(partitions: Sequence[Partition], workers: int | None) -> list[Sequence[Partition]]:
+    """``partitions`` by the task that does them: enough tasks for all workers, and no more of them than that."""
+    size = min(MAX_PARTITIONS_PER_TASK, max(1, len(partitions) // (TASKS * (workers or ASSUMED_CLUSTER_TASKS))))
+    return [partitions[first : first + size] for first in range(0, len(partitions), size)]
 
 
 def warm_up(workers: int) -> None:
@@ -62,7 +62,7 @@ def warm_up(workers: int) -> None:
 
     @ray.remote(num_cpus=1)
     def load() -> None:
-        collect_rarely()
+        reduce_gc_frequency()
         import ray.data  # noqa: F401 what a map task unpickles needs it
 
         from pipeline.encoding.tokenizer import gpt2

@@ -9,11 +9,11 @@ from contextlib import contextmanager
 from dataclasses import dataclass, field
 from typing import Any
 
-from infra.cli.table import Part, Report
+from infra.cli.table import Report, Table
 from infra.cli.units import format_duration
-from pipeline.books.clean import SEEMS
-from pipeline.job.partition_result import Record
-from pipeline.job.plan import Piece
+from pipeline.books.clean import SUSPECT_PREFIX
+from pipeline.job.partition_result import PartitionResult
+from pipeline.job.plan import Partition
 
 METRICS = (
     "books/in", "books/kept", "books/train", "books/val", "tokens/train", "tokens/val", "text/chars", "time/work",
@@ -27,11 +27,11 @@ START_SECONDS = 3
 """Seconds to start and to finish."""
 RAY_SECONDS = 9
 """Seconds more to start and stop Ray."""
-HISTOGRAM = (1_000, 3_000, 10_000, 30_000, 100_000, 300_000, 1_000_000)
+LENGTH_BINS = (1_000, 3_000, 10_000, 30_000, 100_000, 300_000, 1_000_000)
 """Upper bounds of the bins of book lengths, in tokens."""
 
 
-def totals(records: Iterable[Record]) -> dict[str, Any]:
+def totals(records: Iterable[PartitionResult]) -> dict[str, Any]:
     """Counts over ``records``: books in, kept, dropped by reason, characters, tokens, book lengths, bytes checked."""
     records = list(records)
     reasons = Counter(dropped.reason for record in records for dropped in record.dropped)
@@ -58,7 +58,7 @@ def totals(records: Iterable[Record]) -> dict[str, Any]:
     }
 
 
-def dropped(counts: dict[str, Any]) -> str:
+def format_dropped(counts: dict[str, Any]) -> str:
     return _list(counts["books_dropped"]) or "none"
 
 
@@ -67,19 +67,25 @@ def _list(counts: dict[str, int], form: str = "{count:,} {name}") -> str:
 
 
 def _histogram(lengths: list[int]) -> dict[str, int]:
-    bins = [f"up to {bound:,}" for bound in HISTOGRAM] + [f"over {HISTOGRAM[-1]:,}"]
-    counts = Counter(bins[bisect_left(HISTOGRAM, length)] for length in lengths)
+    bins = [f"up to {bound:,}" for bound in LENGTH_BINS] + [f"over {LENGTH_BINS[-1]:,}"]
+    counts = Counter(bins[bisect_left(LENGTH_BINS, length)] for length in lengths)
     return {name: counts[name] for name in bins}
 
 
-def estimate(
-    plan: list[Piece], todo: list[Piece], done: Iterable[Record], workers: int, *, token_bytes: int, on_ray: bool
+def format_estimate(
+    plan: list[Partition],
+    todo: list[Partition],
+    done: Iterable[PartitionResult],
+    workers: int,
+    *,
+    token_bytes: int,
+    on_ray: bool,
 ) -> str:
     """What ``todo`` will make and take, from the pieces that are done or, without any, from English books."""
     records = list(done)
     read = sum(record.read_bytes for record in records)
     made = sum(shard.tokens for record in records for shard in record.shards)
-    size = sum(piece.size for piece in todo)
+    size = sum(partition.size for partition in todo)
     tokens = size * (made / read if read else TOKENS_PER_BYTE)
     start = START_SECONDS + RAY_SECONDS * on_ray
     seconds = start + size / min(workers, len(plan)) / BYTES_PER_SECOND if todo else 0
@@ -157,14 +163,14 @@ def data_report(
     content = f"{counts['books_kept']:,} books, {counts['tokens']:,} tokens"
     facts = [
         ("What", f"{content} in `{name}` (fingerprint `{fingerprint[:12]}`)"),
-        ("Books", f"{counts['books_in']:,} in; dropped: {dropped(counts)}"),
+        ("Books", f"{counts['books_in']:,} in; dropped: {format_dropped(counts)}"),
         ("Text", f"{counts['chars']:,} characters, {ratio:.2f} characters per token"),
     ]
     if skipped := skipped_files(inputs):
         facts.append(("Skipped", f"files: {skipped}"))
     if named := named_splits(inputs):
         facts.append(("Splits", f"files, by their names: {named}"))
-    pieces: list[str | Part] = []
+    pieces: list[str | Table] = []
     if progress.pieces:
         rates = progress.metrics()
         done = f"{progress.pieces:,} pieces, {progress.bytes / 1e6:,.1f} MB"
@@ -175,9 +181,9 @@ def data_report(
             speeds = [amount / 1e6 / seconds if seconds else 0 for amount in (progress.bytes, progress.tokens)]
             rows.append((stage, f"{seconds:.2f}", f"{speeds[0]:,.0f}", f"{speeds[1]:,.1f}"))
         heading = ("stage", "worker seconds", "MB/s per worker", "million tokens/s per worker")
-        pieces.append(Part("Time by stage, slowest first", heading, rows))
+        pieces.append(Table("Time by stage, slowest first", heading, rows))
     usual, odd = (
-        {trait: count for trait, count in counts["traits"].items() if trait.startswith(SEEMS) == seems}
+        {trait: count for trait, count in counts["traits"].items() if trait.startswith(SUSPECT_PREFIX) == seems}
         for seems in (False, True)
     )
     lengths = {label: count for label, count in counts["tokens_a_book"].items() if count}
@@ -189,7 +195,7 @@ def data_report(
         ("tokens per book", _list(lengths)),
         ("time", phases),
     ]
-    pieces.append(Part("", ("", ""), about))
+    pieces.append(Table("", ("", ""), about))
     if not counts["books_val"]:
         facts.append(("Validation", "the validation split is empty; train with `--cycle N+0`"))
     elif moved := counts["held_out"]:

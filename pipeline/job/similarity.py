@@ -7,9 +7,9 @@ from rensa import RMinHash  # pyright: ignore[reportAttributeAccessIssue] compil
 
 PERMUTATIONS = 128
 BANDS = 32
-WORDS = 5
+SHINGLE_WORDS = 5
 """Words per shingle; fewer would match common phrases, more would miss editions that differ in spelling."""
-SIMILAR = 0.6
+MIN_SIMILARITY = 0.6
 """Estimated Jaccard similarity of shingles from which two books count as the same work."""
 _SEED = 42
 _LONGEST = 400_000
@@ -20,7 +20,7 @@ def signature(text: bytes) -> list[int]:
     """The MinHash signature of a cleaned text, over its words in lower case."""
     words = text[:_LONGEST].decode("utf-8", "ignore").lower().split()
     made = RMinHash(num_perm=PERMUTATIONS, seed=_SEED)
-    made.update([" ".join(words[i : i + WORDS]) for i in range(max(1, len(words) - WORDS + 1))])
+    made.update([" ".join(words[i : i + SHINGLE_WORDS]) for i in range(max(1, len(words) - SHINGLE_WORDS + 1))])
     return list(made.digest())
 
 
@@ -50,15 +50,15 @@ def _bands(digest: np.ndarray) -> list[tuple[int, bytes]]:
 def near_duplicates(signatures: dict[str, list[int]]) -> dict[str, tuple[str, float]]:
     """Books that are similar to an earlier one: book to (the one that is kept, similarity)."""
     index = _Index()
-    found: dict[str, tuple[str, float]] = {}
+    duplicates: dict[str, tuple[str, float]] = {}
     for book, signed in signatures.items():
         digest = np.array(signed, dtype=np.uint32)
         similarity, first = index.most_similar(digest)
-        if similarity >= SIMILAR:
-            found[book] = (first, similarity)
+        if similarity >= MIN_SIMILARITY:
+            duplicates[book] = (first, similarity)
         else:
             index.add(book, digest)
-    return found
+    return duplicates
 
 
 def similar_to(signatures: dict[str, list[int]], originals: Iterable[list[int]]) -> set[str]:
@@ -67,4 +67,4 @@ def similar_to(signatures: dict[str, list[int]], originals: Iterable[list[int]])
     for number, signed in enumerate(originals):
         index.add(str(number), np.array(signed, dtype=np.uint32))
     digests = {book: np.array(signed, dtype=np.uint32) for book, signed in signatures.items()}
-    return {book for book, digest in digests.items() if index.most_similar(digest)[0] >= SIMILAR}
+    return {book for book, digest in digests.items() if index.most_similar(digest)[0] >= MIN_SIMILARITY}

@@ -41,10 +41,10 @@ class SplitHistory:
     """MinHash signatures of held-out texts."""
 
     @classmethod
-    def read(cls, place: StorageDir, val_fraction: float) -> Self:
-        """That of ``place``; an empty one where no data set has been finished."""
+    def read(cls, out_dir: StorageDir, val_fraction: float) -> Self:
+        """That of ``out_dir``; an empty one where no data set has been finished."""
         try:
-            content = place.read(SPLIT_HISTORY)
+            content = out_dir.read(SPLIT_HISTORY)
         except (FileNotFoundError, NotADirectoryError):
             return cls(val_fraction)
         try:
@@ -54,7 +54,7 @@ class SplitHistory:
             share = float((table.schema.metadata or {})[_SHARE])
         except (pa.ArrowException, ValueError, KeyError, OSError) as damage:
             raise UserError(
-                f"{place / SPLIT_HISTORY} is damaged ({damage}). Restore it, or use another --out: without it, what "
+                f"{out_dir / SPLIT_HISTORY} is damaged ({damage}). Restore it, or use another --out: without it, what "
                 "was held out for validation here could be trained on."
             ) from damage
         texts, held, books, signatures = (column.to_pylist() for column in table.columns)
@@ -69,8 +69,8 @@ class SplitHistory:
             },
         )
 
-    def write(self, place: StorageDir) -> None:
-        """Replace that of ``place``; equal ones have equal bytes."""
+    def write(self, out_dir: StorageDir) -> None:
+        """Replace that of ``out_dir``; equal ones have equal bytes."""
         ids = {text: book for book, text in sorted(self.books.items())}
         texts = sorted(self.is_val)
         signatures = [self.signatures.get(text) for text in texts]
@@ -86,7 +86,7 @@ class SplitHistory:
             writer.write_table(
                 pa.table([pa.array(c, f.type) for c, f in zip(columns, schema, strict=True)], schema=schema)
             )
-        place.write(SPLIT_HISTORY, sink.getvalue())
+        out_dir.write(SPLIT_HISTORY, sink.getvalue())
 
     def valid_for(self, val_fraction: float) -> "SplitHistory":
         """What of it decides splits at another share, which chooses anew: a larger one keeps what is held out."""

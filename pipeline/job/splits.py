@@ -12,9 +12,9 @@ from dataclasses import dataclass, field, replace
 import pyarrow as pa
 
 from infra.storage.directory import StorageDir
-from pipeline.job.dedup import Rank, thinned
-from pipeline.job.partition_result import Record
-from pipeline.job.plan import Job, is_one_book, position_of
+from pipeline.job.dedup import Rank, without_books
+from pipeline.job.partition_result import PartitionResult
+from pipeline.job.plan import Job, is_one_book, split_hash
 from pipeline.job.split_history import SplitHistory
 from pipeline.shards import Shard, Split, shard_path, write_batch
 
@@ -37,16 +37,16 @@ class Choice:
         return self.splits[book] == "train", book in self.editions, book in self.moved, book
 
 
-def choose_splits(job: Job, records: dict[str, Record], history: SplitHistory) -> Choice:
+def choose_splits(job: Job, records: dict[str, PartitionResult], history: SplitHistory) -> Choice:
     """The splits of all books in ``records``, by piece name."""
     history = history.valid_for(job.config.val_fraction)
     choice = Choice({})
     unknown: dict[str, list[int]] = {}
-    for piece in job.pieces:
-        record = records[piece.name]
+    for partition in job.partitions:
+        record = records[partition.name]
         for book, sha256, *_ in record.books:
-            by_piece, is_val = piece.split_of(book), history.split_known(book, sha256)
-            if is_val is None or (not is_val and piece.split == "val"):
+            by_piece, is_val = partition.assign_split(book), history.split_known(book, sha256)
+            if is_val is None or (not is_val and partition.split == "val"):
                 choice.splits[book] = by_piece
                 if by_piece == "train" and book in record.signatures:
                     unknown[book] = record.signatures[book]
@@ -63,30 +63,32 @@ def choose_splits(job: Job, records: dict[str, Record], history: SplitHistory) -
     return choice
 
 
-def fill_splits(job: Job, records: dict[str, Record], splits: dict[str, Split], history: SplitHistory) -> None:
+def fill_splits(job: Job, records: dict[str, PartitionResult], splits: dict[str, Split], history: SplitHistory) -> None:
     """Move one of the books in ``records`` to the split that has none, in ``splits``; an only book is trained on."""
     share = job.config.val_fraction
     known = history.valid_for(share)
     texts = {book: sha256 for record in records.values() for book, sha256, *_ in record.books}
     held = sum(splits[book] == "val" for book in texts)
     if not held and share and len(texts) > 1:
-        parts = (part for piece in job.pieces for part in piece.parts)
+        parts = (part for partition in job.partitions for part in partition.parts)
         alone = [part.file.id for part in parts if is_one_book(part, job.config) and part.file.id in texts]
         candidates = alone if len(alone) > 1 else texts
-        chosen = min(candidates, key=lambda book: (known.split_known(book, texts[book]) is False, position_of(book)))
+        chosen = min(candidates, key=lambda book: (known.split_known(book, texts[book]) is False, split_hash(book)))
         splits[chosen] = "val"
     elif texts and held == len(texts):
-        chosen = max(texts, key=lambda book: (not known.split_known(book, texts[book]), position_of(book)))
+        chosen = max(texts, key=lambda book: (not known.split_known(book, texts[book]), split_hash(book)))
         splits[chosen] = "train"
 
 
-def split_changes(records: dict[str, Record], splits: dict[str, Split], history: SplitHistory) -> Iterator[str]:
+def split_changes(
+    records: dict[str, PartitionResult], splits: dict[str, Split], history: SplitHistory
+) -> Iterator[str]:
     """A sentence about the books that were held out and are trained on now, and one about the reverse."""
     moved: dict[Split, list[str]] = {"train": [], "val": []}
     for record in records.values() if history.is_val else ():
         for book, sha256, *_ in record.books:
-            before = history.is_val.get(bytes.fromhex(sha256))
-            if before is not None and before != (splits[book] == "val"):
+            was_val = history.is_val.get(bytes.fromhex(sha256))
+            if was_val is not None and was_val != (splits[book] == "val"):
                 moved[splits[book]].append(book)
     for books, was, now in (
         (moved["train"], "held out for validation", "trained on"),
@@ -99,21 +101,21 @@ def split_changes(records: dict[str, Record], splits: dict[str, Split], history:
             )
 
 
-def note_splits(job: Job, records: dict[str, Record], splits: dict[str, Split], history: SplitHistory) -> None:
+def note_splits(job: Job, records: dict[str, PartitionResult], splits: dict[str, Split], history: SplitHistory) -> None:
     """Write the history with the books in ``records``, before any of them is moved."""
     history = history.valid_for(job.config.val_fraction)
     # Copies that --duplicates keep leaves in both splits are left to their ids.
     apart = _in_both(records, splits) if job.config.duplicates == "keep" else set()
-    for piece in job.pieces:
-        record = records[piece.name]
+    for partition in job.partitions:
+        record = records[partition.name]
         for book, sha256, *_ in record.books:
             if sha256 not in apart:
-                is_val, by_id = splits[book] == "val", piece.split_of(book) == "val"
+                is_val, by_id = splits[book] == "val", partition.assign_split(book) == "val"
                 history.add(book, sha256, is_val=is_val, by_id=by_id, signature=record.signatures.get(book))
-    history.write(job.place)
+    history.write(job.out_dir)
 
 
-def _in_both(records: dict[str, Record], splits: dict[str, Split]) -> set[str]:
+def _in_both(records: dict[str, PartitionResult], splits: dict[str, Split]) -> set[str]:
     """The texts that are in both splits."""
     texts: dict[Split, set[str]] = {"train": set(), "val": set()}
     for record in records.values():
@@ -122,19 +124,19 @@ def _in_both(records: dict[str, Record], splits: dict[str, Split]) -> set[str]:
     return texts["train"] & texts["val"]
 
 
-def move_books(job: Job, records: dict[str, Record], splits: dict[str, Split]) -> dict[str, Record]:
+def move_books(job: Job, records: dict[str, PartitionResult], splits: dict[str, Split]) -> dict[str, PartitionResult]:
     """Move books to their ``splits`` where their piece has put them into the other; returns the updated records."""
-    changed: dict[str, Record] = {}
-    for piece in job.pieces:
-        record = records[piece.name]
-        wanted = sorted(book for book, *_ in record.books if splits[book] != piece.split_of(book))
+    changed: dict[str, PartitionResult] = {}
+    for partition in job.partitions:
+        record = records[partition.name]
+        wanted = sorted(book for book, *_ in record.books if splits[book] != partition.assign_split(book))
         if wanted != record.moved:
-            changed[piece.name] = _with_moved(job.place, piece.name, record, wanted)
-            changed[piece.name].write(job.place, piece.name)
+            changed[partition.name] = _with_books_moved(job.out_dir, partition.name, record, wanted)
+            changed[partition.name].write(job.out_dir, partition.name)
     return records | changed
 
 
-def _with_moved(place: StorageDir, name: str, record: Record, wanted: list[str]) -> Record:
+def _with_books_moved(out_dir: StorageDir, name: str, record: PartitionResult, wanted: list[str]) -> PartitionResult:
     """``record`` and its shards with ``wanted``, and no other books, in the other split than its piece put them.
 
     What moves is written before it is removed, and the record last: after a kill the piece is done again.
@@ -142,7 +144,7 @@ def _with_moved(place: StorageDir, name: str, record: Record, wanted: list[str])
     moving = set(wanted).symmetric_difference(record.moved)
     shards = list(record.shards)
     for info in record.shards:
-        batch = Shard(place / info.path).batch
+        batch = Shard(out_dir / info.path).batch
         here = batch.filter(pa.array([book in moving for book in batch.column("book").to_pylist()]))
         if here.num_rows:
             other: Split = "train" if info.split == "val" else "val"
@@ -150,6 +152,6 @@ def _with_moved(place: StorageDir, name: str, record: Record, wanted: list[str])
             path = next(
                 path for number in range(len(taken) + 1) if (path := shard_path(other, name, number)) not in taken
             )
-            shards.append(write_batch(place, path, other, here))
-    left = [after for info in record.shards if (after := thinned(place, info, moving))]
+            shards.append(write_batch(out_dir, path, other, here))
+    left = [after for info in record.shards if (after := without_books(out_dir, info, moving))]
     return replace(record, shards=left + shards[len(record.shards) :], moved=wanted)

@@ -11,7 +11,7 @@ from typing import Any
 
 from infra.errors import UserError
 from infra.storage.directory import StorageDir
-from pipeline.job.plan import Piece
+from pipeline.job.plan import Partition
 from pipeline.job.task import do_piece
 
 
@@ -31,13 +31,13 @@ def serve() -> None:
             answer = _done(*pickle.load(sys.stdin.buffer))  # noqa: S301 our own bytes
 
 
-def _done(piece: Piece, place: StorageDir, run: str) -> dict[str, Any] | Exception:
+def _done(partition: Partition, out_dir: StorageDir, run: str) -> dict[str, Any] | Exception:
     try:
-        return do_piece(piece, place, run)
+        return do_piece(partition, out_dir, run)
     except UserError as expected:
         return expected
     except Exception:  # noqa: BLE001 not every exception can be pickled
-        return RuntimeError(f"piece {piece.name} failed:\n{traceback.format_exc()}")
+        return RuntimeError(f"piece {partition.name} failed:\n{traceback.format_exc()}")
 
 
 def _end_with_sender() -> None:

@@ -31,7 +31,7 @@ from train.config import Cycle, TrainConfig
 from train.intervals import Estimate, t_quantile
 from train.loop.trainer import Trainer
 from train.model_config import ModelConfig
-from tune.trial.compare import Difference, Interleaved
+from tune.trial.compare import Difference, InterleavedRuns
 
 RUNGS = 10
 
@@ -99,18 +99,18 @@ def main() -> None:
                 rungs = min(RUNGS, asked.pairs - len(verdicts))
                 row = [fresh.apply(speed, (config,)) for _ in range(2 * rungs + 1)]
                 speeds.append(row)
-                ladder = Interleaved(row[::2], row[1::2])
+                ladder = InterleavedRuns(row[::2], row[1::2])
                 verdicts += filter(None, map(ladder.over_control, range(rungs)))
                 print(
-                    f"{len(verdicts)} pairs, {sum(v.different for v in verdicts)} called different, "
-                    f"{sum(v.unclear for v in verdicts)} unclear", flush=True,
+                    f"{len(verdicts)} pairs, {sum(v.is_significant for v in verdicts)} called different, "
+                    f"{sum(v.is_inconclusive for v in verdicts)} unclear", flush=True,
                 )  # fmt: skip
-    different = sum(verdict.different for verdict in verdicts)
+    different = sum(verdict.is_significant for verdict in verdicts)
     record = {
         "pairs": len(verdicts),
         "called_different": different,
         "false_alarm_rate": different / len(verdicts),
-        "unclear": sum(verdict.unclear for verdict in verdicts),
+        "unclear": sum(verdict.is_inconclusive for verdict in verdicts),
         "intervals_without_one": sum(not verdict.low <= 1 <= verdict.high for verdict in verdicts),
         "median_half_width": statistics.median(verdict.high / verdict.ratio - 1 for verdict in verdicts),
         "median_control_width": statistics.median(verdict.control_width for verdict in verdicts),

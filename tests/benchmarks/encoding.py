@@ -15,10 +15,10 @@ from collections.abc import Callable
 from importlib.metadata import version
 from pathlib import Path
 
-from infra.cli.progress import doing
+from infra.cli.progress import status
 from infra.cli.units import parse_size
 from infra.storage.files import write_json
-from pipeline.encoding.tokenizer import Vocabulary, gpt2
+from pipeline.encoding.tokenizer import Tokenizer, gpt2
 from pipeline.vocabulary import VocabularyConfig, train
 
 ROUNDS = 3
@@ -36,8 +36,8 @@ def main() -> None:
         if sum(map(len, texts)) < options.size:
             texts.append(file.read_bytes().decode(errors="replace").encode())
     size = sum(map(len, texts))
-    with doing("training a vocabulary") as told:
-        own = Vocabulary(train(VocabularyConfig(size=4096), told), "tokenizer.json")
+    with status("training a vocabulary") as told:
+        own = Tokenizer(train(VocabularyConfig(size=4096), told), "tokenizer.json")
     found: dict[str, list[float]] = {}
     for turn in range(ROUNDS + 1):
         for name, vocabulary in (("GPT-2's ranks", gpt2()), ("tokenizer.json of 4,096 ids", own)):
@@ -59,7 +59,7 @@ def main() -> None:
         write_json(options.record, record)
 
 
-def ways(vocabulary: Vocabulary) -> dict[str, Callable[[bytes], object]]:
+def ways(vocabulary: Tokenizer) -> dict[str, Callable[[bytes], object]]:
     """The fast encoder and the vocabulary's own library."""
     return {"gigatoken": vocabulary.encode, vocabulary.library: lambda text: vocabulary.encode(text, "tiktoken")}
 

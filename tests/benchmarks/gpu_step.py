@@ -21,11 +21,11 @@ import torch
 import torch.nn.functional as F
 
 from infra.device.gpu import read_gpu
-from infra.device.hardware import device_facts
+from infra.device.hardware import device_info
 from infra.errors import first_line
 from train.config import Cycle, TrainConfig
 from train.estimate.memory import predict_peak
-from train.loop.execution import arithmetic
+from train.loop.execution import autocast_context
 from train.loop.trainer import Trainer
 from train.model_config import parse_model
 from train.profile.record import record
@@ -142,7 +142,7 @@ def train(options: argparse.Namespace) -> Found:
         "predicted": predict_peak(resolved).total, "predicted_allocated": predict_peak(resolved).allocated,
         **vars(result.memory), "first_step_seconds": result.first_step_seconds,
         "data_wait_fraction": result.data_wait_fraction, "train_loss": result.train_loss, "mfu": result.mfu,
-        "flops_per_second": result.flops_per_second, "step_seconds": trainer.spent.steps,
+        "flops_per_second": result.flops_per_second, "step_seconds": trainer.times.steps,
     }  # fmt: skip
     if result.throughput:
         found |= vars(result.throughput)
@@ -154,7 +154,7 @@ def train(options: argparse.Namespace) -> Found:
 
         def once() -> None:
             torch.compiler.cudagraph_mark_step_begin()
-            with arithmetic(resolved):
+            with autocast_context(resolved):
                 trainer.forward(inputs, inputs).backward()
 
         try:
@@ -180,7 +180,7 @@ def config_of(options: argparse.Namespace) -> TrainConfig:
         micro_batch=size, steps=options.steps, cycle=Cycle(options.steps, 0), keep_checkpoints=0, compile="off",
         loss="plain",
     )  # fmt: skip
-    return resolve(replace(config, **options.settings), device_facts())
+    return resolve(replace(config, **options.settings), device_info())
 
 
 def _kernel(work: Callable[[], object]) -> str:

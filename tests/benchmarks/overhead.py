@@ -26,7 +26,7 @@ from pathlib import Path
 
 import psutil
 
-from infra.device.hardware import cpu_facts
+from infra.device.hardware import cpu_info
 from infra.device.provenance import commit
 from infra.storage.files import write_json
 from train.config import Cycle, TrainConfig
@@ -120,8 +120,8 @@ def bare(config: TrainConfig) -> dict[str, float]:
     imported = time.perf_counter()
     trainer = Trainer(config)
     trainer.run()
-    start_up = imported - began + (trainer.spent.first_step or 0.0) - trainer.spent.steps[0]
-    counted = trainer.spent.steps[config.cycle.train :]
+    start_up = imported - began + (trainer.times.first_step or 0.0) - trainer.times.steps[0]
+    counted = trainer.times.steps[config.cycle.train :]
     return {
         "imports": imported - began,
         "start_up": start_up,
@@ -134,10 +134,10 @@ def wrapped(config: TrainConfig, *, on_ray: bool) -> dict[str, float]:
     began = time.time()
     with tempfile.TemporaryDirectory() as name, ThreadPoolExecutor(max_workers=1) as background:
         os.chdir(name)
-        from infra.ray.cluster import connected
-        from train.run import prepare
+        from infra.ray.cluster import ray_session
+        from train.run import import_and_open_store
 
-        preparing = background.submit(prepare, None)
+        preparing = background.submit(import_and_open_store, None)
         cycles: list[dict] = []
         busy: list[tuple[float, float]] = []
 
@@ -146,7 +146,7 @@ def wrapped(config: TrainConfig, *, on_ray: bool) -> dict[str, float]:
             busy.append((time.time(), cpu_seconds_of_others()))
 
         folder = Path(name) / "run"
-        with connected() if on_ray else nullcontext():
+        with ray_session() if on_ray else nullcontext():
             connected_at = time.time()
             preparing.result()
             prepared = time.time()
@@ -158,7 +158,7 @@ def wrapped(config: TrainConfig, *, on_ray: bool) -> dict[str, float]:
             recorded = time.time()
             with Tracker(key) as tracker:
                 run = replace(RunPlan.new(config, RunFolder(folder)), address="local" if on_ray else None)
-                result = driver.launch(run, resolve(config, cpu_facts()), tracker, on_cycle)
+                result = driver.launch(run, resolve(config, cpu_info()), tracker, on_cycle)
             returned = time.time()
         started, ended = ((folder / file).stat().st_mtime for file in ("lock", "cycles.jsonl"))
     first_step = ended - result.seconds

@@ -27,10 +27,10 @@ from typing import Any
 
 from playwright.sync_api import Browser, Page, sync_playwright
 
-from infra.device.downsampling import stride
+from infra.device.downsampling import sampling_interval
 from infra.device.telemetry import POINTS
 from infra.storage.files import write_json
-from infra.tracking.run_ref import RunKey
+from infra.tracking.run_ref import RunRef
 from infra.tracking.saved_views import OURS
 from infra.tracking.store import create_run
 from infra.tracking.tracker import Tracker
@@ -84,14 +84,14 @@ def main() -> None:
         write_json(record_file, record)
 
 
-def write_run(store: str, steps: int) -> tuple[RunKey, int]:
+def write_run(store: str, steps: int) -> tuple[RunRef, int]:
     """A run of ``steps`` steps, one each second, in a new store, and the number of its points."""
     key = create_run("train", "long", tracking_uri=store, tags={"kind": "run"})
     points, length = 0, Cycle().train
     with Tracker(key) as tracker:
 
         def write(values: dict[str, float | None], step: int) -> int:
-            tracker.metrics(values, step)
+            tracker.log_metrics(values, step)
             return len(values)
 
         for step in range(length, steps + 1, length):
@@ -103,11 +103,11 @@ def write_run(store: str, steps: int) -> tuple[RunKey, int]:
             }  # fmt: skip
             points += sum(write(values, position) for position, values in cycle_metrics(cycle))
         second = 0
-        while (second := second + stride(second, POINTS)) <= steps:
+        while (second := second + sampling_interval(second, POINTS)) <= steps:
             points += write(dict.fromkeys(TELEMETRY, float(second % 100)), second)
-        tracker.metrics({"result/tokens_per_second": 1024.0})
-        tracker.tags({"outcome": "finished", "tokens/s": "1,024 (1,020 to 1,030)"})
-        tracker.note("**What:** a long run  \n**Speed:** 1,024 tokens/s")
+        tracker.log_metrics({"result/tokens_per_second": 1024.0})
+        tracker.set_tags({"outcome": "finished", "tokens/s": "1,024 (1,020 to 1,030)"})
+        tracker.set_description("**What:** a long run  \n**Speed:** 1,024 tokens/s")
     return key, points
 
 
@@ -135,7 +135,7 @@ def served(folder: Path) -> Iterator[str]:
         server.wait()
 
 
-def opened(browser: Browser, server: str, key: RunKey) -> Iterator[dict[str, Any]]:
+def opened(browser: Browser, server: str, key: RunRef) -> Iterator[dict[str, Any]]:
     """The seconds that each page takes with an empty cache, and with what the first visit has left in it."""
     runs = f"{server}/#/experiments/{key.experiment_id}/runs"
     pages = {

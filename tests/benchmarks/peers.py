@@ -32,7 +32,7 @@ from infra.device import provenance
 from infra.storage.files import write_json
 from train.config import Cycle, TrainConfig, divisors, load_config
 from train.model_config import parse_model
-from tune.suite.suites import A100, apply
+from tune.suite.suites import A100, apply_changes
 
 RAN_OUT = "out of memory"
 SIDES = ("ours", "ladder", "huggingface", "nanogpt", "build-nanogpt")
@@ -129,21 +129,21 @@ def measure(options: argparse.Namespace) -> dict[str, Any]:
     import torch
 
     from train.loop import memory
-    from train.loop.memory_limit import Limit
+    from train.loop.memory_limit import MemoryLimit
     from tune.trial.run import THRASHING_STEPS
 
     config = config_of(options)
     kind = "cuda" if torch.cuda.is_available() else "cpu"
-    limit = Limit.impose(parse_size(options.memory_limit), kind)
+    limit = MemoryLimit.apply(parse_size(options.memory_limit), kind)
     torch.set_float32_matmul_precision("high")
-    memory.start_peak(limit.device)
+    memory.reset_peak(limit.device)
     try:
         if options.side in ("ours", "ladder"):
             seconds, losses = train_ours(config)
         else:
             seconds, losses = train_peer(PEERS[options.side], config, options, limit.device)
     except RuntimeError as failure:
-        if not memory.is_exhausted(failure):
+        if not memory.is_oom_error(failure):
             raise
         return {"outcome": RAN_OUT}
     # One retry makes room for the optimizer's state in the first step; more mean that every step frees and asks anew.
@@ -169,7 +169,7 @@ def config_of(options: argparse.Namespace) -> TrainConfig:
         config = replace(load_config(options.config), data=config.data)
     if options.side == "ladder":
         steps = {name: value for rung in A100.rungs for name, value in rung.changes.items() if name != "batch"}
-        config = apply(config, steps | {"compile": "max-autotune" if options.compile == "whole" else "off"})
+        config = apply_changes(config, steps | {"compile": "max-autotune" if options.compile == "whole" else "off"})
     return replace(
         config, global_batch=options.global_batch, micro_batch=options.size, steps=options.steps,
         cycle=Cycle(options.steps, 0), keep_checkpoints=0,
@@ -186,7 +186,7 @@ def train_ours(config: TrainConfig) -> tuple[list[float], list[float]]:
         import torch
 
         raise torch.OutOfMemoryError(result.reason)
-    return trainer.spent.steps, [loss for report in trainer.spent.reports for loss in report.step_losses]
+    return trainer.times.steps, [loss for report in trainer.times.reports for loss in report.step_losses]
 
 
 def train_peer(
@@ -241,7 +241,7 @@ def huggingface(options: argparse.Namespace, device: Any) -> Peer:
     from transformers import AttentionInterface, GPT2Config, GPT2LMHeadModel
     from transformers.integrations.sdpa_attention import sdpa_attention_forward
 
-    shape = TrainConfig(model=parse_model(options.model)).shape
+    shape = TrainConfig(model=parse_model(options.model)).gpt2_config
     sizes: dict[str, Any] = {
         "vocab_size": shape.padded_vocabulary, "n_positions": shape.context_length, "n_embd": shape.width,
         "n_layer": shape.layers, "n_head": shape.heads,
@@ -265,7 +265,7 @@ def huggingface(options: argparse.Namespace, device: Any) -> Peer:
 def nanogpt(options: argparse.Namespace, device: Any) -> Peer:
     """nanoGPT's model and optimizer, compiled as its ``train.py`` does."""
     theirs = definitions(options.nanogpt / "model.py")
-    shape = TrainConfig(model=parse_model(options.model)).shape
+    shape = TrainConfig(model=parse_model(options.model)).gpt2_config
     config = theirs.GPTConfig(
         block_size=shape.context_length, vocab_size=shape.padded_vocabulary, n_layer=shape.layers,
         n_head=shape.heads, n_embd=shape.width, dropout=0.0, bias=True,
@@ -279,7 +279,7 @@ def nanogpt(options: argparse.Namespace, device: Any) -> Peer:
 def build_nanogpt(options: argparse.Namespace, device: Any) -> Peer:
     """build-nanogpt's model and optimizer, compiled, as its author's lecture does."""
     theirs = definitions(options.build_nanogpt / "train_gpt2.py", master_process=False)
-    shape = TrainConfig(model=parse_model(options.model)).shape
+    shape = TrainConfig(model=parse_model(options.model)).gpt2_config
     config = theirs.GPTConfig(
         block_size=shape.context_length, vocab_size=shape.padded_vocabulary, n_layer=shape.layers,
         n_head=shape.heads, n_embd=shape.width,

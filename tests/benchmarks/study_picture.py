@@ -10,7 +10,7 @@ import matplotlib
 
 sys.path.insert(0, str(Path(__file__).parents[2]))
 
-from tune.suite.study import picture
+from tune.suite.study import draw_study
 
 with matplotlib.rc_context({"svg.fonttype": "none", "svg.hashsalt": "study"}):  # text, and the same file each time
-    picture().savefig(sys.argv[1], metadata={"Date": None})
+    draw_study().savefig(sys.argv[1], metadata={"Date": None})

@@ -106,7 +106,7 @@ OPTIONS = {"train.run": RunOptions, "tune.search": SearchConfig, "tune.ladder": 
 def test_the_products_commands_have_these_flags(step: Any, monkeypatch: pytest.MonkeyPatch) -> None:
     _, module, *given = step.command
     monkeypatch.setattr(sys, "argv", [module, *given])
-    options = flags.parsed(OPTIONS[module], module, OPTIONS[module]())
+    options = flags.parse_flags(OPTIONS[module], module, OPTIONS[module]())
     assert options.name == step.run
     assert step.result.startswith(f"runs/{step.run}/")
 

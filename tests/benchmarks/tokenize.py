@@ -126,18 +126,18 @@ if __name__ == "__main__":
 
 _WARM = """
 if __name__ == "__main__":
-    from infra.ray.cluster import connected
+    from infra.ray.cluster import ray_session
     from infra.storage.directory import StorageDir
     from pipeline.config import TokenizeConfig
-    from pipeline.job.plan import make_plan
-    from pipeline.books.sources import find
-    from pipeline.job.ray_data import do_pieces
+    from pipeline.job.plan import make_partitions
+    from pipeline.books.sources import build_inventory
+    from pipeline.job.ray_data import run_partitions
     config = TokenizeConfig(sources=(sys.argv[1],))
-    plan = make_plan(find(config.sources), config)
-    with connected(cpus=2):
-        list(do_pieces(plan, StorageDir.of(out), "warm-up", workers=2, ours=True))
+    plan = make_partitions(build_inventory(config.sources), config)
+    with ray_session(cpus=2):
+        list(run_partitions(plan, StorageDir.of(out), "warm-up", workers=2, ours=True))
         start = time.perf_counter()
-        list(do_pieces(plan, StorageDir.of(out), "measured", workers=2, ours=True))
+        list(run_partitions(plan, StorageDir.of(out), "measured", workers=2, ours=True))
         print(f"SECONDS {time.perf_counter() - start}")
 """
 

@@ -73,7 +73,7 @@ print(json.dumps({name: place.checksum(name) for name in place.files() if name.e
     "train": """
 import json, sys
 from infra.storage.directory import StorageDir
-from infra.tracking.run_ref import RunKey
+from infra.tracking.run_ref import RunRef
 from mlflow.tracking import MlflowClient
 place = StorageDir.of(f"s3://lab/runs/{sys.argv[1]}")
 key = json.loads(place.read("tracking.json"))

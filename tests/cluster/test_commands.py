@@ -30,7 +30,7 @@ from pipeline.job import output
 from pipeline.job.plan import Job
 from pipeline.job.task import do_piece
 job = Job(TokenizeConfig(("s3://lab/books",), out="alone", shard_size=1_000_000))
-output.begin(job, ())
+output.mark_unfinished(job, ())
 for piece in job.pieces:
     do_piece(piece, job.place, "alone")
 output.finish(job)
@@ -55,7 +55,7 @@ FLAGS = (
 READ = """
 import json
 from infra.storage.directory import StorageDir
-from infra.tracking.run_ref import RunKey
+from infra.tracking.run_ref import RunRef
 from mlflow.tracking import MlflowClient
 place = StorageDir.of("s3://lab/runs/one")
 key = json.loads(place.read("tracking.json"))

@@ -127,9 +127,9 @@ def lowered(
     import torch
     from compute import compile_nothing, compile_only  # type: ignore[import-not-found]
 
-    from infra.device.hardware import device_facts
+    from infra.device.hardware import device_info
     from train.config import TrainConfig
-    from train.loop.execution import arithmetic, build, compiled
+    from train.loop.execution import autocast_context, build_model, compile_model
     from train.model_config import parse_model
     from train.resolved import resolve
 
@@ -137,12 +137,12 @@ def lowered(
     chosen: dict[str, Any] = {"loss": "plain", "attention": "flash", "compile": "whole", "device": "cuda"} | settings
     shape = replace(parse_model(model), layers=layers, bias=bias)
     config = TrainConfig(model=shape, micro_batch=SEQUENCES, global_batch=SEQUENCES, **chosen)
-    config = resolve(config, device_facts())
+    config = resolve(config, device_info())
     device = torch.device("cuda", 0)
     torch.set_float32_matmul_precision("high")
-    forward = compiled(build(config, device), config)
+    forward = compile_model(build_model(config, device), config)
     ids = torch.zeros(SEQUENCES, shape.context_length + 1, dtype=torch.int64, device=device)
-    with arithmetic(config):
+    with autocast_context(config):
         loss = forward(ids[:, :-1], ids[:, 1:])
     loss.backward()
     from torch._inductor import metrics

@@ -20,7 +20,7 @@ from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils._pytree import tree_leaves
 from torch.utils.flop_counter import flop_registry
 
-from train.estimate.gpu_rates import Card
+from train.estimate.gpu_rates import GpuRates
 from train.estimate.roofline import ATTENTION
 
 FREE = (*ALLOCATIONS, *LEFT_ALONE, "_unsafe_view")
@@ -34,7 +34,7 @@ class StepTime(TorchDispatchMode):
     then on Triton's kernels are not compiled, and do nothing.
     """
 
-    def __init__(self, card: Card, precision: str) -> None:
+    def __init__(self, card: GpuRates, precision: str) -> None:
         super().__init__()
         self.card, self.precision, self.seconds, self.entered = card, precision, 0.0, False
         AsyncCompile.triton = self._kernel  # type: ignore[method-assign,assignment]
@@ -92,7 +92,7 @@ class StepTime(TorchDispatchMode):
     def _rate(self, name: str, args: tuple[Any, ...]) -> float:
         """FLOP/s of a matrix product or of attention, of whose FLOPs the causal half is computed."""
         kinds = {leaf.dtype for leaf in tree_leaves(args) if isinstance(leaf, Tensor)}
-        rate = self.card.products("bf16" if kinds & {torch.float16, torch.bfloat16} else self.precision)
+        rate = self.card.matmul_rate("bf16" if kinds & {torch.float16, torch.bfloat16} else self.precision)
         assert rate
         return 2 * ATTENTION * rate if "attention" in name else rate
 

@@ -16,9 +16,9 @@ from train.config import Cycle, TrainConfig
 from train.loop.trainer import Trainer
 from train.model_config import ModelConfig
 from tune.space import Candidate
-from tune.suite.suites import LOOP, Rung, apply
+from tune.suite.suites import LOOP, Rung, apply_changes
 from tune.trial.row import Proposal, TrialRow
-from tune.trial.run import Early, Request, run
+from tune.trial.run import StopRule, TrialRequest, run
 
 pytestmark = pytest.mark.gpu
 
@@ -39,7 +39,7 @@ def trial(config: TrainConfig, limit: int) -> TrialRow:
     proposal = Proposal(Candidate(config.micro_batch), "probe")
     values = replace(config, steps=30, cycle=Cycle(1, 0), keep_checkpoints=0).to_json()
     try:
-        row, trace = run(Request("m4", 1, "m4", proposal, values, "here", limit, Early(60.0, 0.001)))
+        row, trace = run(TrialRequest("m4", 1, "m4", proposal, values, "here", limit, StopRule(60.0, 0.001)))
     finally:
         torch.cuda.set_per_process_memory_fraction(1.0)
     assert row.outcome != "failed", trace or row.reason
@@ -72,7 +72,7 @@ def test_a_rung_of_the_loop_trains(config: TrainConfig, rung: Rung) -> None:
 
     def losses(changes: dict) -> list[float]:
         kept = {name: value for name, value in changes.items() if name not in ("model", "batch", "micro_batch")}
-        result = Trainer(apply(config, {**kept, "micro_batch": changes.get("micro_batch", 8) // 4 or 1})).run()
+        result = Trainer(apply_changes(config, {**kept, "micro_batch": changes.get("micro_batch", 8) // 4 or 1})).run()
         return [loss for _, loss, _ in result.loss_curve]
 
     assert losses({**LOOP.base, **rung.changes}) == pytest.approx(losses({**LOOP.base}), abs=2e-3)

@@ -9,12 +9,12 @@ import torch
 from torch import Tensor
 from torch._inductor.async_compile import AsyncCompile
 
-from train.estimate.gpu_rates import planned
+from train.estimate.gpu_rates import load_gpu_rates
 from train.estimate.roofline import ATTENTION
 
 pytestmark = pytest.mark.gpu
 
-CARD = planned("A100")
+CARD = load_gpu_rates("A100")
 ROWS = 1024
 
 

@@ -192,7 +192,7 @@ def ours(name: str, counted: "StepTime") -> dict[str, Any]:
     from pipeline.shards import Manifest, ShardRow, write_shard
     from train.config import Cycle
     from train.loop.trainer import Trainer
-    from tune.suite.study import studied
+    from tune.suite.study import study_rungs
 
     steps: list[float] = []
 
@@ -212,7 +212,7 @@ def ours(name: str, counted: "StepTime") -> dict[str, Any]:
             [ShardRow("book", "Book", None, "en", "made", "0" * 64, len(tokens), tokens)],
         )  # fmt: skip
         Manifest.of([shard], config={}, vocabulary_sha256="made", inputs={}, report={}).write(Path(folder))
-        config = dict(studied())[name]
+        config = dict(study_rungs())[name]
         config = replace(config, data=folder, steps=4, cycle=Cycle(4, 0), keep_checkpoints=0, spike=0.0)
         Trainer(config, should_stop=after_a_step).run()
     return {"our_seconds": round(steps[-1], 5)}
@@ -227,10 +227,10 @@ def main() -> None:
     if sys.argv[1] in LOOPS:
         from step_time import StepTime
 
-        from train.estimate.gpu_rates import planned
+        from train.estimate.gpu_rates import load_gpu_rates
 
         loop, name = sys.argv[1:]
-        counted = StepTime(planned("A100"), RUNGS[name].precision)
+        counted = StepTime(load_gpu_rates("A100"), RUNGS[name].precision)
         found = {"device": torch.cuda.get_device_name()} | LOOPS[loop](name, counted)
         print(json.dumps(found), flush=True)
         os._exit(0)  # which spares the pretended device an orderly end

@@ -27,10 +27,10 @@ from ray.cluster_utils import Cluster
 from infra.device import provenance
 from infra.storage.directory import StorageDir
 from infra.storage.files import write_json
-from pipeline.books.sources import find
+from pipeline.books.sources import build_inventory
 from pipeline.config import TokenizeConfig
 from pipeline.encoding.tokenizer import gpt2
-from pipeline.job.plan import make_plan
+from pipeline.job.plan import make_partitions
 from pipeline.job.task import do_piece
 from pipeline.shards import TRACKING, read_manifest
 from pipeline.tokenize import main
@@ -160,7 +160,8 @@ def test_a_hundred_thousand_tiny_files(tmp_path: Path) -> None:
         (folder / f"{number}.txt").write_text(f"Book {number}. {line * 4}")
     config = TokenizeConfig((str(folder),))
     summaries = [
-        do_piece(piece, StorageDir.of(tmp_path / "out"), "tiny") for piece in make_plan(find(config.sources), config)
+        do_piece(piece, StorageDir.of(tmp_path / "out"), "tiny")
+        for piece in make_partitions(build_inventory(config.sources), config)
     ]
     assert sum(summary["books"] for summary in summaries) == 100_000
 
@@ -171,5 +172,5 @@ def test_a_book_of_two_gigabytes_in_one_line(tmp_path: Path, prose: Callable[...
         while file.tell() < 2_000_000_000:
             file.write(line)
     config = TokenizeConfig((str(tmp_path / "line.txt"),), duplicates="keep")
-    (piece,) = make_plan(find(config.sources), config)
+    (piece,) = make_partitions(build_inventory(config.sources), config)
     assert do_piece(piece, StorageDir.of(tmp_path / "out"), "line")["books"] == 1

@@ -11,7 +11,7 @@ import pytest
 from infra.errors import UserError
 from infra.storage import directory
 from infra.storage.directory import StorageDir
-from pipeline.cache import on_this_machine
+from pipeline.cache import ensure_local
 from pipeline.shards import MANIFEST, Manifest, TokenShards, read_manifest
 
 S3 = tuple[str, Callable[[float], None]]
@@ -23,7 +23,7 @@ def data(bucket: str, small_shards: Path, tmp_path: Path, monkeypatch: pytest.Mo
     monkeypatch.setattr("tempfile.tempdir", str(tmp_path))
     data = StorageDir.of(f"s3://places/{tmp_path.name}/tokens{bucket}")
     for path in small_shards.rglob("*.*"):
-        data.put(path, path.relative_to(small_shards).as_posix())
+        data.upload(path, path.relative_to(small_shards).as_posix())
     return data
 
 
@@ -39,13 +39,13 @@ def test_the_same_bytes_arrive_through_a_storage_that_fails_now_and_then_and_are
     _, set_rate = s3
     set_rate(0.2)
     fetched: list[int] = []
-    folder = on_this_machine(data, lambda _, number: fetched.append(number))
+    folder = ensure_local(data, lambda _, number: fetched.append(number))
     assert contents(folder) == contents(small_shards)
     assert len(TokenShards(folder).open("train")) == 2
     assert fetched == [0, 1, 2]
-    assert on_this_machine(data, lambda _, number: fetched.append(number)) == folder
+    assert ensure_local(data, lambda _, number: fetched.append(number)) == folder
     assert fetched == [0, 1, 2]
-    assert on_this_machine(StorageDir.of(small_shards)) == small_shards
+    assert ensure_local(StorageDir.of(small_shards)) == small_shards
 
 
 def test_what_was_interrupted_is_continued(data: StorageDir, small_shards: Path) -> None:
@@ -57,26 +57,26 @@ def test_what_was_interrupted_is_continued(data: StorageDir, small_shards: Path)
             raise Killed
 
     with pytest.raises(Killed):
-        on_this_machine(data, die)
+        ensure_local(data, die)
     fetched: list[int] = []
-    folder = on_this_machine(data, lambda _, number: fetched.append(number))
+    folder = ensure_local(data, lambda _, number: fetched.append(number))
     assert fetched == [1, 2]
     assert contents(folder) == contents(small_shards)
     shard = folder / "train/000001-000.arrow"
     shard.write_bytes(shard.read_bytes()[:-1])  # as a full disk leaves it
-    on_this_machine(data)
+    ensure_local(data)
     assert contents(folder) == contents(small_shards)
 
 
 def test_another_data_set_at_the_same_address_is_another_folder(
     data: StorageDir, make_shards: Callable[..., Path], tmp_path: Path
 ) -> None:
-    before = on_this_machine(data)
+    before = ensure_local(data)
     kept = contents(before)
     other = make_shards(tmp_path / "other", seed=1)
     for path in other.rglob("*.*"):
-        data.put(path, path.relative_to(other).as_posix())
-    after = on_this_machine(data)
+        data.upload(path, path.relative_to(other).as_posix())
+    after = ensure_local(data)
     assert after != before
     assert (contents(before), contents(after)) == (kept, contents(other))
 
@@ -87,10 +87,10 @@ def test_a_damaged_data_set_is_refused_and_described(
     whole = (small_shards / "train/000000-000.arrow").read_bytes()
     data.write("train/000000-000.arrow", whole[:-1] + b"?")
     with pytest.raises(UserError, match=r"train/000000-000\.arrow\S* is damaged: its checksum"):
-        on_this_machine(data)
+        ensure_local(data)
     data.remove(["train/000000-000.arrow"])
     with pytest.raises(UserError, match=r"train/000000-000\.arrow\S* is missing: run 'python -m pipeline\.tokenize"):
-        on_this_machine(data)
+        ensure_local(data)
     assert not list(tmp_path.rglob("*.arrow")), "nothing of it is kept"
     data.write("train/000000-000.arrow", whole)
     values = json.loads(data.read(MANIFEST))
@@ -98,17 +98,17 @@ def test_a_damaged_data_set_is_refused_and_described(
         values["shards"][0]["path"] = path
         data.write_json(MANIFEST, values)
         with pytest.raises(UserError, match=rf"damaged \(it: '{path}' is not the name of a shard\)"):
-            on_this_machine(data)
+            ensure_local(data)
     data.write(MANIFEST, b"<html>Please log in.</html>")
     with pytest.raises(UserError, match=r"manifest\.json\S* is damaged"):
-        on_this_machine(data)
+        ensure_local(data)
     data.remove([MANIFEST])
     with pytest.raises(UserError, match=r"has no manifest\.json, so its shards are unfinished"):
-        on_this_machine(data)
+        ensure_local(data)
     _, set_rate = s3
     set_rate(1.0)
     with pytest.raises(UserError, match=r"cannot be (read|listed)"):
-        on_this_machine(data)
+        ensure_local(data)
 
 
 def test_a_full_disk_leaves_no_half_shard(
@@ -122,9 +122,9 @@ def test_a_full_disk_leaves_no_half_shard(
     resource.setrlimit(resource.RLIMIT_FSIZE, (10_000, most))
     try:
         with pytest.raises(UserError, match=r"000000-000\.arrow cannot be written"):
-            on_this_machine(data)
+            ensure_local(data)
     finally:
         resource.setrlimit(resource.RLIMIT_FSIZE, (old, most))
     assert not list(scratch.rglob("*.arrow"))
-    assert contents(on_this_machine(data)) == contents(small_shards)
+    assert contents(ensure_local(data)) == contents(small_shards)
     shutil.rmtree(scratch)

@@ -11,12 +11,12 @@ import pytest
 
 from infra.errors import UserError
 from infra.storage.directory import StorageDir
-from pipeline.books.sources import find
+from pipeline.books.sources import build_inventory
 from pipeline.config import TokenizeConfig
 from pipeline.encoding.tokenizer import VOCABULARY_SHA256
 from pipeline.inspect import InspectConfig, main, passages, verify
 from pipeline.job.partition_result import read_record
-from pipeline.job.plan import make_plan
+from pipeline.job.plan import make_partitions
 from pipeline.job.task import do_piece
 from pipeline.shards import Manifest, read_manifest
 
@@ -27,7 +27,7 @@ def tokens(tmp_path_factory: pytest.TempPathFactory, write_books: Callable[..., 
     folder = tmp_path_factory.mktemp("inspect")
     books = write_books(folder / "books", 8, 500)
     config = TokenizeConfig(sources=(str(books),), val_fraction=0.3)
-    for piece in make_plan(find(config.sources), config):
+    for piece in make_partitions(build_inventory(config.sources), config):
         do_piece(piece, StorageDir.of(folder / "tokens"), f"test-{uuid.uuid4()}")
     record = read_record(folder / "tokens", "000000")
     assert record
@@ -88,7 +88,7 @@ def test_brackets_and_names_between_colons_are_printed_as_they_are(
 ) -> None:
     (tmp_path / "[b] [a=b].txt").write_text(prose(1).replace(" the ", " [/foo] [a=b] [1] :abc: "), encoding="utf-8")
     config = TokenizeConfig(sources=(f"{glob.escape(str(tmp_path))}/*.txt",))
-    (piece,) = make_plan(find(config.sources), config)
+    (piece,) = make_partitions(build_inventory(config.sources), config)
     do_piece(piece, StorageDir.of(tmp_path / "tokens"), f"test-{uuid.uuid4()}")
     record = read_record(tmp_path / "tokens", piece.name)
     assert record

@@ -18,11 +18,11 @@ from infra.errors import UserError
 from infra.storage.directory import StorageDir
 from infra.storage.object_storage import locate
 from pipeline.books.readers import RawBook, read_books
-from pipeline.books.sources import find
-from pipeline.cache import on_this_machine
+from pipeline.books.sources import build_inventory
+from pipeline.cache import ensure_local
 from pipeline.config import TokenizeConfig
 from pipeline.inspect import verify
-from pipeline.job.plan import make_plan
+from pipeline.job.plan import make_partitions
 from pipeline.shards import read_manifest
 
 
@@ -94,7 +94,7 @@ def hub() -> Iterator[str]:
 def books_of(*sources: str) -> dict[str, bytes]:
     """What is read of ``sources``, by id."""
     settings = TokenizeConfig(sources)
-    parts = [part for piece in make_plan(find(sources), settings) for part in piece.parts]
+    parts = [part for piece in make_partitions(build_inventory(sources), settings) for part in piece.parts]
     return {book.id: book.data for part in parts for book in read_books(part, settings) if isinstance(book, RawBook)}
 
 
@@ -106,21 +106,21 @@ def test_google_cloud_storage_is_read_and_written(
     gs = f"?base_url={parse_qs(bucket.lstrip('?'))['endpoint'][0]}"
     local = write_books(tmp_path / "books", 3)
     for path in local.iterdir():
-        StorageDir.of(f"gs://places/books{gs}").put(path, path.name)
+        StorageDir.of(f"gs://places/books{gs}").upload(path, path.name)
     expected = {f"books/{path.name}": path.read_bytes() for path in local.iterdir()}
     assert books_of(f"gs://places/books{gs}") == expected
     assert len(books_of(f"gs://places/*/*2.txt{gs}")) == 1
     with pytest.raises(UserError, match="your credentials"):  # of a bucket that is not public
         books_of(f"gs://anonymous@places/books{gs}")
     tokens = StorageDir.of(f"gs://places/tokens{gs}")
-    for name in StorageDir.of(small_shards).files():
-        tokens.put(small_shards / name, name)
+    for name in StorageDir.of(small_shards).list_files():
+        tokens.upload(small_shards / name, name)
     monkeypatch.setattr("tempfile.tempdir", str(tmp_path))
-    copy = StorageDir.of(on_this_machine(tokens))
+    copy = StorageDir.of(ensure_local(tokens))
     assert len(read_manifest(copy).shards) == 3
     assert list(verify(copy, read_manifest(tokens))) == list(verify(tokens, read_manifest(copy))) == []
-    tokens.remove([*tokens.files(), "never-there"])
-    assert tokens.files() == {}
+    tokens.remove([*tokens.list_files(), "never-there"])
+    assert tokens.list_files() == {}
 
 
 def test_the_hugging_face_hub_is_read(hub: str, tmp_path: Path, write_books: Callable[..., Path]) -> None:

@@ -18,7 +18,7 @@ from pipeline.shards import (
     ShardInfo,
     TokenShards,
     checksum,
-    made_by,
+    producing_run,
     read_manifest,
     write_batch,
 )
@@ -123,9 +123,9 @@ def test_storage_that_fails_is_not_taken_for_a_data_set_that_nobody_has_recorded
 ) -> None:
     query, set_rate = s3
     place = StorageDir.of(f"s3://places/tokens{query}")
-    assert made_by(place) is None
+    assert producing_run(place) is None
     place.write(TRACKING, b"cut sh")
-    assert made_by(place) is None
+    assert producing_run(place) is None
     set_rate(1.0)
     with pytest.raises(UserError, match="s3://places/tokens"):
-        made_by(place)
+        producing_run(place)

@@ -20,7 +20,7 @@ from infra.errors import UserError
 from infra.storage.directory import StorageDir
 from pipeline.config import TokenizeConfig
 from pipeline.job import processes
-from pipeline.shards import TRACKING, TokenShards, made_by, read_manifest
+from pipeline.shards import TRACKING, TokenShards, producing_run, read_manifest
 from pipeline.tokenize import main
 
 ROOT = Path(__file__).parent.parent.parent
@@ -78,7 +78,7 @@ def test_ray_and_processes_without_it_make_the_same_bytes(
     assert runs[0].info.status == "FINISHED"
     assert runs[0].data.metrics["books/kept"] == 40
     assert "throughput/tokens_per_second" in runs[0].data.metrics
-    newest = [made_by(folder) for folder in (two, one)]
+    newest = [producing_run(folder) for folder in (two, one)]
     assert [key and key.run_id for key in newest] == [run.info.run_id for run in runs[:2]], (
         "other tests share the store"
     )
@@ -96,10 +96,12 @@ def test_a_finished_folder_is_untouched_and_a_missing_shard_is_made_again(
     make("tokens")
     assert "nothing to do" in capsys.readouterr().out
     (folder / "train" / "000001-000.arrow").unlink()
-    do_pieces = processes.do_pieces
+    do_pieces = processes.run_partitions
     with monkeypatch.context() as patch:  # workers on another machine, whose --out is another disk
         patch.setattr(
-            processes, "do_pieces", lambda todo, _, *rest, **how: do_pieces(todo, StorageDir.of(tmp_path), *rest, **how)
+            processes,
+            "run_partitions",
+            lambda todo, _, *rest, **how: do_pieces(todo, StorageDir.of(tmp_path), *rest, **how),
         )
         with pytest.raises(UserError, match=r"2 of 3 pieces .*pieces/000001\.json.* give an --out on a disk"):
             make("tokens")

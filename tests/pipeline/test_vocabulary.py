@@ -14,14 +14,14 @@ import numpy as np
 import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
-from tokenizers import Tokenizer
+from tokenizers import Tokenizer as HFTokenizer
 
 from infra.errors import UserError
 from infra.storage.directory import StorageDir
 from pipeline import inspect, tokenize, vocabulary
-from pipeline.config import Reading, TokenizeConfig
+from pipeline.config import ReadingConfig, TokenizeConfig
 from pipeline.encoding.formats import PATTERNS
-from pipeline.encoding.tokenizer import EncoderName, Vocabulary, gpt2, read_vocabulary, vocabulary_at
+from pipeline.encoding.tokenizer import EncoderName, Tokenizer, gpt2, load_from, read_vocabulary
 from pipeline.inspect import InspectConfig, passages
 from pipeline.shards import VOCABULARY_FILE, TokenShards, read_manifest
 from pipeline.stream import Stream
@@ -49,11 +49,11 @@ def trained(tmp_path_factory: pytest.TempPathFactory) -> Path:
 
 
 @pytest.fixture(scope="module")
-def kinds(trained: Path, tmp_path_factory: pytest.TempPathFactory) -> dict[str, Vocabulary]:
+def kinds(trained: Path, tmp_path_factory: pytest.TempPathFactory) -> dict[str, Tokenizer]:
     """The same tokens as both kinds of files, by every split pattern, and with the end of text as the first id."""
     folder = tmp_path_factory.mktemp("kinds")
     values = json.loads(trained.read_bytes())
-    own = Vocabulary(trained.read_bytes(), "own")
+    own = Tokenizer(trained.read_bytes(), "own")
     splits = [{"type": "Split", "pattern": {"Regex": LLAMA}, "behavior": "Isolated", "invert": False}]
     splits.append(values["pre_tokenizer"] | {"use_regex": False})
     files: dict[str, Any] = {
@@ -72,7 +72,7 @@ def kinds(trained: Path, tmp_path_factory: pytest.TempPathFactory) -> dict[str, 
         (folder / f"own.{pattern}.tiktoken").write_bytes(ranks(own.tokens[:-1]))
     found = {file.name: read_vocabulary(str(file)) for file in folder.iterdir()}
     for each in found.values():
-        each.prepare("gigatoken")
+        each.check_encoders("gigatoken")
     return found
 
 
@@ -87,26 +87,26 @@ texts = st.text(
 @settings(max_examples=300)
 @given(texts, st.integers(1, 40))
 def test_ids_are_those_of_its_library_also_in_chunks_and_decode_to_the_text(
-    kinds: dict[str, Vocabulary], text: str, size: int
+    kinds: dict[str, Tokenizer], text: str, size: int
 ) -> None:
     for name, each in kinds.items():
         ids = each.encode(text.encode())
-        assert ids.tolist() == each.reference(text).tolist(), name
+        assert ids.tolist() == each.encode_with_reference(text).tolist(), name
         assert each.decode(ids) == text, name
         assert each.lengths[ids].sum() == len(text.encode()), name
         assert each.end_of_text not in ids, name
-        pieces = [each.reference(piece.decode()) for piece in each.chunks(text.encode(), size)]
+        pieces = [each.encode_with_reference(piece.decode()) for piece in each.chunks(text.encode(), size)]
         assert np.concatenate(pieces).tolist() == ids.tolist(), name
 
 
 @settings(max_examples=100)
 @given(texts)
-def test_a_rank_file_is_the_same_as_a_tokenizer_json(kinds: dict[str, Vocabulary], text: str) -> None:
+def test_a_rank_file_is_the_same_as_a_tokenizer_json(kinds: dict[str, Tokenizer], text: str) -> None:
     for pattern in PATTERNS:
         ranked = kinds[f"own.{pattern}.tiktoken"]
-        exported = Vocabulary(ranked.tokenizer_json().encode(), pattern)
+        exported = Tokenizer(ranked.tokenizer_json().encode(), pattern)
         assert (exported.tokens, exported.end_of_text) == (ranked.tokens, ranked.end_of_text)
-        assert exported.reference(text).tolist() == ranked.reference(text).tolist(), pattern
+        assert exported.encode_with_reference(text).tolist() == ranked.encode_with_reference(text).tolist(), pattern
 
 
 def test_training_is_deterministic_and_within_its_sample(trained: Path, tmp_path: Path) -> None:
@@ -115,7 +115,7 @@ def test_training_is_deterministic_and_within_its_sample(trained: Path, tmp_path
     assert (tmp_path / "again.json").read_bytes() == trained.read_bytes()
     vocabulary.main(replace(config, sample=100_000, out=str(tmp_path / "less.json")))
     assert (tmp_path / "less.json").read_bytes() != trained.read_bytes()
-    found = Vocabulary(trained.read_bytes(), "own")
+    found = Tokenizer(trained.read_bytes(), "own")
     assert (len(found), found.end_of_text, found.dtype) == (700, 699, np.uint16)
     assert b" the" in found.tokens
     with pytest.raises(UserError, match="exists already"):
@@ -142,7 +142,7 @@ def test_more_than_65_536_ids_take_four_bytes_from_book_to_batch(
     config = TokenizeConfig((str(books),), out=str(tmp_path / "out"), vocabulary=str(large), tracking_uri=store)
     tokenize.main(config)
     place = StorageDir.of(tmp_path / "out")
-    found = vocabulary_at(place, read_manifest(place).vocabulary_sha256)
+    found = load_from(place, read_manifest(place).vocabulary_sha256)
     assert found
     assert len(found) == 256 + 65_536 + 1
     shards = TokenShards(tmp_path / "out")
@@ -158,8 +158,8 @@ def test_more_than_65_536_ids_take_four_bytes_from_book_to_batch(
     assert max(ids[:-1].max() for ids in read.values()) > 65_535
     assert all(text for _, text in passages(place, shards.manifest, 3, 20))
 
-    stream = Stream([str(books)], 0, Reading(vocabulary=str(large)))
-    streamed = {book.book: book for book in stream.held_out(10**9)}
+    stream = Stream([str(books)], 0, ReadingConfig(vocabulary=str(large)))
+    streamed = {book.book: book for book in stream.validation_books(10**9)}
     assert streamed
     for book in streamed.values():
         assert book.tokens.dtype == np.uint32
@@ -168,7 +168,7 @@ def test_more_than_65_536_ids_take_four_bytes_from_book_to_batch(
 
 def test_a_data_set_carries_its_vocabulary_and_refuses_another(
     trained: Path,
-    kinds: dict[str, Vocabulary],
+    kinds: dict[str, Tokenizer],
     tmp_path: Path,
     store: str,
     write_books: Callable[..., Path],
@@ -211,7 +211,7 @@ def test_a_word_of_any_length_is_learned_from_in_parts_and_others_whole(tmp_path
     begin = time.monotonic()
     vocabulary.main(VocabularyConfig((str(tmp_path / "a.txt"),), size=340, out=str(tmp_path / "own.json")))
     assert time.monotonic() - begin < 20
-    tokens = Vocabulary((tmp_path / "own.json").read_bytes(), "own").tokens
+    tokens = Tokenizer((tmp_path / "own.json").read_bytes(), "own").tokens
     assert {b"ACGTACGT", b" the"} <= set(tokens)
 
 
@@ -238,7 +238,7 @@ def test_no_file_is_opened_once_the_sample_is_full(tmp_path: Path) -> None:
 def refusal_of(content: bytes, name: str, encoder: EncoderName) -> str:
     """Why ``encoder`` cannot be used with a vocabulary of this content, in one sentence; empty where it can."""
     try:
-        Vocabulary(content, f"--vocabulary {name}").prepare(encoder)
+        Tokenizer(content, f"--vocabulary {name}").check_encoders(encoder)
     except UserError as refused:
         sentence = str(refused)
     else:
@@ -262,11 +262,11 @@ def test_added_tokens_are_used_as_by_the_library_or_refused(trained: Path) -> No
     code = "def river():\n    run()\n        <|endoftext|>\tSherlock said    Sherlock\n" * 9
     for normalized in (False, True):
         content = added(values, "    ", "        ", "Sherlock", "\n\n", normalized=normalized)
-        library = Tokenizer.from_str(content.decode())
+        library = HFTokenizer.from_str(content.decode())
         library.encode_special_tokens = True
         for encoder in ENCODERS:
             assert not refusal_of(content, "added.json", encoder)
-            found = Vocabulary(content, "added.json")
+            found = Tokenizer(content, "added.json")
             ids = found.encode(code.encode(), encoder).tolist()
             assert ids == library.encode(code).ids
             assert {701, 702} <= set(ids)
@@ -277,9 +277,9 @@ def test_added_tokens_are_used_as_by_the_library_or_refused(trained: Path) -> No
     for encoder in ENCODERS:
         assert "New York" in refusal_of(added(values, "New York"), "cut.json", encoder), "it may be cut in a book"
     end = [values["added_tokens"][0] | {"special": False}]
-    own = Vocabulary(without(values, added_tokens=end), "end.json")
+    own = Tokenizer(without(values, added_tokens=end), "end.json")
     for encoder in ENCODERS:
-        own.prepare(encoder)
+        own.check_encoders(encoder)
         assert own.end_of_text not in own.encode(b"before<|endoftext|>after", encoder), "a book does not end there"
 
 
@@ -289,14 +289,14 @@ def test_older_files_and_the_hubs_own_are_read(trained: Path) -> None:
     pairs = values["model"]["merges"]
     split = {"type": "ByteLevel", "add_prefix_space": False, "trim_offsets": True}
     text = "It was the best of times, it was the worst of times.\n" * 9
-    expected = Vocabulary(trained.read_bytes(), "own").encode(text.encode()).tolist()
+    expected = Tokenizer(trained.read_bytes(), "own").encode(text.encode()).tolist()
     for merges in (pairs, [" ".join(pair) for pair in pairs]):
         for changes in ({}, {"unk_token": "<|endoftext|>"}, {"continuing_subword_prefix": "", "fuse_unk": False}):
             older = model | {"merges": merges} | changes
             content = without(values, model=older, pre_tokenizer=split, normalizer=None)
             for encoder in ENCODERS:
                 assert not refusal_of(content, "gpt2.json", encoder)
-                assert Vocabulary(content, "gpt2.json").encode(text.encode(), encoder).tolist() == expected
+                assert Tokenizer(content, "gpt2.json").encode(text.encode(), encoder).tolist() == expected
 
 
 def test_what_cannot_be_reproduced_is_refused_with_one_sentence(trained: Path) -> None:
@@ -331,24 +331,24 @@ def test_what_cannot_be_reproduced_is_refused_with_one_sentence(trained: Path) -
     assert refusal_of(content, "words.json", "tiktoken")
 
 
-def test_a_panic_of_an_encoder_is_one_sentence_and_the_other_encoder_works(kinds: dict[str, Vocabulary]) -> None:
+def test_a_panic_of_an_encoder_is_one_sentence_and_the_other_encoder_works(kinds: dict[str, Tokenizer]) -> None:
     content = json.dumps(
         {"pattern": "gpt2", "ranks": ranks([*kinds["own.json"].tokens[:256], b"never merged"]).decode()}
     ).encode()
     assert "--encoder tiktoken" in refusal_of(content, "own.gpt2.tiktoken", "gigatoken")
     assert not refusal_of(content, "own.gpt2.tiktoken", "tiktoken")
     with pytest.raises(UserError, match=r"own\.gpt2\.tiktoken"):
-        Vocabulary(content, "own.gpt2.tiktoken").tokenizer_json()
+        Tokenizer(content, "own.gpt2.tiktoken").tokenizer_json()
 
 
-def test_empty_lines_in_a_rank_file_change_nothing(tmp_path: Path, kinds: dict[str, Vocabulary]) -> None:
+def test_empty_lines_in_a_rank_file_change_nothing(tmp_path: Path, kinds: dict[str, Tokenizer]) -> None:
     content = ranks(kinds["own.json"].tokens[:-1])
     (tmp_path / "whole.gpt2.tiktoken").write_bytes(content)
     whole = read_vocabulary(str(tmp_path / "whole.gpt2.tiktoken"))
     for changed in (content + b"\n", content + b"\r\n \n", b"\n" + content, content.replace(b"\n", b"\r\n")):
         (tmp_path / "other.gpt2.tiktoken").write_bytes(changed)
         found = read_vocabulary(str(tmp_path / "other.gpt2.tiktoken"))
-        found.prepare("gigatoken")
+        found.check_encoders("gigatoken")
         assert (found.sha256, len(found), found.end_of_text) == (whole.sha256, len(whole), whole.end_of_text)
 
 
@@ -356,7 +356,7 @@ def without(values: dict[str, Any], **changes: Any) -> bytes:
     return json.dumps(values | changes).encode()
 
 
-def test_what_is_no_vocabulary_is_refused_by_name(trained: Path, kinds: dict[str, Vocabulary], tmp_path: Path) -> None:
+def test_what_is_no_vocabulary_is_refused_by_name(trained: Path, kinds: dict[str, Tokenizer], tmp_path: Path) -> None:
     values = json.loads(trained.read_bytes())
     model, pre = values["model"], values["pre_tokenizer"]
     tokens = kinds["own.json"].tokens[:-1]
@@ -383,7 +383,7 @@ def test_what_is_no_vocabulary_is_refused_by_name(trained: Path, kinds: dict[str
     for name, (content, said) in wrong.items():
         (tmp_path / name).write_bytes(content)
         with pytest.raises(UserError, match="--vocabulary ") as refused:
-            read_vocabulary(str(tmp_path / name)).prepare("gigatoken")
+            read_vocabulary(str(tmp_path / name)).check_encoders("gigatoken")
         sentence = str(refused.value)
         assert said in sentence, sentence
         assert name in sentence
@@ -393,7 +393,7 @@ def test_what_is_no_vocabulary_is_refused_by_name(trained: Path, kinds: dict[str
         read_vocabulary(str(tmp_path / "gone.json"))
     splits = [{"type": "Split", "pattern": {"Regex": r"\w+|\W"}, "behavior": "Isolated", "invert": False}]
     splits.append(pre | {"use_regex": False})
-    odd = Vocabulary(without(values, pre_tokenizer={"type": "Sequence", "pretokenizers": splits}), "odd.json")
-    odd.prepare("tiktoken")
+    odd = Tokenizer(without(values, pre_tokenizer={"type": "Sequence", "pretokenizers": splits}), "odd.json")
+    odd.check_encoders("tiktoken")
     with pytest.raises(UserError, match=r"odd\.json .*--encoder tiktoken"):
-        odd.prepare("gigatoken")
+        odd.check_encoders("gigatoken")

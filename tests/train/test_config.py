@@ -7,9 +7,9 @@ from pathlib import Path
 
 import pytest
 
-from infra.cli.flags import parsed
+from infra.cli.flags import parse_flags
 from infra.errors import UserError
-from pipeline.config import Reading
+from pipeline.config import ReadingConfig
 from train.config import Cycle, TrainConfig, config_from_json, load_config
 from train.model_config import PRESETS, format_model, parse_model
 from train.run import RunOptions, defaults
@@ -27,7 +27,7 @@ from train.run import RunOptions, defaults
         ({"micro_batch": 0}, ["--micro-batch 0"]),
         ({"seed": 2**63}, ["--seed 9223372036854775808"]),
         ({"loss_chunks": 7, "micro_batch": 32}, ["--loss-chunks 7", "--micro-batch"]),
-        ({"reading": Reading(text_field="content")}, ["--text-field", "--stream", "python -m pipeline.tokenize"]),
+        ({"reading": ReadingConfig(text_field="content")}, ["--text-field", "--stream", "python -m pipeline.tokenize"]),
     ],
 )
 def test_a_contradiction_is_named(settings: dict, named: list[str]) -> None:
@@ -110,7 +110,7 @@ def test_a_files_values_are_of_their_fields_types(values: dict[str, object], nam
 
 def test_every_field_takes_back_what_it_gave() -> None:
     full = TrainConfig(
-        stream=("books",), reading=Reading(doc_separator="***", languages=("en", "fr")), steps=3, within=0.01,
+        stream=("books",), reading=ReadingConfig(doc_separator="***", languages=("en", "fr")), steps=3, within=0.01,
         ablate=("sync",), accelerator="A100",
     )  # fmt: skip
     tiny = TrainConfig(model=parse_model("tiny,layers=3,dropout=0.1,tied=false"), steps=7, cycle=Cycle(5, 1))
@@ -122,10 +122,12 @@ def test_how_a_stream_is_read_is_in_a_file_and_under_the_pipelines_flags(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     path = tmp_path / "config.json"
-    path.write_text(json.dumps(TrainConfig(stream=("a.jsonl",), steps=3, reading=Reading(text_field="body")).to_json()))
+    path.write_text(
+        json.dumps(TrainConfig(stream=("a.jsonl",), steps=3, reading=ReadingConfig(text_field="body")).to_json())
+    )
     default = RunOptions(training=load_config(path))
     monkeypatch.setattr(sys, "argv", ["command", "--languages", "en", "fr", "--join-lines"])
-    assert parsed(RunOptions, "a command", default).training.reading == Reading(
+    assert parse_flags(RunOptions, "a command", default).training.reading == ReadingConfig(
         text_field="body", languages=("en", "fr"), join_lines=True
     )
     assert "reading" not in TrainConfig().to_json(), "which has no effect on shards"
@@ -136,5 +138,5 @@ def test_flags_win_over_a_file_also_with_their_default_values(tmp_path: Path, mo
     path.write_text(json.dumps(TrainConfig(micro_batch=7, global_batch=14, fp8=True, steps=3).to_json()))
     words = ["--micro-batch", "auto", "--workers", "7", "--no-fp8", "--steps", "None", "--tokens=100000", "--config"]
     monkeypatch.setattr(sys, "argv", ["command", *words, str(path)])
-    found = parsed(RunOptions, "a command", defaults()).training
+    found = parse_flags(RunOptions, "a command", defaults()).training
     assert found == TrainConfig(global_batch=14, workers=7, tokens=100_000)

@@ -83,7 +83,7 @@ def test_a_registered_model_has_a_signature_and_the_same_logits(
     with pytest.raises(UserError, match=r"MLflow run of .* is unknown"):
         export(asked)
     key = create_run("train", "one", tracking_uri=f"sqlite:///{tmp_path}/mlflow.db")
-    RunFolder(tmp_path / "runs" / "one").keep_key(key)
+    RunFolder(tmp_path / "runs" / "one").save_run_ref(key)
     with Tracker(key) as tracker:
         tracker.finish("KILLED")
     assert export(asked) == 0
@@ -109,8 +109,8 @@ def test_a_registered_model_has_a_signature_and_the_same_logits(
 def test_an_exported_model_and_its_run_name_each_other(saved: Path, tmp_path: Path) -> None:
     key = create_run("train", "one")
     with Tracker(key) as tracker:
-        tracker.note("**What:** tiny\n\n| a table |")
-    RunFolder(tmp_path / "runs" / "one").keep_key(key)
+        tracker.set_description("**What:** tiny\n\n| a table |")
+    RunFolder(tmp_path / "runs" / "one").save_run_ref(key)
     assert export(ExportConfig(checkpoint=str(saved), to=Path("exported"))) == 0
     card = (tmp_path / "exported" / "README.md").read_text()
     assert key.run_id in card

@@ -10,7 +10,7 @@ from typing import Any
 import pytest
 
 from infra.cli.console import console
-from infra.device.hardware import cpu_facts
+from infra.device.hardware import cpu_info
 from infra.errors import UserError
 from infra.storage.files import write_json
 from pipeline.encoding.tokenizer import read_vocabulary
@@ -161,5 +161,5 @@ def test_a_plan_is_for_what_the_limit_leaves_of_the_gpu(
 def test_a_plan_for_a_gpu_that_stands_in_has_the_limit_too() -> None:
     """--device cuda on a machine without one is planned for an A100."""
     config = TrainConfig(device="cuda")
-    found = [resolve_for_plan(config, cpu_facts(), limit).micro_batch for limit in (None, 20 * 10**9, 100 * 10**9)]
+    found = [resolve_for_plan(config, cpu_info(), limit).micro_batch for limit in (None, 20 * 10**9, 100 * 10**9)]
     assert found == [80, 32, 80]

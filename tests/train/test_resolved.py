@@ -7,21 +7,21 @@ import pytest
 from hypothesis import example, given
 from hypothesis import strategies as st
 
-from infra.device.hardware import A100, DeviceFacts
+from infra.device.hardware import A100, DeviceInfo
 from infra.errors import UserError
 from train.config import Loss, TrainConfig
-from train.estimate.memory import most, predict_peak
-from train.resolved import ENOUGH_TOKENS, continued, resolve, resolve_for_plan, without
+from train.estimate.memory import peak_with_margin, predict_peak
+from train.resolved import SATURATION_TOKENS, keep_memory_decisions, next_smaller_micro_batch, resolve, resolve_for_plan
 from tune.space import make_space
 
 MIB = 2**20
-V100 = DeviceFacts("cuda", "Tesla V100-SXM2-16GB", (7, 0), memory=16_384 * MIB)
-T4 = DeviceFacts("cuda", "Tesla T4", (7, 5), memory=15_360 * MIB)
-A10G = DeviceFacts("cuda", "NVIDIA A10G", (8, 6), bf16=True, memory=22_500 * MIB)
-L4 = DeviceFacts("cuda", "NVIDIA L4", (8, 9), bf16=True, memory=23_034 * MIB)
-A100_80 = DeviceFacts("cuda", "NVIDIA A100-SXM4-80GB", (8, 0), bf16=True, memory=81_920 * MIB)
-H100 = DeviceFacts("cuda", "NVIDIA H100 80GB HBM3", (9, 0), bf16=True, memory=81_559 * MIB)
-OLD_CPU, NEW_CPU = DeviceFacts("cpu", "cpu", memory=10**10), DeviceFacts("cpu", "cpu", bf16=True, memory=10**12)
+V100 = DeviceInfo("cuda", "Tesla V100-SXM2-16GB", (7, 0), memory=16_384 * MIB)
+T4 = DeviceInfo("cuda", "Tesla T4", (7, 5), memory=15_360 * MIB)
+A10G = DeviceInfo("cuda", "NVIDIA A10G", (8, 6), bf16=True, memory=22_500 * MIB)
+L4 = DeviceInfo("cuda", "NVIDIA L4", (8, 9), bf16=True, memory=23_034 * MIB)
+A100_80 = DeviceInfo("cuda", "NVIDIA A100-SXM4-80GB", (8, 0), bf16=True, memory=81_920 * MIB)
+H100 = DeviceInfo("cuda", "NVIDIA H100 80GB HBM3", (9, 0), bf16=True, memory=81_559 * MIB)
+OLD_CPU, NEW_CPU = DeviceInfo("cpu", "cpu", memory=10**10), DeviceInfo("cpu", "cpu", bf16=True, memory=10**12)
 DEVICES = (V100, T4, A100, H100, OLD_CPU, NEW_CPU)
 
 configs = st.builds(
@@ -55,19 +55,19 @@ def made(values: dict) -> TrainConfig:
         (NEW_CPU, None, ("fp32", "off", 4, "plain")),
         (NEW_CPU, 4 * 10**9, ("fp32", "off", 1, "fused")),
     ],
-    ids=lambda value: value.name if isinstance(value, DeviceFacts) else "",
+    ids=lambda value: value.name if isinstance(value, DeviceInfo) else "",
 )
 def test_what_a_run_is_that_is_given_no_flags(
-    facts: DeviceFacts, limit: int | None, expected: tuple[str, str, int, str]
+    facts: DeviceInfo, limit: int | None, expected: tuple[str, str, int, str]
 ) -> None:
     """GPT-2 124M at 480 sequences a step; without bf16 in hardware in fp32, and so on any CPU."""
-    found = resolve(TrainConfig(), facts.within(limit))
+    found = resolve(TrainConfig(), facts.with_memory_limit(limit))
     assert (found.device, found.attention) == (facts.kind, "auto" if facts.kind == "cuda" else "sdpa")
     assert (found.precision, found.compile, found.micro_batch, found.loss) == expected
-    assert most(found) <= min(facts.memory, limit or facts.memory)
+    assert peak_with_margin(found) <= min(facts.memory, limit or facts.memory)
     if found.loss == "fused":
-        plain = resolve(TrainConfig(loss="plain"), facts.within(limit))
-        assert plain.micro_batch < found.micro_batch or most(plain) > facts.within(limit).memory
+        plain = resolve(TrainConfig(loss="plain"), facts.with_memory_limit(limit))
+        assert plain.micro_batch < found.micro_batch or peak_with_margin(plain) > facts.with_memory_limit(limit).memory
 
 
 @given(
@@ -76,15 +76,15 @@ def test_what_a_run_is_that_is_given_no_flags(
 )  # fmt: skip
 @example(A100, 480, 1, 1, 18 * 10**9).via("the fused loss would allow 40 sequences, and the plain one's 32 are enough")
 def test_the_micro_batch_is_the_largest_that_fits(
-    facts: DeviceFacts, global_batch: int, workers: int, loss_chunks: int, limit: int
+    facts: DeviceInfo, global_batch: int, workers: int, loss_chunks: int, limit: int
 ) -> None:
     """Of those by the plain loss where they are enough, to which a larger one by the fused loss is not preferred."""
     asked = TrainConfig(global_batch=global_batch * workers, workers=workers, loss_chunks=loss_chunks)
-    there = facts.within(limit)
+    there = facts.with_memory_limit(limit)
     found = resolve(asked, there)
 
     def fits(size: int, loss: Loss) -> bool:
-        return most(replace(found, micro_batch=size, loss=loss)) <= there.memory
+        return peak_with_margin(replace(found, micro_batch=size, loss=loss)) <= there.memory
 
     assert found.global_batch == asked.global_batch == found.micro_batch * found.accumulation * workers
     sizes = found.micro_batches
@@ -93,36 +93,47 @@ def test_the_micro_batch_is_the_largest_that_fits(
         assert found.micro_batch in (1, 2, 3, 4)
     larger = [size for size in sizes if size > found.micro_batch]
     assert not any(fits(size, "plain") for size in larger if loss_chunks == 1)
-    enough = [size for size in sizes if size * 1024 >= ENOUGH_TOKENS and loss_chunks == 1 and fits(size, "plain")]
+    enough = [size for size in sizes if size * 1024 >= SATURATION_TOKENS and loss_chunks == 1 and fits(size, "plain")]
     if enough:
         assert (found.micro_batch, found.loss) == (max(enough), "plain")
     else:
         assert not any(fits(size, "fused") for size in larger)
         assert found.loss == "plain" or loss_chunks > 1 or not fits(found.micro_batch, "plain")
     if not fits(found.micro_batch, found.loss):
-        assert most(found) == min(most(replace(found, micro_batch=size)) for size in sizes), "what needs least is tried"
+        assert peak_with_margin(found) == min(peak_with_margin(replace(found, micro_batch=size)) for size in sizes), (
+            "what needs least is tried"
+        )
     given_size = resolve(replace(asked, micro_batch=global_batch), there)
     assert given_size.micro_batch == global_batch, "a size that was given is never changed"
 
 
 def test_a_size_that_did_not_fit_is_followed_by_the_next_smaller_one() -> None:
     config = resolve(TrainConfig(workers=2, global_batch=24), A100)
-    assert (config.micro_batch, without(config, []), without(config, [1])) == (12, config, None)
-    smaller = without(config, [12, 6])
+    assert (config.micro_batch, next_smaller_micro_batch(config, []), next_smaller_micro_batch(config, [1])) == (
+        12,
+        config,
+        None,
+    )
+    smaller = next_smaller_micro_batch(config, [12, 6])
     assert smaller
     assert (smaller.micro_batch, smaller.accumulation, smaller.global_batch) == (4, 3, 24)
     prime = resolve(TrainConfig(global_batch=37), A100)
-    assert [without(prime, sizes) for sizes in ([37], [37, 1])] == [replace(prime, micro_batch=1), None]
+    assert [next_smaller_micro_batch(prime, sizes) for sizes in ([37], [37, 1])] == [
+        replace(prime, micro_batch=1),
+        None,
+    ]
 
 
 def test_a_continued_run_keeps_what_it_found_and_what_is_given_wins() -> None:
     """The fused loss, too, where now the plain one would fit, which changes the sums."""
     asked = TrainConfig()
     decided = replace(asked, micro_batch=24, loss="fused").to_json()
-    found = resolve(continued(asked, decided), H100)
+    found = resolve(keep_memory_decisions(asked, decided), H100)
     assert (found.micro_batch, found.loss) == (24, "fused")
-    assert resolve(continued(replace(asked, workers=80), decided), H100).micro_batch == 6, "24 is no divisor there"
-    assert continued(replace(asked, micro_batch=8, loss="plain"), decided) == replace(
+    assert resolve(keep_memory_decisions(replace(asked, workers=80), decided), H100).micro_batch == 6, (
+        "24 is no divisor there"
+    )
+    assert keep_memory_decisions(replace(asked, micro_batch=8, loss="plain"), decided) == replace(
         asked, micro_batch=8, loss="plain"
     )
 
@@ -141,12 +152,12 @@ def test_a_continued_run_keeps_what_it_found_and_what_is_given_wins() -> None:
         ({"compile": "max-autotune"}, A100, "max-autotune"),
     ],
 )
-def test_what_is_compiled(settings: dict[str, Any], facts: DeviceFacts, expected: str) -> None:
+def test_what_is_compiled(settings: dict[str, Any], facts: DeviceInfo, expected: str) -> None:
     assert resolve(TrainConfig(**settings), facts).compile == expected
 
 
 @given(configs, st.sampled_from(DEVICES))
-def test_run_estimate_search_and_report_agree(values: dict, facts: DeviceFacts) -> None:
+def test_run_estimate_search_and_report_agree(values: dict, facts: DeviceInfo) -> None:
     asked = made(values)
     if asked.device == "cuda" and facts.kind == "cpu":
         with pytest.raises(UserError, match="there is no CUDA GPU"):
@@ -159,7 +170,7 @@ def test_run_estimate_search_and_report_agree(values: dict, facts: DeviceFacts) 
     assert resolve(found, facts) == found, "deciding twice is deciding once"
     assert resolve_for_plan(asked, facts) == found, "a plan speaks of the same run"
     space = make_space(found, (f"precision={found.precision}",))
-    control = space.config(space.candidates()[space.sizes.index(found.micro_batch)])
+    control = space.config(space.candidates()[space.micro_batches.index(found.micro_batch)])
     assert control == found, "a search's control is that run"
     in_bf16 = predict_peak(replace(found, precision="bf16"))
     assert (predict_peak(found) == in_bf16) is (found.precision == "bf16"), "memory is predicted for what runs"

@@ -16,10 +16,10 @@ REPORT = CycleReport(
 
 
 def test_a_cycle_is_a_line() -> None:
-    assert REPORT.line() == (
+    assert REPORT.format_line() == (
         "batches:12 | loss: 4.000/0.000 | tok-seen: 12,345 | time: 8.00 | tok/sec: 1,250.00 | epoch: 1.50 hrs"
     )
-    assert " loss: 4.000/- |" in replace(REPORT, val_loss=None).line()
+    assert " loss: 4.000/- |" in replace(REPORT, val_loss=None).format_line()
 
 
 def test_a_result_is_read_back_as_it_was_written(make_result: Callable[..., RunResult]) -> None:

@@ -29,7 +29,7 @@ from train import run, train
 from train.config import Cycle, TrainConfig, config_from_json
 from train.launch import driver, worker
 from train.launch.channel import EarlierWorkers
-from train.launch.job import Assignment
+from train.launch.job import WorkerJob
 from train.loop.trainer import Trainer
 from train.model_config import ModelConfig
 from train.result import CycleReport
@@ -48,14 +48,14 @@ def test_a_copied_run_is_recorded_anew_where_a_store_is_named(tmp_path: Path, em
     first, second = (RunFolder(tmp_path / name) for name in ("first", "second"))
     first.path.mkdir()
     store = f"sqlite:///{shutil.copy(empty_store, tmp_path / 'named.db')}"
-    key, _ = run.run_in_mlflow(first, store, starts=True)
-    assert run.run_in_mlflow(first, store, starts=False) == (key, False)
+    key, _ = run.open_mlflow_run(first, store, starts=True)
+    assert run.open_mlflow_run(first, store, starts=False) == (key, False)
     shutil.copytree(first.path, second.path)
     with pytest.raises(UserError, match=f"{second.path} was copied or moved from {first.path}.*--tracking-uri"):
-        run.run_in_mlflow(second, None, starts=False)
-    other, is_new = run.run_in_mlflow(second, store, starts=False)
+        run.open_mlflow_run(second, None, starts=False)
+    other, is_new = run.open_mlflow_run(second, store, starts=False)
     assert is_new
-    assert second.key() == other != key
+    assert second.run_ref() == other != key
 
 
 @pytest.mark.usefixtures("shared_ray")
@@ -250,9 +250,9 @@ def begin(
     folder: Path, step: int = 0, marker: Path | None = None, past: EarlierWorkers | None = None
 ) -> tuple[Path | None, str | None]:
     """What a worker that is told to continue from ``step`` makes of ``folder``."""
-    assignment = Assignment(TrainConfig(), StorageDir.of(folder), "", step, marker=marker)
+    assignment = WorkerJob(TrainConfig(), StorageDir.of(folder), "", step, shared_disk_marker=marker)
     with ExitStack() as locks:
-        return worker.begin(RunFolder(folder), locks, assignment, past or EarlierWorkers())
+        return worker.lock_and_find_checkpoint(RunFolder(folder), locks, assignment, past or EarlierWorkers())
 
 
 def test_a_worker_that_is_told_why_another_gave_up_or_has_died_too_often_does_not_train(tmp_path: Path) -> None:
@@ -292,10 +292,10 @@ def test_a_worker_begins_at_the_step_that_it_is_told_or_a_later_one(
 
 
 def test_workers_that_find_different_checkpoints_train_nothing() -> None:
-    assert worker.common_refusal([(None, 6, "a"), (None, 6, "b")]) is None
-    assert worker.common_refusal([(None, 6, "a"), ("why", 6, "b")]) == "why"
+    assert worker.combine_refusals([(None, 6, "a"), (None, 6, "b")]) is None
+    assert worker.combine_refusals([(None, 6, "a"), ("why", 6, "b")]) == "why"
     for other in (0, 8):
-        differ = worker.common_refusal([(None, 6, "a"), (None, 6, "b"), (None, other, "c")])
+        differ = worker.combine_refusals([(None, 6, "a"), (None, 6, "b"), (None, other, "c")])
         assert differ
         assert differ.startswith(f"the run continues from step 6 on a and from step {other} on c: give object storage")
 

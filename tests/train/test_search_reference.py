@@ -17,16 +17,16 @@ from train.intervals import Estimate
 from train.launch.driver import diagnosed
 from train.launch.job import RunPlan
 from train.reporting.report import detail_rows
-from train.result import Memory, RunResult, Shortage, Throughput
-from train.run import RunOptions, planned
+from train.result import Memory, MemoryShortage, RunResult, Throughput
+from train.run import RunOptions, plan_run
 from train.run_files.run_folder import RunFolder
-from train.search_reference import SPEED_SETTINGS, Confirmed, confirmed_by, slower
+from train.search_reference import SPEED_SETTINGS, SearchReference, diagnose_slowdown, read_search_reference
 
 Make = Callable[..., RunResult]
 
 MACHINE = {"system/processors": 8.0, "system/machine_cpu_percent": 95.0, "system/worker_cpu_percent": 500.0}
 CARD = MACHINE | {"system/gpu_sm_clock_mhz": 1755.0, "system/gpu_memory_gb": 20.0}
-CONFIRMED = Confirmed(
+CONFIRMED = SearchReference(
     "fast", Estimate(1000.0, 980.0, 1020.0), "NVIDIA H100", ("w1",), 0.01, CARD | {"system/machine_cpu_percent": 70.0}
 )
 BARE = replace(CONFIRMED, machines=("w1", "w2"), data_wait_fraction=None, telemetry={})
@@ -68,7 +68,7 @@ def ran(make_result: Make, speed: float = 850.0, retries: int = 0, **changes: An
 def test_a_cause_that_the_records_show_is_named_and_no_other(
     make_result: Make, changes: dict[str, Any], cause: str
 ) -> None:
-    found = slower(ran(make_result, **changes), CONFIRMED, EAGER)
+    found = diagnose_slowdown(ran(make_result, **changes), CONFIRMED, EAGER)
     assert found
     speed, (_, text) = found.rows
     assert re.search("15.0%.*1,000 tokens/s.*980 to 1,020", speed[1])
@@ -78,18 +78,18 @@ def test_a_cause_that_the_records_show_is_named_and_no_other(
 
 
 @pytest.mark.parametrize("confirmed", [CONFIRMED, BARE])
-def test_without_evidence_no_cause_is_named(make_result: Make, confirmed: Confirmed) -> None:
+def test_without_evidence_no_cause_is_named(make_result: Make, confirmed: SearchReference) -> None:
     """Nothing but the speed is other than it was, as far as the search recorded it; all that was compared is told."""
-    found = slower(ran(make_result), confirmed, EAGER)
+    found = diagnose_slowdown(ran(make_result), confirmed, EAGER)
     assert found
     ((_, text),) = found.rows[1:]
     assert text.startswith("unknown")
     assert all(number in text for number in ("1.0%", "1,755 MHz", "0.6", "0 times in 10 steps"))
-    compiled = slower(ran(make_result), confirmed, replace(EAGER, compile="whole"))
+    compiled = diagnose_slowdown(ran(make_result), confirmed, replace(EAGER, compile="whole"))
     assert compiled
     assert "TORCH_LOGS=recompiles" in compiled.rows[1][1]
     on_cpu = ran(make_result, telemetry={}, device="cpu", memory=Memory(None, None, 2**30, "rss"))
-    found = slower(on_cpu, replace(BARE, device="cpu"), EAGER)
+    found = diagnose_slowdown(on_cpu, replace(BARE, device="cpu"), EAGER)
     assert found
     assert found.rows[1][1].endswith("1.0% of the time"), "of a CPU no more is known"
 
@@ -97,7 +97,7 @@ def test_without_evidence_no_cause_is_named(make_result: Make, confirmed: Confir
 @pytest.mark.parametrize("changes", [{"retries": 30, "steps": 10_000}, {"retries": 2}, {"data_wait_fraction": 0.04}])
 def test_what_is_usual_is_no_cause(make_result: Make, changes: dict[str, Any]) -> None:
     """Few retries in many steps, those of the first steps, and waits for data that the search's trials had, too."""
-    found = slower(ran(make_result, **changes), replace(CONFIRMED, data_wait_fraction=0.03), EAGER)
+    found = diagnose_slowdown(ran(make_result, **changes), replace(CONFIRMED, data_wait_fraction=0.03), EAGER)
     assert found
     assert found.rows[1][1].startswith("unknown")
 
@@ -105,18 +105,20 @@ def test_what_is_usual_is_no_cause(make_result: Make, changes: dict[str, Any]) -
 def test_a_power_limit_is_no_cause_and_heat_is_one_where_the_searchs_clock_is_not_known(make_result: Make) -> None:
     """A healthy GPU runs at its power limit."""
     limited = CARD | {"system/machine_cpu_percent": 70.0, "system/gpu_throttled_by_power_percent": 97.0}
-    found = slower(ran(make_result, telemetry=limited), BARE, EAGER)
+    found = diagnose_slowdown(ran(make_result, telemetry=limited), BARE, EAGER)
     assert found
     assert found.rows[1][1].startswith("unknown")
-    hot = slower(ran(make_result, telemetry=limited | {"system/gpu_throttled_by_heat_percent": 40.0}), BARE, EAGER)
+    hot = diagnose_slowdown(
+        ran(make_result, telemetry=limited | {"system/gpu_throttled_by_heat_percent": 40.0}), BARE, EAGER
+    )
     assert hot
     assert re.search("^GPU clock 1,755 MHz.* power 97%.* heat 40%", hot.rows[1][1])
 
 
 @pytest.mark.parametrize("speed", [975.0, 980.0, 1000.0, 1200.0])
 def test_a_run_whose_interval_reaches_the_searchs_is_not_slower(make_result: Make, speed: float) -> None:
-    assert slower(ran(make_result, speed, data_wait_fraction=0.5), CONFIRMED, EAGER) is None
-    assert slower(ran(make_result, throughput=None), CONFIRMED, EAGER) is None
+    assert diagnose_slowdown(ran(make_result, speed, data_wait_fraction=0.5), CONFIRMED, EAGER) is None
+    assert diagnose_slowdown(ran(make_result, throughput=None), CONFIRMED, EAGER) is None
 
 
 @pytest.fixture
@@ -132,24 +134,27 @@ def best(tmp_path: Path) -> Path:
 
 
 def test_what_a_search_found_is_read_from_its_file(best: Path) -> None:
-    assert confirmed_by(str(best), TrainConfig()) == CONFIRMED
-    assert confirmed_by(str(best), TrainConfig(learning_rate=1e-4, steps=7, data="elsewhere", seed=3)) == CONFIRMED
+    assert read_search_reference(str(best), TrainConfig()) == CONFIRMED
+    assert (
+        read_search_reference(str(best), TrainConfig(learning_rate=1e-4, steps=7, data="elsewhere", seed=3))
+        == CONFIRMED
+    )
 
 
 def test_it_is_also_read_from_object_storage(best: Path, bucket: str) -> None:
     place = StorageDir.of(f"s3://places/fast/{bucket}")
-    place.put(best, "best.json")
-    assert confirmed_by(str(place / "best.json"), TrainConfig()) == CONFIRMED
-    assert confirmed_by(str(place / "absent.json"), TrainConfig()) is None
+    place.upload(best, "best.json")
+    assert read_search_reference(str(place / "best.json"), TrainConfig()) == CONFIRMED
+    assert read_search_reference(str(place / "absent.json"), TrainConfig()) is None
 
 
 def test_a_run_that_is_executed_in_another_way_is_not_compared(best: Path) -> None:
     for changes in ({"micro_batch": 16}, {"compile": "whole"}, {"loss": "fused"}, {"device": "cpu"}):
-        assert confirmed_by(str(best), replace(TrainConfig(), **changes)) is None
+        assert read_search_reference(str(best), replace(TrainConfig(), **changes)) is None
     run = best.with_name("config.json")
     run.write_text(json.dumps(TrainConfig().to_json()))
-    assert confirmed_by(str(run), TrainConfig()) is None
-    assert confirmed_by(str(best.with_name("absent.json")), TrainConfig()) is None
+    assert read_search_reference(str(run), TrainConfig()) is None
+    assert read_search_reference(str(best.with_name("absent.json")), TrainConfig()) is None
 
 
 def test_the_command_compares_with_the_file_that_it_was_given(best: Path, small_shards: Path, tmp_path: Path) -> None:
@@ -158,8 +163,8 @@ def test_the_command_compares_with_the_file_that_it_was_given(best: Path, small_
     values = json.loads(best.read_text())
     best.write_text(json.dumps(values | {"config": config.to_json()}))
     options = RunOptions(training=config, config=str(best), out=str(tmp_path))
-    assert planned(options).confirmed == CONFIRMED
-    assert planned(replace(options, config=None)).confirmed is None
+    assert plan_run(options).confirmed == CONFIRMED
+    assert plan_run(replace(options, config=None)).confirmed is None
 
 
 def test_it_is_in_the_result_of_the_run_and_after_memory(make_result: Make, small_shards: Path, tmp_path: Path) -> None:
@@ -170,11 +175,11 @@ def test_it_is_in_the_result_of_the_run_and_after_memory(make_result: Make, smal
     run = RunPlan(config, read_manifest(small_shards), RunFolder(tmp_path), confirmed=CONFIRMED)
     result = ran(make_result, data_wait_fraction=0.12)
     found = diagnosed(run, config, result)
-    assert found == slower(result, CONFIRMED, EAGER)
+    assert found == diagnose_slowdown(result, CONFIRMED, EAGER)
     assert found
     assert found.rows[1] in detail_rows(config, replace(result, diagnosis=found))
     assert diagnosed(replace(run, confirmed=None), config, result) is None
-    over = replace(result, outcome="over_limit", shortage=Shortage("the check after step 1", None, 10**9, {}))
+    over = replace(result, outcome="over_limit", shortage=MemoryShortage("the check after step 1", None, 10**9, {}))
     found = diagnosed(run, config, over)
     assert found
     assert "predicted to fit" in found.advice
@@ -199,7 +204,7 @@ def test_storage_that_fails_is_not_taken_for_a_search_that_left_nothing(
 ) -> None:
     query, set_rate = s3
     file = f"s3://places/fast/best.json{query}"
-    assert confirmed_by(file, EAGER) is None
+    assert read_search_reference(file, EAGER) is None
     set_rate(1.0)
     with pytest.raises(UserError, match=r"s3://places/fast/best.json"):
-        confirmed_by(file, EAGER)
+        read_search_reference(file, EAGER)

@@ -17,13 +17,13 @@ from hypothesis import strategies as st
 from torch._dynamo.utils import counters
 from torch.nn.attention import SDPBackend
 
-from infra.device.hardware import cpu_facts
+from infra.device.hardware import cpu_info
 from infra.errors import UserError
 from train.config import AUTO, Attention, Checkpointing, Cycle, Loss, Optimizer, Precision, Schedule, TrainConfig
-from train.loop.execution import AUTOCAST, build, choose_allocator, compiled, keep_compiled_attention
+from train.loop.execution import AUTOCAST, build_model, compile_model, configure_allocator, keep_compiled_attention
 from train.loop.trainer import Trainer
 from train.model_config import ModelConfig
-from train.models.attention import books_of, by_kernels
+from train.models.attention import book_numbers, by_kernels
 from train.models.optimizer import learning_rate
 from train.resolved import resolve
 from train.result import CycleReport
@@ -41,7 +41,7 @@ def config(small_shards: Path, small_model: ModelConfig) -> TrainConfig:
 
 def gradients(config: TrainConfig, tokens: torch.Tensor) -> tuple[float, dict[str, torch.Tensor]]:
     """The loss and gradients of one batch, from the same weights and the same random numbers."""
-    model = build(resolve(config, cpu_facts()), CPU)
+    model = build_model(resolve(config, cpu_info()), CPU)
     torch.manual_seed(7)
     loss = model(tokens[:, :-1], tokens[:, 1:])
     loss.backward()
@@ -70,7 +70,7 @@ def test_gradients_stay_the_same(config: TrainConfig, change: dict[str, Any]) ->
     dropouts = (0.0,) if "attention" in change else (0.0, 0.2)  # another kernel draws other random numbers
     for dropout, tied in itertools.product(dropouts, (True, False)):
         usual = dataclasses.replace(config, model=dataclasses.replace(config.model, dropout=dropout, tied=tied))
-        tokens = batch_of(usual.shape)
+        tokens = batch_of(usual.gpt2_config)
         expected, plain = gradients(usual, tokens)
         loss, changed = gradients(dataclasses.replace(usual, **change), tokens)
         assert loss == pytest.approx(expected, rel=1e-5)
@@ -80,11 +80,11 @@ def test_gradients_stay_the_same(config: TrainConfig, change: dict[str, Any]) ->
 
 def test_masked_attention_stays_within_a_book(config: TrainConfig) -> None:
     end = config.model.vocabulary - 1
-    tokens = batch_of(config.shape)[1:2, :-1]
-    assert books_of(tokens, end)[0, [0, 3, 4, 20, 21]].tolist() == [0, 0, 1, 1, 2]
+    tokens = batch_of(config.gpt2_config)[1:2, :-1]
+    assert book_numbers(tokens, end)[0, [0, 3, 4, 20, 21]].tolist() == [0, 0, 1, 1, 2]
     for attention in ("sdpa", "manual"):
         masked = dataclasses.replace(config, mask_books=True, attention=attention)
-        model = build(resolve(masked, cpu_facts()), CPU).eval()
+        model = build_model(resolve(masked, cpu_info()), CPU).eval()
         changed = tokens.clone()
         changed[0, 5] = (changed[0, 5] + 1) % end
         with torch.no_grad():
@@ -94,7 +94,7 @@ def test_masked_attention_stays_within_a_book(config: TrainConfig) -> None:
 
 
 def test_mask_books_is_the_same_in_both_attentions(config: TrainConfig) -> None:
-    tokens = batch_of(config.shape)
+    tokens = batch_of(config.gpt2_config)
     masked = dataclasses.replace(config, mask_books=True)
     assert gradients(masked, tokens)[0] != gradients(config, tokens)[0]
     expected = gradients(dataclasses.replace(masked, attention="manual"), tokens)[0]
@@ -125,9 +125,9 @@ def test_the_allocator_is_chosen_unless_the_user_has(
         monkeypatch.delenv(name, raising=False)
     if setting:
         monkeypatch.setenv(setting, "max_split_size_mb:64")
-    choose_allocator(dataclasses.replace(config, allocator="default"))
+    configure_allocator(dataclasses.replace(config, allocator="default"))
     assert "PYTORCH_ALLOC_CONF" not in os.environ or setting
-    choose_allocator(dataclasses.replace(config, allocator="expandable"))
+    configure_allocator(dataclasses.replace(config, allocator="expandable"))
     expected = {None: "expandable_segments:True", "PYTORCH_ALLOC_CONF": "max_split_size_mb:64"}.get(setting)
     assert os.environ.get("PYTORCH_ALLOC_CONF") == expected
 
@@ -135,8 +135,8 @@ def test_the_allocator_is_chosen_unless_the_user_has(
 GROWING = """
 import sys, torch
 from train.config import TrainConfig
-from train.loop.execution import choose_allocator
-choose_allocator(TrainConfig(device="cuda", allocator=sys.argv[1]))
+from train.loop.execution import configure_allocator
+configure_allocator(TrainConfig(device="cuda", allocator=sys.argv[1]))
 kept = torch.zeros(1, device="cuda")
 print(torch.cuda.memory_snapshot()[0]["is_expandable"])
 """
@@ -174,7 +174,7 @@ def test_what_was_compiled_for_one_precision_is_not_run_for_another(
         counters.clear()
         chosen = dataclasses.replace(config, compile="whole", precision=precision, device="cuda")
         with torch.autocast("cpu", kind):
-            compiled(layer, chosen)(torch.randn(8, 8)).float().sum().backward()
+            compile_model(layer, chosen)(torch.randn(8, 8)).float().sum().backward()
         found = counters["aot_autograd"]
         assert (found["autograd_cache_miss"], found["autograd_cache_saved"]) == (1, 1), (precision, dict(found))
 

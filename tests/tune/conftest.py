@@ -33,7 +33,7 @@ def benchmark() -> Iterator[Callable[[str], ModuleType]]:
 
 def _drive(proposals: Any, resources: object) -> None:
     """What Ray Tune does for an experiment, in this process, whose memory is not the trial's alone."""
-    from tune.experiment.ray_tune import outcome
+    from tune.experiment.ray_tune import run_trial
 
     for number in itertools.count():
         given = proposals.suggest(str(number))
@@ -41,7 +41,7 @@ def _drive(proposals: Any, resources: object) -> None:
             raise proposals.failure
         if given == proposals.FINISHED or given is None:
             return
-        proposals.on_trial_complete(str(number), outcome(given["request"]))
+        proposals.on_trial_complete(str(number), run_trial(given["request"]))
 
 
 @pytest.fixture
@@ -50,7 +50,7 @@ def in_this_process(monkeypatch: pytest.MonkeyPatch) -> None:
     from tune.experiment import session  # which imports Ray and MLflow, for which other tests need not wait
     from tune.experiment.trials import Experiment
 
-    monkeypatch.setattr(session, "drive", _drive)
-    monkeypatch.setattr(session, "connected", lambda *_, **__: nullcontext())
+    monkeypatch.setattr(session, "run_tuner", _drive)
+    monkeypatch.setattr(session, "ray_session", lambda *_, **__: nullcontext())
     monkeypatch.setattr(session, "trial_nodes", lambda _: {socket.gethostname(): "its id"})
     monkeypatch.setattr(Experiment, "resources", lambda _: {})

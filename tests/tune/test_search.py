@@ -21,19 +21,19 @@ import pytest
 from mlflow.entities import Run
 from mlflow.tracking import MlflowClient
 
-from infra.ray.cluster import connected
+from infra.ray.cluster import ray_session
 from infra.storage.directory import StorageDir
-from infra.tracking.run_ref import RunKey
+from infra.tracking.run_ref import RunRef
 from train.config import Cycle, TrainConfig, load_config
 from train.loop.trainer import Trainer
 from train.model_config import PRESETS, ModelConfig
-from train.run_files.lookup import run_with
+from train.run_files.lookup import format_run_command
 from train.run_files.run_folder import resume_command
 from tune import find_fastest, search
 from tune.config import SearchConfig
 from tune.experiment.folder import write_record
 from tune.experiment.search_plan import make_search
-from tune.strategy.ranking import NEGLIGIBLE
+from tune.strategy.ranking import NEGLIGIBLE_LOSS
 
 FLAGS = [
     "--model", "tiny,layers=2,heads=2,width=32,context_length=32,vocabulary=257,padded_vocabulary=320",
@@ -89,7 +89,7 @@ def killed(folder: Path, small_shards: Path, cluster: str) -> dict[Path, int]:
 def searched(command: Callable[..., int], folder: Path, killed: dict[Path, int], cluster: str) -> Path:
     """A finished search: the one that was killed, continued by this process. Every candidate once."""
     assert killed, "otherwise nothing was begun"
-    with connected(cluster):
+    with ray_session(cluster):
         assert command(search.main, "--resume", "one") == 0
     return folder / "runs" / "one"
 
@@ -118,7 +118,7 @@ def test_a_search_leaves_rows_files_and_runs(command: Callable[..., int], folder
     assert parent.info.status == "FINISHED"
     assert "tokens/s" in parent.data.tags["mlflow.note.content"]
     assert parent.data.metrics["trials/ok"] == len(rows)
-    assert parent.data.metrics["result/speedup_over_control"] >= 1 - NEGLIGIBLE
+    assert parent.data.metrics["result/speedup_over_control"] >= 1 - NEGLIGIBLE_LOSS
     assert Counter(r.info.status for r in children) == {"FINISHED": len(rows)}
     assert len({r.data.tags["trial"] for r in children}) == len(rows)
     assert all(r.data.metrics["result/tokens_per_second"] > 0 for r in children)
@@ -136,7 +136,7 @@ def test_what_is_to_be_pasted_names_odd_folders_as_a_shell_reads_them(tmp_path: 
     folder = tmp_path / "all of my [runs]" / "it's one"
     again = resume_command("tune.search", StorageDir.of(folder))
     assert shlex.split(again)[-3:] == ["it's one", "--out", str(folder.parent)]
-    assert shlex.split(run_with(StorageDir.of(folder) / "best.json"))[-1] == str(folder / "best.json")
+    assert shlex.split(format_run_command(StorageDir.of(folder) / "best.json"))[-1] == str(folder / "best.json")
     again = resume_command("tune.search", StorageDir.of("s3://lab/runs/one"))
     assert again == "python -m tune.search --resume one --out s3://lab/runs"
 
@@ -211,7 +211,7 @@ def test_a_search_that_cannot_be_resumed_yet_keeps_its_folder(
     training = TrainConfig(data=str(small_shards), model=PRESETS["tiny"], global_batch=2, device="cpu")
     made = make_search(SearchConfig(training=training, name="early", memory_limit=8 * 10**9))
     made.folder.mkdir(parents=True)
-    write_record(made.working_copy, made.config, made.identity(), RunKey("sqlite:////gone/mlflow.db", "1", "a"))
+    write_record(made.working_copy, made.config, made.identity(), RunRef("sqlite:////gone/mlflow.db", "1", "a"))
     assert "sqlite:////gone/mlflow.db" in refused(search.main, "--resume", "early")
     assert (folder / "runs" / "early" / "search.json").is_file()
 

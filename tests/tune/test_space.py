@@ -6,11 +6,11 @@ from pathlib import Path
 
 import pytest
 
-from infra.device.hardware import A100, cpu_facts
+from infra.device.hardware import A100, cpu_info
 from infra.errors import UserError
 from infra.schema import from_json, to_json
 from infra.storage.directory import StorageDir
-from infra.tracking.run_ref import RunKey
+from infra.tracking.run_ref import RunRef
 from train.config import TrainConfig
 from train.resolved import resolve
 from tune.config import SearchConfig
@@ -19,7 +19,7 @@ from tune.space import Candidate, make_space
 
 
 def test_every_factor_pair_is_a_candidate() -> None:
-    space = make_space(resolve(TrainConfig(global_batch=12, micro_batch=4), cpu_facts()), ())
+    space = make_space(resolve(TrainConfig(global_batch=12, micro_batch=4), cpu_info()), ())
     assert [c.micro_batch for c in space.candidates()] == [1, 2, 3, 4, 6, 12]
     assert {space.config(c).micro_batch * space.config(c).accumulation for c in space.candidates()} == {12}
     assert space.control == Candidate(4)
@@ -27,7 +27,7 @@ def test_every_factor_pair_is_a_candidate() -> None:
 
 def test_knobs_multiply_and_the_control_comes_first() -> None:
     space = make_space(
-        resolve(TrainConfig(global_batch=8, micro_batch=4), cpu_facts()), ("compile=off,whole", "checkpointing=full")
+        resolve(TrainConfig(global_batch=8, micro_batch=4), cpu_info()), ("compile=off,whole", "checkpointing=full")
     )
     assert space.config(space.control) == space.base
     assert len(set(space.candidates())) == 4 * len(space.combinations)
@@ -42,30 +42,30 @@ def test_two_axes_have_every_pair_up_to_the_largest_step(
     batch: int, micro_batch: int, accumulations: tuple[int, ...], largest: int | None, control: tuple[int, int]
 ) -> None:
     """The control is the run that the flags describe, or the largest with the first accumulation."""
-    base = resolve(TrainConfig(global_batch=batch, micro_batch=micro_batch), cpu_facts())
+    base = resolve(TrainConfig(global_batch=batch, micro_batch=micro_batch), cpu_info())
     space = make_space(base, (), accumulations, largest)
     pairs = {(c.micro_batch, space.config(c).accumulation): space.config(c).global_batch for c in space.candidates()}
     sizes = {1, 2, 4, 8, 16, 24, micro_batch}
     assert pairs == {(m, a): m * a for m in sizes for a in accumulations if m * a <= (largest or batch)}
     own = space.config(space.control)
     assert (own.micro_batch, own.accumulation) == control
-    assert space.label(space.control) == f"m{control[0]}x{control[1]}"
+    assert space.short_label(space.control) == f"m{control[0]}x{control[1]}"
 
 
 def test_micro_batches_that_fit_with_no_setting_are_left_out() -> None:
     base = resolve(TrainConfig(global_batch=1, micro_batch=1), A100)
     space = make_space(base, ("checkpointing=full",), (1, 2), 10**6)
-    kept = space.within(
+    kept = space.restrict(
         lambda candidate: candidate.micro_batch <= (64 if ("checkpointing", "full") in candidate.knobs else 8)
     )
-    assert max(kept.sizes) == 64
-    assert space.within(lambda candidate: False).sizes == (1,)
+    assert max(kept.micro_batches) == 64
+    assert space.restrict(lambda candidate: False).micro_batches == (1,)
 
 
 def test_contradictions_are_left_out() -> None:
     base = TrainConfig(global_batch=4, micro_batch=4)
     short = replace(base, model=replace(base.model, context_length=12))
-    space = make_space(resolve(short, cpu_facts()), ("loss_chunks=1,8",))
+    space = make_space(resolve(short, cpu_info()), ("loss_chunks=1,8",))
     assert [c.micro_batch for c in space.candidates() if ("loss_chunks", 8) in c.knobs] == [2, 4]
     both = make_space(resolve(base, A100), ("attention=flash", "precision=fp32")).combinations
     assert (("attention", "flash"), ("precision", "bf16")) in both
@@ -94,7 +94,7 @@ def test_the_values_to_try_follow_the_controls_own_and_those_of_other_numerics_h
 )
 def test_what_no_candidate_can_be_is_refused(base: TrainConfig, knob: str, reason: str) -> None:
     with pytest.raises(UserError, match=reason):
-        make_space(resolve(base, cpu_facts()), (knob,))
+        make_space(resolve(base, cpu_info()), (knob,))
 
 
 def test_settings_survive_their_file() -> None:
@@ -110,7 +110,7 @@ def test_settings_survive_their_file() -> None:
 
 def test_a_damaged_search_is_named(tmp_path: Path) -> None:
     for damage in ({"memory_limit": "4GB"}, {"knobs": [["compile"]]}, {"out": 3}):
-        kept = {"config": SearchConfig().to_json() | damage, "identity": {}, "parent": to_json(RunKey("", "", ""))}
+        kept = {"config": SearchConfig().to_json() | damage, "identity": {}, "parent": to_json(RunRef("", "", ""))}
         (tmp_path / "search.json").write_text(json.dumps(kept))
         with pytest.raises(UserError, match=r"search\.json is corrupt"):
             read_config(StorageDir.of(tmp_path), SearchConfig)

@@ -11,14 +11,14 @@ import numpy as np
 
 from infra.errors import UserError
 from infra.storage.directory import StorageDir
-from pipeline.cache import on_this_machine
+from pipeline.cache import ensure_local
 from pipeline.shards import Manifest, TokenShards
 from train.config import TrainConfig
-from train.data.tokenizer import vocabulary_of_data
+from train.data.tokenizer import load_tokenizer
 from train.data.windows import VALIDATION_SEED, OrderedWindows, Windows
 
 
-class Data(Protocol):
+class TrainingData(Protocol):
     """The data of a run."""
 
     @property
@@ -41,27 +41,27 @@ class Data(Protocol):
         """Windows in an epoch; None if that is unknown."""
         ...
 
-    def place(self, position: int) -> dict[str, Any] | None:
+    def state_dict(self, position: int) -> dict[str, Any] | None:
         """What a checkpoint keeps in addition to ``position``, the number of windows consumed."""
         ...
 
-    def go_to(self, place: dict[str, Any] | None) -> None:
-        """Continue reading from a value of :meth:`place`."""
+    def load_state_dict(self, state_dict: dict[str, Any] | None) -> None:
+        """Continue reading from a value of :meth:`state_dict`."""
         ...
 
 
 class ShardData:
     """Token shards: any window can be read at once, so a position is enough to continue.
 
-    ``on_shard`` is called as :func:`on_this_machine` calls it.
+    ``on_download`` is called as :func:`ensure_local` calls it.
     """
 
     def __init__(
-        self, config: TrainConfig, on_shard: Callable[[Manifest, int], None] = lambda manifest, number: None
+        self, config: TrainConfig, on_download: Callable[[Manifest, int], None] = lambda manifest, number: None
     ) -> None:
         if config.stream:
             raise UserError("--stream is for 'python -m train.run' alone: here, give token shards with --data.")
-        shards = TokenShards(on_this_machine(StorageDir.of(config.data), on_shard))
+        shards = TokenShards(ensure_local(StorageDir.of(config.data), on_download))
         length = config.model.context_length
         self.manifest = shards.manifest
         self.windows = Windows(shards.streams("train"), length, config.seed)
@@ -69,17 +69,17 @@ class ShardData:
         self.validation = None
         if config.cycle.val:
             self.validation = Windows(shards.streams("val"), length, VALIDATION_SEED, split="val")
-        if vocabulary_of_data(config, self.manifest) is None:  # which would tell its ids
-            _refuse_larger_ids(config, [*self.windows.streams, *(self.validation.streams if self.validation else ())])
+        if load_tokenizer(config, self.manifest) is None:  # which would tell its ids
+            _check_token_ids(config, [*self.windows.streams, *(self.validation.streams if self.validation else ())])
 
-    def place(self, position: int) -> None:
+    def state_dict(self, position: int) -> None:
         """Always None: the position is enough."""
 
-    def go_to(self, place: dict[str, Any] | None) -> None:
+    def load_state_dict(self, state_dict: dict[str, Any] | None) -> None:
         """Do nothing: every window can be read at any time."""
 
 
-def _refuse_larger_ids(config: TrainConfig, streams: Iterable[np.ndarray]) -> None:
+def _check_token_ids(config: TrainConfig, streams: Iterable[np.ndarray]) -> None:
     """Raise ``UserError`` when a token of ``streams`` is none of the model's."""
     largest, known = max(int(stream.max(initial=0)) for stream in streams), config.model.vocabulary
     if largest >= known:

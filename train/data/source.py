@@ -12,21 +12,23 @@ from train.config import TrainConfig
 from train.data.windows import refuse_short
 
 
-def absolute(config: TrainConfig) -> TrainConfig:
+def with_absolute_paths(config: TrainConfig) -> TrainConfig:
     """``config`` with absolute paths of local sources, because workers run in a folder of Ray's."""
     if not config.stream:
         return replace(config, data=StorageDir.of(config.data).address)
-    vocabulary = config.reading.vocabulary and StorageDir.of(config.reading.vocabulary).address
-    reading = replace(config.reading, vocabulary=vocabulary)
+    tokenizer = config.reading.vocabulary and StorageDir.of(config.reading.vocabulary).address
+    reading = replace(config.reading, vocabulary=tokenizer)
     return replace(config, stream=tuple(whole_path(source) for source in config.stream), reading=reading)
 
 
-def stream_of(config: TrainConfig) -> Stream:
+def open_stream(config: TrainConfig) -> Stream:
     """The books that ``config`` names with ``--stream``. Raises ``UserError`` when there are none."""
     return Stream(config.stream, config.seed, config.reading)
 
 
-def estimate(stream: Stream, book_tokens: float | None = None, held_out: Sequence[EncodedBook] = ()) -> Manifest:
+def estimate_manifest(
+    stream: Stream, book_tokens: float | None = None, held_out: Sequence[EncodedBook] = ()
+) -> Manifest:
     """The manifest of a stream: its fingerprint, and an epoch's totals as estimated from the size of its sources.
 
     ``book_tokens`` is the mean length of a book, from which the number of books is estimated; without it, every file
@@ -35,8 +37,12 @@ def estimate(stream: Stream, book_tokens: float | None = None, held_out: Sequenc
     summary = stream.inventory.summary()
     tokens = max(1, summary["bytes"] // BYTES_PER_TOKEN)
     books = tokens / book_tokens if book_tokens else summary["files"]
-    kept = [book for book in held_out if not book.dropped]
-    val = {"books": len(kept), "tokens": sum(len(b.tokens) for b in kept), "chars": sum(b.chars for b in kept)}
+    usable_books = [book for book in held_out if not book.dropped]
+    val = {
+        "books": len(usable_books),
+        "tokens": sum(len(b.tokens) for b in usable_books),
+        "chars": sum(b.chars for b in usable_books),
+    }
     return Manifest(
         config=stream.settings.identity(),
         vocabulary_sha256=stream.vocabulary_sha256,
@@ -48,7 +54,7 @@ def estimate(stream: Stream, book_tokens: float | None = None, held_out: Sequenc
     )
 
 
-def refuse_short_splits(config: TrainConfig, manifest: Manifest) -> None:
+def check_split_lengths(config: TrainConfig, manifest: Manifest) -> None:
     """Raise ``UserError`` when the shards of a split that ``config`` uses are shorter than a window."""
     if config.stream:
         return
@@ -57,12 +63,12 @@ def refuse_short_splits(config: TrainConfig, manifest: Manifest) -> None:
         refuse_short(split, lengths, config.model.context_length)
 
 
-def refuse_vast_steps(config: TrainConfig, manifest: Manifest) -> None:
+def check_enough_tokens(config: TrainConfig, manifest: Manifest) -> None:
     """Raise ``UserError`` when a step needs more tokens than the shards have."""
     available = manifest.splits["train"]["tokens"]
-    most = available // config.model.context_length
-    if not config.stream and 0 < most < config.global_batch:
+    available_windows = available // config.model.context_length
+    if not config.stream and 0 < available_windows < config.global_batch:
         raise UserError(
             f"--global-batch {config.global_batch:,} needs {config.step_tokens:,} tokens for one step, and "
-            f"{config.data} has {available:,} for training: give at most {most:,}."
+            f"{config.data} has {available:,} for training: give at most {available_windows:,}."
         )

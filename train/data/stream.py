@@ -20,7 +20,7 @@ from infra.errors import UserError
 from pipeline.shards import Manifest
 from pipeline.stream import EncodedBook, Stream
 from train.config import TrainConfig
-from train.data.source import estimate
+from train.data.source import estimate_manifest
 from train.data.windows import VALIDATION_SEED, Windows, permute
 
 BLOCK = 1 << 22
@@ -53,19 +53,19 @@ class StreamWindows:
     ) -> None:
         self.context_length = context_length
         self.seed = seed
-        self.places = [StreamPosition()]
+        self.block_positions = [StreamPosition()]
         """The places of all blocks so far, and of the next one."""
         self._read = read
         self._windows_per_block = max(1, block // context_length)
         self._books: Iterator[tuple[EncodedBook, int]] | None = None
-        self._waiting: deque[tuple[EncodedBook, int]] = deque()
+        self._buffered_books: deque[tuple[EncodedBook, int]] = deque()
         self._block = np.zeros(0, np.uint16)
         self._order = np.zeros(0, np.int64)
         self._start = 0
 
-    def go_to(self, place: StreamPosition) -> None:
-        """Begin at ``place``; call it before anything is read."""
-        self.places, self._start = [place], place.position
+    def load_state_dict(self, position: StreamPosition) -> None:
+        """Begin at ``position``; call it before anything is read."""
+        self.block_positions, self._start = [position], position.position
 
     def window_ids(self, positions: np.ndarray) -> np.ndarray:
         """The positions themselves: a position's window is known only when its block is read."""
@@ -80,65 +80,72 @@ class StreamWindows:
             out[row] = self._block[first : first + self.context_length + 1]
 
     def _next_block(self) -> None:
-        place = self.places[-1]
+        position = self.block_positions[-1]
         if self._books is None:
-            self._books = self._from(place)
+            self._books = self._books_from(position)
         length = self.context_length
         wanted = self._windows_per_block * length + 1
-        size = sum(len(book.tokens) - offset for book, offset in self._waiting)
+        size = sum(len(book.tokens) - offset for book, offset in self._buffered_books)
         while size < wanted and (following := next(self._books, None)):
-            self._waiting.append(following)
+            self._buffered_books.append(following)
             size += len(following[0].tokens) - following[1]
         count = min(self._windows_per_block, (size - 1) // length)
         if count < 1:
-            self._next_epoch(place, size)
+            self._next_epoch(position, size)
             return
-        tokens = np.concatenate([book.tokens[offset:] for book, offset in self._waiting])
+        tokens = np.concatenate([book.tokens[offset:] for book, offset in self._buffered_books])
         self._block = tokens[: count * length + 1]
-        self._order = permute(np.arange(count), count, self.seed, place.position)
-        self._start = place.position
-        self._drop(count * length)
-        book, offset = self._waiting[0]
-        self.places.append(
+        self._order = permute(np.arange(count), count, self.seed, position.position)
+        self._start = position.position
+        self._release_books(count * length)
+        book, offset = self._buffered_books[0]
+        self.block_positions.append(
             StreamPosition(
-                place.position + count, place.epoch, book.piece, book.source, book.book, offset, _hash(book.tokens)
+                position.position + count,
+                position.epoch,
+                book.partition,
+                book.source,
+                book.book,
+                offset,
+                _hash(book.tokens),
             )
         )
 
-    def _drop(self, tokens: int) -> None:
+    def _release_books(self, tokens: int) -> None:
         """Release the block's books, but for its last token, which is also the first token of the next block."""
-        while tokens >= len(self._waiting[0][0].tokens) - self._waiting[0][1]:
-            book, offset = self._waiting.popleft()
+        while tokens >= len(self._buffered_books[0][0].tokens) - self._buffered_books[0][1]:
+            book, offset = self._buffered_books.popleft()
             tokens -= len(book.tokens) - offset
-        book, offset = self._waiting[0]
-        self._waiting[0] = (book, offset + tokens)
+        book, offset = self._buffered_books[0]
+        self._buffered_books[0] = (book, offset + tokens)
 
-    def _next_epoch(self, place: StreamPosition, size: int) -> None:
+    def _next_epoch(self, position: StreamPosition, size: int) -> None:
         """Begin the books again in another order; the rest of this epoch does not fill a window and is left out."""
-        if not place.book:
+        if not position.book:
             raise UserError(
                 f"the books of --stream have {size:,} tokens for training and one window needs "
                 f"{self.context_length + 1:,}: name more books, or choose a shorter context length."
             )
-        self.places[-1] = StreamPosition(place.position, place.epoch + 1)
-        self._waiting.clear()
+        self.block_positions[-1] = StreamPosition(position.position, position.epoch + 1)
+        self._buffered_books.clear()
         self._books = None
 
-    def _from(self, place: StreamPosition) -> Iterator[tuple[EncodedBook, int]]:
-        """Books, starting at ``place``, each with the token to begin at.
+    def _books_from(self, position: StreamPosition) -> Iterator[tuple[EncodedBook, int]]:
+        """Books, starting at ``position``, each with the token to begin at.
 
-        Raises ``UserError`` when the book of ``place`` is no longer what it was.
+        Raises ``UserError`` when the book of ``position`` is no longer what it was.
         """
-        books = self._read(place.epoch, place.piece)
-        if place.book:
-            found = next((book for book in books if book.book == place.book), None)
-            if found is None or _hash(found.tokens) != place.tokens_hash:
-                state = "can no longer be read from" if found is None else "has changed in"
+        books = self._read(position.epoch, position.piece)
+        if position.book:
+            first_book = next((book for book in books if book.book == position.book), None)
+            if first_book is None or _hash(first_book.tokens) != position.tokens_hash:
+                state = "can no longer be read from" if first_book is None else "has changed in"
                 raise UserError(
-                    f"--stream: the book {place.book}, within which the checkpoint continues, {state} {place.source}. "
+                    f"--stream: the book {position.book}, within which the checkpoint continues, {state} "
+                    f"{position.source}. "
                     "Restore it, or start a new run with --name."
                 )
-            yield found, place.offset
+            yield first_book, position.offset
         for book in books:
             yield book, 0
 
@@ -158,21 +165,21 @@ class StreamData:
         """Tokens by the machine that encoded them."""
         held_out = []
         if config.cycle.val:
-            held_out = self.stream.held_out(config.cycle.val * config.step_tokens + 1)
+            held_out = self.stream.validation_books(config.cycle.val * config.step_tokens + 1)
             tokens = np.concatenate([book.tokens for book in held_out] or [np.zeros(0, np.uint16)])
             if len(tokens) <= length:
                 raise UserError(
                     f"the books that --stream holds out for validation have {len(tokens):,} tokens and one window "
                     f"needs {length + 1:,}: name more books, or turn validation off (--cycle {config.cycle.train}+0)"
-                    f"{_left_out(held_out)}."
+                    f"{_format_first_drop(held_out)}."
                 )
             self.validation = Windows([tokens], length, VALIDATION_SEED, split="val")
         self._held_out = held_out
 
-    def _read(self, epoch: int, piece: int) -> Iterator[EncodedBook]:
+    def _read(self, epoch: int, partition: int) -> Iterator[EncodedBook]:
         """The stream's books that are not dropped, and count them. Raises ``UserError`` when all are dropped."""
         first: EncodedBook | None = None
-        for book in self.stream.read(epoch, piece):
+        for book in self.stream.read(epoch, partition):
             if book.dropped:
                 self.dropped[book.dropped] += 1
                 first = first or book
@@ -185,33 +192,39 @@ class StreamData:
         if first and not self.books:
             raise UserError(
                 f"no book of --stream can be used for training: name others, or change how they are read"
-                f"{_left_out([first])}."
+                f"{_format_first_drop([first])}."
             )
 
     @property
     def manifest(self) -> Manifest:
         """The stream's manifest, with the mean length of the books that were read so far."""
-        return estimate(self.stream, self.tokens / self.books if self.books else None, self._held_out)
+        return estimate_manifest(self.stream, self.tokens / self.books if self.books else None, self._held_out)
 
     def summary(self) -> dict[str, Any]:
         """What was read, including a last block that has not been trained on."""
         counts = {"books": self.books, "tokens": self.tokens, "chars": self.chars}
         return counts | {"dropped": dict(self.dropped), "encoded_on": dict(self.encoded_on)}
 
-    def place(self, position: int) -> dict[str, Any]:
+    def state_dict(self, position: int) -> dict[str, Any]:
         """Where the block that holds the window at ``position`` begins."""
-        return asdict(next(place for place in reversed(self.windows.places) if place.position <= position))
+        return asdict(
+            next(
+                block_position
+                for block_position in reversed(self.windows.block_positions)
+                if block_position.position <= position
+            )
+        )
 
-    def go_to(self, place: dict[str, Any] | None) -> None:
-        """Begin at a value of :meth:`place`."""
-        if place:
-            self.windows.go_to(StreamPosition(**place))
+    def load_state_dict(self, state_dict: dict[str, Any] | None) -> None:
+        """Begin at a value of :meth:`state_dict`."""
+        if state_dict:
+            self.windows.load_state_dict(StreamPosition(**state_dict))
 
 
 def _hash(tokens: np.ndarray) -> str:
     return xxhash.xxh3_64_hexdigest(np.ascontiguousarray(tokens).data)
 
 
-def _left_out(books: Sequence[EncodedBook]) -> str:
+def _format_first_drop(books: Sequence[EncodedBook]) -> str:
     """The end of a sentence: the first of ``books`` that was dropped, and why; empty when none was."""
-    return next((f"; {book.book} was left out: {book.why}" for book in books if book.dropped), "")
+    return next((f"; {book.book} was left out: {book.drop_detail}" for book in books if book.dropped), "")

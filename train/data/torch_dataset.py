@@ -5,7 +5,7 @@ import torch
 from torch.utils.data import Dataset
 
 from infra.storage.directory import StorageDir
-from pipeline.cache import on_this_machine
+from pipeline.cache import ensure_local
 from pipeline.shards import Split, TokenShards
 from train.data.windows import Windows
 
@@ -19,7 +19,7 @@ class TokenDataset(Dataset[tuple[torch.Tensor, torch.Tensor]]):
     """
 
     def __init__(self, data: str, context_length: int, split: Split) -> None:
-        streams = TokenShards(on_this_machine(StorageDir.of(data))).streams(split)
+        streams = TokenShards(ensure_local(StorageDir.of(data))).streams(split)
         self.windows = Windows(streams, context_length, seed=0, split=split)
 
     def __len__(self) -> int:

@@ -10,12 +10,12 @@ from typing import Any
 
 from infra.errors import UserError
 from train.config import TrainConfig
-from train.estimate.flops import executed
-from train.estimate.memory import known_peak, predict_peak
+from train.estimate.flops import executed_flops_per_token
+from train.estimate.memory import peak_if_known, predict_peak
 
 
 @dataclass(frozen=True)
-class Change:
+class MemorySaving:
     """Flags that save memory."""
 
     flags: tuple[str, ...]
@@ -32,30 +32,30 @@ class Change:
         return " ".join(self.flags)
 
 
-def memory_savers(config: TrainConfig) -> list[Change]:
+def find_memory_savings(config: TrainConfig) -> list[MemorySaving]:
     """Changes that are predicted to save memory, by their cost: single changes first, then combinations.
 
     Changes without additional arithmetic are ordered as follows: first those that keep the micro-batch; then smaller
     micro-batches from the largest on, whose cost depends on the device's utilization and has no formula; last selective
     checkpointing, which repeats element-wise operations.
     """
-    current_peak, current_flops = predict_peak(config).total, executed(config)
+    current_peak, current_flops = predict_peak(config).total, executed_flops_per_token(config)
     ranked_changes = []
     for settings in _candidates(config):
         try:
             changed = replace(config, **settings)
         except UserError:  # The change cannot be combined with another setting.
             continue
-        breakdown = known_peak(changed)
+        breakdown = peak_if_known(changed)
         if breakdown is None:  # The memory of a custom model is only known for settings that were probed.
             continue
-        additional_flops = executed(changed) / current_flops - 1
+        additional_flops = executed_flops_per_token(changed) / current_flops - 1
         flags = tuple(f"--{name.replace('_', '-')} {value}" for name, value in settings.items())
         if breakdown.total < current_peak:
             repeats_elementwise = settings.get("checkpointing") == "selective"
             rank = len(flags) > 1, additional_flops, repeats_elementwise, -changed.micro_batch, len(flags)
             cost = _cost(config, changed, additional_flops)
-            ranked_changes.append((rank, Change(flags, breakdown.total, additional_flops, cost)))
+            ranked_changes.append((rank, MemorySaving(flags, breakdown.total, additional_flops, cost)))
     return [change for _, change in sorted(ranked_changes, key=lambda ranked: ranked[0])]
 
 

@@ -27,7 +27,7 @@ class Formula:
 def parameters(config: TrainConfig) -> int:
     """Number of parameters of a resolved ``config``'s model."""
     model = config.model
-    return model.looked_at.parameters if isinstance(model, CustomModel) else parameter_count(model)
+    return model.model_info.parameters if isinstance(model, CustomModel) else parameter_count(model)
 
 
 def formulas(config: TrainConfig) -> list[Formula]:
@@ -35,32 +35,32 @@ def formulas(config: TrainConfig) -> list[Formula]:
     model = config.model
     if isinstance(model, CustomModel):
         text = "3 x the forward pass, counted by torch.utils.flop_counter"
-        return [Formula("counted", text, model.looked_at.flops_per_token)]
+        return [Formula("counted", text, model.model_info.flops_per_token)]
     text = "6 x matmul parameters + 12 x layers x context x width (arXiv 2204.02311, appendix B)"
-    checkpointed = hardware(model, recomputed=model.layers)
+    checkpointed = hardware_flops(model, recomputed=model.layers)
     return [
-        Formula("PaLM", text, palm(model)),
-        Formula("causal", "6 x matmul parameters + 6 x layers x context x width", causal(model)),
+        Formula("PaLM", text, palm_flops(model)),
+        Formula("causal", "6 x matmul parameters + 6 x layers x context x width", causal_flops(model)),
         Formula("6N", "6 x all parameters (arXiv 2001.08361, section 2.1)", 6.0 * parameter_count(model)),
         Formula("hardware, checkpointed", "PaLM + a second forward pass of the blocks", checkpointed),
     ]
 
 
-def per_token(config: TrainConfig) -> float:
+def model_flops_per_token(config: TrainConfig) -> float:
     """Model FLOPs per token of a resolved ``config``, by the first of its :func:`formulas`."""
     return formulas(config)[0].flops
 
 
-def least(config: TrainConfig) -> float:
+def min_flops_per_token(config: TrainConfig) -> float:
     """Minimum FLOPs per token of any kernels; up to half of a custom model's may be attention that is causal."""
-    return per_token(config) / 2 if isinstance(config.model, CustomModel) else causal(config.model)
+    return model_flops_per_token(config) / 2 if isinstance(config.model, CustomModel) else causal_flops(config.model)
 
 
-def executed(config: TrainConfig) -> float:
+def executed_flops_per_token(config: TrainConfig) -> float:
     """FLOPs per token that the device executes; for a custom model without recomputation."""
     if isinstance(config.model, CustomModel):
-        return per_token(config)
-    return hardware(config.model, recomputed=recomputed_blocks(config))
+        return model_flops_per_token(config)
+    return hardware_flops(config.model, recomputed=recomputed_blocks(config))
 
 
 def matmul_parameters(model: ModelConfig) -> int:
@@ -71,24 +71,24 @@ def matmul_parameters(model: ModelConfig) -> int:
     return model.layers * 12 * model.width**2 + model.padded_vocabulary * model.width
 
 
-def palm(model: ModelConfig) -> float:
+def palm_flops(model: ModelConfig) -> float:
     """Model FLOPs per token by PaLM's formula (arXiv 2204.02311, appendix B), which counts attention as not causal."""
     return 6 * matmul_parameters(model) + 12 * model.layers * model.context_length * model.width
 
 
-def causal(model: ModelConfig) -> float:
+def causal_flops(model: ModelConfig) -> float:
     """Model FLOPs per token with causal attention, half of PaLM's (FlashAttention-2, arXiv 2307.08691, section 4)."""
     return 6 * matmul_parameters(model) + 6 * model.layers * model.context_length * model.width
 
 
-def hardware(model: ModelConfig, *, recomputed: int) -> float:
+def hardware_flops(model: ModelConfig, *, recomputed: int) -> float:
     """FLOPs per token that the device executes if the forward pass of ``recomputed`` blocks runs twice.
 
     If all blocks are recomputed, this is known as 8N instead of 6N (Korthikanti et al., arXiv 2205.05198, appendix A).
     The head is not recomputed.
     """
     block = 2 * 12 * model.width**2 + 4 * model.context_length * model.width
-    return palm(model) + recomputed * block
+    return palm_flops(model) + recomputed * block
 
 
 def recomputed_blocks(config: TrainConfig) -> int:
@@ -110,6 +110,6 @@ def with_matmul_efficiency(result: RunResult, config: TrainConfig, out: StorageD
     return replace(result, matmul_utilisation=result.flops_per_second / (rate * config.workers))
 
 
-def utilisation(tokens_per_second: float, flops_per_token: float, peak: float | None, devices: int) -> float | None:
+def utilization(tokens_per_second: float, flops_per_token: float, peak: float | None, devices: int) -> float | None:
     """Fraction of ``peak`` (FLOP/s of one device) that training uses; None if the peak is unknown."""
     return tokens_per_second * flops_per_token / (peak * devices) if peak else None

@@ -10,12 +10,12 @@ import torch
 from infra.cli.units import GB, format_duration, format_size
 from infra.errors import UserError
 from pipeline.shards import read_manifest
-from train.config import SIXTEEN_BITS, TrainConfig
+from train.config import HALF_PRECISIONS, TrainConfig
 from train.custom_model import CustomModel
 from train.estimate import flops
 from train.estimate.memory import (
     largest_micro_batch,
-    largest_of_any_batch,
+    largest_unconstrained_micro_batch,
     margin,
     predict_peak,
     published_activations,
@@ -34,7 +34,7 @@ Rows = list[tuple[str, str]]
 def parameter_rows(config: TrainConfig) -> Rows:
     total = flops.parameters(config)
     if isinstance(config.model, CustomModel):
-        blocks = config.model.looked_at.blocks
+        blocks = config.model.model_info.blocks
         names = ", ".join(blocks) or "none, so blocks can be neither recomputed nor compiled separately"
         return [("repeated blocks", names), ("total", f"[bold]{total:,}[/bold]")]
     shape = config.model
@@ -76,7 +76,7 @@ def activation_formula(config: TrainConfig) -> tuple[int, str] | None:
     """Returns: (bytes of the blocks' activations as published, the formula as a text); None for a custom model."""
     if isinstance(config.model, CustomModel):
         return None
-    factor = "" if config.precision in SIXTEEN_BITS else "2"
+    factor = "" if config.precision in HALF_PRECISIONS else "2"
     text = f"{config.model.layers} x {factor}sbh(34 + 5as/h), Korthikanti et al. 2022, storing dropout and scores"
     return published_activations(config), text
 
@@ -102,7 +102,7 @@ def limit_rows(config: TrainConfig, limit: int | None) -> Rows:
 
 def _cap(config: TrainConfig, limit: int) -> str:
     """The reason other than memory why the micro-batch of ``config`` cannot be larger; empty if there is none."""
-    unconstrained = largest_of_any_batch(config, limit)
+    unconstrained = largest_unconstrained_micro_batch(config, limit)
     if unconstrained <= config.micro_batch:
         return ""
     is_whole_batch = config.micro_batch == config.micro_batches[-1]
@@ -113,9 +113,9 @@ def _cap(config: TrainConfig, limit: int) -> str:
 def _memory_saving_variants(config: TrainConfig) -> list[tuple[str, TrainConfig]]:
     """Variants of ``config``, each with one more setting that saves memory."""
     variants = []
-    if config.checkpointing != "full" and not config.model.lacks("checkpointing", "full"):
+    if config.checkpointing != "full" and not config.model.unsupported_reason("checkpointing", "full"):
         variants.append(("with --checkpointing full", replace(config, checkpointing="full")))
-    can_chunk = config.model.context_length % 8 == 0 and not config.model.lacks("loss_chunks", 8)
+    can_chunk = config.model.context_length % 8 == 0 and not config.model.unsupported_reason("loss_chunks", 8)
     if config.loss == "plain" and config.loss_chunks == 1 and can_chunk:
         variants.append(("with --loss-chunks 8", replace(config, loss_chunks=8)))
     return variants
@@ -126,20 +126,20 @@ def arithmetic_rows(config: TrainConfig) -> Rows:
     rows = [(count.name, f"{count.flops / 1e6:,.1f} MFLOP per token: {count.text}") for count in counts]
     steps = config.total_steps
     if steps is not None:
-        total = flops.per_token(config) * steps * config.step_tokens
+        total = flops.model_flops_per_token(config) * steps * config.step_tokens
         rows.append((f"{steps:,} steps", f"{total:.3e} FLOP = {petaflop_days(total):.4g} PF-days ({counts[0].name})"))
     return rows
 
 
-def tile_rows(config: TrainConfig, card: str | None = None) -> Rows:
-    """Wasted fractions by matrix product, with warnings, for the GPU ``card``, this machine's GPU, or an A100."""
+def tile_rows(config: TrainConfig, gpu_name: str | None = None) -> Rows:
+    """Wasted fractions by matrix product, with warnings, for the GPU ``gpu_name``, this machine's GPU, or an A100."""
     if isinstance(config.model, CustomModel):
         return [("matrix products", "unknown for a custom model")]
-    name = next((name for name in MULTIPROCESSORS if name in (card or "A100")), None)
+    name = next((name for name in MULTIPROCESSORS if name in (gpu_name or "A100")), None)
     if name is None:
-        return [("multiprocessors", f"unknown for {card}")]
+        return [("multiprocessors", f"unknown for {gpu_name}")]
     count = MULTIPROCESSORS[name]
-    if card is None and torch.cuda.is_available():
+    if gpu_name is None and torch.cuda.is_available():
         count = torch.cuda.get_device_properties(0).multi_processor_count
     rows = [
         (waste.name, f"{waste.rows:,} x {waste.columns:,}: tiles {waste.tiles:.1%}, waves {waste.waves:.1%}")
@@ -167,7 +167,7 @@ def time_rows(config: TrainConfig, tokens_per_second: float | None, price: float
         amounts.append(("planned run", config.total_steps * config.step_tokens))
     amounts.append((f"Chinchilla ({CHINCHILLA} tokens per parameter)", CHINCHILLA * flops.parameters(config)))
     for name, amount in amounts:
-        text = f"{amount:,} tokens, {petaflop_days(flops.per_token(config) * amount):.3g} PF-days"
+        text = f"{amount:,} tokens, {petaflop_days(flops.model_flops_per_token(config) * amount):.3g} PF-days"
         if tokens:
             text += f", {amount / tokens:.3g} epochs"
         if tokens_per_second:

@@ -4,22 +4,22 @@ from collections.abc import Mapping
 from dataclasses import dataclass
 
 from infra.ceilings import matmul_rate_of, read_record
-from infra.device.hardware import CARDS, DeviceFacts, peak_flops
+from infra.device.hardware import KNOWN_GPUS, DeviceInfo, peak_flops
 from infra.errors import UserError
 from infra.schema import from_json
 
 BANDWIDTH = {"A100": 1.555e12, "H100": 3.35e12, "H200": 4.8e12}
 """Bytes/s of a GPU's memory, by NVIDIA's datasheets (A100 with 40 GB, H100 and H200 SXM)."""
 
-REACHED = 271 / 312
+ACHIEVABLE_FRACTION = 271 / 312
 """Fraction of the datasheet's rates that large matrix products and copies reach, from TFLOP/s on an A100 SXM."""
 
 
 @dataclass(frozen=True)
-class Card:
+class GpuRates:
     """A GPU with the rates of its large matrix products and copies."""
 
-    facts: DeviceFacts
+    device_info: DeviceInfo
     matmul: Mapping[str, float]
     """FLOP/s by precision, with infra.doctor's names: bf16, tf32 and fp32."""
     bandwidth: float
@@ -27,27 +27,34 @@ class Card:
     source: str
     """Origin of the rates as a text."""
 
-    def products(self, precision: str) -> float | None:
+    def matmul_rate(self, precision: str) -> float | None:
         """FLOP/s of matrix products in a resolved ``precision``; None if it is unknown."""
         return matmul_rate_of({"matmul": self.matmul}, precision)
 
 
-def planned(gpu: str) -> Card:
+def load_gpu_rates(gpu: str) -> GpuRates:
     """The GPU of ``--gpu``. Raises ``UserError`` if it is neither a known name nor a file of the doctor."""
-    if gpu in CARDS:
+    if gpu in KNOWN_GPUS:
         peaks = {kind: peak_flops(gpu, kind) for kind in ("bf16", "tf32", "fp32")}
-        matmul = {kind: REACHED * peak for kind, peak in peaks.items() if peak}
-        return Card(CARDS[gpu], matmul, REACHED * BANDWIDTH[gpu], f"{REACHED:.0%} of the datasheet's rates")
+        matmul = {kind: ACHIEVABLE_FRACTION * peak for kind, peak in peaks.items() if peak}
+        return GpuRates(
+            KNOWN_GPUS[gpu],
+            matmul,
+            ACHIEVABLE_FRACTION * BANDWIDTH[gpu],
+            f"{ACHIEVABLE_FRACTION:.0%} of the datasheet's rates",
+        )
     record = read_record(gpu, "--gpu")
     if record is None:
         raise UserError(
-            f"--gpu {gpu} is neither a file nor a known GPU. Use {', '.join(CARDS)}, or the runs/doctor.json that "
+            f"--gpu {gpu} is neither a file nor a known GPU. Use {', '.join(KNOWN_GPUS)}, or the runs/doctor.json that "
             "'python -m infra.doctor' writes on a machine with the GPU."
         )
     try:
-        facts = from_json(DeviceFacts, record["facts"], f"--gpu {gpu}")
-        if facts.kind == "cuda":
-            return Card(facts, record["matmul"], record["copy"]["within the device"], f"the rates measured in {gpu}")
+        device_info = from_json(DeviceInfo, record["facts"], f"--gpu {gpu}")
+        if device_info.kind == "cuda":
+            return GpuRates(
+                device_info, record["matmul"], record["copy"]["within the device"], f"the rates measured in {gpu}"
+            )
     except (KeyError, TypeError):
         pass
     raise UserError(

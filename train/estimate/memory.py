@@ -10,7 +10,7 @@
   allocator's record of each step (``torch.profiler`` with ``profile_memory``, torch 2.13, CPU).
 
 Both agree with the resident memory of a process on the CPU (tests/benchmarks/memory.py). Memory that formulas cannot
-predict (segment rounding, library workspaces, the context) is learned from probes: see :func:`correct`.
+predict (segment rounding, library workspaces, the context) is learned from probes: see :func:`fit_to_probes`.
 """
 
 import math
@@ -20,12 +20,12 @@ from collections.abc import Sequence
 from dataclasses import dataclass, fields, replace
 from functools import cache
 
-from train.config import SIXTEEN_BITS, WHOLE_GRAPH, TrainConfig
+from train.config import HALF_PRECISIONS, WHOLE_GRAPH, TrainConfig
 from train.custom_model import CustomModel
 from train.estimate.flops import matmul_parameters, recomputed_blocks
-from train.estimate.probe import known_line, line
+from train.estimate.probe import cached_fit, measure_fit
 from train.models.gpt2 import parameter_count
-from train.models.loss import pieces
+from train.models.loss import chunk_count
 from train.models.recompute import BUDGET
 
 WORKSPACE = {"cuda": 32 * 2**20, "cpu": 0}
@@ -86,24 +86,24 @@ class MemoryBreakdown:
 
 
 @dataclass(frozen=True)
-class TokenSizes:
+class BytesPerToken:
     """Bytes in memory per token."""
 
     block: float
     """Activations of one block that its backward pass needs."""
-    kept: float
+    saved: float
     """Activations of one block that are saved until its backward pass; less than ``block`` with checkpointing."""
     working: float
     """Temporary gradients during a block's backward pass, minus the memory that it has freed by then."""
-    ends: float
+    head_inputs: float
     """The final norm's input, the head's input with its gradient in the fused loss, and the token ids."""
     loss: float
     """Logits and intermediate results of the loss, for a token in the current chunk."""
 
 
-def known_peak(config: TrainConfig) -> MemoryBreakdown | None:
+def peak_if_known(config: TrainConfig) -> MemoryBreakdown | None:
     """:func:`predict_peak` if it needs no measurement; None for a custom model that has not been measured."""
-    if isinstance(config.model, CustomModel) and known_line(config) is None:
+    if isinstance(config.model, CustomModel) and cached_fit(config) is None:
         return None
     return predict_peak(config)
 
@@ -118,7 +118,7 @@ def predict_peak(config: TrainConfig) -> MemoryBreakdown:
 
 
 def _of_line(config: TrainConfig) -> MemoryBreakdown:
-    fit = line(config)
+    fit = measure_fit(config)
     state = fit.weights + fit.gradients + fit.optimizer
     return MemoryBreakdown(
         weights=fit.weights, gradients=fit.gradients, optimizer=fit.optimizer, casts=0,
@@ -128,7 +128,7 @@ def _of_line(config: TrainConfig) -> MemoryBreakdown:
 
 
 def _of_formulas(config: TrainConfig) -> MemoryBreakdown:
-    kind, model = config.device, config.shape
+    kind, model = config.device, config.gpt2_config
     assert "auto" not in (kind, config.precision, config.compile, config.loss), (
         "memory can only be predicted for a resolved config"
     )
@@ -157,7 +157,7 @@ def _of_formulas(config: TrainConfig) -> MemoryBreakdown:
 
 def _moments(config: TrainConfig) -> dict[str, tuple[float, float, float, float, float]]:
     """Bytes of (gradients, casts, activations, logits, working results) at each moment that can be the peak."""
-    model, layers = config.shape, config.shape.layers
+    model, layers = config.gpt2_config, config.gpt2_config.layers
     head_parameters = model.padded_vocabulary * model.width
     tokens = config.micro_batch * model.context_length
     chunks = _pieces(config)
@@ -176,8 +176,8 @@ def _moments(config: TrainConfig) -> dict[str, tuple[float, float, float, float,
     whole, alone = config.compile in WHOLE_GRAPH, config.compile == "blocks"
     # The whole graph keeps the position embeddings to compute the sum of both embeddings again.
     positions = 4 * model.context_length * model.width * whole
-    saved = positions + layers * (tokens * sizes.kept + (0 if remade else mask))
-    again = tokens * (sizes.block - sizes.kept) + (mask if remade else 0)
+    saved = positions + layers * (tokens * sizes.saved + (0 if remade else mask))
+    again = tokens * (sizes.block - sizes.saved) + (mask if remade else 0)
     if config.checkpointing == "alternate":  # whose last block is recomputed only where the number of blocks is odd
         again *= layers / recomputed_blocks(config) * (layers % 2)
     head, head_cast = one * head_parameters, cast * head_parameters
@@ -211,10 +211,10 @@ def _moments(config: TrainConfig) -> dict[str, tuple[float, float, float, float,
 
     return {
         LOSS: (
-            accumulated + summed, casts + head_cast, saved + tokens * sizes.ends, logits, beside,
+            accumulated + summed, casts + head_cast, saved + tokens * sizes.head_inputs, logits, beside,
         ),
         "the scaling of the loss's gradients": (
-            accumulated + summed, casts, saved + tokens * sizes.ends, 0, summed * (not whole),
+            accumulated + summed, casts, saved + tokens * sizes.head_inputs, 0, summed * (not whole),
         ),
         "the last block's backward pass": (
             accumulated + waiting, casts, saved + again, kept_logits, tokens * sizes.working + second,
@@ -242,9 +242,9 @@ def _shards(config: TrainConfig) -> int:
     return config.workers if config.shard else 1
 
 
-def token_sizes(config: TrainConfig, kind: str) -> TokenSizes:
+def token_sizes(config: TrainConfig, kind: str) -> BytesPerToken:
     """Bytes per token. The residual stream is fp32 unless all activations are bf16."""
-    model = config.shape
+    model = config.gpt2_config
     width, scores = model.width, model.heads * model.context_length
     half, eager, fused = _half(config), config.compile == "off", _pieces(config) > 0
     product = 2 if half else 4
@@ -263,7 +263,7 @@ def token_sizes(config: TrainConfig, kind: str) -> TokenSizes:
         attention_working = product * (2 * scores - 9 * width)
     block = matmuls + norms + between + attention + dropped
     again = recomputed_blocks(config)
-    kept = {
+    saved = {
         "none": block,
         "alternate": (again * stream * width + (model.layers - again) * block) / model.layers,  # on average
         "full": stream * width,
@@ -271,7 +271,7 @@ def token_sizes(config: TrainConfig, kind: str) -> TokenSizes:
         "budget": BUDGET * block + (1 - BUDGET) * stream * width,
     }[config.checkpointing]
     if config.checkpointing == "selective" and _materialises(config, kind):
-        kept -= product * width
+        saved -= product * width
     # GELU's gradient comes in and goes out, where eager execution has freed the input of the product after it and
     # compiled code writes one over the other.
     block_working = stream * width + 4 * width * product
@@ -288,11 +288,11 @@ def token_sizes(config: TrainConfig, kind: str) -> TokenSizes:
             # In addition to a piece's logits their log-softmax in fp32 and, of bf16, a copy in fp32 that it is computed
             # from: only CUDA's kernel for fp16 reads 16 bits and writes 32.
             logits = product + 4 + (4 if half and config.precision != "fp16" else 0)
-    return TokenSizes(
+    return BytesPerToken(
         block=block,
-        kept=kept,
+        saved=saved,
         working=max(block_working, attention_working),
-        ends=stream * width + head_input * width + 16 + embedding,
+        head_inputs=stream * width + head_input * width + 16 + embedding,
         loss=model.padded_vocabulary * logits,
     )
 
@@ -303,14 +303,14 @@ def published_activations(config: TrainConfig) -> int:
     sbh(34 + 5as/h) for a block in 16 bits (s: context length, b: micro-batch, h: width, a: heads), and twice that in
     32 bits. It includes dropout and the T x T matrix, without recomputation.
     """
-    model, size = config.shape, 1 if _half(config) else 2
+    model, size = config.gpt2_config, 1 if _half(config) else 2
     length, width = model.context_length, model.width
     return round(size * model.layers * length * config.micro_batch * width * (34 + 5 * model.heads * length / width))
 
 
 def optimizer_bytes(config: TrainConfig, parameters: int) -> int:
     """Bytes of the optimizer's state for this number of parameters."""
-    matrices = config.shape.layers * 12 * config.shape.width**2
+    matrices = config.gpt2_config.layers * 12 * config.gpt2_config.width**2
     bytes_per_parameter = {"adamw": 8, "adamw-fused": 8, "adamw-8bit": 2, "adamw-bf16": 4, "adafactor": 0}
     if config.optimizer == "muon":  # One momentum for the blocks' matrices, AdamW's two moments for the others.
         return 4 * matrices + 8 * (parameters - matrices)
@@ -319,19 +319,19 @@ def optimizer_bytes(config: TrainConfig, parameters: int) -> int:
 
 def _pieces(config: TrainConfig) -> int:
     """Number of chunks of the fused loss; 0 for the plain loss."""
-    return pieces(config.loss, config.loss_chunks, config.micro_batch * config.model.context_length)
+    return chunk_count(config.loss, config.loss_chunks, config.micro_batch * config.model.context_length)
 
 
 def _materialises(config: TrainConfig, kind: str) -> bool:
     """Whether the T x T matrix is written to memory; on a CPU torch's fused kernel does not support dropout."""
-    return config.attention == "manual" or (kind == "cpu" and config.shape.dropout > 0)
+    return config.attention == "manual" or (kind == "cpu" and config.gpt2_config.dropout > 0)
 
 
 def _half(config: TrainConfig) -> bool:
-    return config.precision in SIXTEEN_BITS
+    return config.precision in HALF_PRECISIONS
 
 
-def correct(predicted: float, probes: Sequence[tuple[float, float]]) -> float:
+def fit_to_probes(predicted: float, probes: Sequence[tuple[float, float]]) -> float:
     """``predicted`` bytes, corrected by ``probes``: (predicted, measured) bytes of runs with other micro-batches.
 
     With two or more probes the correction is a linear fit by least squares, because rounding and workspaces are affine
@@ -346,7 +346,7 @@ def correct(predicted: float, probes: Sequence[tuple[float, float]]) -> float:
     return intercept + slope * predicted
 
 
-def most(config: TrainConfig) -> int:
+def peak_with_margin(config: TrainConfig) -> int:
     """Predicted peak bytes of the process of a resolved ``config``, with a safety margin."""
     peak = predict_peak(config)
     return peak.total + round(margin(config) * peak.reserved)
@@ -363,11 +363,11 @@ def largest_micro_batch(config: TrainConfig, limit: int) -> int | None:
 
     None if not even one sequence fits.
     """
-    fitting = (n for n in reversed(config.micro_batches) if most(replace(config, micro_batch=n)) <= limit)
+    fitting = (n for n in reversed(config.micro_batches) if peak_with_margin(replace(config, micro_batch=n)) <= limit)
     return next(fitting, None)
 
 
-def largest_of_any_batch(config: TrainConfig, limit: int) -> int:
+def largest_unconstrained_micro_batch(config: TrainConfig, limit: int) -> int:
     """The largest micro-batch that is predicted to need at most ``limit`` bytes, ignoring the global batch.
 
     The accumulation stays. 0 if not even one sequence fits.
@@ -378,6 +378,6 @@ def largest_of_any_batch(config: TrainConfig, limit: int) -> int:
     def too_large(units: int) -> bool:
         size = units * unit
         batch = size * config.accumulation * config.workers
-        return most(replace(config, micro_batch=size, global_batch=batch)) > limit
+        return peak_with_margin(replace(config, micro_batch=size, global_batch=batch)) > limit
 
     return unit * bisect(range(1, 2**16), False, key=too_large)

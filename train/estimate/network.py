@@ -23,10 +23,10 @@ class Exchange(NamedTuple):
     """Part of the step that can overlap with the exchange."""
 
 
-def exchange(config: TrainConfig) -> Exchange:
+def step_exchange(config: TrainConfig) -> Exchange:
     """The exchange of a worker of ``config`` in a step, with 4 bytes for each weight and gradient."""
     crossing_bytes = (config.workers - 1) / config.workers * 4 * flops.parameters(config)
-    micro_batch = flops.per_token(config) * config.micro_batch * config.model.context_length
+    micro_batch = flops.model_flops_per_token(config) * config.micro_batch * config.model.context_length
     if config.shard:
         return Exchange(
             "weights gathered twice per micro-batch, gradients scattered once (FSDP)",
@@ -44,7 +44,7 @@ def exchange(config: TrainConfig) -> Exchange:
 
 def network_rows(config: TrainConfig, doctor_file: str) -> list[tuple[str, str]]:
     """Time of a step's exchange at the bandwidth in ``doctor_file``, and the part that arithmetic cannot hide."""
-    description, size, overlapping_flops, overlaps_with = exchange(config)
+    description, size, overlapping_flops, overlaps_with = step_exchange(config)
     rows = [("exchange per step", f"{size / 1e9:.3g} GB on the bus: {description}")]
     measured = _read_all_reduce(doctor_file)
     matmul_rate = matmul_rate_of(measured, config.precision) if measured else None
@@ -64,7 +64,7 @@ def network_rows(config: TrainConfig, doctor_file: str) -> list[tuple[str, str]]
     ]
     if seconds <= hidden:
         return [*rows, ("verdict", "not network-bound: the exchange overlaps with arithmetic")]
-    step = flops.per_token(config) * config.step_tokens / config.workers / matmul_rate
+    step = flops.model_flops_per_token(config) * config.step_tokens / config.workers / matmul_rate
     slowdown = (step + seconds - hidden) / step
     verdict = f"network-bound: a step takes {seconds - hidden:.3g} s longer (x{slowdown:.3g})"
     return [*rows, ("verdict", verdict)]

@@ -12,8 +12,8 @@ import sys
 from dataclasses import dataclass, replace
 from typing import Any
 
-from infra.cli.progress import doing
-from infra.device.hardware import device_facts
+from infra.cli.progress import status
+from infra.device.hardware import device_info
 from infra.errors import UserError
 from infra.schema import from_json, strict
 from train.config import Cycle, TrainConfig
@@ -25,46 +25,46 @@ TOKENS = 1024
 PROGRAM = "train.loop.probe"
 """The probe's module. It is in an upper layer, so it is not imported but runs in another process."""
 
-REFUSED = 2
+EXIT_USER_ERROR = 2
 """Exit code of the probe for an invalid model; its last line on stderr is the message."""
 
 
 @strict
 @dataclass(frozen=True)
-class Line:
+class MemoryFit:
     """Peak bytes of a process without its context: ``fixed + each * micro_batch``, and at least its state."""
 
     weights: int
     gradients: int
     optimizer: int
     fixed: float
-    each: float
+    per_sequence: float
 
     def peak(self, micro_batch: int) -> int:
         """Peak bytes with ``micro_batch`` sequences; at least the weights, gradients and optimizer state."""
-        return round(max(self.weights + self.gradients + self.optimizer, self.fixed + self.each * micro_batch))
+        return round(max(self.weights + self.gradients + self.optimizer, self.fixed + self.per_sequence * micro_batch))
 
 
-_lines: dict[TrainConfig, Line] = {}
+_fits: dict[TrainConfig, MemoryFit] = {}
 
 
-def known_line(config: TrainConfig) -> Line | None:
+def cached_fit(config: TrainConfig) -> MemoryFit | None:
     """The fit of ``config``, if this process has measured it; else None."""
-    return _lines.get(_probe_config(config))
+    return _fits.get(_probe_config(config))
 
 
-def line(config: TrainConfig) -> Line:
+def measure_fit(config: TrainConfig) -> MemoryFit:
     """The fit of ``config``, measured once. Raises ``UserError`` if its device is not in this machine or it fails."""
     probe = _probe_config(config)
-    if probe not in _lines:
-        if config.device == "cuda" and device_facts().kind != "cuda":
+    if probe not in _fits:
+        if config.device == "cuda" and device_info().kind != "cuda":
             raise UserError(
                 f"--model {config.model.callable}: its memory must be measured, but this machine has no GPU. "  # type: ignore[union-attr]
                 "Set --micro-batch, or run the command on the machine that trains."
             )
-        with doing("measuring the model's memory with two small micro-batches"):
-            _lines[probe] = _measure_fit(probe)
-    return _lines[probe]
+        with status("measuring the model's memory with two small micro-batches"):
+            _fits[probe] = _measure_fit(probe)
+    return _fits[probe]
 
 
 def _probe_config(config: TrainConfig) -> TrainConfig:
@@ -81,7 +81,7 @@ def _probe_config(config: TrainConfig) -> TrainConfig:
     )  # fmt: skip
 
 
-def _measure_fit(config: TrainConfig) -> Line:
+def _measure_fit(config: TrainConfig) -> MemoryFit:
     process = subprocess.run(
         [sys.executable, "-P", "-m", PROGRAM], input=json.dumps(config.to_json()), capture_output=True, text=True,
         env=os.environ | {"PYTHONPATH": os.pathsep.join(sys.path)},
@@ -91,11 +91,11 @@ def _measure_fit(config: TrainConfig) -> Line:
         reason = (process.stderr.strip().splitlines() or ["the probe printed nothing"])[-1]
         if process.returncode == -signal.SIGKILL:
             reason = "the probe was killed, probably because memory ran out"
-        if process.returncode == REFUSED:
+        if process.returncode == EXIT_USER_ERROR:
             raise UserError(reason)
         raise UserError(
             f"--model {format_model(config.model)}: measuring its memory failed: {reason.rstrip('.')}. Set "
             "--micro-batch, with which a run does not need the measurement."
         )
     values: dict[str, Any] = json.loads(output[-1])
-    return from_json(Line, values, "the probe")
+    return from_json(MemoryFit, values, "the probe")

@@ -9,18 +9,21 @@ from infra.errors import UserError
 from train.config import WHOLE_GRAPH, TrainConfig
 from train.custom_model import CustomModel
 from train.estimate.flops import matmul_parameters
-from train.estimate.gpu_rates import Card
+from train.estimate.gpu_rates import GpuRates
 from train.models.gpt2 import parameter_count
 
 ATTENTION = 0.4
 """FLOP/s of FlashAttention-2 with heads of width 64, forward and backward, relative to large matrix products: 110 of
 271 TFLOP/s on an A100 (arXiv 2307.08691, section 4.1)."""
 
-SHARE = (0.72, 0.81)
+REACHED_FRACTION_RANGE = (0.72, 0.81)
 """Fractions of the roofline that compiled training of GPT-2 124M reached on an A100, in the published study of the
 suite a100: its compiled rung and its last one."""
-SOURCE = f"{SHARE[0]:.0%} to {SHARE[1]:.0%} of the roofline, as in the compiled rungs of the study of the suite a100"
-"""Origin of :data:`SHARE` as a text."""
+SOURCE = (
+    f"{REACHED_FRACTION_RANGE[0]:.0%} to {REACHED_FRACTION_RANGE[1]:.0%} of the roofline, as in the compiled rungs "
+    "of the study of the suite a100"
+)
+"""Origin of :data:`REACHED_FRACTION_RANGE` as a text."""
 
 
 @dataclass(frozen=True)
@@ -44,30 +47,31 @@ UPDATE = 40
 three of them written; clipping reads the gradient twice and writes it once."""
 
 
-def speed_rows(config: TrainConfig, card: Card) -> list[tuple[str, str]]:
-    """The roofline of ``config`` on ``card``, and the range of speeds to expect, for a table."""
+def speed_rows(config: TrainConfig, gpu_rates: GpuRates) -> list[tuple[str, str]]:
+    """The roofline of ``config`` on ``gpu_rates``, and the range of speeds to expect, for a table."""
     try:
-        roofline = reachable(config, card)
+        roofline = roofline_speed(config, gpu_rates)
     except UserError as unknown:
         return [("speed", str(unknown))]
     return [
-        ("roofline", f"{roofline:,.0f} tokens/s by the bytes and FLOPs of a step's kernels at {card.source}"),
-        ("expected", f"{expected(roofline)} tokens/s: {SOURCE}"),
+        ("roofline", f"{roofline:,.0f} tokens/s by the bytes and FLOPs of a step's kernels at {gpu_rates.source}"),
+        ("expected", f"{format_expected_range(roofline)} tokens/s: {SOURCE}"),
         ("source", "predicted, not measured; 'python -m train.run' measures the speed"),
     ]
 
 
-def expected(roofline: float) -> str:
+def format_expected_range(roofline: float) -> str:
     """The range of speeds to expect at a ``roofline`` in tokens/s, as a text."""
-    low, high = (fraction * roofline for fraction in SHARE)
+    low, high = (fraction * roofline for fraction in REACHED_FRACTION_RANGE)
     return f"{low:,.0f} to {high:,.0f}"
 
 
-def reachable(config: TrainConfig, card: Card) -> float:
-    """Tokens/s of one ``card`` at the roofline of ``config``. Raises ``UserError`` if the formulas do not cover it."""
+def roofline_speed(config: TrainConfig, gpu_rates: GpuRates) -> float:
+    """Tokens/s of one ``gpu_rates`` at the roofline of ``config``. Raises ``UserError`` if the formulas do not cover
+    it."""
     if isinstance(config.model, CustomModel):
         raise UserError("The speed is only predicted for GPT-2, because the formulas describe its kernels.")
-    rate, model = card.products(config.precision), config.model
+    rate, model = gpu_rates.matmul_rate(config.precision), config.model
     is_covered = config.loss == "plain" and config.loss_chunks == 1 and config.checkpointing == "none"
     is_covered = is_covered and config.attention != "manual"
     if not (rate and is_covered and config.precision in MOVED and config.compile in WHOLE_GRAPH):
@@ -79,12 +83,12 @@ def reachable(config: TrainConfig, card: Card) -> float:
     products = 6 * matmul_parameters(model) * tokens / rate
     attention = 6 * model.layers * model.context_length * model.width * tokens / (ATTENTION * rate)
     update = UPDATE * parameter_count(model) / config.accumulation
-    return tokens / (products + attention + (moved(config) + update) / card.bandwidth)
+    return tokens / (products + attention + (triton_bytes(config) + update) / gpu_rates.bandwidth)
 
 
-def moved(config: TrainConfig) -> float:
+def triton_bytes(config: TrainConfig) -> float:
     """Bytes that Triton's kernels read and write for a micro-batch."""
-    rates, model, tokens = MOVED[config.precision], config.shape, config.micro_batch * config.model.context_length
+    rates, model, tokens = MOVED[config.precision], config.gpt2_config, config.micro_batch * config.model.context_length
     block = rates.per_block_token * model.width * tokens + rates.per_block_weight * 12 * model.width**2
     head = rates.per_logit * tokens + rates.per_head_weight * model.width
     return model.layers * block + model.padded_vocabulary * head

@@ -8,7 +8,7 @@ times.
 
 from dataclasses import dataclass
 
-from train.config import SIXTEEN_BITS, TrainConfig
+from train.config import HALF_PRECISIONS, TrainConfig
 
 TILE = (128, 256)
 """Rows and columns of the most efficient tile on A100 and H100."""
@@ -32,7 +32,7 @@ class Waste:
 
 def products(config: TrainConfig, multiprocessors: int) -> list[Waste]:
     """The waste of each matrix product of the forward pass, whose rows are the tokens of a micro-batch."""
-    model, tokens = config.shape, config.micro_batch * config.model.context_length
+    model, tokens = config.gpt2_config, config.micro_batch * config.model.context_length
     columns = {
         "queries, keys, values": 3 * model.width,
         "projections to the width": model.width,
@@ -52,8 +52,8 @@ def _waste(name: str, rows: int, columns: int, multiprocessors: int) -> Waste:
 
 def warnings(config: TrainConfig, multiprocessors: int) -> list[str]:
     """Sentences about sizes that do not fill tensor cores, tiles or waves; empty if there are none."""
-    model = config.shape
-    align = 8 if config.precision in SIXTEEN_BITS else 4
+    model = config.gpt2_config
+    align = 8 if config.precision in HALF_PRECISIONS else 4
     sizes = {
         "width": model.width, "width of a head": model.width // model.heads,
         "padded vocabulary": model.padded_vocabulary,

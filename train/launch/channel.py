@@ -1,7 +1,7 @@
 """What the driver of a run and its workers tell each other: one channel, which ends with the driver.
 
 A run in the command's own process calls the channel directly. For workers of Ray it is an actor on the driver's
-machine, called through a :class:`Remote`.
+machine, called through a :class:`RemoteChannel`.
 
 In: from the workers, where they started, their cycles, what their machine does, refusals; from the driver, the wish to
 stop. Driver and worker share no file and no clock. The loop never waits for an answer: it hands cycles over and looks
@@ -43,7 +43,7 @@ class EarlierWorkers:
 
 
 @dataclass(frozen=True)
-class WorkerNews:
+class WorkerUpdates:
     """What has happened since the driver asked last."""
 
     messages: list[tuple[str, Any]] = field(default_factory=list)
@@ -51,16 +51,16 @@ class WorkerNews:
     ``system`` with a second and the metrics of a machine."""
     silence: float | None = None
     """Seconds since the worker that trains was heard from; None while there is none."""
-    doing: tuple[str, int] | None = None
+    activity: tuple[str, int] | None = None
     """What that worker does, and the steps that it has launched."""
 
 
 class Channel:
     """What was said and not yet heard. Each method takes microseconds; an actor runs them one by one."""
 
-    def __init__(self, last: int, second: int) -> None:
+    def __init__(self, last: int, telemetry_second: int) -> None:
         self._last = last
-        self._second = second
+        self._telemetry_second = telemetry_second
         self._starts: list[int] = []
         self._refusal: str | None = None
         self._result: RunResult | None = None
@@ -69,9 +69,9 @@ class Channel:
         self._stopping = False
         self._messages: list[tuple[str, Any]] = []
         self._heard: float | None = None
-        self._doing: tuple[str, int] | None = None
+        self._activity: tuple[str, int] | None = None
 
-    def past(self, machine: str = "", oom_kills: int = 0) -> EarlierWorkers:
+    def earlier_workers(self, machine: str = "", oom_kills: int = 0) -> EarlierWorkers:
         """What the worker that asks must know of earlier ones; a refusal is told once.
 
         ``oom_kills`` processes have been killed until now by the system of its ``machine``, because memory ran out.
@@ -81,7 +81,7 @@ class Channel:
         self._oom_kills[machine] = oom_kills
         return EarlierWorkers(tuple(self._starts), refusal, self._result, tuple(self._too_large), killed)
 
-    def begun(self, step: int, about: dict[str, Any]) -> tuple[int, int, int]:
+    def worker_started(self, step: int, about: dict[str, Any]) -> tuple[int, int, int]:
         """A worker starts from ``step``; ``about`` it the driver is told.
 
         Returns its number, the last known cycle and the last known second of telemetry. It must send the cycles after
@@ -90,16 +90,16 @@ class Channel:
         self._starts.append(step)
         self._heard = time.monotonic()
         self._messages.append(("begun", about))
-        return len(self._starts), self._last, self._second
+        return len(self._starts), self._last, self._telemetry_second
 
-    def listen(self, number: int, doing: tuple[str, int] | None = None) -> str:
+    def listen(self, number: int, activity: tuple[str, int] | None = None) -> str:
         """``stop`` or nothing; ``replaced`` for a worker in whose place another one has started.
 
-        ``doing`` is what the worker does, and its step.
+        ``activity`` is what the worker does, and its step.
         """
         if number != len(self._starts):
             return "replaced"
-        self._heard, self._doing = time.monotonic(), doing
+        self._heard, self._activity = time.monotonic(), activity
         return "stop" if self._stopping else ""
 
     def cycle(self, cycle: dict[str, Any]) -> None:
@@ -108,15 +108,15 @@ class Channel:
             self._last = cycle["step"]
             self._messages.append(("cycle", cycle))
 
-    def system(self, second: int, metrics: dict[str, float]) -> None:
-        """What a machine that trains did until ``second`` of the run."""
-        self._second = max(self._second, second)
-        self._messages.append(("system", (second, metrics)))
+    def system(self, telemetry_second: int, metrics: dict[str, float]) -> None:
+        """What a machine that trains did until ``telemetry_second`` of the run."""
+        self._telemetry_second = max(self._telemetry_second, telemetry_second)
+        self._messages.append(("system", (telemetry_second, metrics)))
 
-    def second(self) -> int:
-        return self._second
+    def telemetry_second(self) -> int:
+        return self._telemetry_second
 
-    def say(self, line: str) -> None:
+    def print_line(self, line: str) -> None:
         self._messages.append(("say", line))
 
     def flush(self) -> None:
@@ -132,24 +132,24 @@ class Channel:
         if micro_batch not in self._too_large:
             self._too_large.append(micro_batch)
             self._heard = None  # several workers are started again, during which they are silent
-            self.say(line)
+            self.print_line(line)
 
     def stop(self) -> None:
         """The driver wants the run to stop after the current step."""
         self._stopping = True
 
-    def news(self) -> WorkerNews:
+    def take_updates(self) -> WorkerUpdates:
         """What the driver has not been told yet."""
-        told = len(self._messages)  # a thread that trains may append meanwhile
-        messages = [self._messages.pop(0) for _ in range(told)]
-        return WorkerNews(messages, None if self._heard is None else time.monotonic() - self._heard, self._doing)
+        message_count = len(self._messages)  # a thread that trains may append meanwhile
+        messages = [self._messages.pop(0) for _ in range(message_count)]
+        return WorkerUpdates(messages, None if self._heard is None else time.monotonic() - self._heard, self._activity)
 
 
 _SENT = ("cycle", "system", "say", "stop")
 """Methods whose end nobody waits for."""
 
 
-class Remote:
+class RemoteChannel:
     """A :class:`Channel` that is an actor: its methods are called by the same names."""
 
     def __init__(self, actor: Any) -> None:
@@ -160,40 +160,40 @@ class Remote:
         return call if name in _SENT else lambda *arguments: ray.get(call(*arguments))
 
     def __reduce__(self) -> tuple[Any, ...]:
-        return Remote, (self.actor,)
+        return RemoteChannel, (self.actor,)
 
 
 @contextmanager
-def opened(last: int, second: int) -> Iterator[Remote]:
-    """The actor of a run whose cycles are known up to step ``last``, and its telemetry up to ``second``.
+def open_channel(last: int, telemetry_second: int) -> Iterator[RemoteChannel]:
+    """The actor of a run whose cycles are known up to step ``last``, and its telemetry up to ``telemetry_second``.
 
     It starts in the background.
     """
     from infra.ray.machines import (
-        here,  # imported here because the actor's process would import flags and storage with it
+        pin_to_driver_node,  # imported here because the actor's process would import flags and storage with it
     )
 
     actor: Any = ray.remote(num_cpus=0)(Channel)
-    channel = actor.options(scheduling_strategy=here()).remote(last, second)
+    channel = actor.options(scheduling_strategy=pin_to_driver_node()).remote(last, telemetry_second)
     try:
-        yield Remote(channel)
+        yield RemoteChannel(channel)
     finally:
         ray.kill(channel)
 
 
-class WorkerEnd:
+class DriverConnection:
     """The first worker's end: it catches up on cycles, and listens to the driver while the block runs."""
 
     def __init__(self, channel: Channel, step: int, about: dict[str, Any]) -> None:
         self.channel = channel
-        self._number, self._last, self.second = channel.begun(step, about)
+        self._number, self._last, self.telemetry_second = channel.worker_started(step, about)
         self._stop = threading.Event()
         self._ended = threading.Event()
         self._thread = threading.Thread(target=self._listen, name="channel", daemon=True)
-        self.doing: Callable[[], tuple[str, int]] = lambda: ("loading the data", step)
+        self.activity: Callable[[], tuple[str, int]] = lambda: ("loading the data", step)
         """What the worker does, and its step; asked by the thread that listens."""
 
-    def __enter__(self) -> "WorkerEnd":
+    def __enter__(self) -> "DriverConnection":
         self._thread.start()
         return self
 
@@ -215,7 +215,7 @@ class WorkerEnd:
     def _listen(self) -> None:
         while not self._ended.wait(LISTEN_SECONDS):
             try:
-                answer = self.channel.listen(self._number, self.doing())
+                answer = self.channel.listen(self._number, self.activity())
             except RayError:  # the driver has died; Ray ends its workers
                 return
             if answer == "replaced":  # it was cut off, and its checkpoints would mix with those of the other

@@ -10,15 +10,15 @@ import ray.train
 import ray.train.torch
 from ray.exceptions import RayActorError
 
-from infra.cli.progress import doing
+from infra.cli.progress import status
 from infra.errors import UserError
-from infra.ray.cluster import WAITER, connected, ray_files
-from infra.ray.machines import await_room
-from train.launch.channel import LISTEN_SECONDS, opened
+from infra.ray.cluster import RAY_THREAD_NAME, ray_session, temporary_ray_dir
+from infra.ray.machines import wait_for_resources
+from train.launch.channel import LISTEN_SECONDS, open_channel
 from train.launch.controller import SingleWorker
-from train.launch.job import Assignment, Returned
+from train.launch.job import WorkerJob, WorkerResult
 from train.launch.listener import Listener
-from train.launch.placement import needs, scaling
+from train.launch.placement import make_scaling_config, resources_per_worker
 from train.launch.signals import stop_on_signal
 from train.launch.worker import train_function
 
@@ -27,25 +27,25 @@ class ControllerDied(UserError):
     """Ray Train's controller process has died; its workers' resources stay taken until our command ends."""
 
 
-def start(assignment: Assignment, listener: Listener, reported: int, second: int) -> Returned:
-    """What the first worker returns for ``assignment``; the rest as :func:`train.launch.local.start`.
+def run_training(assignment: WorkerJob, listener: Listener, reported: int, telemetry_second: int) -> WorkerResult:
+    """What the first worker returns for ``assignment``; the rest as :func:`train.launch.local.run_training`.
 
     Raises ``UserError``, ``ControllerDied``, and ``KeyboardInterrupt`` when a stop takes too long, or Ray has not
     placed the workers yet.
     """
     run, config = listener.run, listener.config
-    home = run.home
+    run_folder = run.run_folder
     with (
-        ray_files(home.path) as files,
-        connected(run.address),
-        opened(reported, second) as channel,
+        temporary_ray_dir(run_folder.path) as files,
+        ray_session(run.address),
+        open_channel(reported, telemetry_second) as channel,
     ):
-        wanted = scaling(config)
+        wanted = make_scaling_config(config)
         files.mkdir()
-        if not home.remote:
+        if not run_folder.remote:
             marker = files / f"driver-{uuid.uuid4().hex}"
             marker.touch()
-            assignment = replace(assignment, marker=marker)
+            assignment = replace(assignment, shared_disk_marker=marker)
         trainer = ray.train.torch.TorchTrainer(
             train_function,
             train_loop_config={"assignment": assignment, "channel": channel},
@@ -53,7 +53,7 @@ def start(assignment: Assignment, listener: Listener, reported: int, second: int
             scaling_config=wanted,
             run_config=ray.train.RunConfig(
                 name=files.name,
-                storage_path=str(home.path),
+                storage_path=str(run_folder.path),
                 failure_config=ray.train.FailureConfig(max_failures=-1),  # train_function counts failures itself
             ),
         )
@@ -65,31 +65,32 @@ def start(assignment: Assignment, listener: Listener, reported: int, second: int
             except BaseException as failure:  # noqa: BLE001 carried to the main thread, which raises it
                 done.append(failure)
 
-        thread = threading.Thread(target=fit, name=WAITER, daemon=True)
+        thread = threading.Thread(target=fit, name=RAY_THREAD_NAME, daemon=True)
         group = listener.group
-        with doing("waiting for Ray to start the worker") as shown, stop_on_signal() as stop:
-            if not await_room("the training", [needs(wanted)] * config.workers, lambda: stop):
+        with status("waiting for Ray to start the worker") as shown, stop_on_signal() as stop:
+            if not wait_for_resources("the training", [resources_per_worker(wanted)] * config.workers, lambda: stop):
                 raise KeyboardInterrupt
-            asked, news = False, channel.actor.news.remote()
+            has_requested_stop, updates = False, channel.actor.take_updates.remote()
             thread.start()
             while thread.is_alive():
                 thread.join(LISTEN_SECONDS)
-                if ray.wait([news], timeout=0)[0]:  # else the actor is still starting, which is not waited for
-                    listener.take(ray.get(news), shown)
-                    news = channel.actor.news.remote()
-                if (stop or listener.failure) and not asked:
-                    asked = True
+                if ray.wait([updates], timeout=0)[0]:  # else the actor is still starting, which is not waited for
+                    listener.take(ray.get(updates), shown)
+                    updates = channel.actor.take_updates.remote()
+                if (stop or listener.failure) and not has_requested_stop:
+                    has_requested_stop = True
                     channel.stop()
-                if stop and (group.is_lost or stop.is_late()):
+                if stop and (group.is_lost or stop.check_deadline()):
                     raise KeyboardInterrupt
-            shown.now("ending")
-            listener.take(ray.get(news), shown)
+            shown.update("ending")
+            listener.take(ray.get(updates), shown)
             listener.take(channel.news(), shown)
     if listener.failure:
         raise listener.failure
     if isinstance(done[0], RayActorError):
         raise ControllerDied(
-            f"Ray Train's controller died (is the machine out of memory?). Finished work in {home.place.parent} is "
+            "Ray Train's controller died (is the machine out of memory?). Finished work in "
+            f"{run_folder.run_dir.parent} is "
             "kept: continue with --resume."
         )
     if isinstance(done[0], BaseException):

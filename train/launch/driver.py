@@ -18,16 +18,16 @@ from infra.storage.files import write_json
 from infra.tracking.store import last_steps
 from infra.tracking.tracker import Tracker
 from train.config import AUTO, TrainConfig
-from train.data.source import absolute
+from train.data.source import with_absolute_paths
 from train.estimate.flops import with_matmul_efficiency
-from train.estimate.memory import known_peak
+from train.estimate.memory import peak_if_known
 from train.launch import local
-from train.launch.job import Assignment, RunPlan
+from train.launch.job import RunPlan, WorkerJob
 from train.launch.listener import Listener
 from train.reporting import diagnosis, tracking
-from train.resolved import without
+from train.resolved import next_smaller_micro_batch
 from train.result import Diagnosis, RunResult
-from train.search_reference import slower
+from train.search_reference import diagnose_slowdown
 
 
 class WorkerFailure(Exception):
@@ -37,24 +37,24 @@ class WorkerFailure(Exception):
 def train_and_record(run: RunPlan, config: TrainConfig, tracker: Tracker) -> RunResult:
     """Train ``run`` as ``config``, print each cycle's line, and record the result."""
     result = launch(run, config, tracker, lambda cycle: console.print(cycle["line"]))
-    config = without(config, result.too_large) or config
-    result = with_matmul_efficiency(result, config, run.home.place.parent)
-    expected = known_peak(config)
+    config = next_smaller_micro_batch(config, result.too_large) or config
+    result = with_matmul_efficiency(result, config, run.run_folder.run_dir.parent)
+    expected = peak_if_known(config)
     result = replace(
         result, diagnosis=diagnosed(run, config, result), predicted_memory=expected.total if expected else None
     )
-    write_json(run.home.result, to_json(result))
-    run.home.send(run.home.cycles, run.home.stream, run.home.result)
-    tracking.record_end(tracker, config, result, run.home, run.memory_limit)
+    write_json(run.run_folder.result, to_json(result))
+    run.run_folder.send(run.run_folder.cycles, run.run_folder.stream, run.run_folder.result)
+    tracking.record_end(tracker, config, result, run.run_folder, run.memory_limit)
     tracker.status = tracking.STATUS.get(result.outcome, "FAILED")
     return result
 
 
 def diagnosed(run: RunPlan, config: TrainConfig, result: RunResult) -> Diagnosis | None:
     """What was wrong with the ``result`` of a run: its memory, its speed compared with its search, or its losses."""
-    found = diagnosis.of_memory(config, result, run.home.place, run.memory_limit)
-    found = found or (slower(result, run.confirmed, config) if run.confirmed else None)
-    return found or diagnosis.of_losses(config, result)
+    memory_diagnosis = diagnosis.diagnose_oom(config, result, run.run_folder.run_dir, run.memory_limit)
+    memory_diagnosis = memory_diagnosis or (diagnose_slowdown(result, run.confirmed, config) if run.confirmed else None)
+    return memory_diagnosis or diagnosis.of_losses(config, result)
 
 
 def launch(
@@ -68,40 +68,40 @@ def launch(
     lacks what the config asks for or the workers do not find the checkpoint or the data, and ``WorkerFailure`` for our
     bugs in a worker of Ray's.
     """
-    home = run.home
-    home.path.mkdir(parents=True, exist_ok=True)
+    run_folder = run.run_folder
+    run_folder.path.mkdir(parents=True, exist_ok=True)
     reported, sent, step, second = 0, dict[str, int](), 0, 0
     if run.progress:
         reported, step = run.progress.reported, run.progress.step
         tracker.flush()
-        sent = last_steps(tracker.key)
+        sent = last_steps(tracker.run_ref)
         second = max((last for name, last in sent.items() if name.startswith("system/")), default=0)
-    elif not home.remote:
-        shutil.rmtree(home.checkpoints, ignore_errors=True)
-        home.cycles.unlink(missing_ok=True)
+    elif not run_folder.remote:
+        shutil.rmtree(run_folder.checkpoints, ignore_errors=True)
+        run_folder.cycles.unlink(missing_ok=True)
     listener = Listener(run, config, tracker, on_cycle, sent)
-    for cycle in home.cycles_until(reported):
+    for cycle in run_folder.cycles_until(reported):
         listener.record(cycle)
-    assignment = Assignment(
-        config=absolute(config),
-        place=home.place,
+    assignment = WorkerJob(
+        config=with_absolute_paths(config),
+        run_dir=run_folder.run_dir,
         fingerprint=run.manifest.fingerprint,
         step=step,
         memory_limit=run.memory_limit,
         stream=run.stream,
-        tries_smaller=run.asked.micro_batch == AUTO,
+        retries_smaller_batch=run.requested.micro_batch == AUTO,
     )
     if run.is_local:
-        returned = local.start(assignment, listener, reported, second)
+        returned = local.run_training(assignment, listener, reported, second)
     else:
         from train.launch import cluster
 
-        returned = cluster.start(assignment, listener, reported, second)
+        returned = cluster.run_training(assignment, listener, reported, second)
     if returned.stream:
-        write_json(home.stream, returned.stream)
-        tracker.file(home.stream)
-    if returned.refused:
-        raise UserError(returned.refused)
+        write_json(run_folder.stream, returned.stream)
+        tracker.log_file(run_folder.stream)
+    if returned.user_error:
+        raise UserError(returned.user_error)
     if returned.result is None:
-        raise WorkerFailure(returned.failed)
+        raise WorkerFailure(returned.traceback)
     return returned.result

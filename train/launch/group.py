@@ -20,17 +20,17 @@ class WorkerGroup:
         self.is_lost = False
         """Whether the machine of a worker is gone from the cluster, and the workers have not begun anew."""
 
-    def begun(self, about: dict[str, Any]) -> None:
+    def on_workers_started(self, about: dict[str, Any]) -> None:
         if self._hosts:
             console.print(f"continuing on {', '.join(about['hosts'])}", markup=False)
         self._hosts, self._nodes = about["hosts"], dict(zip(about["nodes"], about["hosts"], strict=True))
         self.is_silent = self.is_lost = False
         # Of the machine that trains; the driver's were recorded when the run was made.
-        self._tracker.tags(
+        self._tracker.set_tags(
             {"worker": ", ".join(self._hosts)} | {k: v for k, v in about["machine"].items() if k != "host"}
         )
 
-    def look(self, silence: float | None) -> None:
+    def check_heartbeat(self, silence: float | None) -> None:
         """Say when the first worker has not been heard from for some time, or the machine of one is lost.
 
         Ray Train alone would say nothing while it looks for another machine. When one of several is lost, the first

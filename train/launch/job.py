@@ -9,23 +9,29 @@ from infra.storage.directory import StorageDir
 from pipeline.shards import Manifest, read_manifest
 from pipeline.stream import Stream
 from train.config import TrainConfig
-from train.data.source import absolute, estimate, refuse_short_splits, refuse_vast_steps, stream_of
-from train.data.tokenizer import with_vocabulary_of
-from train.resolved import looked_at
+from train.data.source import (
+    check_enough_tokens,
+    check_split_lengths,
+    estimate_manifest,
+    open_stream,
+    with_absolute_paths,
+)
+from train.data.tokenizer import match_tokenizer
+from train.resolved import with_model_info
 from train.result import RunResult
 from train.run_files.lookup import find_run
-from train.run_files.progress import Progress, read_progress, refuse_finished, refuse_other_run
+from train.run_files.progress import Progress, check_not_finished, check_same_run, read_progress
 from train.run_files.run_folder import RunFolder
-from train.search_reference import Confirmed
+from train.search_reference import SearchReference
 
 
 @dataclass(frozen=True)
-class Assignment:
+class WorkerJob:
     """All that a worker is told. It may be on another machine, so that no path of the driver's need exist there."""
 
     config: TrainConfig
     """The resolved run, with whole paths."""
-    place: StorageDir
+    run_dir: StorageDir
     """Where the run's folder is."""
     fingerprint: str
     """That of the data that the driver saw."""
@@ -34,22 +40,22 @@ class Assignment:
     memory_limit: int | None = None
     """Bytes that the worker's process may use."""
     stream: Stream | None = None
-    tries_smaller: bool = False
+    retries_smaller_batch: bool = False
     """Whether a micro-batch that does not fit is replaced by the next smaller one, because none was asked for."""
-    marker: Path | None = None
+    shared_disk_marker: Path | None = None
     """A file that the driver has made in the run's folder; None for a run in object storage."""
 
 
 @dataclass(frozen=True)
-class Returned:
+class WorkerResult:
     """What the first worker returns at the end: a result, or why there is none."""
 
     result: RunResult | None = None
     stream: dict[str, Any] | None = None
     """What a run straight from books has read."""
-    refused: str = ""
+    user_error: str = ""
     """The user's mistake."""
-    failed: str = ""
+    traceback: str = ""
     """The traceback of a bug of ours."""
 
 
@@ -57,36 +63,37 @@ class Returned:
 class RunPlan:
     """One training run. Imports torch for a custom model only, so that what is wrong with it is said at once."""
 
-    asked: TrainConfig
+    requested: TrainConfig
     """As the user gave it, with whole paths; the run's folder keeps it."""
     manifest: Manifest
-    home: RunFolder
+    run_folder: RunFolder
     """With a whole path."""
     progress: Progress | None = None
-    """That of the checkpoint to continue from, the newest in ``home``."""
+    """That of the checkpoint to continue from, the newest in ``run_folder``."""
     memory_limit: int | None = None
     """Bytes that a worker's process may use; more ends the run."""
     address: str | None = None
     stream: Stream | None = None
     """Of a run straight from books: its inventory is taken once, here, and the workers get it."""
-    confirmed: Confirmed | None = None
+    confirmed: SearchReference | None = None
     """What the search found whose winner this is."""
 
     @property
     def is_local(self) -> bool:
         """Whether it trains in the command's own process: one worker on shards, and no cluster is named."""
-        return self.asked.workers == 1 and not self.stream and not (self.address or os.environ.get("RAY_ADDRESS"))
+        return self.requested.workers == 1 and not self.stream and not (self.address or os.environ.get("RAY_ADDRESS"))
 
     @classmethod
-    def new(cls, config: TrainConfig, home: RunFolder) -> "RunPlan":
-        """A run that begins in ``home``, which need not exist. Raises ``UserError`` for data that do not fit it."""
-        asked = absolute(config)
-        stream = stream_of(asked) if asked.stream else None
-        manifest = estimate(stream) if stream else read_manifest(asked.data)
-        asked = looked_at(with_vocabulary_of(asked, manifest))
-        refuse_short_splits(asked, manifest)
-        refuse_vast_steps(asked, manifest)
-        return cls(asked, manifest, home, stream=stream)
+    def new(cls, config: TrainConfig, run_folder: RunFolder) -> "RunPlan":
+        """A run that begins in ``run_folder``, which need not exist. Raises ``UserError`` for data that do not fit
+        it."""
+        requested = with_absolute_paths(config)
+        stream = open_stream(requested) if requested.stream else None
+        manifest = estimate_manifest(stream) if stream else read_manifest(requested.data)
+        requested = with_model_info(match_tokenizer(requested, manifest))
+        check_split_lengths(requested, manifest)
+        check_enough_tokens(requested, manifest)
+        return cls(requested, manifest, run_folder, stream=stream)
 
     @classmethod
     def continued(cls, config: TrainConfig, name: str, out: str) -> "RunPlan":
@@ -94,11 +101,11 @@ class RunPlan:
 
         Raises ``UserError`` when there is none, it is another run, or it has come to its end.
         """
-        home = find_run(name, out)
-        new = cls.new(config, home)
-        checkpoint = home.newest()
-        progress, named = read_progress(checkpoint), home.named(checkpoint)
-        refuse_other_run(named, progress, new.asked, new.manifest)
-        if home.is_finished(progress.step):
-            refuse_finished(named, progress, new.asked)
+        run_folder = find_run(name, out)
+        new = cls.new(config, run_folder)
+        checkpoint = run_folder.newest()
+        progress, named = read_progress(checkpoint), run_folder.checkpoint_address(checkpoint)
+        check_same_run(named, progress, new.requested, new.manifest)
+        if run_folder.is_finished(progress.step):
+            check_not_finished(named, progress, new.requested)
         return replace(new, progress=progress)

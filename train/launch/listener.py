@@ -4,13 +4,13 @@ from collections.abc import Callable, Mapping
 from typing import Any
 
 from infra.cli.console import console
-from infra.cli.progress import Doing
+from infra.cli.progress import Status
 from infra.tracking.tracker import Tracker
 from train.config import TrainConfig
-from train.launch.channel import WorkerNews
+from train.launch.channel import WorkerUpdates
 from train.launch.group import WorkerGroup
 from train.launch.job import RunPlan
-from train.launch.progress_meter import Pace
+from train.launch.progress_meter import ProgressMeter
 from train.reporting import tracking
 
 
@@ -32,41 +32,41 @@ class Listener:
         self._tracker = tracker
         self._on_cycle = on_cycle
         self._sent = sent
-        self._pace = Pace(config, run.manifest, spent=run.progress.elapsed if run.progress else 0.0)
+        self._pace = ProgressMeter(config, run.manifest, trained_seconds=run.progress.elapsed if run.progress else 0.0)
 
     def record(self, cycle: dict[str, Any]) -> None:
         tracking.record_cycle(self._tracker, cycle, self._sent)
 
-    def take(self, news: WorkerNews, shown: Doing) -> None:
-        """Do what follows from ``news``; ``shown`` is what the terminal shows that is being done.
+    def take(self, updates: WorkerUpdates, shown: Status) -> None:
+        """Do what follows from ``updates``; ``shown`` is what the terminal shows that is being done.
 
         Never raises: the thread that calls it has to pass on Ctrl-C, too. The first ``failure`` is kept.
         """
         if self.failure:
             return
         try:
-            self._take(news, shown)
+            self._take(updates, shown)
         except Exception as failure:  # noqa: BLE001 raised by whoever started the run, once it has been saved
             self.failure = failure
 
-    def _take(self, news: WorkerNews, shown: Doing) -> None:
-        for kind, content in news.messages:
+    def _take(self, updates: WorkerUpdates, shown: Status) -> None:
+        for kind, content in updates.messages:
             if kind == "cycle":
                 self.record(content)
                 self._pace.cycle(content)
-                if self.run.home.remote:
-                    self.run.home.log(content)
+                if self.run.run_folder.remote:
+                    self.run.run_folder.append_cycle(content)
                 self._on_cycle(content)
             elif kind == "system":
                 at, metrics = content
-                self._tracker.metrics(metrics, at)
+                self._tracker.log_metrics(metrics, at)
             elif kind == "begun":
-                self.group.begun(content)
+                self.group.on_workers_started(content)
             else:
                 console.print(content, markup=False)
         if not self.run.is_local:
-            self.group.look(news.silence)
+            self.group.check_heartbeat(updates.silence)
         if self.group.is_silent:
-            shown.now("waiting for a worker that answers")
-        elif news.doing:
-            shown.now(*self._pace.shown(*news.doing))
+            shown.update("waiting for a worker that answers")
+        elif updates.activity:
+            shown.update(*self._pace.describe(*updates.activity))

@@ -9,16 +9,16 @@ import threading
 from dataclasses import replace
 from typing import Any
 
-from infra.cli.progress import doing
+from infra.cli.progress import status
 from infra.device.host import cpu_count
 from train.launch.channel import LISTEN_SECONDS, Channel
-from train.launch.job import Assignment, Returned
+from train.launch.job import WorkerJob, WorkerResult
 from train.launch.listener import Listener
 from train.launch.signals import interrupt_main, stop_on_signal
 
 
-def start(assignment: Assignment, listener: Listener, reported: int, second: int) -> Returned:
-    """Do what ``assignment`` says; cycles are known until ``reported``, telemetry to ``second``.
+def run_training(assignment: WorkerJob, listener: Listener, reported: int, telemetry_second: int) -> WorkerResult:
+    """Do what ``assignment`` says; cycles are known until ``reported``, telemetry to ``telemetry_second``.
 
     Raises ``KeyboardInterrupt`` when a stop takes too long, the failure of ``listener``, for which the run was stopped
     and saved, and ``UserError`` for a setting that an earlier run in this process has ruled out.
@@ -32,15 +32,15 @@ def start(assignment: Assignment, listener: Listener, reported: int, second: int
 
     logging.getLogger("ray.train").setLevel(logging.WARNING)  # it says that it runs here
     torch.set_num_threads(min(torch.get_num_threads(), cpu_count()))  # it knows of affinity, and not of quotas
-    channel, ended = Channel(reported, second), threading.Event()
-    with borrowed_process(assignment.config) as own_peak, doing("loading the data") as shown, stop_on_signal() as stop:
+    channel, ended = Channel(reported, telemetry_second), threading.Event()
+    with borrowed_process(assignment.config) as own_peak, status("loading the data") as shown, stop_on_signal() as stop:
 
         def listen() -> None:
             while not ended.wait(LISTEN_SECONDS):
-                listener.take(channel.news(), shown)
+                listener.take(channel.take_updates(), shown)
                 if stop or listener.failure:
                     channel.stop()
-                if stop.is_late():
+                if stop.check_deadline():
                     interrupt_main()
 
         thread = threading.Thread(target=listen, name="listener", daemon=True)
@@ -55,13 +55,13 @@ def start(assignment: Assignment, listener: Listener, reported: int, second: int
         finally:
             ended.set()
             thread.join()
-        listener.take(channel.news(), shown)
+        listener.take(channel.take_updates(), shown)
     if listener.failure:
         raise listener.failure
     return returned if own_peak else _of_process(returned)
 
 
-def _of_process(returned: Returned) -> Returned:
+def _of_process(returned: WorkerResult) -> WorkerResult:
     """``returned`` with the source of its peak of memory, which may be that of an earlier run in this process."""
     result = returned.result
     if result is None or result.memory.process_source != "rss":

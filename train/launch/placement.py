@@ -6,15 +6,15 @@ import ray
 import ray.train
 from ray.exceptions import GetTimeoutError
 
-from infra.device.hardware import DeviceFacts, cpu_facts, device_facts
+from infra.device.hardware import DeviceInfo, cpu_info, device_info
 from infra.errors import UserError
 from infra.ray.machines import (
     accelerator_resource,
-    ask_nodes,
     await_accelerator,
-    cores_each,
     eligible_nodes,
     is_this_machine_alone,
+    max_cores_per_worker,
+    run_on_nodes,
 )
 from train.config import TrainConfig
 
@@ -25,7 +25,7 @@ ANSWER_SECONDS = 60.0
 """How long a machine of the cluster may take to describe its device: a process must start there."""
 
 
-def worker_facts(config: TrainConfig) -> DeviceFacts:
+def worker_device_info(config: TrainConfig) -> DeviceInfo:
     """The device on which the connected Ray would train ``config``: a GPU if it has enough of them, else a CPU.
 
     Waits for a machine with the accelerator that is asked for. Raises ``UserError`` when its GPU is not free in time.
@@ -35,12 +35,12 @@ def worker_facts(config: TrainConfig) -> DeviceFacts:
     eligible = eligible_nodes(accelerator=config.accelerator)
     use_gpu = config.device != "cpu" and sum(int(node.get("GPU", 0)) for node in eligible.values()) >= config.workers
     if is_this_machine_alone():
-        return device_facts() if use_gpu else cpu_facts()
+        return device_info() if use_gpu else cpu_info()
     if not use_gpu:
         largest = sorted(eligible, key=lambda node: eligible[node].get("CPU", 0))[-1:]
-        answers = ask_nodes(largest, cpu_facts, seconds=ANSWER_SECONDS).values()
-        return next((facts for facts in answers if isinstance(facts, DeviceFacts)), cpu_facts())
-    there = ray.remote(num_cpus=0, num_gpus=1)(device_facts)
+        answers = run_on_nodes(largest, cpu_info, seconds=ANSWER_SECONDS).values()
+        return next((info for info in answers if isinstance(info, DeviceInfo)), cpu_info())
+    there = ray.remote(num_cpus=0, num_gpus=1)(device_info)
     if config.accelerator:
         there = there.options(accelerator_type=config.accelerator)
     try:
@@ -51,7 +51,7 @@ def worker_facts(config: TrainConfig) -> DeviceFacts:
         ) from None
 
 
-def scaling(config: TrainConfig) -> ray.train.ScalingConfig:
+def make_scaling_config(config: TrainConfig) -> ray.train.ScalingConfig:
     """The workers to ask Ray for, by a resolved config.
 
     Raises ``UserError`` when the cluster lacks them; Ray would wait.
@@ -61,15 +61,15 @@ def scaling(config: TrainConfig) -> ray.train.ScalingConfig:
     use_gpu = config.device == "cuda"
     if use_gpu and gpus < config.workers:
         raise UserError(f"--device cuda needs a GPU for each of --workers {config.workers}; Ray has {gpus}.")
-    mine = cores_each(nodes.values(), config.workers, gpu=use_gpu)
-    if not mine:
+    cores_per_worker = max_cores_per_worker(nodes.values(), config.workers, gpu=use_gpu)
+    if not cores_per_worker:
         cores = sum(int(node.get("CPU", 0)) for node in nodes.values())
         raise UserError(f"--workers {config.workers} needs a core for each worker and Ray has {cores}.")
-    threads = mine
+    threads = cores_per_worker
     if config.stream:
         cores = sum(int(node.get("CPU", 0)) for node in eligible_nodes().values())
-        if cores - config.workers * mine < READERS * config.workers:
-            threads = max(1, mine - READERS)
+        if cores - config.workers * cores_per_worker < READERS * config.workers:
+            threads = max(1, cores_per_worker - READERS)
         if cores - config.workers * threads < config.workers:
             raise UserError(
                 f"--stream needs another core for reading with each of --workers {config.workers} and Ray has {cores}: "
@@ -84,6 +84,6 @@ def scaling(config: TrainConfig) -> ray.train.ScalingConfig:
     )
 
 
-def needs(wanted: ray.train.ScalingConfig) -> dict[str, float]:
-    """The resources that Ray sets aside for each of the workers that :func:`scaling` asks for."""
+def resources_per_worker(wanted: ray.train.ScalingConfig) -> dict[str, float]:
+    """The resources that Ray sets aside for each of the workers that :func:`make_scaling_config` asks for."""
     return cast(dict[str, float], wanted.resources_per_worker) | accelerator_resource(wanted.accelerator_type)

@@ -18,14 +18,18 @@ WINDOW = 15.0
 """Seconds over which the speed is taken, or as long as three steps take."""
 
 
-class Pace:
+class ProgressMeter:
     def __init__(
-        self, config: TrainConfig, manifest: Manifest, clock: Callable[[], float] = time.monotonic, spent: float = 0.0
+        self,
+        config: TrainConfig,
+        manifest: Manifest,
+        clock: Callable[[], float] = time.monotonic,
+        trained_seconds: float = 0.0,
     ) -> None:
-        """``spent`` are the seconds that a run which is continued has trained already."""
+        """``trained_seconds`` are the seconds that a run which is continued has trained already."""
         self._config = config
         self._clock = clock
-        self._spent = spent
+        self._spent = trained_seconds
         self._steps: deque[tuple[float, int]] = deque()
         self._loss: float | None = None
         self._elapsed: tuple[float, float] | None = None
@@ -39,7 +43,7 @@ class Pace:
         self._loss = cycle["train_loss"]
         self._elapsed = self._clock(), cycle["elapsed"]
 
-    def shown(self, what: str, step: int) -> tuple[str, str]:
+    def describe(self, what: str, step: int) -> tuple[str, str]:
         """What the worker does and, while it trains, how it is getting on, as text; it has launched ``step`` steps."""
         if what != TRAINING:
             self._steps.clear()

@@ -17,28 +17,28 @@ import torch
 from infra.cli.units import GB
 from infra.device.host import count_oom_kills
 from infra.device.provenance import machine
-from infra.device.telemetry import Telemetry, of_machine
+from infra.device.telemetry import Telemetry, prefix_node
 from infra.errors import UserError
 from infra.storage.directory import StorageDir, scratch
 from pipeline.shards import MANIFEST, Manifest
 from train.config import TrainConfig
 from train.data.dataset import ShardData
 from train.data.stream import StreamData
-from train.launch.channel import Channel, EarlierWorkers, WorkerEnd
-from train.launch.job import Assignment, Returned
+from train.launch.channel import Channel, DriverConnection, EarlierWorkers
+from train.launch.job import WorkerJob, WorkerResult
 from train.loop import memory
-from train.loop.execution import choose_allocator
-from train.loop.memory_limit import Limit
+from train.loop.execution import configure_allocator
+from train.loop.memory_limit import MemoryLimit
 from train.loop.oom import OutOfMemory
 from train.loop.sampling import closing_sample
 from train.loop.trainer import Trainer
 from train.models.parallel import all_gather
 from train.reporting.diagnosis import first_loss_fault
-from train.resolved import without
+from train.resolved import next_smaller_micro_batch
 from train.result import CycleReport, RunResult
 from train.run_files.progress import newest, read_progress
 from train.run_files.run_folder import RunFolder
-from train.run_files.uploads import fetch_newest
+from train.run_files.uploads import download_newest
 from train.search_reference import FIRST_STEPS
 
 ATTEMPTS = 3
@@ -47,61 +47,69 @@ ATTEMPTS = 3
 FETCHING_SECONDS = 10.0
 """Between two lines about the data that a worker fetches."""
 
-SHARE = "give object storage, such as --out s3://bucket/runs, or a folder on a disk that all machines share."
+SHARED_STORAGE_HINT = (
+    "give object storage, such as --out s3://bucket/runs, or a folder on a disk that all machines share."
+)
 
 
-def train_function(told: dict[str, Any]) -> Returned:
+def train_function(loop_config: dict[str, Any]) -> WorkerResult:
     """The loop, from the step that the driver names or a newer checkpoint of this command.
 
     It runs in Ray's workers, or in the driver's own process, where an error of ours is raised as it is.
     """
-    assignment: Assignment = told["assignment"]
-    channel: Channel = told["channel"]
+    assignment: WorkerJob = loop_config["assignment"]
+    channel: Channel = loop_config["channel"]
     local = isinstance(channel, Channel)
-    context, place = ray.train.get_context(), assignment.place
+    context, run_dir = ray.train.get_context(), assignment.run_dir
     rank, alone = context.get_world_rank(), context.get_world_size() == 1
     first = rank == 0
     # Workers on one machine do not share what they fetch and remove.
-    home = RunFolder(scratch("runs", place.digest, str(rank)), place) if place.remote else RunFolder(place.folder)
+    run_folder = (
+        RunFolder(scratch("runs", run_dir.digest, str(rank)), run_dir)
+        if run_dir.is_remote
+        else RunFolder(run_dir.local_path)
+    )
     host, node = socket.gethostname(), "" if local else ray.get_runtime_context().get_node_id()
-    past = channel.past(node, count_oom_kills()) if first else EarlierWorkers()
+    past = channel.earlier_workers(node, count_oom_kills()) if first else EarlierWorkers()
     hosts, nodes = [host], [node]
     with ExitStack() as locks:
-        resume, refusal = begin(home, locks, assignment, past) if first else follow(home)
+        resume, refusal = (
+            lock_and_find_checkpoint(run_folder, locks, assignment, past) if first else find_checkpoint(run_folder)
+        )
         too_large = past.too_large
         if not alone:
-            found = all_gather((refusal, step_of(resume), host, node, too_large))
-            refusal = common_refusal([theirs[:3] for theirs in found])
-            hosts, nodes = [theirs[2] for theirs in found], [theirs[3] for theirs in found]
-            too_large = found[0][4]
+            worker_states = all_gather((refusal, step_of(resume), host, node, too_large))
+            refusal = combine_refusals([worker_state[:3] for worker_state in worker_states])
+            hosts, nodes = [theirs[2] for theirs in worker_states], [theirs[3] for theirs in worker_states]
+            too_large = worker_states[0][4]
         if past.result:
-            return Returned(with_checkpoint(past.result, home))
+            return WorkerResult(with_checkpoint(past.result, run_folder))
         if refusal:
-            return Returned(refused=refusal)
+            return WorkerResult(user_error=refusal)
         try:
             config = assignment.config
-            config = without(config, too_large) or config
-            choose_allocator(config)
-            limit = Limit.impose(assignment.memory_limit, config.device) if assignment.memory_limit else None
-            line, telemetry = None, None
+            config = next_smaller_micro_batch(config, too_large) or config
+            configure_allocator(config)
+            limit = MemoryLimit.apply(assignment.memory_limit, config.device) if assignment.memory_limit else None
+            driver, telemetry = None, None
             if first:
                 about = {"hosts": hosts, "nodes": nodes, "machine": machine()}
-                line = locks.enter_context(WorkerEnd(channel, step_of(resume), about))
+                driver = locks.enter_context(DriverConnection(channel, step_of(resume), about))
                 name = host if len(set(nodes)) > 1 else None
-                telemetry = locks.enter_context(Telemetry(sender(channel, name), line.second))
+                telemetry = locks.enter_context(Telemetry(sender(channel, name), driver.telemetry_second))
             elif nodes.index(node) == rank:  # the first worker of another machine
                 locks.callback(channel.flush)
-                locks.enter_context(Telemetry(sender(channel, host), channel.second()))
+                locks.enter_context(Telemetry(sender(channel, host), channel.telemetry_second()))
             read: list[ShardData | StreamData] = []
 
             def data() -> ShardData | StreamData:
-                read.append(data_of(assignment, channel.say if first else lambda text: None))
+                read.append(load_data(assignment, channel.print_line if first else lambda text: None))
                 return read[-1]
 
-            smaller = assignment.tries_smaller
-            result = train_here(home, config, resume, line, limit, smaller, data, telemetry, too_large)
+            smaller = assignment.retries_smaller_batch
+            result = train_with_retries(run_folder, config, resume, driver, limit, smaller, data, telemetry, too_large)
             summary = read[-1].summary() if isinstance(read[-1], StreamData) else None
-            ended = Returned(result, summary)
+            ended = WorkerResult(result, summary)
         except TooLarge as failure:
             channel.too_large(*failure.args)
             raise RuntimeError(failure.args[1]) from None  # which Ray Train's controller reads without torch
@@ -110,15 +118,15 @@ def train_function(told: dict[str, Any]) -> Returned:
             raise RuntimeError(failure.result.reason) from None
         except UserError as mistake:
             if alone:
-                return Returned(refused=str(mistake))
+                return WorkerResult(user_error=str(mistake))
             channel.refuse(str(mistake))
             raise
         except Exception:
             if alone and not local:
-                return Returned(failed=traceback.format_exc())
+                return WorkerResult(traceback=traceback.format_exc())
             raise  # the others wait in a collective until Ray stops the group and restarts it
-        if home.remote:
-            shutil.rmtree(home.path, ignore_errors=True)  # all of it is in the run's place
+        if run_folder.remote:
+            shutil.rmtree(run_folder.path, ignore_errors=True)  # all of it is in the run's place
         return ended
 
 
@@ -126,13 +134,13 @@ def sender(channel: Channel, name: str | None) -> Callable[[int, dict[str, float
     """What hands over a point of telemetry; with the ``name`` of its machine where there are several."""
 
     def send(second: int, metrics: dict[str, float]) -> None:
-        channel.system(second, of_machine(name, metrics) if name else metrics)
+        channel.system(second, prefix_node(name, metrics) if name else metrics)
 
     return send
 
 
-def begin(
-    home: RunFolder, locks: ExitStack, assignment: Assignment, past: EarlierWorkers
+def lock_and_find_checkpoint(
+    run_folder: RunFolder, locks: ExitStack, assignment: WorkerJob, past: EarlierWorkers
 ) -> tuple[Path | None, str | None]:
     """Lock the run's folder while ``locks`` is open; returns the checkpoint to continue from, or a reason not to train.
 
@@ -141,33 +149,39 @@ def begin(
     try:
         if past.refusal:
             return None, past.refusal
-        if assignment.marker and not assignment.marker.exists():
-            return None, f"{home.path} on {socket.gethostname()}, where Ray placed the worker, is another disk: {SHARE}"
-        locks.enter_context(home.worker_lock())
-        resume = newest_checkpoint(home)
-        refuse_other_step(home, max(assignment.step, *past.starts, 0), step_of(resume))
-        refuse_hopeless([*past.starts, step_of(resume)], ATTEMPTS + len(past.too_large), past.out_of_memory)
+        if assignment.shared_disk_marker and not assignment.shared_disk_marker.exists():
+            return (
+                None,
+                f"{run_folder.path} on {socket.gethostname()}, where Ray placed the worker, is another disk: "
+                f"{SHARED_STORAGE_HINT}",
+            )
+        locks.enter_context(run_folder.worker_lock())
+        resume = newest_checkpoint(run_folder)
+        check_resume_step(run_folder, max(assignment.step, *past.starts, 0), step_of(resume))
+        check_crash_loop([*past.starts, step_of(resume)], ATTEMPTS + len(past.too_large), past.out_of_memory)
     except UserError as mistake:
         return None, str(mistake)
     except OSError as failure:  # if it were raised, Ray would restart the worker again and again
-        why = f"{home.path} cannot be used ({failure.strerror}): make room or fix it, then continue with --resume."
+        why = (
+            f"{run_folder.path} cannot be used ({failure.strerror}): make room or fix it, then continue with --resume."
+        )
         return None, why
     return resume, None
 
 
-def follow(home: RunFolder) -> tuple[Path | None, str | None]:
+def find_checkpoint(run_folder: RunFolder) -> tuple[Path | None, str | None]:
     """The checkpoint from which another worker than the first continues, or a reason not to train."""
     try:
-        return newest_checkpoint(home), None
+        return newest_checkpoint(run_folder), None
     except UserError as mistake:
         return None, str(mistake)
 
 
-def newest_checkpoint(home: RunFolder) -> Path | None:
+def newest_checkpoint(run_folder: RunFolder) -> Path | None:
     """The newest intact checkpoint of the run, on this machine; None at its beginning."""
-    if home.remote is None:
-        return newest(home.checkpoints)
-    return fetch_newest(home.remote, home.checkpoints)[0]
+    if run_folder.remote is None:
+        return newest(run_folder.checkpoints)
+    return download_newest(run_folder.remote, run_folder.checkpoints)[0]
 
 
 def step_of(checkpoint: Path | None) -> int:
@@ -175,59 +189,64 @@ def step_of(checkpoint: Path | None) -> int:
     return read_progress(checkpoint).step if checkpoint else 0
 
 
-def with_checkpoint(result: RunResult, home: RunFolder) -> RunResult:
+def with_checkpoint(result: RunResult, run_folder: RunFolder) -> RunResult:
     """``result`` of an earlier worker, which need not have been the one that knew the newest checkpoint."""
-    checkpoint = newest_checkpoint(home)
-    return replace(result, checkpoint=home.named(checkpoint) if checkpoint else None)
+    checkpoint = newest_checkpoint(run_folder)
+    return replace(result, checkpoint=run_folder.checkpoint_address(checkpoint) if checkpoint else None)
 
 
-def refuse_other_step(home: RunFolder, least: int, found: int) -> None:
-    """Raise ``UserError`` when the newest checkpoint, of step ``found``, is older than the one of step ``least``.
+def check_resume_step(run_folder: RunFolder, last_reported_step: int, step: int) -> None:
+    """Raise ``UserError`` when the newest checkpoint, of step ``step``, is older than the one of step
+    ``last_reported_step``.
 
     A newer one was saved by an earlier worker; an older one means that checkpoints have been lost or damaged.
     """
-    if found < least:
-        there = f"ends at step {found:,}" if found else "has no intact checkpoint"
+    if step < last_reported_step:
+        there = f"ends at step {step:,}" if step else "has no intact checkpoint"
         raise UserError(
-            f"the run continues from step {least:,}, but {home.place / 'checkpoints'}, seen from {socket.gethostname()}"
+            f"the run continues from step {last_reported_step:,}, but {run_folder.run_dir / 'checkpoints'}, "
+            f"seen from {socket.gethostname()}"
             f", {there}: restore the checkpoint, or remove what is left of it to continue from the one before it."
         )
 
 
-def common_refusal(found: Sequence[tuple[str | None, int, str]]) -> str | None:
+def combine_refusals(worker_states: Sequence[tuple[str | None, int, str]]) -> str | None:
     """The reason why the workers do not train, if any, from each one's refusal, newest step and machine."""
-    for refusal, _, _ in found:
+    for refusal, _, _ in worker_states:
         if refusal:
             return refusal
-    step, machine = found[0][1:]
-    for other, elsewhere in (theirs[1:] for theirs in found):
+    step, machine = worker_states[0][1:]
+    for other, elsewhere in (worker_state[1:] for worker_state in worker_states):
         if other != step:
-            return f"the run continues from step {step:,} on {machine} and from step {other:,} on {elsewhere}: {SHARE}"
+            return (
+                f"the run continues from step {step:,} on {machine} and from step {other:,} on {elsewhere}: "
+                f"{SHARED_STORAGE_HINT}"
+            )
     return None
 
 
-def data_of(assignment: Assignment, say: Callable[[str], Any] = lambda text: None) -> ShardData | StreamData:
+def load_data(assignment: WorkerJob, say: Callable[[str], Any] = lambda text: None) -> ShardData | StreamData:
     """The data of a run, which must be those that the driver saw; ``say`` gets lines about what is fetched."""
     config, fingerprint = assignment.config, assignment.fingerprint
     if assignment.stream:
         return StreamData(config, assignment.stream)
-    host, place, told = socket.gethostname(), StorageDir.of(config.data), [0.0]
-    if not place.remote and not place.exists(MANIFEST):
+    host, data_dir, last_report = socket.gethostname(), StorageDir.of(config.data), [0.0]
+    if not data_dir.is_remote and not data_dir.exists(MANIFEST):
         raise UserError(
-            f"--data {place} is not on {host}, where Ray placed the worker: give object storage, such as --data "
+            f"--data {data_dir} is not on {host}, where Ray placed the worker: give object storage, such as --data "
             "s3://bucket/tokens, or a folder on a disk that all machines share."
         )
 
     def on_shard(manifest: Manifest, number: int) -> None:
-        if number == 0 or time.monotonic() - told[0] > FETCHING_SECONDS:
-            told[0] = time.monotonic()
+        if number == 0 or time.monotonic() - last_report[0] > FETCHING_SECONDS:
+            last_report[0] = time.monotonic()
             size = sum(shard.bytes for shard in manifest.shards)
-            say(f"{host} fetches {place}: {number} of {len(manifest.shards)} shards, {size / 1e6:,.1f} MB in all")
+            say(f"{host} fetches {data_dir}: {number} of {len(manifest.shards)} shards, {size / 1e6:,.1f} MB in all")
 
     data = ShardData(config, on_shard)
     if data.manifest.fingerprint != fingerprint:
         raise UserError(
-            f"--data {place} on {host}, where Ray placed the worker, has the fingerprint "
+            f"--data {data_dir} on {host}, where Ray placed the worker, has the fingerprint "
             f"{data.manifest.fingerprint[:12]} and on the driver's machine {fingerprint[:12]}: the data differ."
         )
     return data
@@ -237,18 +256,19 @@ class TooLarge(Exception):
     """Several workers are to start again with a smaller micro-batch, which they were not given: (size, a line)."""
 
 
-def train_here(
-    home: RunFolder,
+def train_with_retries(
+    run_folder: RunFolder,
     config: TrainConfig,
     resume: Path | None,
-    line: WorkerEnd | None,
-    limit: Limit | None = None,
+    driver: DriverConnection | None,
+    limit: MemoryLimit | None = None,
     tries_smaller: bool = False,
     data: Callable[[], ShardData | StreamData] | None = None,
     telemetry: Telemetry | None = None,
     too_large: Sequence[int] = (),
 ) -> RunResult:
-    """Train in ``home`` from ``resume`` as one worker; the first one has a ``line`` to the driver, and ``telemetry``.
+    """Train in ``run_folder`` from ``resume`` as one worker; the first one has a ``driver`` to the driver, and
+    ``telemetry``.
 
     With ``tries_smaller`` a micro-batch that does not fit is replaced by the next smaller one, which is also below
     those that were ``too_large`` before. For that one of several workers raises ``TooLarge``, and ``OutOfMemory`` where
@@ -256,98 +276,101 @@ def train_here(
     """
     failed = [*too_large]
     while True:
-        begun = step_of(resume)  # now, because training removes old checkpoints
+        start_step = step_of(resume)  # now, because training removes old checkpoints
         try:
-            trainer, result = _attempt(home, config, resume, line, limit, data() if data else ShardData(config))
+            trainer, result = _train_once(
+                run_folder, config, resume, driver, limit, data() if data else ShardData(config)
+            )
         except OutOfMemory as failure:
             trainer, result = None, failure.result
         smaller = None
-        if tries_smaller and did_not_fit(result, begun):
-            smaller = without(config, [config.micro_batch])
+        if tries_smaller and did_not_fit(result, start_step):
+            smaller = next_smaller_micro_batch(config, [config.micro_batch])
         if smaller is None:
             break
         failed.append(config.micro_batch)
-        said = f"micro-batch {config.micro_batch} does not fit, {result.reason}: trying {smaller.micro_batch}"
+        message = f"micro-batch {config.micro_batch} does not fit, {result.reason}: trying {smaller.micro_batch}"
         if config.workers > 1:
-            raise TooLarge(config.micro_batch, said)
-        if line:
-            line.channel.too_large(config.micro_batch, said)
-            line.doing = lambda: ("building the model", 0)
+            raise TooLarge(config.micro_batch, message)
+        if driver:
+            driver.channel.too_large(config.micro_batch, message)
+            driver.activity = lambda: ("building the model", 0)
         trainer = None
-        memory.start_over(config)
-        config, resume = smaller, newest(home.checkpoints) or resume
+        memory.reset_after_oom(config)
+        config, resume = smaller, newest(run_folder.checkpoints) or resume
     result = replace(result, too_large=tuple(failed))
     if trainer is None and config.workers > 1:
         raise OutOfMemory(result)
-    if trainer is None or line is None:
+    if trainer is None or driver is None:
         return result
     if telemetry:
-        result = replace(result, joules_per_million_tokens=energy(telemetry, trainer, result, begun))
+        result = replace(result, joules_per_million_tokens=energy(telemetry, trainer, result, start_step))
         result = replace(result, telemetry=trainer.while_training(telemetry))
     encoded_on = dict(trainer.data.encoded_on) if isinstance(trainer.data, StreamData) else {}
     text = None
     try:
         text = closing_sample(trainer, result)
     except UserError as fault:  # of the model in evaluation mode, which must not cost the result
-        line.channel.say(str(fault))
+        driver.channel.print_line(str(fault))
     return replace(result, sample=text, encoded_on=encoded_on)
 
 
-def did_not_fit(result: RunResult, begun: int) -> bool:
-    """Whether a run from step ``begun`` needed too much memory in its first steps or before them."""
-    failing = result.steps - begun + (result.outcome == "oom")  # the step that needed it
+def did_not_fit(result: RunResult, start_step: int) -> bool:
+    """Whether a run from step ``start_step`` needed too much memory in its first steps or before them."""
+    failing = result.steps - start_step + (result.outcome == "oom")  # the step that needed it
     return result.outcome in ("oom", "over_limit") and failing <= FIRST_STEPS
 
 
-def _attempt(
-    home: RunFolder,
+def _train_once(
+    run_folder: RunFolder,
     config: TrainConfig,
     resume: Path | None,
-    line: WorkerEnd | None,
-    limit: Limit | None,
+    driver: DriverConnection | None,
+    limit: MemoryLimit | None,
     data: ShardData | StreamData,
 ) -> tuple[Trainer, RunResult]:
     """One run of the loop, with its trainer. Raises ``OutOfMemory`` as the trainer does."""
-    if line is None:  # of another worker than the first, which alone reports and saves
-        trainer = Trainer(config, data=data, checkpoints=home.checkpoints, resume=resume, limit=limit)
+    if driver is None:  # of another worker than the first, which alone reports and saves
+        trainer = Trainer(config, data=data, checkpoints=run_folder.checkpoints, resume=resume, limit=limit)
         return trainer, trainer.run()
     reported = read_progress(resume).reported if resume else 0
-    home.rewind(reported)
-    line.catch_up(home.cycles_until(reported))
+    run_folder.truncate_after(reported)
+    driver.catch_up(run_folder.cycles_until(reported))
     trainer: Trainer | None = None
 
     def on_cycle(report: CycleReport) -> None:
         if fault := first_loss_fault(config, report.first_loss):
-            line.channel.say(fault)
-        if trainer and trainer.device.type == "cuda" and len(trainer.spent.reports) == 1:
+            driver.channel.print_line(fault)
+        if trainer and trainer.device.type == "cuda" and len(trainer.times.reports) == 1:
             total = limit.size if limit else torch.cuda.get_device_properties(trainer.device).total_memory
-            line.channel.say(fullness(config, memory.peak(trainer.device).process, total))
-        line.channel.cycle(home.append(report))
+            driver.channel.print_line(format_gpu_memory(config, memory.peak(trainer.device).process, total))
+        driver.channel.cycle(run_folder.append_report(report))
 
-    line.doing = lambda: (trainer.doing, trainer.state.step) if trainer else ("building the model", reported)
+    driver.activity = lambda: (trainer.activity, trainer.state.step) if trainer else ("building the model", reported)
     trainer = Trainer(
         config,
         data=data,
         on_cycle=on_cycle,
-        should_stop=line.stopping,
-        checkpoints=home.checkpoints,
-        copies=home.remote,
+        should_stop=driver.stopping,
+        checkpoints=run_folder.checkpoints,
+        upload_dir=run_folder.remote,
         resume=resume,
         limit=limit,
     )
     if trainer.attention != trainer.config.attention:
-        line.channel.say(f"attention {trainer.attention} (auto)")
+        driver.channel.print_line(f"attention {trainer.attention} (auto)")
     return trainer, trainer.run()
 
 
-def fullness(config: TrainConfig, used: int, total: int) -> str:
+def format_gpu_memory(config: TrainConfig, used: int, total: int) -> str:
     """The GPU's memory at the first report, and what is done with it, as one line; sizes in bytes."""
     full = f"GPU {used / GB:.1f}/{total / GB:.1f} GB ({used / total:.1%})"
     return f"{full}; batch size {config.micro_batch}; cycle {config.cycle.train} + {config.cycle.val}"
 
 
-def energy(telemetry: Telemetry, trainer: Trainer, result: RunResult, begun: int) -> float | None:
-    """Joules of this worker's GPU per million tokens that it trained on after its first step, the one after ``begun``.
+def energy(telemetry: Telemetry, trainer: Trainer, result: RunResult, start_step: int) -> float | None:
+    """Joules of this worker's GPU per million tokens that it trained on after its first step, the one after
+    ``start_step``.
 
     None without a GPU that reports its power. Ends the telemetry, so that it knows the energy up to now.
     """
@@ -356,12 +379,13 @@ def energy(telemetry: Telemetry, trainer: Trainer, result: RunResult, begun: int
         return None
     first = trainer.started + result.first_step_seconds
     joules = telemetry.joules(first, first + result.seconds - trainer.elapsed_before)
-    tokens = (result.steps - begun - 1) * trainer.config.step_tokens / trainer.config.workers
+    tokens = (result.steps - start_step - 1) * trainer.config.step_tokens / trainer.config.workers
     return joules / tokens * 1e6 if joules is not None and tokens > 0 else None
 
 
-def refuse_hopeless(starts: Sequence[int], most: int = ATTEMPTS, out_of_memory: bool = False) -> None:
-    """Raise ``UserError`` when workers have died ``most`` times without a new checkpoint, or the last one for memory.
+def check_crash_loop(starts: Sequence[int], max_attempts: int = ATTEMPTS, out_of_memory: bool = False) -> None:
+    """Raise ``UserError`` when workers have died ``max_attempts`` times without a new checkpoint, or the last one for
+    memory.
 
     ``starts`` are the steps that they started from; the last one is this worker's. ``out_of_memory`` tells whether the
     system has killed the worker before it.
@@ -372,8 +396,8 @@ def refuse_hopeless(starts: Sequence[int], most: int = ATTEMPTS, out_of_memory: 
             f"Memory ran out between step {step} and the next checkpoint, and the system killed a worker: give a "
             "smaller --micro-batch, or give the machine or container more memory."
         )
-    if list(starts[-most - 1 : -1]) == [step] * most:
+    if list(starts[-max_attempts - 1 : -1]) == [step] * max_attempts:
         raise UserError(
-            f"the worker died {most} times between step {step} and the next checkpoint: look for the reason in "
+            f"the worker died {max_attempts} times between step {step} and the next checkpoint: look for the reason in "
             "Ray's logs, and check whether the machine has enough memory."
         )

@@ -31,59 +31,61 @@ class RunningCycle:
     start: timing.Mark
     losses: Tensor
     norms: Tensor
-    earlier: int = 0
+    resumed_steps: int = 0
     """Steps of it that an interrupted run did, whose losses come from the checkpoint."""
-    computed: list[timing.Mark] = field(default_factory=list)
+    backward_ends: list[timing.Mark] = field(default_factory=list)
     """When each step has its gradients and the optimizer begins."""
-    marks: list[timing.Mark] = field(default_factory=list)
+    step_ends: list[timing.Mark] = field(default_factory=list)
     """When each step ends."""
-    waits: list[tuple[timing.Mark, timing.Mark]] = field(default_factory=list)
+    batch_waits: list[tuple[timing.Mark, timing.Mark]] = field(default_factory=list)
     """Before and after each request for a batch: on a GPU's timeline they differ only while it has nothing to do."""
     val_losses: Tensor | None = None
     """What :func:`train.loop.validation.validate` returns, over ``val_windows`` windows of all workers."""
     val_windows: int = 0
     end: timing.Mark = None
-    on_host: tuple[Tensor, Tensor, Tensor | None] | None = None
+    host_values: tuple[Tensor, Tensor, Tensor | None] | None = None
     """Valid once ``end`` is reached: the losses, the last gradient norm, and the validation losses; worker means."""
-    rate: float = 0.0
+    learning_rate: float = 0.0
 
     @property
     def steps(self) -> int:
         """Steps so far, including earlier ones."""
-        return self.earlier + len(self.marks)
+        return self.resumed_steps + len(self.step_ends)
 
     @property
     def data_wait(self) -> list[float]:
         """Seconds that each step waited for its batches; the last step must have ended."""
-        waits = [timing.seconds_between(*wait) for wait in self.waits]
-        each = len(waits) // max(1, len(self.marks))
-        return [sum(waits[first : first + each]) for first in range(0, each * len(self.marks), max(1, each))]
+        batch_waits = [timing.seconds_between(*wait) for wait in self.batch_waits]
+        each = len(batch_waits) // max(1, len(self.step_ends))
+        return [sum(batch_waits[first : first + each]) for first in range(0, each * len(self.step_ends), max(1, each))]
 
     @property
     def optimizer_seconds(self) -> list[float]:
         """Seconds of clipping and the optimizer in each step; the last step must have ended."""
-        return list(map(timing.seconds_between, self.computed, self.marks))
+        return list(map(timing.seconds_between, self.backward_ends, self.step_ends))
 
 
-def open_cycle(first: int, step: int, length: int, earlier: list[float], device: torch.device) -> RunningCycle:
+def open_cycle(
+    first: int, step: int, length: int, unreported_losses: list[float], device: torch.device
+) -> RunningCycle:
     """The cycle that continues at ``step`` after a report at ``first``, with the losses of the steps in between."""
     stop = (step // length + 1) * length
     losses, norms = torch.zeros(2, stop - first, device=device)
-    losses[: len(earlier)] = torch.tensor(earlier)
-    return RunningCycle(first, stop, timing.mark(device), losses, norms, earlier=len(earlier))
+    losses[: len(unreported_losses)] = torch.tensor(unreported_losses)
+    return RunningCycle(first, stop, timing.mark(device), losses, norms, resumed_steps=len(unreported_losses))
 
 
 def close_cycle(cycle: RunningCycle, workers: Workers, device: torch.device) -> None:
     """Queue the copy of ``cycle``'s numbers to the host, so that reading them does not wait for a later step."""
     losses = to_host(workers.mean(cycle.losses[: cycle.steps]))
     validation = None if cycle.val_losses is None else to_host(workers.mean(cycle.val_losses))
-    cycle.on_host = losses, to_host(cycle.norms[cycle.steps - 1]), validation
+    cycle.host_values = losses, to_host(cycle.norms[cycle.steps - 1]), validation
     cycle.end = timing.mark(device)
 
 
 def step_seconds(cycle: RunningCycle) -> list[float]:
     """Seconds of each step of this process; waits for the last of them."""
-    moments = [cycle.start, *cycle.marks]
+    moments = [cycle.start, *cycle.step_ends]
     timing.wait_for(moments[-1])
     return [timing.seconds_between(a, b) for a, b in itertools.pairwise(moments)]
 
@@ -93,14 +95,14 @@ def report(
 ) -> CycleReport:
     """The numbers of a closed cycle; ``val_tokens`` is the number before it."""
     timing.wait_for(cycle.end)
-    assert cycle.on_host is not None, "only a closed cycle is reported"
-    step_losses, norm, validation = cycle.on_host
+    assert cycle.host_values is not None, "only a closed cycle is reported"
+    step_losses, norm, validation = cycle.host_values
     losses = step_losses.tolist()
     val_losses = [] if validation is None else validation.tolist()
-    here = len(cycle.marks)
+    here = len(cycle.step_ends)
     cycle_val_tokens = cycle.val_windows * config.model.context_length
     val_tokens += cycle_val_tokens
-    train_seconds = timing.seconds_between(cycle.start, cycle.marks[-1])
+    train_seconds = timing.seconds_between(cycle.start, cycle.step_ends[-1])
     step = cycle.first + cycle.steps
     train_tokens = step * config.step_tokens
     totals = manifest.splits["train"]
@@ -119,13 +121,13 @@ def report(
         elapsed=elapsed,
         cycle_tokens=here * config.step_tokens + cycle_val_tokens,
         epoch_seconds=totals["tokens"] / (here * config.step_tokens / train_seconds),
-        learning_rate=cycle.rate,
+        learning_rate=cycle.learning_rate,
         gradient_norm=norm.item(),
         step_losses=losses,
     )
 
 
-def trouble(losses: list[float], reference: float | None, spike: float, first: int) -> str | None:
+def divergence_reason(losses: list[float], reference: float | None, spike: float, first: int) -> str | None:
     """Why training must not continue after these ``losses``, which start after step ``first``; None if it may.
 
     ``reference`` is the mean loss of the previous cycle; a loss more than ``spike`` nats above it is a spike.

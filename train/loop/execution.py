@@ -21,16 +21,16 @@ from train.models.attention import (
     ATTENTION,
     AttentionFunction,
     MaskFunction,
+    attention_for_gpu,
     block_mask,
     dense_mask,
-    first_usable,
-    order_of,
-    ordered_for,
+    first_supported_kernel,
+    kernel_order,
 )
 from train.models.blocks import repeated_blocks
 from train.models.gpt2 import GPT
-from train.models.hf_weights import load_published
-from train.models.recompute import refuse_budget
+from train.models.hf_weights import load_hf_weights
+from train.models.recompute import check_budget_supported
 
 AUTOCAST = {"fp16": torch.float16, "bf16": torch.bfloat16}
 MODES = {
@@ -55,10 +55,10 @@ def torch_device(config: TrainConfig) -> torch.device:
     return torch.device("cuda", torch.cuda.current_device())
 
 
-def build(config: TrainConfig, device: torch.device) -> Any:
+def build_model(config: TrainConfig, device: torch.device) -> Any:
     """The model of a resolved config with random weights by its seed, on ``device``."""
     if config.checkpointing == "budget":
-        refuse_budget()
+        check_budget_supported()
     torch.manual_seed(config.seed)
     model = (_custom(config, config.model) if isinstance(config.model, CustomModel) else _gpt(config)).to(device)
     if config.optimizer == "adamw-bf16":
@@ -68,15 +68,15 @@ def build(config: TrainConfig, device: torch.device) -> Any:
     return model
 
 
-def start(model: Any, config: TrainConfig) -> None:
+def load_initial_weights(model: Any, config: TrainConfig) -> None:
     """Load the weights that a run of ``config`` begins with, if they are not random ones."""
     if isinstance(config.model, ModelConfig) and config.model.start:
-        load_published(model, Path(config.model.start))
+        load_hf_weights(model, Path(config.model.start))
 
 
 def _gpt(config: TrainConfig) -> GPT:
     return GPT(
-        config.shape,
+        config.gpt2_config,
         attention=_attention(config),
         mask=_mask(config),
         checkpointing=config.checkpointing,
@@ -93,11 +93,11 @@ def _custom(config: TrainConfig, model: CustomModel) -> nn.Module:
     if chosen and attention == "manual":
         kernels = [SDPBackend.MATH]
     elif chosen and attention != "sdpa":
-        kernels = order_of(_attention(config))
-    return custom.switched(custom.make(model), config.checkpointing, kernels)
+        kernels = kernel_order(_attention(config))
+    return custom.with_execution_switches(custom.build_model(model), config.checkpointing, kernels)
 
 
-def plain(config: TrainConfig, weights_of: nn.Module | None = None) -> Any:
+def build_inference_model(config: TrainConfig, weights_of: nn.Module | None = None) -> Any:
     """The model for use after training: eager, with torch's own choice of attention kernel, for texts of any length.
 
     With ``weights_of`` a trained one it has those themselves, not a copy. The training's own execution may not be
@@ -105,7 +105,7 @@ def plain(config: TrainConfig, weights_of: nn.Module | None = None) -> Any:
     recompiled for every length.
     """
     if isinstance(config.model, CustomModel):  # which may hold more than its state, such as tables of positions
-        model = custom.make(config.model)
+        model = custom.build_model(config.model)
     else:
         with torch.device("cpu" if weights_of is None else "meta"):
             model = GPT(config.model, mask=_dense(config))
@@ -118,7 +118,7 @@ def plain(config: TrainConfig, weights_of: nn.Module | None = None) -> Any:
 def _attention(config: TrainConfig) -> AttentionFunction:
     if config.attention != "auto":
         return ATTENTION[config.attention]
-    return ordered_for(torch.cuda.get_device_capability(), config.model.context_length, masked=config.mask_books)
+    return attention_for_gpu(torch.cuda.get_device_capability(), config.model.context_length, masked=config.mask_books)
 
 
 def attention_kernel(config: TrainConfig, device: torch.device) -> str:
@@ -129,12 +129,12 @@ def attention_kernel(config: TrainConfig, device: torch.device) -> str:
         return "math" if config.attention == "manual" else config.attention
     if config.attention != "auto":
         return config.attention
-    model, length = config.shape, config.model.context_length
+    model, length = config.gpt2_config, config.model.context_length
     kind = AUTOCAST.get(config.precision, torch.bfloat16 if config.precision == "bf16-activations" else torch.float32)
     shape = (1, model.heads, length, model.width // model.heads)
     q = torch.empty(shape, dtype=kind, device=device, requires_grad=True)
     mask = torch.ones(1, 1, length, length, dtype=torch.bool, device=device) if config.mask_books else None
-    return first_usable(_attention(config), q, model.dropout, mask)
+    return first_supported_kernel(_attention(config), q, model.dropout, mask)
 
 
 def _mask(config: TrainConfig) -> MaskFunction:
@@ -162,7 +162,7 @@ def _to_fp8(model: nn.Module) -> None:
         convert_to_float8_training(block, module_filter_fn=lambda module, name: isinstance(module, nn.Linear))
 
 
-def compiled(model: nn.Module, config: TrainConfig) -> Callable[..., Tensor]:
+def compile_model(model: nn.Module, config: TrainConfig) -> Callable[..., Tensor]:
     """What the loop calls for a forward pass: the model, compiled as configured, for shapes that never change."""
     if config.compile == "off":
         return model
@@ -196,14 +196,14 @@ def keep_compiled_attention() -> None:
     }
 
 
-def arithmetic(config: TrainConfig) -> contextlib.AbstractContextManager[Any]:
+def autocast_context(config: TrainConfig) -> contextlib.AbstractContextManager[Any]:
     """The context in which a resolved config's forward passes run."""
     kind = AUTOCAST.get(config.precision)
     return torch.autocast(config.device, kind) if kind else contextlib.nullcontext()
 
 
 @contextlib.contextmanager
-def no_collections(config: TrainConfig) -> Iterator[None]:
+def gc_disabled(config: TrainConfig) -> Iterator[None]:
     """Disable automatic garbage collection during the block, except with ``--ablate collect``."""
     if config.device == "cuda":
         gc.collect()  # what an earlier run in this process left on the GPU
@@ -217,7 +217,7 @@ def no_collections(config: TrainConfig) -> Iterator[None]:
             gc.enable()
 
 
-def choose_allocator(config: TrainConfig) -> None:
+def configure_allocator(config: TrainConfig) -> None:
     """Set how torch takes memory of the GPU, before it first does: it reads the variable at its first allocation.
 
     A value that the user has set stays, under the name that torch had before 2.10 as well.
@@ -227,7 +227,7 @@ def choose_allocator(config: TrainConfig) -> None:
         os.environ["PYTORCH_ALLOC_CONF"] = ALLOCATORS[config.allocator]
 
 
-def choose_pages(config: TrainConfig) -> None:
+def enable_large_pages(config: TrainConfig) -> None:
     """Put large tensors in pages of 2 MB on the CPU, instead of the default 4 KB, which ``--ablate pages`` keeps.
 
     The C library returns large freed blocks to the system, so that the next step's logits get new pages, each zeroed

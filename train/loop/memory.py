@@ -11,13 +11,13 @@ from train.config import TrainConfig
 from train.result import Memory
 
 
-def start_peak(device: torch.device) -> None:
+def reset_peak(device: torch.device) -> None:
     """Reset earlier peaks on a GPU, so that :func:`peak` covers what follows; on a CPU what was before counts too."""
     if device.type == "cuda":
         torch.cuda.reset_peak_memory_stats(device)
 
 
-def settle(config: TrainConfig) -> None:
+def release_cached_memory(config: TrainConfig) -> None:
     """Return what is not in use after the first step, which has put the optimizer's state where it found room.
 
     That may be in the middle of what the next step needs in one piece, such as the logits, and would leave a hole.
@@ -27,7 +27,7 @@ def settle(config: TrainConfig) -> None:
         torch.cuda.empty_cache()
 
 
-def start_over(config: TrainConfig) -> None:
+def reset_after_oom(config: TrainConfig) -> None:
     """Free what the run of ``config``, which did not fit, has left in this process, and forget its peak."""
     if config.compile != "off":
         torch.compiler.reset()  # compiled code keeps the pools of its CUDA graphs
@@ -43,10 +43,10 @@ def forget_resident_peak() -> bool:
     """Begin the peak of this process's resident set anew; returns whether it is now about what is resident."""
     with suppress(OSError):
         Path("/proc/self/clear_refs").write_text("5", encoding="ascii")  # by proc(5); not permitted everywhere
-    return resident_peak() < 1.1 * _status_bytes("VmRSS")
+    return peak_rss() < 1.1 * _status_bytes("VmRSS")
 
 
-def is_exhausted(failure: Exception) -> bool:
+def is_oom_error(failure: Exception) -> bool:
     """Whether ``failure`` means that memory ran out; only torch's allocator on the GPU has an exception for that."""
     text = str(failure).lower()
     signs = ("out of memory", "can't allocate memory", "cublas_status_alloc_failed")
@@ -56,7 +56,7 @@ def is_exhausted(failure: Exception) -> bool:
 def peak(device: torch.device) -> Memory:
     """Peak memory of this process on ``device`` in bytes, measured in three ways."""
     if device.type != "cuda":
-        return Memory(None, None, resident_peak(), "rss")
+        return Memory(None, None, peak_rss(), "rss")
     statistics = torch.cuda.memory_stats(device)
     reserved = torch.cuda.max_memory_reserved(device)
     state = read_gpu(device.index or 0)
@@ -70,7 +70,7 @@ def peak(device: torch.device) -> Memory:
     )
 
 
-def resident_peak() -> int:
+def peak_rss() -> int:
     """Peak resident set of this process in bytes, by proc(5).
 
     getrusage(2) also counts what the process that started this one had resident, such as a notebook's kernel.

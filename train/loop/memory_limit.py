@@ -13,22 +13,22 @@ import torch
 from infra.device.gpu import read_gpu
 from train.loop import memory
 
-UNMEASURED = 256 * 2**20
+RESERVED_OUTSIDE_ALLOCATOR = 256 * 2**20
 """Bytes that a process may use outside torch's allocator after the cap is set: kernels, especially compiled ones, and
 the buffers of cuDNN and NCCL are loaded on their first use."""
 
 
 @dataclass(frozen=True)
-class Limit:
+class MemoryLimit:
     """A limit in bytes on this process's use of ``device``."""
 
     size: int
     device: torch.device
-    before: int
+    baseline_bytes: int
     """Bytes in use on the GPU before this process used it: the baseline where NVML hides processes (containers)."""
 
     @classmethod
-    def impose(cls, size: int, device_type: str) -> "Limit":
+    def apply(cls, size: int, device_type: str) -> "MemoryLimit":
         """Initialise CUDA, cap torch's allocator to what the context leaves of ``size``, and return the limit."""
         if device_type != "cuda":
             return cls(size, torch.device(device_type), 0)
@@ -44,9 +44,9 @@ class Limit:
         return limit
 
     @property
-    def room(self) -> int:
+    def usable_bytes(self) -> int:
         """Bytes of it that can be relied on: on a GPU the cap leaves some for what is loaded later."""
-        return self.size - (UNMEASURED if self.device.type == "cuda" else 0)
+        return self.size - (RESERVED_OUTSIDE_ALLOCATOR if self.device.type == "cuda" else 0)
 
     def used(self) -> tuple[int, str]:
         """Peak bytes of the process, and their source: ``nvml``, ``device`` (its growth), ``reserved`` or ``rss``."""
@@ -54,9 +54,9 @@ class Limit:
         state = read_gpu(self.device.index or 0) if measured.process_source == "reserved" else None
         if state is None:
             return measured.process, measured.process_source
-        return memory.peak_process(state.memory_used - self.before, self.device), "device"
+        return memory.peak_process(state.memory_used - self.baseline_bytes, self.device), "device"
 
-    def excess(self) -> str:
+    def excess_message(self) -> str:
         """A text with the memory used and the limit if the process exceeded it, else empty."""
         used, source = self.used()
         if used <= self.size:
@@ -69,4 +69,4 @@ def allocator_share(size: int, context: int, total: int) -> float:
 
     ``context`` is what the process already uses outside the allocator.
     """
-    return min(1.0, max(0.0, (size - context - UNMEASURED) / total))
+    return min(1.0, max(0.0, (size - context - RESERVED_OUTSIDE_ALLOCATOR) / total))

@@ -13,11 +13,11 @@ from infra.device import host
 from infra.device.gpu import read_gpu
 from infra.errors import first_line
 from train.config import TrainConfig
-from train.estimate.memory import known_peak
-from train.loop.memory_limit import Limit
+from train.estimate.memory import peak_if_known
+from train.loop.memory_limit import MemoryLimit
 from train.models import parallel
 from train.models.gpt2 import GPT
-from train.result import RunResult, Shortage
+from train.result import MemoryShortage, RunResult
 
 
 class OutOfMemory(RuntimeError):
@@ -31,45 +31,47 @@ class OutOfMemory(RuntimeError):
         return self.result.reason
 
 
-def over_limit(model: nn.Module, optimizer: torch.optim.Optimizer, limit: Limit, step: int) -> Shortage:
+def over_limit(model: nn.Module, optimizer: torch.optim.Optimizer, limit: MemoryLimit, step: int) -> MemoryShortage:
     """Of a run that was found to be over its limit after ``step``, which has freed its gradients."""
-    now = held(model, optimizer)
+    now = bytes_by_part(model, optimizer)
     del now["gradients"]
-    return Shortage(f"the check after step {step}", None, limit.room, now)
+    return MemoryShortage(f"the check after step {step}", None, limit.usable_bytes, now)
 
 
 def out_of_memory(
     model: nn.Module | None,
     optimizer: torch.optim.Optimizer | None,
-    limit: Limit | None,
+    limit: MemoryLimit | None,
     device: torch.device,
     stage: str,
     failure: Exception,
-) -> Shortage:
+) -> MemoryShortage:
     """Of a run that ran out of memory by ``failure`` while it was in ``stage``, with what had been built by then."""
     frames = traceback.walk_tb(failure.__traceback__)
     if any(frame.f_code is GPT.mean_loss.__code__ for frame, _ in frames):  # compiled code has other frames
         stage = f"the loss in {stage}"
-    room = limit.room if limit else available(device)
-    return Shortage(stage, tried_to_allocate(failure), room, held(model, optimizer), first_line(failure))
+    room = limit.usable_bytes if limit else available_bytes(device)
+    return MemoryShortage(
+        stage, failed_allocation_bytes(failure), room, bytes_by_part(model, optimizer), first_line(failure)
+    )
 
 
-def reason(shortage: Shortage, config: TrainConfig, limit: Limit | None) -> str:
+def format_oom(shortage: MemoryShortage, config: TrainConfig, limit: MemoryLimit | None) -> str:
     text = f"out of memory in {shortage.during}"
     if shortage.tried is not None:
         text += f": a tensor of {shortage.tried / 1e9:,.2f} GB did not fit"
-    if expected := known_peak(config):
+    if expected := peak_if_known(config):
         text += f"; {expected.total / 1e9:,.2f} GB were predicted in all"
     return text + (f", the limit is {limit.size / 1e9:.2f} GB" if limit else "")
 
 
-def tried_to_allocate(failure: Exception) -> int | None:
+def failed_allocation_bytes(failure: Exception) -> int | None:
     """Bytes of the allocation that failed, by torch's message; None where it does not say."""
-    found = re.search(r"tried to allocate ([\d.]+) (bytes|[KMG]iB)", str(failure), re.IGNORECASE)
-    return parse_size(f"{found[1]} {found[2].replace('bytes', 'B')}") if found else None
+    match = re.search(r"tried to allocate ([\d.]+) (bytes|[KMG]iB)", str(failure), re.IGNORECASE)
+    return parse_size(f"{match[1]} {match[2].replace('bytes', 'B')}") if match else None
 
 
-def available(device: torch.device) -> int:
+def available_bytes(device: torch.device) -> int:
     """Bytes that this process can use of ``device``: on a GPU what other processes leave, if NVML tells theirs."""
     if device.type != "cuda":
         return host.total_memory()
@@ -79,18 +81,20 @@ def available(device: torch.device) -> int:
     return torch.cuda.get_device_properties(device).total_memory
 
 
-def held(model: nn.Module | None, optimizer: torch.optim.Optimizer | None) -> dict[str, int]:
+def bytes_by_part(model: nn.Module | None, optimizer: torch.optim.Optimizer | None) -> dict[str, int]:
     """Bytes of this worker's weights, gradients and optimizer state now, without what cannot be counted."""
     parameters = list(model.parameters()) if model else []
     sizes = {"weights": _bytes(parameters), "gradients": _bytes(p.grad for p in parameters if p.grad is not None)}
     state = list(_tensors(optimizer.state_dict())) if optimizer else []
-    if all(type(parallel.local(tensor)) is Tensor for tensor in state):  # torchao's 8-bit ones hide what they take
+    if all(
+        type(parallel.local_shard(tensor)) is Tensor for tensor in state
+    ):  # torchao's 8-bit ones hide what they take
         sizes["optimizer"] = _bytes(state)
     return sizes
 
 
 def _bytes(tensors: Iterable[Tensor]) -> int:
-    return sum(parallel.local(tensor).nbytes for tensor in tensors)
+    return sum(parallel.local_shard(tensor).nbytes for tensor in tensors)
 
 
 def _tensors(value: Any) -> Iterator[Tensor]:

@@ -14,9 +14,16 @@ from infra.errors import UserError
 from infra.schema import to_json
 from train.config import TrainConfig, config_from_json
 from train.custom_model import CustomModel
-from train.estimate.probe import REFUSED, Line
+from train.estimate.probe import EXIT_USER_ERROR, MemoryFit
 from train.loop import memory, oom
-from train.loop.execution import arithmetic, build, choose_allocator, choose_pages, compiled, torch_device
+from train.loop.execution import (
+    autocast_context,
+    build_model,
+    compile_model,
+    configure_allocator,
+    enable_large_pages,
+    torch_device,
+)
 from train.models import custom
 from train.models.optimizer import make_optimizer
 
@@ -24,41 +31,41 @@ STEPS = 2
 """The second has the optimizer's state beside its activations."""
 
 
-def probe(config: TrainConfig, larger: int) -> Line:
+def probe(config: TrainConfig, larger: int) -> MemoryFit:
     """Take steps of ``config`` at its micro-batch and at the ``larger`` one: the line that their peaks determine."""
-    choose_allocator(config)
-    choose_pages(config)
+    configure_allocator(config)
+    enable_large_pages(config)
     device = torch_device(config)
     torch.set_float32_matmul_precision("highest" if config.precision == "fp32" else "high")
-    make_optimizer(build(config, device), config)  # what these import is not the model's
-    memory.start_over(replace(config, compile="off"))
-    before = _peak(device)
-    model = build(config, device)
-    forward, optimizer = compiled(model, config), make_optimizer(model, config)
+    make_optimizer(build_model(config, device), config)  # what these import is not the model's
+    memory.reset_after_oom(replace(config, compile="off"))
+    baseline_peak = _peak(device)
+    model = build_model(config, device)
+    forward, optimizer = compile_model(model, config), make_optimizer(model, config)
     scaler = torch.amp.GradScaler(device.type, enabled=config.precision == "fp16")
     peaks, held = [], dict[str, int]()
     for size in (config.micro_batch, larger):
         tokens = torch.zeros(size, config.model.context_length, dtype=torch.int64, device=device)
-        memory.start_over(replace(config, compile="off"))
+        memory.reset_after_oom(replace(config, compile="off"))
         for _ in range(STEPS):
             for _ in range(config.accumulation):
                 try:
-                    with arithmetic(config):
+                    with autocast_context(config):
                         loss = forward(tokens, tokens)
                     scaler.scale(loss).backward()
                 except Exception as failure:
-                    if not isinstance(config.model, CustomModel) or memory.is_exhausted(failure):
+                    if not isinstance(config.model, CustomModel) or memory.is_oom_error(failure):
                         raise
-                    raise custom.blamed(config.model, "a step that measures its memory", failure) from failure
-            held = oom.held(model, optimizer)
+                    raise custom.model_error(config.model, "a step that measures its memory", failure) from failure
+            held = oom.bytes_by_part(model, optimizer)
             torch.nn.utils.clip_grad_norm_(model.parameters(), config.clip_norm or 1.0)
             scaler.step(optimizer)
             scaler.update()
             optimizer.zero_grad(set_to_none="zero" not in config.ablate)
-        peaks.append(_peak(device) - before)
+        peaks.append(_peak(device) - baseline_peak)
     each = (peaks[1] - peaks[0]) / (larger - config.micro_batch)
     fixed = peaks[0] - each * config.micro_batch
-    return Line(held["weights"], held["gradients"], held.get("optimizer", 0), fixed, each)
+    return MemoryFit(held["weights"], held["gradients"], held.get("optimizer", 0), fixed, each)
 
 
 def _peak(device: torch.device) -> int:
@@ -67,10 +74,10 @@ def _peak(device: torch.device) -> int:
 
 
 if __name__ == "__main__":
-    asked = config_from_json(json.loads(sys.stdin.read()), "the probe's config")
+    requested = config_from_json(json.loads(sys.stdin.read()), "the probe's config")
     answer, sys.stdout = sys.stdout, open(os.devnull, "w")  # noqa: PTH123, SIM115 where the model may print
     try:
-        print(json.dumps(to_json(probe(asked, 3 * asked.micro_batch))), file=answer, flush=True)
+        print(json.dumps(to_json(probe(requested, 3 * requested.micro_batch))), file=answer, flush=True)
     except UserError as mistake:
         print(mistake, file=sys.stderr)
-        sys.exit(REFUSED)
+        sys.exit(EXIT_USER_ERROR)

@@ -10,7 +10,7 @@ import torch
 from infra.errors import UserError
 from train.config import TrainConfig
 from train.loop import memory
-from train.loop.execution import choose_allocator, choose_pages
+from train.loop.execution import configure_allocator, enable_large_pages
 from train.run_files.checkpoint import random_state, restore_random_state
 
 _VARIABLES = ("PYTORCH_ALLOC_CONF", "THP_MEM_ALLOC_ENABLE", "TORCHINDUCTOR_CACHE_DIR")
@@ -31,8 +31,8 @@ def borrowed_process(config: TrainConfig) -> Iterator[bool]:
     _check_unchanged(config)
     variables = {name: os.environ.get(name) for name in _VARIABLES}
     # torch reads these when it makes its first tensor, which is that of the random state.
-    choose_pages(config)
-    choose_allocator(config)
+    enable_large_pages(config)
+    configure_allocator(config)
     precision, state = torch.get_float32_matmul_precision(), random_state()
     try:
         yield memory.forget_resident_peak()

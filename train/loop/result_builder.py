@@ -7,10 +7,10 @@ import torch
 
 from infra.device.hardware import peak_flops
 from train.config import TrainConfig
-from train.data.dataset import Data
-from train.data.tokenizer import vocabulary_of_data
+from train.data.dataset import TrainingData
+from train.data.tokenizer import load_tokenizer
 from train.estimate import flops as flops_formula
-from train.estimate.flops import utilisation
+from train.estimate.flops import utilization
 from train.loop import memory, throughput
 from train.loop.validation import Text, bits_per, id_counts, perplexity, unigram_loss, window_count
 from train.result import CycleReport, Outcome, RunResult
@@ -21,7 +21,7 @@ PAUSE = 5.0
 
 
 @dataclass
-class Spent:
+class StepTimes:
     """Where the time of this process's steps went, in seconds, and the reports of its cycles."""
 
     steps: list[float] = field(default_factory=list)
@@ -33,62 +33,63 @@ class Spent:
     reports: list[CycleReport] = field(default_factory=list)
 
 
-def conclude(
+def build_result(
     config: TrainConfig,
-    data: Data,
+    data: TrainingData,
     device: torch.device,
     state: RunState,
-    spent: Spent,
-    ended: tuple[Outcome, str],
+    times: StepTimes,
+    outcome_and_reason: tuple[Outcome, str],
     checkpoint: str | None,
 ) -> RunResult:
-    """The result of a run that ``ended`` with an outcome and a reason; ``checkpoint`` is the newest one."""
+    """The result of a run that ``outcome_and_reason`` with an outcome and a reason; ``checkpoint`` is the newest
+    one."""
     manifest = data.manifest
-    steady = throughput.steady_state(spent.steps, config.step_tokens)
+    steady = throughput.steady_state(times.steps, config.step_tokens)
     counted = flops_formula.formulas(config)[0]
     again = flops_formula.recomputed_blocks(config)
-    executed = flops_formula.executed(config) if again else None
+    executed = flops_formula.executed_flops_per_token(config) if again else None
     name = torch.cuda.get_device_name(device) if device.type == "cuda" else "cpu"
-    impossible = throughput.impossible(steady, config, name) if steady else ""
+    impossible = throughput.implausible_reason(steady, config, name) if steady else ""
     speed = None if impossible else steady
     peak = peak_flops(name, config.precision)
     rate = speed.tokens_per_second * counted.flops if speed else None
-    last = spent.reports[-1] if spent.reports else None
-    begun = speed.warmup_steps if speed else 0
-    step = throughput.typical(spent.steps[begun:])
-    pauses = [seconds - step for seconds in spent.steps[begun:] if speed and seconds > max(PAUSE, 10 * step)]
+    last = times.reports[-1] if times.reports else None
+    warmup_steps = speed.warmup_steps if speed else 0
+    step = throughput.median_batch_seconds(times.steps[warmup_steps:])
+    pauses = [seconds - step for seconds in times.steps[warmup_steps:] if speed and seconds > max(PAUSE, 10 * step)]
     train_tokens = state.step * config.step_tokens
     totals = manifest.splits["train"]
     val_loss = last.val_loss if last else None
     bits_per_byte, bits_per_character, without_inputs = _held_out_losses(val_loss, config, data)
     return RunResult(
-        outcome=ended[0],
-        reason=ended[1],
+        outcome=outcome_and_reason[0],
+        reason=outcome_and_reason[1],
         steps=state.step,
         throughput=speed,
         impossible=impossible,
         memory=memory.peak(device),
-        first_loss=spent.reports[0].first_loss if spent.reports else None,
+        first_loss=times.reports[0].first_loss if times.reports else None,
         train_loss=last.train_loss if last else None,
         val_loss=val_loss,
         train_tokens=train_tokens,
         val_tokens=state.val_tokens,
         books=train_tokens * totals["books"] / totals["tokens"],
         seconds=state.elapsed,
-        first_step_seconds=spent.first_step,
-        data_wait_fraction=throughput.typical(spent.data_wait[begun:]) / step if step else None,
-        optimizer_fraction=throughput.typical(spent.optimizer[begun:]) / step if step else None,
+        first_step_seconds=times.first_step,
+        data_wait_fraction=throughput.median_batch_seconds(times.data_wait[warmup_steps:]) / step if step else None,
+        optimizer_fraction=throughput.median_batch_seconds(times.optimizer[warmup_steps:]) / step if step else None,
         paused_seconds=sum(pauses),
         flops_per_token=counted.flops,
         flops_formula=counted.text,
         flops_per_second=rate,
-        mfu=utilisation(speed.tokens_per_second, counted.flops, peak, config.workers) if speed else None,
-        hfu=utilisation(speed.tokens_per_second, executed, peak, config.workers) if speed and executed else None,
+        mfu=utilization(speed.tokens_per_second, counted.flops, peak, config.workers) if speed else None,
+        hfu=utilization(speed.tokens_per_second, executed, peak, config.workers) if speed and executed else None,
         device=name,
         machine=socket.gethostname(),
         checkpoint=checkpoint,
         data_fingerprint=manifest.fingerprint,
-        loss_curve=[(r.step, r.train_loss, r.val_loss) for r in spent.reports],
+        loss_curve=[(r.step, r.train_loss, r.val_loss) for r in times.reports],
         val_perplexity=perplexity(val_loss),
         unigram_loss=without_inputs,
         val_bits_per_byte=bits_per_byte,
@@ -97,18 +98,18 @@ def conclude(
 
 
 def _held_out_losses(
-    val_loss: float | None, config: TrainConfig, data: Data
+    val_loss: float | None, config: TrainConfig, data: TrainingData
 ) -> tuple[float | None, float | None, float | None]:
     """``val_loss`` per byte and per character of its text, and the least loss there of a model without inputs.
 
     The first two are None where the vocabulary is not known, all of them without validation.
     """
-    windows, vocabulary = data.validation, vocabulary_of_data(config, data.manifest)
+    windows, tokenizer = data.validation, load_tokenizer(config, data.manifest)
     if val_loss is None or windows is None:
         return None, None, None
     counts = id_counts(windows, window_count(windows, config), config.model.vocabulary)
-    if vocabulary is None:
+    if tokenizer is None:
         return None, None, unigram_loss(counts)
-    text = Text.of(counts, vocabulary)
+    text = Text.of(counts, tokenizer)
     per_byte, per_character = (bits_per(val_loss, text.tokens, units) for units in (text.bytes, text.chars))
     return per_byte, per_character, unigram_loss(counts)

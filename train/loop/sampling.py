@@ -12,29 +12,29 @@ from torch import Tensor, nn
 
 from infra.errors import UserError
 from infra.storage.directory import StorageDir
-from pipeline.encoding.tokenizer import Vocabulary, vocabulary_at
+from pipeline.encoding.tokenizer import Tokenizer, load_from
 from train.config import config_from_json
-from train.loop.execution import plain
+from train.loop.execution import build_inference_model
 from train.loop.trainer import Trainer
 from train.model_config import AnyModel
 from train.result import RunResult
 from train.run_files.checkpoint import WEIGHTS, load_weights
-from train.run_files.progress import damage, read_progress
+from train.run_files.progress import find_damage, read_progress
 
 SAMPLE_TOKENS = 64
 
 
-def load_model(checkpoint: Path) -> tuple[Any, Vocabulary | None]:
+def load_model(checkpoint: Path) -> tuple[Any, Tokenizer | None]:
     """The model of a checkpoint, in evaluation mode, and its vocabulary, if it has one."""
     progress = read_progress(checkpoint)
     config = config_from_json(progress.config, str(checkpoint))
-    fault = damage(checkpoint, only=WEIGHTS)
+    fault = find_damage(checkpoint, file_name=WEIGHTS)
     if fault:
         raise UserError(f"{checkpoint} is damaged: {fault}; name its run to use the newest intact checkpoint.")
     device = torch.device("cuda" if torch.cuda.is_available() else "cpu")
-    model = plain(config).to(device)
+    model = build_inference_model(config).to(device)
     load_weights(checkpoint, model, device)
-    return model, vocabulary_at(StorageDir.of(checkpoint), progress.vocabulary_sha256)
+    return model, load_from(StorageDir.of(checkpoint), progress.vocabulary_sha256)
 
 
 @torch.no_grad()
@@ -77,8 +77,8 @@ def _choose(logits: Tensor, temperature: float, top_k: int, generator: torch.Gen
 
 def closing_sample(trainer: Trainer, result: RunResult) -> str | None:
     """Text that a model writes at the end of its run; None if it is sharded, gives no logits, or has no vocabulary."""
-    vocabulary, kind = trainer.vocabulary, trainer.config.model
-    if result.outcome != "finished" or trainer.config.shard or vocabulary is None or not kind.writes:
+    tokenizer, kind = trainer.tokenizer, trainer.config.model
+    if result.outcome != "finished" or trainer.config.shard or tokenizer is None or not kind.has_logits:
         return None
-    model = plain(trainer.config, weights_of=trainer.model)
-    return vocabulary.decode(sample(model, kind, [vocabulary.end_of_text], SAMPLE_TOKENS))
+    model = build_inference_model(trainer.config, weights_of=trainer.model)
+    return tokenizer.decode(sample(model, kind, [tokenizer.end_of_text], SAMPLE_TOKENS))

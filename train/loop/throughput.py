@@ -34,7 +34,7 @@ def steady_state(step_seconds: Sequence[float], step_tokens: int) -> Throughput 
     return Throughput(step_tokens / middle, step_tokens / slow, step_tokens / max(fast, fastest), len(steady), warmup)
 
 
-def impossible(speed: Throughput, config: TrainConfig, device: str) -> str:
+def implausible_reason(speed: Throughput, config: TrainConfig, device: str) -> str:
     """Why ``speed`` cannot be that of ``config`` on ``device``; empty where it can, or where no peak is known.
 
     Only what must be computed is counted: half of attention, because it is causal. In 8 bits a GPU has twice the peak.
@@ -43,7 +43,7 @@ def impossible(speed: Throughput, config: TrainConfig, device: str) -> str:
     if not peak:
         return ""
     reachable = peak * config.workers * (2 if config.fp8 else 1)
-    share = speed.tokens_per_second * flops.least(config) / reachable
+    share = speed.tokens_per_second * flops.min_flops_per_token(config) / reachable
     if share <= 1:
         return ""
     return (
@@ -52,7 +52,7 @@ def impossible(speed: Throughput, config: TrainConfig, device: str) -> str:
     )
 
 
-def typical(seconds: Sequence[float]) -> float:
+def median_batch_seconds(seconds: Sequence[float]) -> float:
     """Seconds of the median batch of steps, as the speed is that of one; 0 without any."""
     return statistics.median(batch_means(seconds)) if seconds else 0.0
 

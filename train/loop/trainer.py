@@ -15,40 +15,40 @@ from typing import Any
 import torch
 from torch import nn
 
-from infra.device.hardware import device_facts
+from infra.device.hardware import device_info
 from infra.device.telemetry import Telemetry
 from infra.errors import UserError
 from infra.storage.directory import StorageDir
 from train.config import CUDA_GRAPHS, TrainConfig
 from train.custom_model import CustomModel
-from train.data.dataset import Data, ShardData
+from train.data.dataset import ShardData, TrainingData
 from train.data.loader import BatchLoader
-from train.data.tokenizer import vocabulary_of_data, with_vocabulary_of
+from train.data.tokenizer import load_tokenizer, match_tokenizer
 from train.loop import memory, oom, timing
-from train.loop.cycle import RunningCycle, close_cycle, open_cycle, report, step_seconds, trouble
+from train.loop.cycle import RunningCycle, close_cycle, divergence_reason, open_cycle, report, step_seconds
 from train.loop.execution import (
-    arithmetic,
     attention_kernel,
-    build,
-    choose_allocator,
-    choose_pages,
-    compiled,
-    no_collections,
-    start,
+    autocast_context,
+    build_model,
+    compile_model,
+    configure_allocator,
+    enable_large_pages,
+    gc_disabled,
+    load_initial_weights,
     torch_device,
 )
-from train.loop.memory_limit import Limit
+from train.loop.memory_limit import MemoryLimit
 from train.loop.oom import OutOfMemory
-from train.loop.result_builder import Spent, conclude
+from train.loop.result_builder import StepTimes, build_result
 from train.loop.throughput import is_precise
 from train.loop.validation import validate, window_count
 from train.models import custom, parallel
-from train.models.optimizer import learning_rate, make_optimizer, set_rate
+from train.models.optimizer import learning_rate, make_optimizer, set_learning_rate
 from train.models.parallel import Workers
 from train.resolved import resolve
-from train.result import BUILDING, TRAINING, CycleReport, Outcome, RunResult, Shortage
+from train.result import BUILDING, TRAINING, CycleReport, MemoryShortage, Outcome, RunResult
 from train.run_files import checkpoint as save
-from train.run_files.progress import Progress, RunState, read_progress, refuse_other_run
+from train.run_files.progress import Progress, RunState, check_same_run, read_progress
 
 BACKWARD = "the backward pass"
 
@@ -56,32 +56,32 @@ BACKWARD = "the backward pass"
 class Trainer:
     """One worker's run. ``run()`` trains to the end of the config's steps, tokens or time, or until it is stopped.
 
-    ``data`` defaults to the config's token shards. ``on_cycle`` is called with every cycle's report and
-    ``should_stop`` after every step, both on the first worker only. ``checkpoints`` is the folder to save to,
-    ``copies`` the run's place in object storage, to which they are copied, ``resume`` the checkpoint to continue from,
-    ``limit`` the limit on the memory of this process. A config that leaves something open is resolved for this machine.
-    Raises ``UserError`` when this machine, the data or the checkpoint do not fit the config, and ``OutOfMemory`` when
-    memory does not hold the model.
+    ``data`` defaults to the config's token shards. ``on_cycle`` is called with every cycle's report and ``should_stop``
+    after every step, both on the first worker only. ``checkpoints`` is the folder to save to, ``upload_dir`` the run's
+    place in object storage, to which they are copied, ``resume`` the checkpoint to continue from, ``limit`` the limit
+    on the memory of this process. A config that leaves something open is resolved for this machine. Raises
+    ``UserError`` when this machine, the data or the checkpoint do not fit the config, and ``OutOfMemory`` when memory
+    does not hold the model.
     """
 
     def __init__(
         self,
         config: TrainConfig,
         *,
-        data: Data | None = None,
+        data: TrainingData | None = None,
         on_cycle: Callable[[CycleReport], None] = lambda report: None,
         should_stop: Callable[[], bool] = lambda: False,
         checkpoints: Path | None = None,
-        copies: StorageDir | None = None,
+        upload_dir: StorageDir | None = None,
         resume: Path | None = None,
-        limit: Limit | None = None,
+        limit: MemoryLimit | None = None,
     ) -> None:
         self.data = data or ShardData(config)
-        config = with_vocabulary_of(config, self.data.manifest)
-        self.vocabulary = vocabulary_of_data(config, self.data.manifest)
-        self.config = config = resolve(config, device_facts())
-        choose_allocator(config)
-        choose_pages(config)
+        config = match_tokenizer(config, self.data.manifest)
+        self.tokenizer = load_tokenizer(config, self.data.manifest)
+        self.config = config = resolve(config, device_info())
+        configure_allocator(config)
+        enable_large_pages(config)
         self.on_cycle = on_cycle
         self.should_stop = should_stop
         self.limit = limit
@@ -90,15 +90,15 @@ class Trainer:
         self.device = torch_device(config)
         torch.set_float32_matmul_precision("highest" if config.precision == "fp32" else "high")
         self.state = RunState()
-        self.spent = Spent()
+        self.times = StepTimes()
         self.elapsed_before = 0.0
-        self.earlier: list[float] = []
-        self.resumed = resume
+        self.unreported_losses: list[float] = []
+        self.resume_checkpoint = resume
         self.checkpoints = None
-        if checkpoints and config.keep_checkpoints and self.workers.first:
-            self.checkpoints = save.Checkpoints(checkpoints, config.keep_checkpoints, copies, self.vocabulary)
-        self.saves = checkpoints is not None and config.keep_checkpoints > 0
-        self.doing = "building the model"
+        if checkpoints and config.keep_checkpoints and self.workers.is_first:
+            self.checkpoints = save.Checkpoints(checkpoints, config.keep_checkpoints, upload_dir, self.tokenizer)
+        self.saves_checkpoints = checkpoints is not None and config.keep_checkpoints > 0
+        self.activity = "building the model"
         """What the loop does, for whoever watches it from another thread, as they may read ``state.step``."""
         self.stage = BUILDING
         """The part of a step, or of what comes before or after one, that the loop is in."""
@@ -106,24 +106,24 @@ class Trainer:
         try:
             self._build()
         except RuntimeError as failure:
-            if not memory.is_exhausted(failure):
+            if not memory.is_oom_error(failure):
                 raise
-            raise OutOfMemory(self._exhausted(failure)) from failure
+            raise OutOfMemory(self._oom_result(failure)) from failure
         compiles = ", which compiles however short the run is (--compile off starts sooner)"
-        self.doing = "running the first step" + compiles * (config.compile != "off")
+        self.activity = "running the first step" + compiles * (config.compile != "off")
 
     def _build(self) -> None:
         """Make the model and its optimizer, distributed over the workers, with their state from the checkpoint."""
         config = self.config
-        self.model = build(config, self.device)
-        if self.resumed is None:
-            start(self.model, config)
-        self.forward = compiled(self.model, config)
+        self.model = build_model(config, self.device)
+        if self.resume_checkpoint is None:
+            load_initial_weights(self.model, config)
+        self.forward = compile_model(self.model, config)
         if config.shard:
-            parallel.shard(self.model, config)
+            parallel.apply_fsdp(self.model, config)
         elif self.workers.size > 1:
-            idle = isinstance(config.model, CustomModel) and config.model.looked_at.idle
-            self.forward = parallel.replicate(self.forward, self.device, idle)
+            idle = isinstance(config.model, CustomModel) and config.model.model_info.idle
+            self.forward = parallel.apply_ddp(self.forward, self.device, idle)
         # The next replay of a CUDA graph overwrites the results of the last one, so gradients need their own memory.
         self.keep_gradients = config.compile in CUDA_GRAPHS or "zero" in config.ablate
         if config.compile in CUDA_GRAPHS:
@@ -131,62 +131,62 @@ class Trainer:
                 parameter.grad = torch.zeros_like(parameter)
         self.optimizer = make_optimizer(self.model, config)
         self.scaler = torch.amp.GradScaler(self.device.type, enabled=config.precision == "fp16")
-        if self.resumed is not None:
-            self._restore(self.resumed)
+        if self.resume_checkpoint is not None:
+            self._restore(self.resume_checkpoint)
 
     def run(self) -> RunResult:
         """Train. Running out of memory and diverging are outcomes; raises ``OutOfMemory`` where other workers wait."""
-        memory.start_peak(self.device)
+        memory.reset_peak(self.device)
         missing = None
         try:
-            with no_collections(self.config):
+            with gc_disabled(self.config):
                 outcome, reason = self._steps()
             if outcome == "finished" and (excess := self._excess()):  # because of what followed its last step
                 outcome, reason = "over_limit", excess
             if outcome == "over_limit" and self.limit:
                 missing = oom.over_limit(self.model, self.optimizer, self.limit, self.state.step)
         except Exception as failure:
-            if not memory.is_exhausted(failure):
-                self._blame(failure)
+            if not memory.is_oom_error(failure):
+                self._raise_model_error(failure)
                 raise
-            result = self._exhausted(failure)
+            result = self._oom_result(failure)
             if self.workers.size > 1:
                 raise OutOfMemory(result) from failure
             return result
         return self._concluded(outcome, reason, missing)
 
-    def _blame(self, failure: Exception) -> None:
+    def _raise_model_error(self, failure: Exception) -> None:
         """Raise ``UserError`` where a custom model's own code has failed, and not another worker or this loop."""
         model = self.config.model
         if not isinstance(model, CustomModel) or isinstance(failure, UserError) or self.config.shard:
             return
         backward = self.workers.size == 1 and self.stage.startswith(BACKWARD)
-        if backward or custom.in_forward(self.model, failure):
-            raise custom.blamed(model, self.stage, failure) from failure
+        if backward or custom.raised_in_forward(self.model, failure):
+            raise custom.model_error(model, self.stage, failure) from failure
 
-    def _exhausted(self, failure: Exception) -> RunResult:
+    def _oom_result(self, failure: Exception) -> RunResult:
         """The result of a run that ran out of memory by ``failure``."""
         stage = self.stage
         if self.workers.size > 1:
             stage += f" on worker {self.workers.rank + 1} of {self.workers.size}"
         model, optimizer = (vars(self).get(part) for part in ("model", "optimizer"))  # as far as they have been built
         missing = oom.out_of_memory(model, optimizer, self.limit, self.device, stage, failure)
-        return self._concluded("oom", oom.reason(missing, self.config, self.limit), missing)
+        return self._concluded("oom", oom.format_oom(missing, self.config, self.limit), missing)
 
-    def _concluded(self, outcome: Outcome, reason: str, missing: Shortage | None) -> RunResult:
+    def _concluded(self, outcome: Outcome, reason: str, missing: MemoryShortage | None) -> RunResult:
         """The result, once the checkpoint that is being written is complete."""
-        self.doing = "saving the checkpoint"
-        saved = self.checkpoints.wait() or self.resumed if self.checkpoints else None
+        self.activity = "saving the checkpoint"
+        saved = self.checkpoints.wait() or self.resume_checkpoint if self.checkpoints else None
         checkpoint = self.checkpoints.address(saved) if self.checkpoints and saved else None
-        result = conclude(
-            self.config, self.data, self.device, self.state, self.spent, (outcome, reason), checkpoint
+        result = build_result(
+            self.config, self.data, self.device, self.state, self.times, (outcome, reason), checkpoint
         )  # fmt: skip
         return replace(result, shortage=missing, attention=self.attention)
 
     def while_training(self, telemetry: Telemetry) -> dict[str, float]:
         """The means of what ``telemetry`` has read after the first step of :meth:`run`."""
-        first = self.spent.first_step
-        return {} if first is None else telemetry.means(self.started + first)
+        first = self.times.first_step
+        return {} if first is None else telemetry.averages_since(self.started + first)
 
     def _steps(self) -> tuple[Outcome, str]:
         config = self.config
@@ -201,38 +201,40 @@ class Trainer:
             device=self.device,
             rank=self.workers.rank,
             workers=self.workers.size,
-            ahead="copy" not in config.ablate,
+            prefetch="copy" not in config.ablate,
             threads=config.loader_workers,
         )
         pending: RunningCycle | None = None
-        cycle = open_cycle(self.state.reported, self.state.step, config.cycle.train, self.earlier, self.device)
-        begun = time.perf_counter()
+        cycle = open_cycle(
+            self.state.reported, self.state.step, config.cycle.train, self.unreported_losses, self.device
+        )
+        start_time = time.perf_counter()
         while True:
-            cycle.rate = learning_rate(config, self.state.step, total, self._progress(total))
+            cycle.learning_rate = learning_rate(config, self.state.step, total, self._progress(total))
             self._train_step(loader, cycle)
             self._advance(step=self.state.step + 1, position=loader.position)
-            cycle.marks.append(timing.mark(self.device))
-            if self.spent.first_step is None:
-                timing.wait_for(cycle.marks[-1])
-                memory.settle(config)
-                begun = time.perf_counter()  # the time budget does not include compilation
-                self.spent.first_step = begun - self.started
-                self.doing = TRAINING
+            cycle.step_ends.append(timing.mark(self.device))
+            if self.times.first_step is None:
+                timing.wait_for(cycle.step_ends[-1])
+                memory.release_cached_memory(config)
+                start_time = time.perf_counter()  # the time budget does not include compilation
+                self.times.first_step = start_time - self.started
+                self.activity = TRAINING
             if pending and (wrong := self._report(pending)):
                 return "diverged", wrong
             pending = None
             whole = self.state.step == cycle.stop
-            outcome, ended = self._end(total, time.perf_counter() - begun, whole)
+            outcome, ended = self._end(total, time.perf_counter() - start_time, whole)
             if whole or outcome == "finished":
                 self._validate(cycle)
                 pending = cycle
-            saving = self.saves and (bool(outcome) or self.state.step % config.checkpoint_every == 0)
+            saving = self.saves_checkpoints and (bool(outcome) or self.state.step % config.checkpoint_every == 0)
             if pending and (saving or outcome):
                 if wrong := self._report(pending):
                     return "diverged", wrong
                 pending = None
             elif outcome:
-                self._account(cycle)
+                self._add_step_times(cycle)
             if saving:
                 self._save(cycle)
             if outcome:
@@ -249,17 +251,17 @@ class Trainer:
         config, index, step = self.config, cycle.steps, self.state.step + 1
         if self.workers.rank:  # dropout must differ between workers, and be the same when the run is resumed here
             torch.manual_seed(hash((config.seed, self.state.step, self.workers.rank)))
-        set_rate(self.optimizer, cycle.rate)
+        set_learning_rate(self.optimizer, cycle.learning_rate)
         for micro in range(config.accumulation):
             self.stage = f"the loading of a batch for step {step}"
-            asked = timing.mark(self.device)
+            batch_requested_at = timing.mark(self.device)
             inputs, targets = loader.next()
-            cycle.waits.append((asked, timing.mark(self.device)))
+            cycle.batch_waits.append((batch_requested_at, timing.mark(self.device)))
             if config.compile in CUDA_GRAPHS:
                 torch.compiler.cudagraph_mark_step_begin()
             self.stage = f"the forward pass of step {step}"
-            with parallel.synchronised(self.forward, self.model, micro == config.accumulation - 1):
-                with arithmetic(config):
+            with parallel.gradient_sync(self.forward, self.model, micro == config.accumulation - 1):
+                with autocast_context(config):
                     loss = self.forward(inputs, targets)
                 self.stage = f"{BACKWARD} of step {step}"
                 self.scaler.scale(loss / config.accumulation).backward()
@@ -267,7 +269,7 @@ class Trainer:
             if "sync" in config.ablate:
                 loss.item()
         self.stage = f"the optimizer's part of step {step}"
-        cycle.computed.append(timing.mark(self.device))
+        cycle.backward_ends.append(timing.mark(self.device))
         if config.clip_norm:
             self.scaler.unscale_(self.optimizer)
             norm = nn.utils.clip_grad_norm_(self.model.parameters(), config.clip_norm)
@@ -286,11 +288,11 @@ class Trainer:
             outcome, ended = "finished", f"reached {step} steps"
         elif config.time_budget is not None and elapsed >= config.time_budget:
             outcome, ended = "finished", "the time budget is used up"
-        elif config.within and step == self.state.reported + 1 and is_precise(self.spent.steps, config.within):
+        elif config.within and step == self.state.reported + 1 and is_precise(self.times.steps, config.within):
             outcome, ended = "finished", f"the speed is known to {config.within:.1%}"
-        elif self.workers.first and self.should_stop():
+        elif self.workers.is_first and self.should_stop():
             outcome, ended = "interrupted", "was asked to stop"
-        if not self.workers.first:
+        if not self.workers.is_first:
             outcome, elapsed = None, 0.0
         if (whole or self.device.type == "cpu") and (excess := self._excess()):  # NVML takes milliseconds
             outcome, ended = "over_limit", excess
@@ -300,7 +302,7 @@ class Trainer:
         return known[int(code)], ended or "another worker ended it"
 
     def _excess(self) -> str:
-        return self.limit.excess() if self.limit else ""
+        return self.limit.excess_message() if self.limit else ""
 
     def _validate(self, cycle: RunningCycle) -> None:
         """Queue the validation after ``cycle``'s steps, and close the cycle."""
@@ -310,7 +312,7 @@ class Trainer:
             cycle.val_windows = window_count(windows, self.config)
             cycle.val_losses = validate(
                 windows, self.config, self.device, self.workers, self.model, self.forward,
-                lambda: arithmetic(self.config),
+                lambda: autocast_context(self.config),
             )  # fmt: skip
         close_cycle(cycle, self.workers, self.device)
 
@@ -318,19 +320,19 @@ class Trainer:
         """Read a finished cycle's numbers and report them; returns the reason to stop if they contain one."""
         state = self.state
         made = report(cycle, self.config, self.data.manifest, val_tokens=state.val_tokens, elapsed=state.elapsed)
-        self._account(cycle)
-        wrong = trouble(made.step_losses, state.reference, self.config.spike, cycle.first)
+        self._add_step_times(cycle)
+        wrong = divergence_reason(made.step_losses, state.reference, self.config.spike, cycle.first)
         self._advance(reported=made.step, reference=made.train_loss, val_tokens=made.val_tokens)
-        self.spent.reports.append(made)
-        if self.workers.first:
+        self.times.reports.append(made)
+        if self.workers.is_first:
             self.on_cycle(made)
         return wrong
 
-    def _account(self, cycle: RunningCycle) -> None:
+    def _add_step_times(self, cycle: RunningCycle) -> None:
         """Add the times of ``cycle``'s steps to the totals; waits for the last of them."""
-        self.spent.steps += step_seconds(cycle)
-        self.spent.data_wait += cycle.data_wait
-        self.spent.optimizer += cycle.optimizer_seconds
+        self.times.steps += step_seconds(cycle)
+        self.times.data_wait += cycle.data_wait
+        self.times.optimizer += cycle.optimizer_seconds
 
     def _total_steps(self) -> int | None:
         """Steps of the whole run: as configured, else one epoch; None when only time ends it."""
@@ -351,10 +353,10 @@ class Trainer:
         """Take a snapshot of this step and have it written while training continues."""
         unreported = cycle.losses[: cycle.steps] if self.state.reported < self.state.step else cycle.losses[:0]
         losses = self.workers.mean(unreported)
-        if not (self.workers.first or self.config.shard):
+        if not (self.workers.is_first or self.config.shard):
             return
         self.stage = f"the snapshot for a checkpoint after step {self.state.step}"
-        taken = save.snapshot(self.model, self.optimizer, self.scaler, losses)
+        taken = save.take_snapshot(self.model, self.optimizer, self.scaler, losses)
         if self.checkpoints is None:
             return
         first, reference, spike = self.state.reported, self.state.reference, self.config.spike
@@ -363,14 +365,16 @@ class Trainer:
             data_fingerprint=self.data.manifest.fingerprint,
             vocabulary_sha256=self.data.manifest.vocabulary_sha256,
             config=self.config.to_json(),
-            place=self.data.place(self.state.position),
+            place=self.data.state_dict(self.state.position),
         )
-        self.checkpoints.save(taken, progress, lambda losses: trouble(losses, reference, spike, first) is None)
+        self.checkpoints.save(
+            taken, progress, lambda losses: divergence_reason(losses, reference, spike, first) is None
+        )
 
     def _restore(self, path: Path) -> None:
         progress = read_progress(path)
-        refuse_other_run(path, progress, self.config, self.data.manifest)
-        self.earlier = save.load(path, self.model, self.optimizer, self.scaler, self.device)
+        check_same_run(path, progress, self.config, self.data.manifest)
+        self.unreported_losses = save.load(path, self.model, self.optimizer, self.scaler, self.device)
         self.state = progress.state
-        self.data.go_to(progress.place)
+        self.data.load_state_dict(progress.place)
         self.elapsed_before = progress.elapsed

@@ -13,7 +13,7 @@ import numpy as np
 import torch
 from torch import Tensor, nn
 
-from pipeline.encoding.tokenizer import Vocabulary
+from pipeline.encoding.tokenizer import Tokenizer
 from train.config import TrainConfig, divisors
 from train.data.loader import BatchLoader
 from train.data.windows import Windows
@@ -41,18 +41,18 @@ class ValidationPasses:
         self.context_length = windows.context_length
         self.micro_batch = micro_batch
         self._windows = windows
-        whole, rest = divmod(count, micro_batch * workers)
+        whole, remainder = divmod(count, micro_batch * workers)
         self._sizes = [micro_batch] * whole
         """Different windows of each worker, by pass."""
-        order = [np.arange(count - rest)]
+        order = [np.arange(count - remainder)]
         sizes = divisors(micro_batch)
-        while rest:
-            size = max((size for size in sizes if size * workers <= rest), default=1)
-            first = count - rest
+        while remainder:
+            size = max((size for size in sizes if size * workers <= remainder), default=1)
+            first = count - remainder
             of_workers = np.minimum(first + np.arange(size * workers), count - 1).reshape(workers, size)
             order.append(np.tile(of_workers, micro_batch // size).ravel())
             self._sizes.append(size)
-            rest -= min(rest, size * workers)
+            remainder -= min(remainder, size * workers)
         self._order = np.concatenate(order)
         self._workers_of_last = (count - 1) % workers + 1 if self._sizes[-1] == 1 else workers
 
@@ -136,12 +136,12 @@ class Text:
     chars: int
 
     @classmethod
-    def of(cls, counts: np.ndarray, vocabulary: Vocabulary) -> "Text":
+    def of(cls, counts: np.ndarray, tokenizer: Tokenizer) -> "Text":
         """The text of ids that occur ``counts`` times; the end of a book is a token and no text."""
-        starts = np.array([sum(byte & 0xC0 != 0x80 for byte in token) for token in vocabulary.tokens])
-        starts[vocabulary.end_of_text] = 0
-        known = counts[: len(vocabulary)]
-        return cls(int(counts.sum()), int(known @ vocabulary.lengths), int(known @ starts))
+        starts = np.array([sum(byte & 0xC0 != 0x80 for byte in token) for token in tokenizer.tokens])
+        starts[tokenizer.end_of_text] = 0
+        known = counts[: len(tokenizer)]
+        return cls(int(counts.sum()), int(known @ tokenizer.lengths), int(known @ starts))
 
 
 def bits_per(loss: float, tokens: int, units: int) -> float | None:

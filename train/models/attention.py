@@ -74,7 +74,7 @@ ATTENTION: dict[str, AttentionFunction] = {
 }
 
 
-def ordered_for(capability: tuple[int, int], time: int, *, masked: bool) -> AttentionFunction:
+def attention_for_gpu(capability: tuple[int, int], time: int, *, masked: bool) -> AttentionFunction:
     """Attention over ``time`` tokens by the fastest suitable kernel of a GPU with this compute capability.
 
     cuDNN's is 1.7 to 2.3 times as fast as FlashAttention-2 on Hopper, and 0.8 times on an A100. Before 9.15.1 it is
@@ -88,24 +88,25 @@ def ordered_for(capability: tuple[int, int], time: int, *, masked: bool) -> Atte
     return partial(by_kernels, [*(KERNELS[name] for name in order), SDPBackend.MATH])
 
 
-def order_of(attention: AttentionFunction) -> list[SDPBackend]:
+def kernel_order(attention: AttentionFunction) -> list[SDPBackend]:
     """The kernels that torch's fused ``attention`` tries, in their order."""
     (order,) = cast(partial[Tensor], attention).args
     return order
 
 
-def first_usable(attention: AttentionFunction, q: Tensor, dropout: float, mask: Mask = None) -> str:
-    """Which kernel :func:`ordered_for`'s ``attention`` takes on the GPU for queries such as ``q``, by its name."""
-    order = order_of(attention)
-    given = SDPAParams(q, q, q, mask, dropout, mask is None, False)
+def first_supported_kernel(attention: AttentionFunction, q: Tensor, dropout: float, mask: Mask = None) -> str:
+    """Which kernel :func:`attention_for_gpu`'s ``attention`` takes on the GPU for queries such as ``q``, by its
+    name."""
+    order = kernel_order(attention)
+    sdpa_params = SDPAParams(q, q, q, mask, dropout, mask is None, False)
     usable = {
         "cudnn": can_use_cudnn_attention, "flash": can_use_flash_attention, "efficient": can_use_efficient_attention,
     }  # fmt: skip
     names = {kernel: name for name, kernel in KERNELS.items()}
-    return next((names[kernel] for kernel in order if kernel in names and usable[names[kernel]](given)), "math")
+    return next((names[kernel] for kernel in order if kernel in names and usable[names[kernel]](sdpa_params)), "math")
 
 
-def books_of(tokens: Tensor, end_of_text: int) -> Tensor:
+def book_numbers(tokens: Tensor, end_of_text: int) -> Tensor:
     """The number, within its window, of the book of each of ``tokens`` (B, T); the end of text belongs to its book."""
     ends = (tokens == end_of_text).int()
     return ends.cumsum(dim=1) - ends
@@ -113,7 +114,7 @@ def books_of(tokens: Tensor, end_of_text: int) -> Tensor:
 
 def dense_mask(tokens: Tensor, end_of_text: int) -> Tensor:
     """True where a token may attend: backwards within its book. (B, 1, T, T)."""
-    books = books_of(tokens, end_of_text)
+    books = book_numbers(tokens, end_of_text)
     return (books[:, None, :, None] == books[:, None, None, :]).tril()
 
 
@@ -122,7 +123,7 @@ def block_mask(tokens: Tensor, end_of_text: int | None) -> BlockMask:
     time = tokens.size(1)
     if end_of_text is None:
         return create_block_mask(_causal, None, None, time, time, device=tokens.device)
-    books = books_of(tokens, end_of_text)
+    books = book_numbers(tokens, end_of_text)
 
     def within_book(batch: Tensor, head: Tensor, query: Tensor, key: Tensor) -> Tensor:
         return (query >= key) & (books[batch, query] == books[batch, key])

@@ -3,21 +3,21 @@
 from torch import nn
 
 
-def stacks(model: nn.Module) -> dict[str, list[nn.Module]]:
+def find_block_lists(model: nn.Module) -> dict[str, list[nn.Module]]:
     """The stacks of equal blocks in ``model``, by name: every ``ModuleList`` of modules of one class and one shape.
 
     Those within a block belong to it.
     """
-    found: dict[str, list[nn.Module]] = {}
+    block_lists: dict[str, list[nn.Module]] = {}
     for name, module in model.named_modules():
-        inside = any(name.startswith(f"{outer}.") for outer in found)
+        inside = any(name.startswith(f"{outer}.") for outer in block_lists)
         if isinstance(module, nn.ModuleList) and len(module) and not inside:
             kinds = {(type(block), tuple((n, p.shape) for n, p in block.named_parameters())) for block in module}
             if len(kinds) == 1 and next(iter(kinds))[1]:
-                found[name] = list(module)
-    return found
+                block_lists[name] = list(module)
+    return block_lists
 
 
 def repeated_blocks(model: nn.Module) -> list[nn.Module]:
-    """The blocks of all :func:`stacks`, in the order of ``model``."""
-    return [block for blocks in stacks(model).values() for block in blocks]
+    """The blocks of all :func:`find_block_lists`, in the order of ``model``."""
+    return [block for blocks in find_block_lists(model).values() for block in blocks]

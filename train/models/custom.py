@@ -22,15 +22,15 @@ from torch.utils.flop_counter import FlopCounterMode
 
 from infra.errors import UserError, first_line
 from train.config import Checkpointing
-from train.custom_model import CustomModel, Found, source_sha256
+from train.custom_model import CustomModel, ModelInfo, source_sha256
 from train.models import recompute
-from train.models.blocks import repeated_blocks, stacks
+from train.models.blocks import find_block_lists, repeated_blocks
 
-UNKNOWN = 1.0
+ASSUMED_DROPOUT = 1.0
 """The dropout of a custom model's blocks, for which the random state is kept wherever they are recomputed."""
 
 
-def make(model: CustomModel) -> nn.Module:
+def build_model(model: CustomModel) -> nn.Module:
     """The module that the callable returns, imported where this process runs, in training mode."""
     named = f"--model {model.callable}"
     build = _imported(model)
@@ -44,18 +44,20 @@ def make(model: CustomModel) -> nn.Module:
     takes_all = takes_all and getattr(build, "__init__", None) is not nn.Module.__init__  # which refuses all
     sizes = {"context_length": model.context_length, "vocabulary": model.vocabulary}
     taken = {name: size for name, size in sizes.items() if takes_all or name in {each.name for each in parameters}}
-    given = taken | model.values
+    keyword_arguments = taken | model.values
     try:
-        inspect.signature(build).bind(**given)
+        inspect.signature(build).bind(**keyword_arguments)
     except TypeError as mismatch:
-        raise UserError(f"{named} cannot be called with {', '.join(given) or 'no arguments'}: {mismatch}.") from None
+        raise UserError(
+            f"{named} cannot be called with {', '.join(keyword_arguments) or 'no arguments'}: {mismatch}."
+        ) from None
     try:
-        made = build(**given)
+        module = build(**keyword_arguments)
     except (Exception, SystemExit) as failure:
-        raise UserError(f"{named} fails: {_words(failure, model)}.") from failure
-    if not isinstance(made, nn.Module):
-        raise UserError(f"{named} returns {type(made).__name__}, and must return a torch.nn.Module.")
-    return made.train()
+        raise UserError(f"{named} fails: {_describe_exception(failure, model)}.") from failure
+    if not isinstance(module, nn.Module):
+        raise UserError(f"{named} returns {type(module).__name__}, and must return a torch.nn.Module.")
+    return module.train()
 
 
 def _imported(model: CustomModel) -> Callable[..., Any]:
@@ -70,69 +72,69 @@ def _imported(model: CustomModel) -> Callable[..., Any]:
     try:
         build = getattr(importlib.import_module(module), name, None)
     except (Exception, SystemExit) as failure:
-        raise UserError(f"{named} cannot be imported: {_words(failure, model)}.") from failure
+        raise UserError(f"{named} cannot be imported: {_describe_exception(failure, model)}.") from failure
     if not callable(build):
         raise UserError(f"{named}: the module {module} has no callable {name!r}.")
     return build
 
 
 @cache  # a ladder decides many configs of one model
-def look(model: CustomModel) -> Found:
+def inspect_model(model: CustomModel) -> ModelInfo:
     """What ``model`` is, from one forward pass of one sequence: on torch's meta device, which computes nothing.
 
     A model that asks for values there runs on the CPU instead. Raises ``UserError`` for one that cannot be trained.
     """
     _imported(model)  # what is wrong with it does not depend on the device
     with suppress(Exception, SystemExit):
-        return _look(model, torch.device("meta"))
+        return _inspect_on_device(model, torch.device("meta"))
     try:
-        return _look(model, torch.device("cpu"))
+        return _inspect_on_device(model, torch.device("cpu"))
     except UserError:
         raise
     except (Exception, SystemExit) as failure:
-        raise blamed(model, "its forward pass", failure) from failure
+        raise model_error(model, "its forward pass", failure) from failure
 
 
-def blamed(model: CustomModel, stage: str, failure: BaseException) -> UserError:
+def model_error(model: CustomModel, stage: str, failure: BaseException) -> UserError:
     """What tells its author that ``model`` has failed in ``stage`` of a run, and where."""
-    return UserError(f"--model {model.callable} fails in {stage}: {_words(failure, model)}.")
+    return UserError(f"--model {model.callable} fails in {stage}: {_describe_exception(failure, model)}.")
 
 
-def in_forward(made: nn.Module, failure: BaseException) -> bool:
-    """Whether ``failure`` was raised within the forward pass of ``made``, which compiled code has under its name."""
-    own = inspect.unwrap(type(made).forward).__code__
+def raised_in_forward(module: nn.Module, failure: BaseException) -> bool:
+    """Whether ``failure`` was raised within the forward pass of ``module``, which compiled code has under its name."""
+    own = inspect.unwrap(type(module).forward).__code__
     frames = (frame.f_code for frame, _ in traceback.walk_tb(failure.__traceback__))
     return any((code.co_filename, code.co_name) == (own.co_filename, own.co_name) for code in frames)
 
 
-def _look(model: CustomModel, device: torch.device) -> Found:
+def _inspect_on_device(model: CustomModel, device: torch.device) -> ModelInfo:
     with device:
-        made = make(model)
-        again = make(model)
+        module = build_model(model)
+        again = build_model(model)
     named = f"--model {model.callable}"
-    if again is made:
+    if again is module:
         raise UserError(f"{named} returns the same module again: return a new one at each call.")
-    made.to(device)
-    _refuse_untrainable(made, named)
+    module.to(device)
+    _refuse_untrainable(module, named)
     tokens = torch.zeros(1, model.context_length, dtype=torch.int64, device=device)
-    before = made.state_dict().keys()
+    state_names = module.state_dict().keys()
     # The counter knows the matrix products, and not every device's fused kernel.
     with sdpa_kernel(SDPBackend.MATH), FlopCounterMode(display=False) as counter, _Calls(tokens.shape) as calls:
-        loss = made(tokens, tokens)
+        loss = module(tokens, tokens)
     if not (isinstance(loss, Tensor) and loss.dim() == 0 and not loss.is_complex()):
         kind = type(loss).__name__
         shape = f"a {kind} of {loss.dtype} and shape {tuple(loss.shape)}" if isinstance(loss, Tensor) else kind
         raise UserError(f"{named} returns {shape} for (inputs, targets), and must return the mean loss, a scalar.")
     if not loss.requires_grad:
         raise UserError(f"{named} gives a loss without a gradient: none of its parameters can be trained by it.")
-    if late := made.state_dict().keys() - before:
+    if late := module.state_dict().keys() - state_names:
         raise UserError(f"{named} makes {min(late)} in its forward pass, where no optimizer knows it: make it earlier.")
     logits, gradients = None, ()
     with suppress(Exception):
-        trained = [parameter for parameter in made.parameters() if parameter.requires_grad]
+        trained = [parameter for parameter in module.parameters() if parameter.requires_grad]
         gradients = torch.autograd.grad(loss, trained, allow_unused=True)
     with suppress(Exception), torch.no_grad():
-        logits = made.eval()(tokens[:, :2], None)  # of a text that has just begun
+        logits = module.eval()(tokens[:, :2], None)  # of a text that has just begun
     logits = logits if isinstance(logits, Tensor) and logits.dim() == 3 and logits.size(1) <= 2 else None
     ids = min(filter(None, (calls.ids, logits is not None and logits.size(-1))), default=model.vocabulary)
     if ids < model.vocabulary:
@@ -140,19 +142,21 @@ def _look(model: CustomModel, device: torch.device) -> Found:
             f"{named} has {ids:,} ids, and the data have {model.vocabulary:,}: make it as large; the callable gets the "
             "number as its argument 'vocabulary'."
         )
-    return Found(
-        parameters=sum(parameter.numel() for parameter in made.parameters()),
+    return ModelInfo(
+        parameters=sum(parameter.numel() for parameter in module.parameters()),
         flops_per_token=3 * counter.get_total_flops() / model.context_length,
-        blocks=tuple(f"{len(blocks)} {type(blocks[0]).__name__} in {name}" for name, blocks in stacks(made).items()),
+        blocks=tuple(
+            f"{len(blocks)} {type(blocks[0]).__name__} in {name}" for name, blocks in find_block_lists(module).items()
+        ),
         attention=calls.attention,
         logits=logits is not None,
         idle=any(gradient is None for gradient in gradients),
     )
 
 
-def _refuse_untrainable(made: nn.Module, named: str) -> None:
+def _refuse_untrainable(user_module: nn.Module, named: str) -> None:
     """Raise ``UserError`` for parameters that the optimizers do not take."""
-    trained = {name: parameter for name, parameter in made.named_parameters() if parameter.requires_grad}
+    trained = {name: parameter for name, parameter in user_module.named_parameters() if parameter.requires_grad}
     if not trained:
         raise UserError(f"{named} has no parameters to train.")
     for name, parameter in trained.items():
@@ -164,7 +168,7 @@ def _refuse_untrainable(made: nn.Module, named: str) -> None:
                 "--precision chooses the type of the arithmetic."
             )
     # By their storages' objects, which are kept meanwhile, because the meta device has no addresses.
-    storages = [(name, each.untyped_storage(), each.storage_offset()) for name, each in made.named_parameters()]
+    storages = [(name, each.untyped_storage(), each.storage_offset()) for name, each in user_module.named_parameters()]
     first: dict[tuple[int, int], str] = {}
     for name, storage, offset in storages:
         if (other := first.setdefault((id(storage), int(offset)), name)) != name:
@@ -172,10 +176,10 @@ def _refuse_untrainable(made: nn.Module, named: str) -> None:
                 f"{named}: {name} and {other} are two parameters with the same memory, as after an assignment to "
                 ".data, which a move to another device separates: assign the parameter itself to tie them."
             )
-    for name, module in made.named_modules():
+    for name, module in user_module.named_modules():
         if isinstance(module, nn.Embedding | nn.EmbeddingBag) and module.sparse:
             raise UserError(f"{named}: {name} gives sparse gradients, which the optimizers do not take: make it dense.")
-    for name, value in made.state_dict().items():
+    for name, value in user_module.state_dict().items():
         if not isinstance(value, Tensor):
             raise UserError(
                 f"{named}: {name} in its state is {type(value).__name__}: a checkpoint keeps tensors alone."
@@ -201,12 +205,14 @@ class _Calls(TorchFunctionMode):
         return func(*args, **kwargs)
 
 
-def switched(made: nn.Module, checkpointing: Checkpointing, kernels: Sequence[SDPBackend]) -> nn.Module:
-    """``made`` with its blocks executed as asked: by the first suitable of ``kernels``, if any, and recomputed.
+def with_execution_switches(
+    module: nn.Module, checkpointing: Checkpointing, kernels: Sequence[SDPBackend]
+) -> nn.Module:
+    """``module`` with its blocks executed as asked: by the first suitable of ``kernels``, if any, and recomputed.
 
     The kernel is chosen within a block, so that its recomputation takes the same.
     """
-    for number, block in enumerate(repeated_blocks(made)):
+    for number, block in enumerate(repeated_blocks(module)):
         forward = block.forward
         if kernels:
             forward = _within(lambda: sdpa_kernel(list(kernels), set_priority=True), forward)
@@ -215,8 +221,8 @@ def switched(made: nn.Module, checkpointing: Checkpointing, kernels: Sequence[SD
             forward = _recomputed(block, forward, again)
         block.forward = forward
     if checkpointing == "budget":
-        made.forward = _within(recompute.budget, made.forward)
-    return made
+        module.forward = _within(recompute.budget, module.forward)
+    return module
 
 
 def _within(context: Callable[[], AbstractContextManager[Any]], forward: Callable[..., Any]) -> Callable[..., Any]:
@@ -231,12 +237,14 @@ def _within(context: Callable[[], AbstractContextManager[Any]], forward: Callabl
 def _recomputed(block: nn.Module, forward: Callable[..., Any], again: Callable[..., Any]) -> Callable[..., Any]:
     @wraps(forward)
     def inside(*inputs: Any, **named: Any) -> Any:
-        return again(forward, *inputs, dropout=UNKNOWN, **named) if block.training else forward(*inputs, **named)
+        return (
+            again(forward, *inputs, dropout=ASSUMED_DROPOUT, **named) if block.training else forward(*inputs, **named)
+        )
 
     return inside
 
 
-def _words(failure: BaseException, model: CustomModel) -> str:
+def _describe_exception(failure: BaseException, model: CustomModel) -> str:
     """The kind of the ``failure`` and its first line, with the last line of the model's own source that led to it."""
     spec = importlib.util.find_spec(model.callable.partition(":")[0])
     frames = [frame for frame in traceback.extract_tb(failure.__traceback__) if spec and frame.filename == spec.origin]

@@ -16,7 +16,7 @@ from train.model_config import ModelConfig
 from train.models import recompute
 from train.models.attention import AttentionFunction, Mask, MaskFunction, sdpa
 from train.models.linear import Linear
-from train.models.loss import fused, pieces, plain
+from train.models.loss import chunk_count, fused, plain
 
 
 class LayerNorm(nn.LayerNorm):
@@ -104,7 +104,7 @@ class GPT(nn.Module):
         self.blocks = nn.ModuleList(Block(config, attention) for _ in range(config.layers))
         self.norm = LayerNorm(config.width, bias=config.bias)
         self.head = Linear(config.width, config.padded_vocabulary, bias=False)
-        self.apply(self._initialise)
+        self.apply(self._init_weights)
         for name, parameter in self.named_parameters():
             if name.endswith("projection.weight"):  # GPT-2, section 2.3: residual layers scaled by 1/sqrt(N)
                 nn.init.normal_(parameter, std=0.02 / math.sqrt(2 * config.layers))
@@ -112,26 +112,28 @@ class GPT(nn.Module):
             self.head.weight = self.token_embedding.weight
 
     @staticmethod
-    def _initialise(module: nn.Module) -> None:
+    def _init_weights(module: nn.Module) -> None:
         """Normal with 0.02 everywhere: with a tied head, torch's own N(0, 1) for embeddings starts at a loss of 37."""
         if isinstance(module, nn.Linear | nn.Embedding):
             nn.init.normal_(module.weight, std=0.02)
         if isinstance(module, nn.Linear) and module.bias is not None:
             nn.init.zeros_(module.bias)
 
-    def stream(self, tokens: Tensor) -> Tensor:
+    def hidden_states(self, tokens: Tensor) -> Tensor:
         """The last block's output (B, T, D) for ``tokens`` (B, T)."""
         positions = torch.arange(tokens.size(1), device=tokens.device)
         x = self.token_embedding(tokens) + self.position_embedding(positions)
         x = F.dropout(x.to(self.activations or x.dtype), self.config.dropout, self.training)
         mask = self.mask(tokens)
         for number, block in enumerate(self.blocks):
-            x = self._block(number, block, x, mask)
+            x = self._run_block(number, block, x, mask)
         return x
 
-    def _block(self, number: int, block: nn.Module, x: Tensor, mask: Mask) -> Tensor:
-        kept = self.checkpointing in ("none", "budget") or (self.checkpointing == "alternate" and number % 2 == 1)
-        if kept or not self.training:
+    def _run_block(self, number: int, block: nn.Module, x: Tensor, mask: Mask) -> Tensor:
+        keeps_activations = self.checkpointing in ("none", "budget") or (
+            self.checkpointing == "alternate" and number % 2 == 1
+        )
+        if keeps_activations or not self.training:
             return block(x, mask)
         again = recompute.selective if self.checkpointing == "selective" else recompute.full
         return again(block, x, mask, dropout=self.config.dropout)
@@ -143,7 +145,7 @@ class GPT(nn.Module):
         return self._forward(tokens, targets)
 
     def _forward(self, tokens: Tensor, targets: Tensor | None) -> Tensor:
-        x = self.stream(tokens)
+        x = self.hidden_states(tokens)
         return self.head(self.norm(x)) if targets is None else self.mean_loss(x, targets)
 
     def mean_loss(self, x: Tensor, targets: Tensor) -> Tensor:
@@ -152,7 +154,7 @@ class GPT(nn.Module):
         In evaluation it is that of the model as it is exported, without the padding of its vocabulary.
         """
         hidden, head = self.norm(x), self.head.weight
-        chunks = pieces(self.loss, self.loss_chunks, targets.numel())
+        chunks = chunk_count(self.loss, self.loss_chunks, targets.numel())
         ids = None if self.training else self.config.vocabulary
         return fused(hidden, head, targets, chunks, ids) if chunks else plain(hidden, head, targets, ids)
 

@@ -31,7 +31,7 @@ _BY_ID = ("token_embedding.weight", "head.weight")
 """Those with a row for each id, which are padded."""
 
 
-def published_weights(model: GPT) -> dict[str, Tensor]:
+def to_hf_state_dict(model: GPT) -> dict[str, Tensor]:
     """The weights in fp32 under GPT-2's published names; linear weights as (in, out), like GPT-2's."""
     config = model.config
     weights = {}
@@ -40,15 +40,15 @@ def published_weights(model: GPT) -> dict[str, Tensor]:
         if name in _BY_ID:
             value = value[: config.vocabulary]
         if name != "head.weight" or not config.tied:
-            weights[_published(name)] = (value.T if _is_turned(name) else value).contiguous()
+            weights[_published(name)] = (value.T if _is_transposed(name) else value).contiguous()
     if not config.bias:  # the format always has biases
         for name in [name for name in weights if name.endswith("weight") and (".h." in name or "ln_f" in name)]:
             weights[name.removesuffix("weight") + "bias"] = torch.zeros(weights[name].shape[-1])
     return weights
 
 
-def load_published(model: GPT, folder: Path) -> None:
-    """Load the weights that :func:`published_weights` gives from a ``folder`` in Hugging Face's format into ``model``.
+def load_hf_weights(model: GPT, folder: Path) -> None:
+    """Load the weights that :func:`to_hf_state_dict` gives from a ``folder`` in Hugging Face's format into ``model``.
 
     Ids that only pad its vocabulary stay as they are. Raises ``UserError`` for weights of another shape.
     """
@@ -63,27 +63,27 @@ def load_published(model: GPT, folder: Path) -> None:
             published = _published(name)
             value = weights.get(published.removeprefix(prefix))
             rows = parameter[: model.config.vocabulary] if name in _BY_ID else parameter
-            shape = rows.T.shape if _is_turned(name) else rows.shape
+            shape = rows.T.shape if _is_transposed(name) else rows.shape
             if value is None or value.shape != shape:
-                found = "missing" if value is None else f"of shape {tuple(value.shape)}, not {tuple(shape)}"
-                raise UserError(f"{named}: {published} is {found}: give a folder of a GPT-2.")
-            rows.copy_(value.T if _is_turned(name) else value)
+                problem = "missing" if value is None else f"of shape {tuple(value.shape)}, not {tuple(shape)}"
+                raise UserError(f"{named}: {published} is {problem}: give a folder of a GPT-2.")
+            rows.copy_(value.T if _is_transposed(name) else value)
 
 
 def _published(name: str) -> str:
     if name in _NAMES:
         return _NAMES[name]
-    _, layer, rest = name.split(".", 2)
-    part, _, kind = rest.rpartition(".")
+    _, layer, suffix = name.split(".", 2)
+    part, _, kind = suffix.rpartition(".")
     return f"transformer.h.{layer}.{_BLOCK[part]}.{kind}"
 
 
-def _is_turned(name: str) -> bool:
+def _is_transposed(name: str) -> bool:
     """Whether GPT-2 has our parameter ``name`` as (in, out)."""
     return name.startswith("blocks.") and name.endswith(".weight") and ".norm_" not in name
 
 
-def published_config(config: ModelConfig) -> dict[str, Any]:
+def to_hf_config(config: ModelConfig) -> dict[str, Any]:
     """The model's shape as transformers' ``GPT2Config`` reads it."""
     end_of_text = config.end_of_text % config.vocabulary
     return {

@@ -13,21 +13,21 @@ from torch import Tensor
 
 from train.config import Loss
 
-PIECE = 2048
+CHUNK_TOKENS = 2048
 """Tokens per piece of the fused loss if the number of pieces is not given: enough for full speed, and 200 MB of 16-bit
 logits with GPT-2's vocabulary."""
 
 
-def plain(hidden: Tensor, head: Tensor, targets: Tensor, vocabulary: int | None = None) -> Tensor:
-    """Mean cross-entropy over the first ``vocabulary`` ids, by default all.
+def plain(hidden: Tensor, head: Tensor, targets: Tensor, vocab_size: int | None = None) -> Tensor:
+    """Mean cross-entropy over the first ``vocab_size`` ids, by default all.
 
     ``hidden`` (B, T, D), ``head`` (V, D), ``targets`` (B, T); a scalar in fp32.
     """
-    logits = F.linear(hidden, head.to(hidden.dtype))[..., :vocabulary]
+    logits = F.linear(hidden, head.to(hidden.dtype))[..., :vocab_size]
     return F.cross_entropy(logits.flatten(0, 1).float(), targets.flatten())
 
 
-def fused(hidden: Tensor, head: Tensor, targets: Tensor, chunks: int, vocabulary: int | None = None) -> Tensor:
+def fused(hidden: Tensor, head: Tensor, targets: Tensor, chunks: int, vocab_size: int | None = None) -> Tensor:
     """The same mean, computed in ``chunks`` pieces of which only one has logits in memory at a time.
 
     A piece's logits are overwritten by their gradient in the forward pass already, from which the gradients of the
@@ -40,20 +40,20 @@ def fused(hidden: Tensor, head: Tensor, targets: Tensor, chunks: int, vocabulary
         hidden = hidden.to(torch.get_autocast_dtype(kind))
     training = torch.is_grad_enabled() and (hidden.requires_grad or head.requires_grad)
     compiled = torch.compiler.is_compiling()
-    ids = len(head) if vocabulary is None else vocabulary
+    ids = len(head) if vocab_size is None else vocab_size
     return _fused(hidden.flatten(0, 1), head, targets.flatten(), chunks, ids, training, compiled)[0]
 
 
-def pieces(loss: Loss, chunks: int, tokens: int) -> int:
+def chunk_count(loss: Loss, chunks: int, tokens: int) -> int:
     """Number of pieces for the loss of ``tokens`` tokens, by ``--loss`` and ``--loss-chunks``; 0 for the plain loss."""
     if chunks > 1:
         return chunks
-    return -(-tokens // PIECE) if loss == "fused" else 0
+    return -(-tokens // CHUNK_TOKENS) if loss == "fused" else 0
 
 
 @torch.library.custom_op("throughline::fused_cross_entropy", mutates_args=())
 def _fused(
-    hidden: Tensor, head: Tensor, targets: Tensor, chunks: int, vocabulary: int, training: bool, compiled: bool
+    hidden: Tensor, head: Tensor, targets: Tensor, chunks: int, vocab_size: int, training: bool, compiled: bool
 ) -> tuple[Tensor, Tensor, Tensor]:
     """The mean loss of ``hidden`` (N, D) and, when ``training``, the gradients of the sum of the N losses.
 
@@ -70,12 +70,12 @@ def _fused(
     parts = zip(hidden.split(size), targets[:, None].split(size), range(0, len(targets), size), strict=True)
     for part, wanted, start in parts:
         logits = torch.mm(part, weight.t(), out=buffer[: len(part)])
-        found = overwrite(logits[:, :vocabulary], wanted)
-        total -= found.sum()
+        target_logarithms = overwrite(logits[:, :vocab_size], wanted)
+        total -= target_logarithms.sum()
         if not training:
             continue
-        logits[:, vocabulary:] = 0
-        logits.scatter_(1, wanted, found.expm1().to(logits.dtype))  # the target's probability, less one
+        logits[:, vocab_size:] = 0
+        logits.scatter_(1, wanted, target_logarithms.expm1().to(logits.dtype))  # the target's probability, less one
         torch.mm(logits, weight, out=hidden_gradient[start : start + size])
         if logits.dtype == exact:
             head_gradient.addmm_(logits.t(), part)
@@ -87,9 +87,9 @@ def _fused(
 def _probabilities(logits: Tensor, targets: Tensor) -> Tensor:
     """Overwrite ``logits`` (N, V) with their softmax; returns its logarithm at ``targets`` (N, 1)."""
     logarithms = F.log_softmax(logits, dim=1, dtype=torch.promote_types(logits.dtype, torch.float32))
-    found = logarithms.gather(1, targets)
+    target_logarithms = logarithms.gather(1, targets)
     torch.exp(logarithms, out=logits)
-    return found
+    return target_logarithms
 
 
 def _compiled_probabilities(logits: Tensor, targets: Tensor) -> Tensor:
@@ -115,14 +115,14 @@ def _softmax(logits: Tensor) -> Tensor:
 
 @_fused.register_fake
 def _(
-    hidden: Tensor, head: Tensor, targets: Tensor, chunks: int, vocabulary: int, training: bool, compiled: bool
+    hidden: Tensor, head: Tensor, targets: Tensor, chunks: int, vocab_size: int, training: bool, compiled: bool
 ) -> tuple[Tensor, Tensor, Tensor]:
     exact = torch.promote_types(hidden.dtype, torch.float32)
     loss = hidden.new_empty((), dtype=exact)
     return loss, torch.empty_like(hidden if training else hidden[:0]), torch.empty_like(head if training else head[:0])
 
 
-def _keep(ctx: Any, inputs: tuple[Any, ...], output: tuple[Tensor, Tensor, Tensor]) -> None:
+def _setup_context(ctx: Any, inputs: tuple[Any, ...], output: tuple[Tensor, Tensor, Tensor]) -> None:
     _, *gradients = output
     ctx.tokens = len(inputs[2])
     ctx.save_for_backward(*gradients)
@@ -136,4 +136,4 @@ def _backward(ctx: Any, gradient: Tensor, *_: None) -> tuple[Tensor | None, ...]
     return hidden_gradient * scale, head_gradient * scale, None, None, None, None, None
 
 
-_fused.register_autograd(_backward, setup_context=_keep)
+_fused.register_autograd(_backward, setup_context=_setup_context)

@@ -21,11 +21,11 @@ def make_optimizer(model: nn.Module, config: TrainConfig) -> torch.optim.Optimiz
     if config.optimizer == "muon":
         matrices = {p for block in repeated_blocks(model) for p in block.parameters() if p.dim() == 2}
         hidden = [p for p in parameters if p in matrices]
-        rest = [p for p in parameters if p not in matrices]
+        other_parameters = [p for p in parameters if p not in matrices]
         muon = torch.optim.Muon(
             hidden, lr=config.learning_rate, weight_decay=config.weight_decay, adjust_lr_fn="match_rms_adamw"
         )
-        return Together([muon, _adamw(_groups(rest, config), config, fused=True)])
+        return CombinedOptimizer([muon, _adamw(_groups(other_parameters, config), config, fused=True)])
     groups = _groups(parameters, config)
     betas = (config.beta1, config.beta2)
     match config.optimizer:
@@ -63,34 +63,34 @@ def _torchao(config: TrainConfig) -> Any:
     return torchao.optim
 
 
-class Together(torch.optim.Optimizer):
+class CombinedOptimizer(torch.optim.Optimizer):
     """Several optimizers, each over its own parameters, as one."""
 
-    def __init__(self, parts: list[torch.optim.Optimizer]) -> None:
-        self.parts = parts
+    def __init__(self, optimizers: list[torch.optim.Optimizer]) -> None:
+        self.optimizers = optimizers
 
     @property
     def param_groups(self) -> list[dict[str, Any]]:  # type: ignore[override]
-        return [group for part in self.parts for group in part.param_groups]
+        return [group for part in self.optimizers for group in part.param_groups]
 
     def step(self, closure: Callable[[], float] | None = None) -> None:  # type: ignore[override]
         """Step every part; closures are not supported."""
-        for part in self.parts:
+        for part in self.optimizers:
             part.step()
 
     def zero_grad(self, set_to_none: bool = True) -> None:
-        for part in self.parts:
+        for part in self.optimizers:
             part.zero_grad(set_to_none)
 
     def state_dict(self) -> dict[str, Any]:
-        return {"parts": [part.state_dict() for part in self.parts]}
+        return {"parts": [part.state_dict() for part in self.optimizers]}
 
     def load_state_dict(self, state_dict: dict[str, Any]) -> None:
-        for part, state in zip(self.parts, state_dict["parts"], strict=True):
+        for part, state in zip(self.optimizers, state_dict["parts"], strict=True):
             part.load_state_dict(state)
 
 
-def set_rate(optimizer: torch.optim.Optimizer, rate: float) -> None:
+def set_learning_rate(optimizer: torch.optim.Optimizer, rate: float) -> None:
     """Set the learning rate of every group; torchao keeps it in a tensor, so that compiled steps stay valid."""
     for group in optimizer.param_groups:
         if isinstance(group["lr"], torch.Tensor):

@@ -38,7 +38,7 @@ class Workers:
         self._control: Any = dist.new_group(backend="gloo") if self.size > 1 else None
 
     @property
-    def first(self) -> bool:
+    def is_first(self) -> bool:
         """Whether this worker reports and saves for all."""
         return self.rank == 0
 
@@ -61,12 +61,12 @@ class Workers:
 
 def all_gather(value: Any) -> list[Any]:
     """Every worker's ``value``, by rank. All workers must call it, before the loop; it is exchanged over the CPU."""
-    found: list[Any] = [None] * dist.get_world_size()
-    dist.all_gather_object(found, value, group=dist.new_group(backend="gloo"))
-    return found
+    values: list[Any] = [None] * dist.get_world_size()
+    dist.all_gather_object(values, value, group=dist.new_group(backend="gloo"))
+    return values
 
 
-def shard(model: nn.Module, config: TrainConfig) -> None:
+def apply_fsdp(model: nn.Module, config: TrainConfig) -> None:
     """Distribute weights, gradients and optimizer state over the workers, block by block (FSDP2)."""
     from torch.distributed.fsdp import fully_shard
 
@@ -76,20 +76,20 @@ def shard(model: nn.Module, config: TrainConfig) -> None:
     fully_shard(model, mesh=mesh)
 
 
-def replicate(forward: Any, device: torch.device, idle: bool) -> DistributedDataParallel:
+def apply_ddp(forward: Any, device: torch.device, has_unused_parameters: bool) -> DistributedDataParallel:
     """A copy of the model on each worker, whose gradients are averaged while the backward pass still runs.
 
-    Each step first looks for parameters without a part in the loss where some are ``idle``.
+    Each step first looks for parameters without a part in the loss where some are ``has_unused_parameters``.
     """
     return DistributedDataParallel(
         forward,
         device_ids=[device.index] if device.type == "cuda" else None,
         gradient_as_bucket_view=True,
-        find_unused_parameters=idle,
+        find_unused_parameters=has_unused_parameters,
     )
 
 
-def synchronised(forward: Any, model: nn.Module, last: bool) -> contextlib.AbstractContextManager[Any]:
+def gradient_sync(forward: Any, model: nn.Module, last: bool) -> contextlib.AbstractContextManager[Any]:
     """The context of one micro-batch: gradients are exchanged only in the ``last`` one of a step."""
     if _is_sharded_model(model):
         model.set_requires_gradient_sync(last)
@@ -103,12 +103,12 @@ def full_tensor(tensor: Tensor) -> Tensor:
     return tensor.full_tensor() if _is_sharded(tensor) else tensor
 
 
-def local(tensor: Tensor) -> Tensor:
+def local_shard(tensor: Tensor) -> Tensor:
     """This worker's part of a tensor that may be sharded."""
     return tensor.to_local() if _is_sharded(tensor) else tensor
 
 
-def share_of(tensor: Tensor, like: Tensor) -> Tensor:
+def shard_like(tensor: Tensor, like: Tensor) -> Tensor:
     """This worker's shard of the whole ``tensor``, distributed like ``like``."""
     if not _is_sharded(like) or tensor.shape != like.shape:
         return tensor

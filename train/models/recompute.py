@@ -27,7 +27,7 @@ BUDGET = 0.5
 """Share of the activations' memory that is kept between recomputing all blocks (0) and nothing (1)."""
 
 
-def refuse_budget() -> None:
+def check_budget_supported() -> None:
     """Raise ``UserError`` where this torch has no name for a budget."""
     if not hasattr(torch.autograd.graph, "region_activation_memory_budget"):
         raise UserError(f"--checkpointing budget needs torch 2.13 and there is {torch.__version__}: use selective.")
@@ -56,9 +56,9 @@ def selective(block: Callable[..., Any], *inputs: Any, dropout: float, **named: 
 def _contexts(dropout: float) -> Any:
     # An operator whose output is kept does not run again. Attention with dropout would then leave its random numbers to
     # the dropout after it, so with dropout it is recomputed.
-    kept = _MATMULS if dropout else _MATMULS | _ATTENTION
+    saved_operations = _MATMULS if dropout else _MATMULS | _ATTENTION
 
     def policy(context: Any, operator: Any, *arguments: Any, **named: Any) -> CheckpointPolicy:
-        return CheckpointPolicy.MUST_SAVE if operator in kept else CheckpointPolicy.PREFER_RECOMPUTE
+        return CheckpointPolicy.MUST_SAVE if operator in saved_operations else CheckpointPolicy.PREFER_RECOMPUTE
 
     return create_selective_checkpoint_contexts(policy)

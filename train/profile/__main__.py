@@ -15,9 +15,9 @@ import tyro
 from infra.cli import command, flags
 from infra.cli.console import console
 from infra.cli.options import ConfigFile, TrackingUri
-from infra.cli.progress import IMPORTING, doing
-from infra.cli.table import Part, Report, listed
-from infra.device.hardware import device_facts
+from infra.cli.progress import IMPORTING, status
+from infra.cli.table import Report, Table, bullet_list
+from infra.device.hardware import device_info
 from infra.errors import UserError
 from infra.storage.directory import StorageDir
 from train.config import TrainConfig, load_config
@@ -56,7 +56,7 @@ def main() -> None:
 
 def defaults() -> ProfileOptions:
     """The options whose values flags override: the defaults, with the file of ``--config``."""
-    path = flags.given(ProfileOptions, "config").config
+    path = flags.parse_only(ProfileOptions, "config").config
     return ProfileOptions(training=load_config(path) if path else TrainConfig())
 
 
@@ -67,21 +67,21 @@ def profile(options: ProfileOptions) -> None:
             f"--stream {' '.join(options.training.stream)} is not supported by train.profile. Create token shards with "
             "'python -m pipeline.tokenize', and use --data."
         )
-    with doing(IMPORTING):
+    with status(IMPORTING):
         from infra.device import provenance
         from infra.tracking.store import create_run, open_store
         from infra.tracking.tracker import Tracker
         from infra.tracking.views import ui_link
         from pipeline.shards import read_manifest
-        from train.data.tokenizer import with_vocabulary_of
+        from train.data.tokenizer import match_tokenizer
         from train.profile.memory_timeline import VIEWER
         from train.profile.record import record
         from train.reporting import report, tracking
 
     manifest = read_manifest(options.training.data)
-    config = resolve(with_vocabulary_of(options.training, manifest), device_facts())
+    config = resolve(match_tokenizer(options.training, manifest), device_info())
     name = options.name or f"profile-{short_name(options.training.model)}-{time.strftime('%Y%m%d-%H%M%S')}"
-    folder = new_folder(options.out, name, resumable=False, begun=(StorageDir.LOCK,))
+    folder = new_folder(options.out, name, resumable=False, allowed_leftovers=(StorageDir.LOCK,))
     try:
         folder.parent.mkdir(parents=True, exist_ok=True)
     except OSError as failure:
@@ -98,34 +98,34 @@ def profile(options: ProfileOptions) -> None:
     # The header comes first, because compilation can take a minute before any other output.
     report.print_header(config, options.training, manifest, run_dir)
     with ExitStack() as stack:
-        stack.enter_context(run_dir.locked(f"Another command is writing to {run_dir}. Choose another --name."))
-        key = create_run("train", name, tracking_uri=options.tracking_uri, home=run_dir.address, tags=tags)
-        tracker = stack.enter_context(Tracker(key))
+        stack.enter_context(run_dir.lock(f"Another command is writing to {run_dir}. Choose another --name."))
+        run_ref = create_run("train", name, tracking_uri=options.tracking_uri, run_dir=run_dir.address, tags=tags)
+        tracker = stack.enter_context(Tracker(run_ref))
         tracking.record_start(tracker, config, manifest, options.training)
-        status = "FAILED"
+        run_status = "FAILED"
         try:
-            with doing("recording steps" + " after compiling" * (config.compile != "off")):
+            with status("recording steps" + " after compiling" * (config.compile != "off")):
                 result, sentences = record(config, folder)
-            tracker.metrics(
+            tracker.log_metrics(
                 {f"profile/{kind.replace(' ', '_')}_ms": total for kind, total in result.by_class.items()}
                 | {"profile/step_ms": result.step, "profile/idle_ms": result.idle, "profile/loader_ms": result.loader}
             )
             for path in sorted(folder.glob("[!.]*")):
-                tracker.file(path)
+                tracker.log_file(path)
             summary = profile_report(result, sentences)
-            tracker.note(summary.markdown())
-            status = "FINISHED"
+            tracker.set_description(summary.markdown())
+            run_status = "FINISHED"
         except OSError as failure:
             raise UserError(
                 f"Cannot write the profile to {folder}: {failure.strerror}. Free disk space, or choose another --out."
             ) from failure
         finally:
-            tracker.finish(status)
+            tracker.finish(run_status)
     summary.show()
     console.print(f"trace (open in ui.perfetto.dev), tables and charts: {folder}", markup=False)
     if (folder / "memory.pickle").exists():
         console.print(f"allocations: open {folder / 'memory.pickle'} in {VIEWER}", markup=False)
-    console.print(ui_link(key), markup=False)
+    console.print(ui_link(run_ref), markup=False)
 
 
 def profile_report(result: "Profile", sentences: list[str]) -> Report:
@@ -138,11 +138,11 @@ def profile_report(result: "Profile", sentences: list[str]) -> Report:
     return Report(
         [("Attention kernel", result.attention)],
         [
-            Part(title, ("class of kernel", "ms/step", "% of kernel time"), classes),
-            Part(
+            Table(title, ("class of kernel", "ms/step", "% of kernel time"), classes),
+            Table(
                 f"Most expensive kernels over {result.steps} steps", ("kernel", "class", "calls", "total (ms)"), kernels
             ),
-            listed(sentences),
+            bullet_list(sentences),
         ],
     )
 

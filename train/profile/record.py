@@ -12,7 +12,7 @@ from pathlib import Path
 
 import torch
 
-from infra.device.hardware import device_facts
+from infra.device.hardware import device_info
 from infra.errors import UserError, first_line
 from infra.storage.files import write_json
 from train.config import Cycle, TrainConfig
@@ -35,7 +35,7 @@ def record(config: TrainConfig, folder: Path) -> tuple[Profile, list[str]]:
     """
     steps = WARMUP_STEPS + STEPS + 1  # The loop does not call should_stop after its last step.
     config = replace(
-        resolve(config, device_facts()), steps=steps, tokens=None, time_budget=None, cycle=Cycle(steps, 0),
+        resolve(config, device_info()), steps=steps, tokens=None, time_budget=None, cycle=Cycle(steps, 0),
         keep_checkpoints=0,
     )  # fmt: skip
     moments: list[float] = []
@@ -83,7 +83,7 @@ def record(config: TrainConfig, folder: Path) -> tuple[Profile, list[str]]:
     activations = 0
     with _optional_output("memory.png", missing):
         activations = memory_timeline.draw(recorder, str(trainer.device), folder / "memory.png")
-    attention = not config.model.lacks("attention", "manual")
+    attention = not config.model.unsupported_reason("attention", "manual")
     sentences = findings(profile, optimizer=config.optimizer, compiled=compiled, cuda=cuda, attention=attention)
     if activations:
         formula = activation_formula(trainer.config)

@@ -14,10 +14,10 @@ from infra.cli.units import format_size
 from infra.storage.directory import StorageDir
 from train.config import TrainConfig
 from train.custom_model import CustomModel
-from train.estimate.advice import Change, memory_savers
-from train.estimate.memory import known_peak, predict_peak
-from train.result import BUILDING, Diagnosis, RunResult, Shortage
-from train.run_files.lookup import resume_run, run_with
+from train.estimate.advice import MemorySaving, find_memory_savings
+from train.estimate.memory import peak_if_known, predict_peak
+from train.result import BUILDING, Diagnosis, MemoryShortage, RunResult
+from train.run_files.lookup import format_resume_command, format_run_command
 
 LEARNING_STEPS = 100
 """Steps without progress after which a model that has not learned to use its inputs is told so."""
@@ -74,33 +74,35 @@ def _no_progress(config: TrainConfig, result: RunResult) -> str:
     )
 
 
-def of_memory(
+def diagnose_oom(
     config: TrainConfig, result: RunResult, run_dir: StorageDir, memory_limit: int | None
 ) -> Diagnosis | None:
     """The reason why the run in ``run_dir`` did not fit in memory, and changes that should fit; None if it did fit."""
     shortage = result.shortage
-    if shortage is None or known_peak(config) is None:
+    if shortage is None or peak_if_known(config) is None:
         return None
     rows = [("torch error", shortage.message)] if shortage.message else []
-    shortfall = unpredicted(config, result, shortage)
+    shortfall = prediction_shortfall(config, result, shortage)
     if shortfall:
         rows.append(("prediction", f"underestimated by {_gb(shortfall)}, which the predictions below include"))
-    changes = [replace(change, peak=change.peak + shortfall) for change in memory_savers(config)]
-    fitting: dict[str, Change] = {}
+    changes = [replace(change, peak=change.peak + shortfall) for change in find_memory_savings(config)]
+    fitting: dict[str, MemorySaving] = {}
     for change in changes:
         if change.peak <= shortage.room and (len(change.flags) == 1 or not fitting):
             fitting.setdefault(change.text.split()[0], change)  # The first change of each flag is the cheapest.
     if not fitting:
-        return Diagnosis(rows, none_fits(changes, predict_peak(config).total + shortfall, shortage.room, memory_limit))
+        return Diagnosis(
+            rows, format_no_fit(changes, predict_peak(config).total + shortfall, shortage.room, memory_limit)
+        )
     rows.append(("available", f"{_gb(shortage.room)} to the process; predicted with changes that fit:"))
     rows += [(change.text, f"{_gb(change.peak)}; {change.cost}") for change in fitting.values()]
     first = next(iter(fitting.values()))
     verb = "resume from the last checkpoint" if result.checkpoint else "try again"
     advice = f"{verb} with {first.text}, predicted to need {_gb(first.peak)} ({first.cost}): "
-    return Diagnosis(rows, advice, command(first.text, result, run_dir, memory_limit))
+    return Diagnosis(rows, advice, retry_command(first.text, result, run_dir, memory_limit))
 
 
-def unpredicted(config: TrainConfig, result: RunResult, shortage: Shortage) -> int:
+def prediction_shortfall(config: TrainConfig, result: RunResult, shortage: MemoryShortage) -> int:
     """Bytes by which the prediction was too low for this run, which needed more memory than available.
 
     The run needed at least what it had plus what it failed to allocate, and the optimizer's state if its first step had
@@ -113,7 +115,9 @@ def unpredicted(config: TrainConfig, result: RunResult, shortage: Shortage) -> i
     return max(0, max(shortage.room, needed) - breakdown.total)
 
 
-def none_fits(changes: Sequence[Change], unchanged_peak: int, available: int, memory_limit: int | None) -> str:
+def format_no_fit(
+    changes: Sequence[MemorySaving], unchanged_peak: int, available: int, memory_limit: int | None
+) -> str:
     """The message that no change is predicted to fit the ``available`` bytes, with the smallest prediction."""
     smallest = min(changes, key=lambda change: change.peak, default=None)
     peak, label = (smallest.peak, f"with {smallest.text}") if smallest else (unchanged_peak, "without further changes")
@@ -124,12 +128,12 @@ def none_fits(changes: Sequence[Change], unchanged_peak: int, available: int, me
     )
 
 
-def command(flag: str, result: RunResult, run_dir: StorageDir, memory_limit: int | None) -> str:
+def retry_command(flag: str, result: RunResult, run_dir: StorageDir, memory_limit: int | None) -> str:
     """The command that resumes the run with an additional ``flag``, or starts it again if it has no checkpoint."""
     if result.checkpoint:
-        line = resume_run(run_dir)
+        line = format_resume_command(run_dir)
     else:
-        line = run_with(run_dir / "config.json")
+        line = format_run_command(run_dir / "config.json")
         if run_dir.parent != StorageDir.of("runs"):
             line += f" --out {shlex.quote(str(run_dir.parent))}"
     return f"{line} {flag}" + (f" --memory-limit {format_size(memory_limit)}" if memory_limit else "")

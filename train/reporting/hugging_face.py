@@ -13,7 +13,7 @@ from pathlib import Path
 
 from safetensors import SafetensorError
 
-from infra.cli.table import Part
+from infra.cli.table import Table
 from infra.errors import UserError
 from infra.schema import to_json
 from infra.storage.directory import StorageDir
@@ -23,7 +23,7 @@ from train.custom_model import CustomModel
 from train.data.tokenizer import tokenizer_files
 from train.loop.sampling import load_model
 from train.model_config import ModelConfig, format_model
-from train.models.hf_weights import published_config, published_weights
+from train.models.hf_weights import to_hf_config, to_hf_state_dict
 from train.run_files.checkpoint import save_weights, shared_names
 from train.run_files.progress import Progress, read_progress
 
@@ -34,7 +34,7 @@ def write_model(checkpoint: Path, folder: Path, run: str = "") -> str:
     ``run`` is the name of the run that trained it, for the model card.
     """
     progress = read_progress(checkpoint)
-    model, vocabulary = load_model(checkpoint)
+    model, tokenizer = load_model(checkpoint)
     kind = config_from_json(progress.config, str(checkpoint)).model
     if isinstance(kind, CustomModel):
         shared = shared_names(model)
@@ -42,7 +42,7 @@ def write_model(checkpoint: Path, folder: Path, run: str = "") -> str:
         model_config = to_json(replace(kind, found=None))
         loading = f"load it with safetensors.torch.load_model into the module that {kind.callable} returns"
     else:
-        weights, model_config = published_weights(model), published_config(kind)
+        weights, model_config = to_hf_state_dict(model), to_hf_config(kind)
         loading = f"load it with transformers: GPT2LMHeadModel.from_pretrained({str(folder)!r})"
     temporary = folder.with_name(f"{TEMPORARY}{folder.name}")
     shutil.rmtree(temporary, ignore_errors=True)
@@ -50,8 +50,8 @@ def write_model(checkpoint: Path, folder: Path, run: str = "") -> str:
         temporary.mkdir(parents=True)
         save_weights(weights, temporary / "model.safetensors")
         write_json(temporary / "config.json", model_config)
-        if vocabulary:
-            for name, content in tokenizer_files(vocabulary, kind.context_length).items():
+        if tokenizer:
+            for name, content in tokenizer_files(tokenizer, kind.context_length).items():
                 (temporary / name).write_text(content, encoding="utf-8")
         (temporary / "README.md").write_text(model_card(progress, checkpoint, run), encoding="utf-8")
         temporary.rename(folder)
@@ -79,7 +79,7 @@ def model_card(progress: Progress, checkpoint: Path, run: str = "") -> str:
         ("vocabulary sha256", progress.vocabulary_sha256),
     ]
     custom = isinstance(config.model, CustomModel)
-    ids = config.model.vocabulary if custom else config.shape.padded_vocabulary
+    ids = config.model.vocabulary if custom else config.gpt2_config.padded_vocabulary
     names = {
         "train_loss": f"training loss (nats/token, over {ids:,} token ids)",
         "val_loss": f"validation loss (nats/token, over {config.model.vocabulary:,} token ids)",
@@ -89,9 +89,11 @@ def model_card(progress: Progress, checkpoint: Path, run: str = "") -> str:
         "device": "trained on",
     }
     rows += [(text, str(result[name])) for name, text in names.items() if result.get(name) is not None]
-    table = Part("", ("property", "value"), rows).markdown()
+    table = Table("", ("property", "value"), rows).markdown()
     settings = json.dumps(config.to_json(), indent=2, sort_keys=True)
-    initial_weights = "random weights" if custom or not config.shape.start else f"the weights of {config.shape.start}"
+    initial_weights = (
+        "random weights" if custom or not config.gpt2_config.start else f"the weights of {config.gpt2_config.start}"
+    )
     library = "" if custom else "library_name: transformers\n"
     return (
         f"---\n{library}pipeline_tag: text-generation\n---\n\n"
@@ -106,9 +108,9 @@ def _without_paths(config: TrainConfig) -> TrainConfig:
     model = config.model
     if isinstance(model, ModelConfig):
         model = replace(model, start=Path(model.start).name)
-    vocabulary = config.reading.vocabulary and StorageDir.of(config.reading.vocabulary).name
+    tokenizer = config.reading.vocabulary and StorageDir.of(config.reading.vocabulary).name
     return replace(
         config, model=model, data=StorageDir.of(config.data).name,
         stream=tuple(StorageDir.of(source).name for source in config.stream),
-        reading=replace(config.reading, vocabulary=vocabulary),
+        reading=replace(config.reading, vocabulary=tokenizer),
     )  # fmt: skip

@@ -5,17 +5,17 @@ from pathlib import Path
 from rich.markup import escape
 
 from infra.cli.console import console
-from infra.cli.table import Part, Report
+from infra.cli.table import Report, Table
 from infra.cli.units import GB, format_duration
-from infra.device.hardware import DeviceFacts
+from infra.device.hardware import DeviceInfo
 from infra.storage.directory import StorageDir
 from pipeline.shards import Manifest
 from train.config import TrainConfig
-from train.estimate.memory import known_peak, predict_peak
+from train.estimate.memory import peak_if_known, predict_peak
 from train.model_config import format_model
-from train.resolved import choices, said
+from train.resolved import describe_execution, format_setting
 from train.result import RunResult
-from train.run_files.lookup import resume_run, run_argument, run_with
+from train.run_files.lookup import format_resume_command, format_run_argument, format_run_command
 
 
 def print_header(
@@ -23,25 +23,25 @@ def print_header(
     requested: TrainConfig,
     manifest: Manifest,
     run_dir: StorageDir,
-    facts: DeviceFacts | None = None,
+    device_info: DeviceInfo | None = None,
 ) -> None:
     """Print the header of a run: its model, data and batch, and its execution settings.
 
-    ``config`` is ``requested`` resolved for the device; ``facts`` of the device explain why it cannot compile.
+    ``config`` is ``requested`` resolved for the device; ``device_info`` of the device explain why it cannot compile.
     """
     train = manifest.splits["train"]
     tokens = f"{'about ' if config.stream else ''}{train['tokens']:,} training tokens"
     console.print(f"[bold]{format_model(config.model)}[/bold] on {escape(config.source)}: {tokens}")
     console.print(
-        f"{_batch(config, said('micro_batch', config, requested))}; {config.step_tokens:,} tokens per step",
+        f"{_batch(config, format_setting('micro_batch', config, requested))}; {config.step_tokens:,} tokens per step",
         markup=False,
     )
-    console.print(choices(config, requested), markup=False)
-    if config.model.described:
-        console.print(f"model: {config.model.described}", markup=False)
-    if facts and facts.uncompilable and requested.compile == "auto" and config.device == "cuda":
+    console.print(describe_execution(config, requested), markup=False)
+    if config.model.summary:
+        console.print(f"model: {config.model.summary}", markup=False)
+    if device_info and device_info.uncompilable and requested.compile == "auto" and config.device == "cuda":
         message = "warning: torch.compile is off, so training is slower:"
-        console.print(f"[yellow]{message}[/yellow] {escape(facts.uncompilable)}")
+        console.print(f"[yellow]{message}[/yellow] {escape(device_info.uncompilable)}")
     console.print(f"folder: {run_dir}", markup=False)
 
 
@@ -59,8 +59,8 @@ def run_report(config: TrainConfig, result: RunResult, run_dir: StorageDir, memo
         f"{result.attention or config.attention}, compile {config.compile}, loss {config.loss}. Device: "
         f"{result.device}. FLOPs: {result.flops_formula}."
     )
-    rows = Part("", ("result", "value"), detail_rows(config, result))
-    memory = [memory_table(config, result)] if known_peak(config) else []
+    rows = Table("", ("result", "value"), detail_rows(config, result))
+    memory = [memory_table(config, result)] if peak_if_known(config) else []
     return Report(summary_fields(config, result, run_dir, memory_limit), [rows, *memory, settings])
 
 
@@ -73,7 +73,7 @@ def summary_fields(
     if speed:
         speed_text = str(speed.estimate) + (f", MFU {result.mfu:.1%}" if result.mfu else "")
     limit = f" of {memory_limit / GB:.2f} GB" if memory_limit else ""
-    peak = known_peak(config)
+    peak = peak_if_known(config)
     predicted = f" (predicted {peak.total / GB:.2f} GB)" if peak else ""
     loss_text = "no cycle completed"
     if result.train_loss is not None:
@@ -95,13 +95,13 @@ def next_step(config: TrainConfig, result: RunResult, run_dir: StorageDir) -> st
         return result.diagnosis.advice + (f"`{command}`" if command else "")
     match result.outcome, bool(result.checkpoint):
         case "interrupted", True:
-            return f"resume with: `{resume_run(run_dir)}`"
+            return f"resume with: `{format_resume_command(run_dir)}`"
         case "interrupted", False:
             return "no checkpoint was saved; start again with another --name, and with --keep-checkpoints above 0"
         case "diverged", True:
             return (
                 "resume from the last checkpoint before the divergence with a lower learning rate: "
-                f"`{resume_run(run_dir)} --learning-rate ...`"
+                f"`{format_resume_command(run_dir)} --learning-rate ...`"
             )
         case "diverged", False:
             return (
@@ -109,10 +109,10 @@ def next_step(config: TrainConfig, result: RunResult, run_dir: StorageDir) -> st
                 f"{config.learning_rate:g} or, in a long run, --warmup-steps above {config.warmup_steps}"
             )
         case _, False:
-            return f"run it again with `{run_with(run_dir / 'config.json')}`"
+            return f"run it again with `{format_run_command(run_dir / 'config.json')}`"
     if result.sample is not None:
-        return f'`python -m train.generate --checkpoint {run_argument(run_dir)} --prompt "In the beginning"`'
-    return f"`python -m train.export --checkpoint {run_argument(run_dir)} --to exported`"
+        return f'`python -m train.generate --checkpoint {format_run_argument(run_dir)} --prompt "In the beginning"`'
+    return f"`python -m train.export --checkpoint {format_run_argument(run_dir)} --to exported`"
 
 
 def detail_rows(config: TrainConfig, result: RunResult) -> list[tuple[str, str]]:
@@ -163,7 +163,7 @@ def detail_rows(config: TrainConfig, result: RunResult) -> list[tuple[str, str]]
     return rows
 
 
-def memory_table(config: TrainConfig, result: RunResult) -> Part:
+def memory_table(config: TrainConfig, result: RunResult) -> Table:
     """The predicted peak by part, with the measurements of sums and of the parts that can be measured."""
     breakdown, memory = predict_peak(config), result.memory
     predicted, measured = breakdown.parts(), dict(result.shortage.held) if result.shortage else {}
@@ -184,7 +184,7 @@ def memory_table(config: TrainConfig, result: RunResult) -> Part:
         for part in predicted
         if predicted[part] or measured.get(part)
     ]
-    return Part(f"Peak memory ({breakdown.moment})", ("part", "predicted (GB)", "measured (GB)"), lines)
+    return Table(f"Peak memory ({breakdown.moment})", ("part", "predicted (GB)", "measured (GB)"), lines)
 
 
 def print_result(report: Report, result: RunResult, in_mlflow: str) -> None:

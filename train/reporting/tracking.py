@@ -10,18 +10,18 @@ from pathlib import Path
 from typing import Any
 
 from infra.cli.units import GB
-from infra.device.downsampling import stride
+from infra.device.downsampling import sampling_interval
 from infra.errors import UserError
 from infra.schema import from_json, to_json
 from infra.storage.directory import StorageDir, WorkingCopy
 from infra.storage.files import write_text
-from infra.tracking.names import changed, shown
-from infra.tracking.orphaned_runs import held, incomplete, is_complete
-from infra.tracking.run_ref import RunKey
+from infra.tracking.names import group_under_detail, non_default_params
+from infra.tracking.orphaned_runs import incomplete, is_complete, lock_run_dir
+from infra.tracking.run_ref import RunRef
 from infra.tracking.store import add_to_page, last_steps
 from infra.tracking.tracker import Tracker
 from infra.tracking.views import model_link, page_link
-from pipeline.shards import Manifest, made_by
+from pipeline.shards import Manifest, producing_run
 from train.config import TrainConfig, load_config
 from train.estimate.flops import formulas
 from train.model_config import format_model
@@ -50,13 +50,13 @@ def record_start(tracker: Tracker, config: TrainConfig, manifest: Manifest, requ
 
     ``config`` is ``requested`` resolved for the device.
     """
-    tracker.params(params(config, requested))
-    tracker.json(config.to_json(), "config.json")
-    tracker.data(Path(config.source).name, manifest.fingerprint, config.source, manifest.splits, "training")
-    maker = None if config.stream else made_by(config.data)
-    tracker.tags({"data.run": maker.run_id} if maker else {})
+    tracker.log_params(params(config, requested))
+    tracker.log_json(config.to_json(), "config.json")
+    tracker.log_dataset(Path(config.source).name, manifest.fingerprint, config.source, manifest.splits, "training")
+    maker = None if config.stream else producing_run(config.data)
+    tracker.set_tags({"data.run": maker.run_id} if maker else {})
     status = f"Training {format_model(config.model)} on `{config.source}`. The run is in progress."
-    tracker.note("\n\n".join([status, *origin(config, tracker.key.store)]))
+    tracker.set_description("\n\n".join([status, *data_paragraph(config, tracker.run_ref.store)]))
 
 
 def params(config: TrainConfig, requested: TrainConfig) -> dict[str, Any]:
@@ -66,7 +66,7 @@ def params(config: TrainConfig, requested: TrainConfig) -> dict[str, Any]:
         values = settings.to_json() | {"model": format_model(settings.model)}
         return {name: value for name, value in values.items() if name not in ("data", "stream")}
 
-    return changed(values_by_name(requested), values_by_name(TrainConfig())) | {
+    return non_default_params(values_by_name(requested), values_by_name(TrainConfig())) | {
         "model": format_model(config.model), "data": config.source, "global_batch": config.global_batch,
         "micro_batch": config.micro_batch, "accumulation": config.accumulation, "precision": config.precision,
         "compile": config.compile, "loss": config.loss, "device": config.device, "seed": config.seed,
@@ -84,30 +84,30 @@ def record_search(tracker: Tracker, name: str, config_file: str) -> None:
     except OSError:
         return
     try:
-        search = from_json(RunKey, json.loads(content)["parent"], "it")
+        search = from_json(RunRef, json.loads(content)["parent"], "it")
     except (ValueError, UserError, KeyError, TypeError):
         return
-    if not search.is_here:
+    if not search.is_reachable:
         return
-    tracker.tags({"search.run": search.run_id})
-    link = page_link(tracker.key, name, store=search.store)
-    add_to_page(search, f"Trained with its winner: {link}", {"trained.run": tracker.key.run_id})
+    tracker.set_tags({"search.run": search.run_id})
+    link = page_link(tracker.run_ref, name, store=search.store)
+    add_to_page(search, f"Trained with its winner: {link}", {"trained.run": tracker.run_ref.run_id})
 
 
-def record_export(key: RunKey, step: int, folder: Path, model: tuple[str, str] | None) -> None:
+def record_export(run_ref: RunRef, step: int, folder: Path, model: tuple[str, str] | None) -> None:
     """Record in the run of a model that it was exported after ``step`` steps to ``folder``.
 
     ``model`` is its name and version in the registry, if it is registered.
     """
     registered = f" and registered as {model_link(*model)}" if model else ""
     paragraph = f"Exported after {step:,} steps to `{folder}`{registered}"
-    add_to_page(key, paragraph, {"exported.to": str(folder)})
+    add_to_page(run_ref, paragraph, {"exported.to": str(folder)})
 
 
 def record_resume(tracker: Tracker, config: TrainConfig, step: int) -> None:
     """Record that a run is resumed; its params stay those of its first start, because MLflow cannot change them."""
-    tracker.tags({"resumed_at_step": step, "outcome": "", "reason": ""})
-    tracker.json(config.to_json(), f"config-from-step-{step}.json")
+    tracker.set_tags({"resumed_at_step": step, "outcome": "", "reason": ""})
+    tracker.log_json(config.to_json(), f"config-from-step-{step}.json")
 
 
 def cycle_metrics(cycle: dict[str, Any]) -> Iterator[tuple[int, dict[str, float | None]]]:
@@ -117,7 +117,7 @@ def cycle_metrics(cycle: dict[str, Any]) -> Iterator[tuple[int, dict[str, float 
     """
     step, losses = cycle["step"], cycle["step_losses"]
     for number, loss in enumerate(losses, step - len(losses) + 1):
-        if number % stride(number, DENSE_STEPS) == 0:
+        if number % sampling_interval(number, DENSE_STEPS) == 0:
             yield number, {"loss/step": loss}
     val_loss = cycle["val_loss"]
     values = {
@@ -135,18 +135,21 @@ def cycle_metrics(cycle: dict[str, Any]) -> Iterator[tuple[int, dict[str, float 
         "optimizer/learning_rate": cycle["learning_rate"],
         "optimizer/gradient_norm": cycle["gradient_norm"],
     }
-    yield step, shown(values, METRICS)
+    yield step, group_under_detail(values, METRICS)
 
 
-def record_cycle(tracker: Tracker, cycle: dict[str, Any], sent: Mapping[str, int]) -> None:
-    """Record a logged cycle, except for metrics that MLflow already has; ``sent`` is their last step by name."""
+def record_cycle(tracker: Tracker, cycle: dict[str, Any], last_sent_steps: Mapping[str, int]) -> None:
+    """Record a logged cycle, except for metrics that MLflow already has; ``last_sent_steps`` is their last step by
+    name."""
     for step, values in cycle_metrics(cycle):
-        tracker.metrics({name: value for name, value in values.items() if step > sent.get(name, 0)}, step)
+        tracker.log_metrics(
+            {name: value for name, value in values.items() if step > last_sent_steps.get(name, 0)}, step
+        )
 
 
-def origin(config: TrainConfig, store: str) -> list[str]:
+def data_paragraph(config: TrainConfig, store: str) -> list[str]:
     """A paragraph with a link to the run that created the data, for a description in ``store``; empty if unknown."""
-    maker = None if config.stream else made_by(config.data)
+    maker = None if config.stream else producing_run(config.data)
     return [f"Data: {page_link(maker, Path(config.data).name, store=store)}"] if maker else []
 
 
@@ -154,7 +157,7 @@ def record_end(
     tracker: Tracker,
     config: TrainConfig,
     result: RunResult,
-    home: RunFolder,
+    run_folder: RunFolder,
     memory_limit: int | None = None,
 ) -> None:
     """Record the result of the run, and write its report as ``summary.md`` to its folder.
@@ -163,71 +166,75 @@ def record_end(
     """
     _record_result(tracker, config, result)
     if result.too_large:
-        tracker.json(config.to_json(), "config.json")  # Its micro-batch is not the one recorded at the start.
-    report = run_report(config, result, home.place, memory_limit)
-    text = replace(report, pieces=[*origin(config, tracker.key.store), *report.pieces]).markdown()
-    write_text(home.summary, text)
-    home.send(home.summary)
-    tracker.note(text)
+        tracker.log_json(config.to_json(), "config.json")  # Its micro-batch is not the one recorded at the start.
+    report = run_report(config, result, run_folder.run_dir, memory_limit)
+    text = replace(report, sections=[*data_paragraph(config, tracker.run_ref.store), *report.sections]).markdown()
+    write_text(run_folder.summary, text)
+    run_folder.send(run_folder.summary)
+    tracker.set_description(text)
 
 
 def _record_result(tracker: Tracker, config: TrainConfig, result: RunResult) -> None:
-    tracker.metrics(shown(result_metrics(result) | formula_metrics(config, result), METRICS))
+    tracker.log_metrics(group_under_detail(result_metrics(result) | formula_metrics(config, result), METRICS))
     reason = "" if result.outcome == "finished" else result.reason  # of a run that was continued, it is replaced
     tags = {"outcome": result.outcome, "reason": reason, "device": result.device, "attention": result.attention}
     if result.too_large:
         tags["micro_batch.too_large"] = ", ".join(map(str, result.too_large))
-    tracker.tags(tags | columns(result))
-    tracker.json(to_json(result), "result.json")
+    tracker.set_tags(tags | run_list_tags(result))
+    tracker.log_json(to_json(result), "result.json")
     if result.sample:
-        tracker.text(result.sample, "sample.txt")
+        tracker.log_text(result.sample, "sample.txt")
 
 
-def complete_earlier(key: RunKey) -> None:
-    """Send the missing entries of ended runs of this machine in the experiment of ``key``. Never raises.
+def complete_orphaned_runs(run_ref: RunRef) -> None:
+    """Send the missing entries of ended runs of this machine in the experiment of ``run_ref``. Never raises.
 
     Stops at the first run whose entries cannot be sent.
     """
     with suppress(Exception):
         for orphan in incomplete:
             directory = StorageDir(orphan.home)
-            home = RunFolder(WorkingCopy.folder_of(directory), directory if directory.remote else None)
-            if orphan.experiment_id == key.experiment_id:
-                with suppress(UserError), held(orphan):
-                    if not _complete_run(home, orphan):
+            run_folder = RunFolder(WorkingCopy.folder_of(directory), directory if directory.is_remote else None)
+            if orphan.experiment_id == run_ref.experiment_id:
+                with suppress(UserError), lock_run_dir(orphan):
+                    if not _complete_run(run_folder, orphan):
                         return
 
 
-def _complete_run(home: RunFolder, key: RunKey) -> bool:
+def _complete_run(run_folder: RunFolder, run_ref: RunRef) -> bool:
     """Send the missing entries of a run from its folder, and close the run; returns whether all entries were sent.
 
     The params of a run whose MLflow store was unavailable from the start are lost.
     """
-    if is_complete(key):
+    if is_complete(run_ref):
         return True
     result, config, cycles, ended = None, None, list[dict[str, Any]](), None
-    if (stored := home.key(key.store)) and stored.run_id == key.run_id:  # The folder may belong to a new run by now.
+    if (
+        stored := run_folder.run_ref(run_ref.store)
+    ) and stored.run_id == run_ref.run_id:  # The folder may belong to a new run by now.
         with suppress(OSError, ValueError, UserError):
-            result = from_json(RunResult, json.loads(home.result.read_text(encoding="utf-8")), home.result)
-            config = load_config(home.config)
-        cycles = list(home.cycles_until(sys.maxsize))
-        ended = max((file.stat().st_mtime for file in (home.cycles, home.result) if file.exists()), default=None)
+            result = from_json(RunResult, json.loads(run_folder.result.read_text(encoding="utf-8")), run_folder.result)
+            config = load_config(run_folder.config)
+        cycles = list(run_folder.cycles_until(sys.maxsize))
+        ended = max(
+            (file.stat().st_mtime for file in (run_folder.cycles, run_folder.result) if file.exists()), default=None
+        )
     if result and cycles and cycles[-1]["step"] > result.steps:
         result = None  # It is older than the part of the run that was killed.
-    sent, tracker = last_steps(key), Tracker(key)
+    last_sent_steps, tracker = last_steps(run_ref), Tracker(run_ref)
     for cycle in cycles:
-        record_cycle(tracker, cycle, sent)
+        record_cycle(tracker, cycle, last_sent_steps)
     if result and config:
         _record_result(tracker, config, result)
-        if home.summary.exists():
-            tracker.note(home.summary.read_text(encoding="utf-8"))
-        if home.curves.exists():
-            tracker.file(home.curves)
+        if run_folder.summary.exists():
+            tracker.set_description(run_folder.summary.read_text(encoding="utf-8"))
+        if run_folder.curves.exists():
+            tracker.log_file(run_folder.curves)
     tracker.finish(STATUS.get(result.outcome, "FAILED") if result else "KILLED", ended=ended, wait=False)
-    return tracker.deliver()
+    return tracker.wait_until_sent()
 
 
-def columns(result: RunResult) -> dict[str, str]:
+def run_list_tags(result: RunResult) -> dict[str, str]:
     """Speed and memory as texts, for tags that are columns of MLflow's list of runs.
 
     All of them are always set, to replace the values of an earlier part of a resumed run.

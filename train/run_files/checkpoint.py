@@ -22,10 +22,10 @@ from infra.errors import UserError
 from infra.schema import to_json
 from infra.storage.directory import StorageDir
 from infra.storage.files import TEMPORARY, sync_folder, write_json
-from pipeline.encoding.tokenizer import Vocabulary
+from pipeline.encoding.tokenizer import Tokenizer
 from pipeline.shards import VOCABULARY_FILE, checksum
-from train.models.parallel import full_tensor, share_of
-from train.run_files.progress import PROGRESS, Progress, checkpoints_in, damage
+from train.models.parallel import full_tensor, shard_like
+from train.run_files.progress import PROGRESS, Progress, checkpoints_in, find_damage
 from train.run_files.uploads import CYCLES, upload
 
 WEIGHTS, _STATE = "model.safetensors", "state.pt"
@@ -33,11 +33,11 @@ WEIGHTS, _STATE = "model.safetensors", "state.pt"
 
 @dataclass(frozen=True)
 class Snapshot:
-    """Tensors on the host; those from a GPU are complete once ``copied`` has happened."""
+    """Tensors on the host; those from a GPU are complete once ``copy_done`` has happened."""
 
     weights: dict[str, Tensor]
     state: dict[str, Any]
-    copied: torch.cuda.Event | None
+    copy_done: torch.cuda.Event | None
 
 
 def shared_names(model: nn.Module) -> dict[str, str]:
@@ -47,7 +47,7 @@ def shared_names(model: nn.Module) -> dict[str, str]:
     return {name: first[id(value)] for name, value in every.items() if first.setdefault(id(value), name) != name}
 
 
-def snapshot(
+def take_snapshot(
     model: nn.Module, optimizer: torch.optim.Optimizer, scaler: torch.amp.GradScaler, losses: Tensor
 ) -> Snapshot:
     """Copy what the next step changes. On a GPU the copies are queued before that step and nothing waits for them.
@@ -58,16 +58,16 @@ def snapshot(
     for name in shared_names(model):  # such as a tied head's; safetensors stores each tensor once
         del weights[name]
     state = {
-        "optimizer": _map(optimizer.state_dict(), to_host),
+        "optimizer": _map_tensors(optimizer.state_dict(), to_host),
         "scaler": scaler.state_dict(),
         "rng": random_state(),
         "losses": to_host(losses),
     }
-    copied = None
+    copy_done = None
     if losses.is_cuda:
-        copied = torch.cuda.Event()
-        copied.record()
-    return Snapshot(weights, state, copied)
+        copy_done = torch.cuda.Event()
+        copy_done.record()
+    return Snapshot(weights, state, copy_done)
 
 
 def to_host(tensor: Tensor) -> Tensor:
@@ -83,13 +83,13 @@ def to_host(tensor: Tensor) -> Tensor:
     return torch.empty_like(tensor, device="cpu", pin_memory=True).copy_(tensor, non_blocking=True)
 
 
-def _map(value: Any, change: Callable[[Tensor], Tensor]) -> Any:
+def _map_tensors(value: Any, change: Callable[[Tensor], Tensor]) -> Any:
     """``value`` with every tensor in its dicts and lists changed."""
     if isinstance(value, Tensor):
         return change(value)
     if isinstance(value, dict):
-        return {name: _map(inner, change) for name, inner in value.items()}
-    return [_map(inner, change) for inner in value] if isinstance(value, list) else value
+        return {name: _map_tensors(inner, change) for name, inner in value.items()}
+    return [_map_tensors(inner, change) for inner in value] if isinstance(value, list) else value
 
 
 class Checkpoints:
@@ -100,12 +100,12 @@ class Checkpoints:
     """
 
     def __init__(
-        self, folder: Path, keep: int, copy_to: StorageDir | None = None, vocabulary: Vocabulary | None = None
+        self, folder: Path, keep: int, upload_dir: StorageDir | None = None, tokenizer: Tokenizer | None = None
     ) -> None:
         self.folder = folder
         self.keep = keep
-        self.copy_to = copy_to
-        self.vocabulary = vocabulary
+        self.upload_dir = upload_dir
+        self.tokenizer = tokenizer
         self.latest: Path | None = None
         self._thread: threading.Thread | None = None
         self._failure: BaseException | None = None
@@ -118,14 +118,14 @@ class Checkpoints:
         for leftover in folder.glob(f"{TEMPORARY}*"):
             shutil.rmtree(leftover, ignore_errors=True)
 
-    def save(self, taken: Snapshot, progress: Progress, is_sound: Callable[[list[float]], bool]) -> None:
-        """Write ``taken`` in the background, after a checkpoint that is still being written.
+    def save(self, snapshot: Snapshot, progress: Progress, is_valid: Callable[[list[float]], bool]) -> None:
+        """Write ``snapshot`` in the background, after a checkpoint that is still being written.
 
-        A state is discarded when its weights are not finite or ``is_sound`` rejects its losses, so that the last good
+        A state is discarded when its weights are not finite or ``is_valid`` rejects its losses, so that the last good
         checkpoint is kept. Raises ``UserError`` when an earlier one could not be written, or not be copied.
         """
         self._wait_for_write()
-        self._thread = threading.Thread(target=self._write, args=(taken, progress, is_sound), name="checkpoint")
+        self._thread = threading.Thread(target=self._write, args=(snapshot, progress, is_valid), name="checkpoint")
         self._thread.start()
 
     def wait(self) -> Path | None:
@@ -144,28 +144,28 @@ class Checkpoints:
     def _raise_failure(self) -> None:
         if self._failure:
             raise UserError(
-                f"the checkpoint under {self.folder}{f' or {self.copy_to}' if self.copy_to else ''} could not be "
+                f"the checkpoint under {self.folder}{f' or {self.upload_dir}' if self.upload_dir else ''} could not be "
                 f"written ({self._failure}): make room or fix the storage, then continue the run with --resume; the "
                 "earlier checkpoints are intact."
             ) from self._failure
 
     def address(self, checkpoint: Path) -> str:
         """Where a user finds ``checkpoint``: in object storage if it is copied there."""
-        return str(self.copy_to / f"checkpoints/{checkpoint.name}") if self.copy_to else str(checkpoint)
+        return str(self.upload_dir / f"checkpoints/{checkpoint.name}") if self.upload_dir else str(checkpoint)
 
-    def _write(self, taken: Snapshot, progress: Progress, is_sound: Callable[[list[float]], bool]) -> None:
+    def _write(self, snapshot: Snapshot, progress: Progress, is_valid: Callable[[list[float]], bool]) -> None:
         try:
-            if taken.copied is not None:
-                taken.copied.synchronize()
-            finite = all(bool(torch.isfinite(value).all()) for value in taken.weights.values())
-            if finite and is_sound(taken.state["losses"].tolist()):
-                self.latest = write(self.folder, taken, progress, self.vocabulary)
+            if snapshot.copy_done is not None:
+                snapshot.copy_done.synchronize()
+            finite = all(bool(torch.isfinite(value).all()) for value in snapshot.weights.values())
+            if finite and is_valid(snapshot.state["losses"].tolist()):
+                self.latest = write(self.folder, snapshot, progress, self.tokenizer)
                 for later in checkpoints_in(self.folder):
                     if later.name > self.latest.name:  # damaged, or the run would have continued from there
                         shutil.rmtree(later, ignore_errors=True)
                 self._remove_old()
-                if self.copy_to:
-                    self._last_copy = self._copies.submit(self._copy, self.latest, self.copy_to)
+                if self.upload_dir:
+                    self._last_copy = self._copies.submit(self._copy, self.latest, self.upload_dir)
         except Exception as failure:  # noqa: BLE001 raised in the thread that trains
             self._failure = failure
             for leftover in self.folder.glob(f"{TEMPORARY}*"):  # on a disk that may be full
@@ -193,21 +193,21 @@ class Checkpoints:
         self._failure = self._failure or failure
 
 
-def write(folder: Path, taken: Snapshot, progress: Progress, vocabulary: Vocabulary | None = None) -> Path:
-    """Write one checkpoint, with its ``vocabulary``: to a temporary name, fsynced, read back, renamed."""
+def write(folder: Path, snapshot: Snapshot, progress: Progress, tokenizer: Tokenizer | None = None) -> Path:
+    """Write one checkpoint, with its ``tokenizer``: to a temporary name, fsynced, read back, renamed."""
     name = f"step-{progress.step:08d}"
     temporary = folder / f"{TEMPORARY}{os.getpid()}-{name}"
     temporary.mkdir()
-    save_weights(taken.weights, temporary / WEIGHTS)
-    torch.save(taken.state, temporary / _STATE)
+    save_weights(snapshot.weights, temporary / WEIGHTS)
+    torch.save(snapshot.state, temporary / _STATE)
     names = [WEIGHTS, _STATE]
-    if vocabulary and not vocabulary.is_gpt2:
+    if tokenizer and not tokenizer.is_gpt2:
         names.append(VOCABULARY_FILE)
-        (temporary / VOCABULARY_FILE).write_bytes(vocabulary.content)
+        (temporary / VOCABULARY_FILE).write_bytes(tokenizer.content)
     for file in names:
         with (temporary / file).open("rb") as opened:
             os.fsync(opened.fileno())
-    if any(not torch.equal(value, taken.weights[key]) for key, value in load_file(temporary / WEIGHTS).items()):
+    if any(not torch.equal(value, snapshot.weights[key]) for key, value in load_file(temporary / WEIGHTS).items()):
         raise OSError(f"{temporary / WEIGHTS} differs from what was written when it is read back")
     files = {file: checksum(temporary / file) for file in names}
     write_json(temporary / PROGRESS, to_json(replace(progress, files=files)))
@@ -233,7 +233,7 @@ def save_weights(weights: dict[str, Tensor], file: Path) -> None:
 def load_weights(checkpoint: Path, model: nn.Module, device: torch.device) -> None:
     weights = load_file(checkpoint / WEIGHTS, device=str(device))
     weights |= {name: weights[other] for name, other in shared_names(model).items()}
-    model.load_state_dict({name: share_of(weights[name], like) for name, like in model.state_dict().items()})
+    model.load_state_dict({name: shard_like(weights[name], like) for name, like in model.state_dict().items()})
 
 
 def load(
@@ -244,7 +244,7 @@ def load(
     device: torch.device,
 ) -> list[float]:
     """Load the state of ``checkpoint``; returns the losses of steps that have not been reported."""
-    fault = damage(checkpoint)
+    fault = find_damage(checkpoint)
     if fault:
         raise UserError(f"{checkpoint} is damaged: {fault}; remove it to continue from the checkpoint before it.")
     load_weights(checkpoint, model, device)
@@ -255,7 +255,7 @@ def load(
     for index, values in state["optimizer"].get("state", {}).items():
         like = parameters[index]
         state["optimizer"]["state"][index] = {
-            name: share_of(value, like) if isinstance(value, Tensor) else value for name, value in values.items()
+            name: shard_like(value, like) if isinstance(value, Tensor) else value for name, value in values.items()
         }
     settings = [{name: group[name] for name in group if name != "params"} for group in optimizer.param_groups]
     optimizer.load_state_dict(state["optimizer"])

@@ -12,7 +12,7 @@ from typing import Any
 
 from infra.errors import UserError
 from infra.schema import from_json, strict
-from pipeline.config import Reading
+from pipeline.config import ReadingConfig
 from pipeline.shards import Manifest, checksum
 from train.config import TrainConfig, config_from_json
 from train.model_config import AnyModel, format_model
@@ -68,21 +68,23 @@ def checkpoints_in(folder: Path) -> list[Path]:
 
 def newest(folder: Path) -> Path | None:
     """The newest intact checkpoint under ``folder``; None without one."""
-    return next((found for found in reversed(checkpoints_in(folder)) if damage(found) is None), None)
+    return next(
+        (checkpoint for checkpoint in reversed(checkpoints_in(folder)) if find_damage(checkpoint) is None), None
+    )
 
 
-def skipped(checkpoint: Path) -> Iterator[str]:
+def describe_skipped(checkpoint: Path) -> Iterator[str]:
     """A line for each damaged checkpoint that is newer than ``checkpoint``, the newest intact one, with the damage."""
     for later in checkpoints_in(checkpoint.parent):
-        if later.name > checkpoint.name and (fault := damage(later)):
+        if later.name > checkpoint.name and (fault := find_damage(later)):
             yield f"{later} is damaged: {fault}; {checkpoint.name} is used instead."
 
 
-def damage(checkpoint: Path, only: str | None = None) -> str | None:
-    """How a checkpoint, or the one file ``only`` of it, is damaged; None when it is intact."""
+def find_damage(checkpoint: Path, file_name: str | None = None) -> str | None:
+    """How a checkpoint, or the one file ``file_name`` of it, is damaged; None when it is intact."""
     try:
         for file, expected in read_progress(checkpoint).files.items():
-            if only and file != only:
+            if file_name and file != file_name:
                 continue
             if Path(file).name != file:
                 return f"{PROGRESS} names {file!r}, which is not in it"
@@ -97,8 +99,8 @@ def damage(checkpoint: Path, only: str | None = None) -> str | None:
 
 def _checksum(file: Path) -> str:
     """The checksum of ``file``, which is read once as long as it does not change: GPT-2's checkpoint has 1.5 GB."""
-    found = file.stat()
-    stamp = (str(file), found.st_size, found.st_mtime_ns, found.st_ino)
+    file_status = file.stat()
+    stamp = (str(file), file_status.st_size, file_status.st_mtime_ns, file_status.st_ino)
     if stamp not in _checksums:
         _checksums[stamp] = checksum(file)
     return _checksums[stamp]
@@ -112,11 +114,11 @@ def read_progress(checkpoint: Path) -> Progress:
         raise UserError(f"{checkpoint} cannot be read as a checkpoint ({fault}).") from fault
 
 
-_SAME = ("seed", "global_batch", "optimizer", "mask_books")
+_FIXED_SETTINGS = ("seed", "global_batch", "optimizer", "mask_books")
 """Settings that a continued run must share with its checkpoint."""
 
 
-def refuse_other_run(path: Path | str, progress: Progress, config: TrainConfig, manifest: Manifest) -> None:
+def check_same_run(path: Path | str, progress: Progress, config: TrainConfig, manifest: Manifest) -> None:
     """Raise ``UserError`` when ``config`` on this data is not the run that wrote the checkpoint at ``path``."""
     flag = "--stream" if config.stream else "--data"
     if progress.vocabulary_sha256 != manifest.vocabulary_sha256:
@@ -124,30 +126,32 @@ def refuse_other_run(path: Path | str, progress: Progress, config: TrainConfig, 
             f"{path} was trained on another vocabulary (sha256 {progress.vocabulary_sha256[:12]}) than that of "
             f"{flag} {config.source} ({manifest.vocabulary_sha256[:12]}): start a new run with --name."
         )
-    before = config_from_json(progress.config, str(path))
+    old_config = config_from_json(progress.config, str(path))
     if progress.data_fingerprint != manifest.fingerprint:
-        _refuse_changes(path, before.reading, config.reading, [field.name for field in fields(Reading)])
+        _refuse_changes(path, old_config.reading, config.reading, [field.name for field in fields(ReadingConfig)])
         raise UserError(
             f"{path} was trained on other data (fingerprint {progress.data_fingerprint[:12]}) than "
             f"{flag} {config.source} ({manifest.fingerprint[:12]}): give the {flag} it was trained on, or start a new "
             "run with --name."
         )
-    if before.model != config.model:
+    if old_config.model != config.model:
         raise UserError(
-            f"{path} holds the model {_with_changes(before.model, config.model)}: leave --model out to continue it."
+            f"{path} holds the model {_with_changes(old_config.model, config.model)}: leave --model out to continue it."
         )
-    _refuse_changes(path, before, config, _SAME)
+    _refuse_changes(path, old_config, config, _FIXED_SETTINGS)
 
 
-def _refuse_changes(path: Path | str, before: object, now: object, names: Iterable[str]) -> None:
+def _refuse_changes(path: Path | str, old: object, new: object, names: Iterable[str]) -> None:
     for name in names:
-        ours, theirs = getattr(before, name), getattr(now, name)
-        if ours != theirs:
+        old_value, new_value = getattr(old, name), getattr(new, name)
+        if old_value != new_value:
             named = f"--{name.replace('_', '-')}"
-            raise UserError(f"{path} was trained with {named} {ours}, not {theirs}: leave {named} out to continue it.")
+            raise UserError(
+                f"{path} was trained with {named} {old_value}, not {new_value}: leave {named} out to continue it."
+            )
 
 
-def refuse_finished(path: Path | str, progress: Progress, config: TrainConfig) -> None:
+def check_not_finished(path: Path | str, progress: Progress, config: TrainConfig) -> None:
     """Raise ``UserError`` when ``config`` leaves nothing to do for the finished run of the checkpoint ``path``."""
     total = config.total_steps
     if total is None and config.time_budget is None:
@@ -158,9 +162,11 @@ def refuse_finished(path: Path | str, progress: Progress, config: TrainConfig) -
         raise UserError(f"{path} has already trained for its --time-budget: give a longer one to continue.")
 
 
-def _with_changes(ours: AnyModel, theirs: AnyModel) -> str:
-    if type(ours) is not type(theirs):
-        return f"{format_model(ours)}, not {format_model(theirs)}"
-    changed = [f.name for f in fields(ours) if f.compare and getattr(ours, f.name) != getattr(theirs, f.name)]
-    differences = ", ".join(f"{name}={getattr(ours, name)}, not {getattr(theirs, name)}" for name in changed)
-    return f"{format_model(ours)} ({differences})"
+def _with_changes(old_model: AnyModel, new_model: AnyModel) -> str:
+    if type(old_model) is not type(new_model):
+        return f"{format_model(old_model)}, not {format_model(new_model)}"
+    changed = [
+        f.name for f in fields(old_model) if f.compare and getattr(old_model, f.name) != getattr(new_model, f.name)
+    ]
+    differences = ", ".join(f"{name}={getattr(old_model, name)}, not {getattr(new_model, name)}" for name in changed)
+    return f"{format_model(old_model)} ({differences})"

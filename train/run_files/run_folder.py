@@ -19,13 +19,13 @@ from typing import Any
 from infra.cli.console import errors
 from infra.errors import UserError
 from infra.schema import from_json, to_json
-from infra.storage.directory import StorageDir, WorkingCopy, refuse_name
+from infra.storage.directory import StorageDir, WorkingCopy, check_object_name
 from infra.storage.files import atomic_file, lock, write_json
-from infra.storage.lease import sole_user
+from infra.storage.lease import exclusive_use
 from infra.storage.object_storage import is_remote
-from infra.tracking.run_ref import RunKey
+from infra.tracking.run_ref import RunRef
 from train.result import CycleReport
-from train.run_files.progress import PROGRESS, checkpoints_in, newest, skipped
+from train.run_files.progress import PROGRESS, checkpoints_in, describe_skipped, newest
 
 KEY = "tracking.json"
 
@@ -42,14 +42,14 @@ class RunFolder:
     """The run's place in object storage, of which ``path`` is this machine's copy; None where ``path`` is its place."""
 
     @property
-    def place(self) -> StorageDir:
+    def run_dir(self) -> StorageDir:
         return self.remote or StorageDir.of(self.path)
 
     def send(self, *files: Path) -> None:
         """Send these files of ``path`` to the run's place. Raises ``UserError`` when storage keeps failing."""
         if self.remote is None:
             return
-        WorkingCopy(self.place, self.path).send(*(file.relative_to(self.path).as_posix() for file in files))
+        WorkingCopy(self.run_dir, self.path).push(*(file.relative_to(self.path).as_posix() for file in files))
 
     @property
     def config(self) -> Path:
@@ -90,26 +90,26 @@ class RunFolder:
         except (OSError, ValueError, KeyError, TypeError):
             return False
 
-    def keep_key(self, key: RunKey) -> None:
+    def save_run_ref(self, run_ref: RunRef) -> None:
         """Save the key of the MLflow run, in which a resumed run continues."""
-        write_json(self.path / KEY, key.kept_in(self.place.address))
+        write_json(self.path / KEY, run_ref.to_json_for(self.run_dir.address))
         self.send(self.path / KEY)
 
-    def key(self, store: str | None = None) -> RunKey | None:
-        """The key of the MLflow run that :meth:`keep_key` saved, in ``store`` if that is given; None without one.
+    def run_ref(self, store: str | None = None) -> RunRef | None:
+        """The key of the MLflow run that :meth:`save_run_ref` saved, in ``store`` if that is given; None without one.
 
         None as well where only a new run can be recorded: in another ``store`` by a folder that was copied or moved, or
         on another machine than that of the store's file. Raises ``UserError`` for a ``store`` to be named.
         """
         try:
-            kept = from_json(RunKey, json.loads((self.path / KEY).read_text(encoding="utf-8")), self.path)
+            run_ref = from_json(RunRef, json.loads((self.path / KEY).read_text(encoding="utf-8")), self.path)
         except (OSError, ValueError, UserError):
             return None
         if store:
-            return replace(kept, store=store) if kept.home == self.place.address else None
-        if self.remote and not kept.is_here:
+            return replace(run_ref, store=store) if run_ref.home == self.run_dir.address else None
+        if self.remote and not run_ref.is_reachable:
             return None
-        return kept.valid_in(self.place, "name a store for its run with --tracking-uri")
+        return run_ref.check_belongs_to(self.run_dir, "name a store for its run with --tracking-uri")
 
     @contextmanager
     def worker_lock(self) -> Iterator[None]:
@@ -120,7 +120,7 @@ class RunFolder:
 
     def command_lock(self) -> AbstractContextManager[None]:
         """Hold the run's place for the command that runs or continues this run."""
-        return sole_user(self.place, _in_use(self.place))
+        return exclusive_use(self.run_dir, _in_use(self.run_dir))
 
     def newest(self) -> Path:
         """The newest intact checkpoint of a run from :func:`find_run`, which has one; prints which ones are skipped.
@@ -129,40 +129,41 @@ class RunFolder:
         """
         if self.remote:
             return checkpoints_in(self.checkpoints)[-1]
-        found = newest(self.checkpoints)
-        assert found is not None, "find_run refuses a run without an intact checkpoint"
-        for line in skipped(found):
+        checkpoint = newest(self.checkpoints)
+        assert checkpoint is not None, "find_run refuses a run without an intact checkpoint"
+        for line in describe_skipped(checkpoint):
             errors.print(line, markup=False)
-        return found
+        return checkpoint
 
-    def named(self, checkpoint: Path) -> str:
+    def checkpoint_address(self, checkpoint: Path) -> str:
         """The address of ``checkpoint`` for a sentence."""
-        return str(self.place / f"checkpoints/{checkpoint.name}")
+        return str(self.run_dir / f"checkpoints/{checkpoint.name}")
 
     def has_checkpoint(self) -> bool:
-        return any(name.endswith(PROGRESS) for name in self.place.files())
+        return any(name.endswith(PROGRESS) for name in self.run_dir.list_files())
 
     @contextmanager
-    def removed_on_failure(self) -> Iterator[None]:
+    def remove_unless_started(self) -> Iterator[None]:
         """Remove this new folder, which frees its name, when the block fails before the first cycle or checkpoint."""
         try:
             yield
         except BaseException:
-            begun = self.cycles.exists() or self.result.exists() or checkpoints_in(self.checkpoints)
-            if not (begun or self.has_checkpoint()):
+            has_started = self.cycles.exists() or self.result.exists() or checkpoints_in(self.checkpoints)
+            if not (has_started or self.has_checkpoint()):
                 shutil.rmtree(self.path, ignore_errors=True)
                 if self.remote:
-                    self.remote.remove(self.remote.files())
+                    self.remote.remove(self.remote.list_files())
             raise
 
-    def append(self, report: CycleReport) -> dict[str, Any]:
+    def append_report(self, report: CycleReport) -> dict[str, Any]:
         """Add a cycle to the log, durably; returns what was added."""
-        cycle = to_json(report) | {"line": report.line()}
-        self.log(cycle)
+        cycle = to_json(report) | {"line": report.format_line()}
+        self.append_cycle(cycle)
         return cycle
 
-    def log(self, cycle: dict[str, Any]) -> None:
-        """Add a cycle that :meth:`append` returned to the log, durably. Raises ``UserError`` when the disk is full."""
+    def append_cycle(self, cycle: dict[str, Any]) -> None:
+        """Add a cycle that :meth:`append_report` returned to the log, durably. Raises ``UserError`` when the disk is
+        full."""
         try:
             with self.cycles.open("a", encoding="utf-8") as file:
                 file.write(json.dumps(cycle) + "\n")
@@ -178,7 +179,7 @@ class RunFolder:
         """The logged cycles up to ``step``; later ones are about to be repeated."""
         return (json.loads(line) for line in self._lines_until(step))
 
-    def rewind(self, step: int) -> None:
+    def truncate_after(self, step: int) -> None:
         """Remove cycles after ``step``, which are about to be repeated, and an incomplete last line."""
         if self.cycles.exists():
             lines = self._lines_until(step)
@@ -192,32 +193,34 @@ class RunFolder:
         return [line for line in lines if line.endswith(b"\n") and json.loads(line)["step"] <= step]
 
 
-def new_folder(out: Path, name: str, *, resumable: bool = True, begun: Sequence[str] = ()) -> Path:
+def new_folder(out: Path, name: str, *, resumable: bool = True, allowed_leftovers: Sequence[str] = ()) -> Path:
     """The folder of a new run, ladder, search or profile. Raises ``UserError`` when ``name`` is not a valid name.
 
-    It must not exist, unless it contains nothing but ``begun``: the names of files that a command leaves when it fails
-    at the beginning.
+    It must not exist, unless it contains nothing but ``allowed_leftovers``: the names of files that a command leaves
+    when it fails at the beginning.
     """
     _refuse_name(name)
     folder = (out / name).resolve()
-    if folder.exists() and not (begun and folder.is_dir() and {path.name for path in folder.iterdir()} <= set(begun)):
+    if folder.exists() and not (
+        allowed_leftovers and folder.is_dir() and {path.name for path in folder.iterdir()} <= set(allowed_leftovers)
+    ):
         resume = f"continue it with --resume {name}, or " if resumable else ""
         raise UserError(f"{folder} exists already: {resume}give another --name.")
     return folder
 
 
-def new_place(out: str, name: str, *, begun: Sequence[str] = ()) -> StorageDir:
+def new_experiment_dir(out: str, name: str, *, allowed_leftovers: Sequence[str] = ()) -> StorageDir:
     """The place of a new ladder or search in ``out``, a path or a URI. Raises ``UserError`` as :func:`new_folder`."""
     if not is_remote(out):
-        return StorageDir.of(new_folder(Path(out), name, begun=begun))
-    refuse_name(name)
+        return StorageDir.of(new_folder(Path(out), name, allowed_leftovers=allowed_leftovers))
+    check_object_name(name)
     return _unused(StorageDir.of(out) / name)
 
 
-def resume_command(module: str, place: StorageDir) -> str:
-    """The command that continues the ladder or search in ``place``, which ``python -m module`` began."""
-    out = [] if place.parent == StorageDir.of("runs") else ["--out", str(place.parent)]
-    return shlex.join(["python", "-m", module, "--resume", place.name, *out])
+def resume_command(module: str, directory: StorageDir) -> str:
+    """The command that continues the ladder or search in ``directory``, which ``python -m module`` began."""
+    out = [] if directory.parent == StorageDir.of("runs") else ["--out", str(directory.parent)]
+    return shlex.join(["python", "-m", module, "--resume", directory.name, *out])
 
 
 def new_run(out: str, name: str) -> RunFolder:
@@ -228,28 +231,28 @@ def new_run(out: str, name: str) -> RunFolder:
     return working_copy(_unused(StorageDir.of(out) / name, PROGRESS), fresh=True)
 
 
-def _unused(place: StorageDir, ending: str = "") -> StorageDir:
-    """``place``, in object storage. Raises ``UserError`` when it is taken, or cannot be written.
+def _unused(directory: StorageDir, ending: str = "") -> StorageDir:
+    """``directory``, in object storage. Raises ``UserError`` when it is taken, or cannot be written.
 
     ``ending`` is that of a file without which what is there cannot be continued.
     """
-    place.refuse_unusable("--out")
-    if files := place.files():
+    directory.check_writable("--out")
+    if files := directory.list_files():
         resumable = any(name.endswith(ending) for name in files)
-        resume = f"continue it with --resume {place.name}, or " if resumable else ""
-        raise UserError(f"{place} exists already: {resume}give another --name.")
-    return place
+        resume = f"continue it with --resume {directory.name}, or " if resumable else ""
+        raise UserError(f"{directory} exists already: {resume}give another --name.")
+    return directory
 
 
-def working_copy(place: StorageDir, *, fresh: bool) -> RunFolder:
-    """This machine's copy of the small files of the run in object storage at ``place``; empty where ``fresh``."""
-    there = {name for name in place.files() if "/" not in name} if not fresh else set[str]()
-    with place.locked(_in_use(place)):
-        return RunFolder(WorkingCopy.of(place, fresh=fresh, wanted=there.__contains__).folder, place)
+def working_copy(run_dir: StorageDir, *, fresh: bool) -> RunFolder:
+    """This machine's copy of the small files of the run in object storage at ``run_dir``; empty where ``fresh``."""
+    there = {name for name in run_dir.list_files() if "/" not in name} if not fresh else set[str]()
+    with run_dir.lock(_in_use(run_dir)):
+        return RunFolder(WorkingCopy.of(run_dir, empty=fresh, include=there.__contains__).local_path, run_dir)
 
 
-def _in_use(place: StorageDir) -> str:
-    return f"another command is training in {place}: wait for it, or stop it."
+def _in_use(directory: StorageDir) -> str:
+    return f"another command is training in {directory}: wait for it, or stop it."
 
 
 def _refuse_name(name: str) -> None:
@@ -257,7 +260,7 @@ def _refuse_name(name: str) -> None:
         raise UserError(f"--name {name!r} is not the name of a folder: write for example --name first.")
 
 
-def make(folder: Path) -> None:
+def create_folder(folder: Path) -> None:
     """Create a new ``folder``. Raises ``UserError`` when that fails, or another command was faster."""
     try:
         folder.mkdir(parents=True)

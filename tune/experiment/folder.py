@@ -15,8 +15,8 @@ from infra.errors import UserError, nearest
 from infra.schema import from_json, strict
 from infra.storage.directory import StorageDir, WorkingCopy
 from infra.storage.files import clear_temporaries, write_json
-from infra.storage.lease import sole_user
-from infra.tracking.run_ref import RunKey
+from infra.storage.lease import exclusive_use
+from infra.tracking.run_ref import RunRef
 from tune.config import ExperimentConfig
 
 Config = TypeVar("Config", bound=ExperimentConfig)
@@ -32,14 +32,14 @@ class ExperimentRecord:
     config: dict[str, Any]
     identity: dict[str, Any]
     """Settings that must be equal when the experiment is resumed."""
-    parent: RunKey
+    parent: RunRef
     """The experiment's run in MLflow."""
 
 
 def place_of(out: str, name: str) -> StorageDir:
     """The folder of the experiment ``name`` in ``--out``."""
     directory = StorageDir.of(out)
-    return directory / name if directory.remote else StorageDir.of(directory.folder / name)
+    return directory / name if directory.is_remote else StorageDir.of(directory.local_path / name)
 
 
 def read_record(directory: StorageDir, kind: str) -> ExperimentRecord:
@@ -47,7 +47,7 @@ def read_record(directory: StorageDir, kind: str) -> ExperimentRecord:
     try:
         content = directory.read(f"{kind}.json")
     except OSError:
-        siblings = directory.parent.folder.glob(f"*/{kind}.json") if not directory.remote else ()
+        siblings = directory.parent.local_path.glob(f"*/{kind}.json") if not directory.is_remote else ()
         names = [path.parent.name for path in siblings]
         hint = nearest(directory.name, names) if names else f". Check --out, or start a new {kind} with --name."
         raise UserError(f"--resume {directory.name}: there is no {kind} in {directory}{hint}") from None
@@ -65,25 +65,25 @@ def read_config(directory: StorageDir, kind: type[Config]) -> Config:
 @contextmanager
 def locked(directory: StorageDir, kind: str) -> Iterator[WorkingCopy]:
     """Create the experiment's ``directory`` and lock it for this driver; yields the local copy to write to."""
-    if directory.remote:
-        directory.refuse_unusable("--out")
+    if directory.is_remote:
+        directory.check_writable("--out")
     message = f"Another process is running the {kind} in {directory}. Wait for it to finish, or stop it."
-    with sole_user(directory, message):
+    with exclusive_use(directory, message):
         prefixes = (f"{kind}.json", f"{TRIALS}/")
-        copy = WorkingCopy.of(directory, fresh=False, wanted=lambda name: name.startswith(prefixes))
-        (copy.folder / TRIALS).mkdir(exist_ok=True)
-        clear_temporaries(copy.folder / TRIALS)
+        copy = WorkingCopy.of(directory, empty=False, include=lambda name: name.startswith(prefixes))
+        (copy.local_path / TRIALS).mkdir(exist_ok=True)
+        clear_temporaries(copy.local_path / TRIALS)
         yield copy
 
 
-def write_record(copy: WorkingCopy, config: ExperimentConfig, identity: dict[str, Any], parent: RunKey) -> None:
+def write_record(copy: WorkingCopy, config: ExperimentConfig, identity: dict[str, Any], parent: RunRef) -> None:
     """Store the settings of a new experiment, so that it can be resumed."""
-    values = {"config": config.to_json(), "identity": identity, "parent": parent.kept_in(copy.place.address)}
-    write_json(copy.folder / f"{config.kind}.json", values)
-    copy.send(f"{config.kind}.json")
+    values = {"config": config.to_json(), "identity": identity, "parent": parent.to_json_for(copy.directory.address)}
+    write_json(copy.local_path / f"{config.kind}.json", values)
+    copy.push(f"{config.kind}.json")
 
 
-def resumed_parent(directory: StorageDir, kind: str, identity: dict[str, Any]) -> RunKey:
+def resumed_parent(directory: StorageDir, kind: str, identity: dict[str, Any]) -> RunRef:
     """The parent run of the experiment in ``directory``. Raises ``UserError`` if its ``identity`` differs."""
     record, current = read_record(directory, kind), json.loads(json.dumps(identity))
     changed = [
@@ -96,7 +96,7 @@ def resumed_parent(directory: StorageDir, kind: str, identity: dict[str, Any]) -
             f"--resume {directory.name}: its settings differ ({'; '.join(changed)}). Remove these flags to resume it, "
             f"or start a new {kind} with another --name."
         )
-    parent = record.parent.valid_in(directory, f"start a new {kind}")
+    parent = record.parent.check_belongs_to(directory, f"start a new {kind}")
     from infra.tracking.store import reopen_run
 
     reopen_run(parent)

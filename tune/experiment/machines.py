@@ -12,20 +12,20 @@ import psutil
 from infra.cli.units import format_size
 from infra.device import host
 from infra.device.gpu import read_gpu
-from infra.device.hardware import DeviceFacts, cpu_facts, device_facts
+from infra.device.hardware import DeviceInfo, cpu_info, device_info
 from infra.errors import UserError
 from infra.ray.machines import (
     accelerator_resource,
-    ask_nodes,
     await_accelerator,
-    cores_each,
     eligible_nodes,
     is_this_machine_alone,
+    max_cores_per_worker,
+    run_on_nodes,
 )
 from infra.storage.directory import StorageDir
 from pipeline.shards import read_manifest
 from train.config import TrainConfig
-from train.estimate.memory import known_peak, predict_peak
+from train.estimate.memory import peak_if_known, predict_peak
 from train.model_config import format_model
 from tune.space import Candidate, Space
 from tune.strategy.curves import Prior
@@ -39,7 +39,7 @@ class Machine:
     """A machine for trials, as described by a process on it."""
 
     name: str
-    device: DeviceFacts
+    device: DeviceInfo
     memory: int
     """Bytes of the GPU, or of the machine if trials run on its CPU."""
     busy: tuple[str, ...] = ()
@@ -52,12 +52,12 @@ def describe_machine(data: str | None = None, *, cpu: bool, own_processes: Seque
     """Describe this machine, including the token shards at a local ``data``. ``own_processes`` do not make it busy."""
     state = None if cpu else read_gpu()
     fingerprint = None
-    if data and not StorageDir.of(data).remote:
+    if data and not StorageDir.of(data).is_remote:
         with suppress(UserError):  # The folder may exist on another machine only.
             fingerprint = read_manifest(data).fingerprint
     return Machine(
         socket.gethostname(),
-        cpu_facts() if state is None else device_facts(),
+        cpu_info() if state is None else device_info(),
         state.memory_total if state else host.total_memory(),
         tuple(_process(pid) for pid in state.other_processes if pid not in own_processes) if state else (),
         fingerprint,
@@ -89,7 +89,7 @@ def trial_machines(
     if training.device == "cuda" and idle[0].device.kind != "cuda":
         raise UserError("--device cuda: no GPU found. Use --device cpu, or --address of a cluster with a GPU.")
     data = StorageDir.of(training.data)
-    if not (is_local or data.remote):
+    if not (is_local or data.is_remote):
         without_data = [machine.name for machine in idle if machine.data != fingerprint]
         if without_data:
             raise UserError(
@@ -113,7 +113,7 @@ def _describe_cluster(training: TrainConfig) -> list[Machine]:
     node_ids = trial_nodes(trial_resources(training, use_gpu=gpu))
     # Ray hides the GPU from a task that does not request one.
     needs = {node: {"num_gpus": 1} for node in node_ids.values()} if gpu else None
-    responses = ask_nodes(
+    responses = run_on_nodes(
         list(node_ids.values()), describe_machine, StorageDir.of(training.data).address, cpu=not gpu,
         seconds=ANSWER_SECONDS, needs=needs,
     )  # fmt: skip
@@ -135,7 +135,7 @@ def trial_resources(training: TrainConfig, *, use_gpu: bool) -> dict[str, float]
     if training.accelerator:
         await_accelerator(training.accelerator)
     nodes = eligible_nodes(accelerator=training.accelerator)
-    cores = cores_each(nodes.values(), 1, gpu=use_gpu)
+    cores = max_cores_per_worker(nodes.values(), 1, gpu=use_gpu)
     if not cores:
         raise UserError(
             "The Ray cluster has no CPU cores for trials. Start it with 'ray start --head --num-cpus=1' or more."
@@ -190,7 +190,7 @@ def make_prior(space: Space) -> Prior:
         config = space.config(candidate)
         base = replace(space.base, micro_batch=config.micro_batch, global_batch=config.global_batch)
         # Memory of a custom model is only known with the knobs of the base; trials correct the prediction.
-        breakdown = known_peak(config) or predict_peak(base)
+        breakdown = peak_if_known(config) or predict_peak(base)
         return float(breakdown.total)
 
     return prior

@@ -26,20 +26,20 @@ from infra.cli.console import errors
 from infra.cli.units import format_duration
 from infra.device.host import count_oom_kills
 from infra.errors import UserError, first_line
-from infra.ray.cluster import ray_files
-from infra.ray.machines import ASKING_SECONDS, PLACING_SECONDS, ask_nodes, is_pending, lack
+from infra.ray.cluster import temporary_ray_dir
+from infra.ray.machines import ASKING_SECONDS, PLACING_SECONDS, is_pending, resource_wait_message, run_on_nodes
 from infra.schema import from_json, to_json
 from infra.storage.files import write_text
 from tune.experiment.folder import TRIALS
 from tune.experiment.trials import Experiment
-from tune.strategy.nodes import first_row
+from tune.strategy.nodes import reference_row
 from tune.trial.row import TrialRow, read_rows, write_row
-from tune.trial.run import Request, fetch_data, run, unmeasured
+from tune.trial.run import TrialRequest, fetch_data, run, unmeasured
 
 ATTEMPTS = 3
 """Maximum number of starts of a trial whose process dies or cannot start. Errors of its configuration are outcomes."""
 
-UNPLACED_SECONDS = 10.0
+PLACEMENT_TIMEOUT_SECONDS = 10.0
 """Time limit for a trial to wait for resources on one machine while other machines could run it."""
 
 STORAGE_PAUSE, STORAGE_PATIENCE = 5.0, 600.0
@@ -52,14 +52,14 @@ KILLED_FOR_MEMORY = "the system killed its process because memory ran out"
 
 def oom_kills_on(node: str) -> int:
     """Number of processes that the kernel of a node has killed for memory; 0 if the node does not respond."""
-    response = ask_nodes([node], count_oom_kills, seconds=ASKING_SECONDS).get(node)
+    response = run_on_nodes([node], count_oom_kills, seconds=ASKING_SECONDS).get(node)
     return response if isinstance(response, int) else 0
 
 
-class Running:
+class RunningTrial:
     """A running trial with the time limit of its process."""
 
-    def __init__(self, request: Request, node: str = "") -> None:
+    def __init__(self, request: TrialRequest, node: str = "") -> None:
         self.request = request
         self.node = node
         """Ray's id of the machine."""
@@ -69,7 +69,7 @@ class Running:
         """Number of processes that the machine's kernel had killed for memory before this trial."""
         self._timer: threading.Timer | None = None
 
-    def limit(self, kill: Callable[[], None], oom_kills: int = 0) -> None:
+    def start_timeout(self, kill: Callable[[], None], oom_kills: int = 0) -> None:
         """Start the time limit of the trial's process, which has just started; ``kill`` is called when it is over.
 
         ``oom_kills`` is the number of processes that the machine's kernel has killed so far.
@@ -90,7 +90,7 @@ class Running:
         if self._timer:
             self._timer.cancel()
 
-    def why_no_row(self, attempts: int) -> str:
+    def missing_row_reason(self, attempts: int) -> str:
         """The reason why the trial returned no row after this number of attempts."""
         if self.overdue:
             limit = format_duration(round(self.request.patience or 0.0))
@@ -101,11 +101,11 @@ class Running:
         return f"its process died {times}; check Ray's logs and the machine's memory"
 
 
-class Proposals(Searcher):
+class ExperimentSearcher(Searcher):
     """An experiment as a searcher of Ray Tune. Trials are decided from the rows on disk, each for its own machine."""
 
     def __init__(
-        self, experiment: Experiment, nodes: Callable[[], Mapping[str, str]], started: Callable[[Request], None],
+        self, experiment: Experiment, nodes: Callable[[], Mapping[str, str]], started: Callable[[TrialRequest], None],
         ended: Callable[[TrialRow, Sequence[TrialRow]], None], oom_kills: Callable[[str], int] = oom_kills_on,
     ) -> None:  # fmt: skip
         """Args:
@@ -118,14 +118,14 @@ class Proposals(Searcher):
         self.experiment = experiment
         self.nodes, self.started, self.ended, self.oom_kills = nodes, started, ended, oom_kills
         self.rows = experiment.trials
-        self.running: dict[str, Running] = {}
+        self.running: dict[str, RunningTrial] = {}
         self.attempts: Counter[str] = Counter()
         """Number of attempts without a row by the trial's key."""
         self.failure: UserError | None = None
         """The error that ends the experiment."""
         self.restart_tuner = False
         """Whether Tune is restarted, because it can neither withdraw a trial nor wait for a machine."""
-        self.avoided = ""
+        self.avoided_machine = ""
         """Name of the machine that had no free resources for the last trial."""
         self._nothing_to_do = False
 
@@ -135,14 +135,14 @@ class Proposals(Searcher):
         if not is_ending and len(self.running) < self.experiment.parallel:
             if decision := self._decide():
                 request, node = decision
-                self.running[trial_id] = Running(request, node)
+                self.running[trial_id] = RunningTrial(request, node)
                 self.started(request)
                 return {"request": request, "node": node}
             self._nothing_to_do = bool(self.running)
         # Ray documents FINISHED as a return value, but the annotation of the method lacks it.
         return None if self.running else cast(dict[str, Any], Searcher.FINISHED)
 
-    def _decide(self) -> tuple[Request, str] | None:
+    def _decide(self) -> tuple[TrialRequest, str] | None:
         """Returns: (the next trial, the id of a machine for it that no other trial uses)."""
         running = [trial.request for trial in self.running.values()]
         busy = {request.node for request in running}
@@ -162,20 +162,22 @@ class Proposals(Searcher):
     def machines(self) -> dict[str, str]:
         """Node ids by name of the machines that trials may run on now, the reference machine first."""
         rows, nodes = read_rows(self.rows), self.nodes()
-        first = first_row(rows)
+        first = reference_row(rows)
         try:
-            usable = self.experiment.usable({machine.name for machine in self.experiment.machines} & set(nodes), rows)
+            usable = self.experiment.usable_machines(
+                {machine.name for machine in self.experiment.machines} & set(nodes), rows
+            )
         except UserError as failure:
             self.failure = failure
             return {}
-        order = sorted(usable, key=lambda name: (name == self.avoided, name != (first and first.node), name))
+        order = sorted(usable, key=lambda name: (name == self.avoided_machine, name != (first and first.node), name))
         return {name: nodes[name] for name in order}
 
     def on_trial_result(self, trial_id: str, result: dict[str, Any]) -> None:
         """Limit the time of a trial's process from its first result on, which reports that it has started."""
         trial = self.running.get(trial_id)
         if trial and "actor" in result:
-            trial.limit(lambda: ray.kill(result["actor"]), result["oom_kills"])
+            trial.start_timeout(lambda: ray.kill(result["actor"]), result["oom_kills"])
 
     def on_trial_complete(self, trial_id: str, result: dict[str, Any] | None = None, error: bool = False) -> None:
         """Store the trial's row. If it returned none, write one with the reason, or let the trial run again.
@@ -201,7 +203,7 @@ class Proposals(Searcher):
         else:
             self.attempts[request.key] += 1
             attempts = self.attempts[request.key]
-            reason = result.get("refused") or trial.why_no_row(attempts)
+            reason = result.get("refused") or trial.missing_row_reason(attempts)
             if attempts < ATTEMPTS and not trial.overdue:
                 errors.print(f"Trial {request.number}: {reason}. Retrying.", markup=False)
                 return
@@ -221,7 +223,7 @@ class Proposals(Searcher):
         started_at = time.monotonic()
         while True:
             try:
-                return self.experiment.working_copy.send(f"{TRIALS}/{row.key}.txt", f"{TRIALS}/{row.key}.json")
+                return self.experiment.working_copy.push(f"{TRIALS}/{row.key}.txt", f"{TRIALS}/{row.key}.json")
             except UserError as failure:
                 if time.monotonic() - started_at > STORAGE_PATIENCE:
                     raise
@@ -243,10 +245,10 @@ class Proposals(Searcher):
         """Nothing to restore."""
 
 
-class Placing(ray.tune.Stopper):
+class PlacementStopper(ray.tune.Stopper):
     """Warns if a trial waits for resources, and restarts Tune if no other trial runs and another machine is free."""
 
-    def __init__(self, proposals: Proposals, resources: dict[str, float]) -> None:
+    def __init__(self, proposals: ExperimentSearcher, resources: dict[str, float]) -> None:
         self.proposals, self.resources = proposals, resources
         self.waiting_since: float | None = None
         self.has_warned = False
@@ -267,12 +269,12 @@ class Placing(ray.tune.Stopper):
         waited = time.monotonic() - self.waiting_since
         if waited >= PLACING_SECONDS and not self.has_warned:
             self.has_warned = True
-            errors.print(lack("a trial", [self.resources]), markup=False)
-        if waited < UNPLACED_SECONDS or any(trial.started for trial in running):
+            errors.print(resource_wait_message("a trial", [self.resources]), markup=False)
+        if waited < PLACEMENT_TIMEOUT_SECONDS or any(trial.started for trial in running):
             return False
         self.waiting_since = None
         if set(proposals.machines().values()) - {trial.node for trial in running}:
-            proposals.avoided = running[0].request.node
+            proposals.avoided_machine = running[0].request.node
             proposals.restart_tuner = True  # The trial is withdrawn, and proposed again for another machine.
         return proposals.restart_tuner
 
@@ -288,10 +290,10 @@ def trainable(parameters: dict[str, Any]) -> dict[str, Any]:
         return {"tokens_per_second": 0.0, "refused": str(failure)}
     started = {"actor": ray.get_runtime_context().current_actor, "oom_kills": count_oom_kills()}
     ray.tune.report({"tokens_per_second": 0.0} | started)
-    return outcome(parameters["request"])
+    return run_trial(parameters["request"])
 
 
-def outcome(request: Request) -> dict[str, Any]:
+def run_trial(request: TrialRequest) -> dict[str, Any]:
     """Run a trial; returns its result for Tune: the row as JSON, or as ``refused`` the reason why there is none.
 
     The row is a string, because Tune flattens dictionaries.
@@ -304,7 +306,7 @@ def outcome(request: Request) -> dict[str, Any]:
     return {"tokens_per_second": row.tokens_per_second or 0.0, "row": row_json, "traceback": traceback}
 
 
-def drive(proposals: Proposals, resources: dict[str, float]) -> None:
+def run_tuner(proposals: ExperimentSearcher, resources: dict[str, float]) -> None:
     """Run trials with ``resources`` each until none is left, or until Ctrl-C, which Tune handles between events."""
     os.environ.setdefault("RAY_AIR_NEW_OUTPUT", "0")  # Its console prints a box even with verbose=0.
     os.environ.setdefault("TUNE_DISABLE_AUTO_CALLBACK_LOGGERS", "1")  # They write copies of the rows as CSV and JSON.
@@ -318,7 +320,7 @@ def drive(proposals: Proposals, resources: dict[str, float]) -> None:
         label = {"ray.io/node-id": parameters["node"]}
         return ray.tune.PlacementGroupFactory([resources], bundle_label_selector=[label])
 
-    with ray_files(folder) as ray_folder:
+    with temporary_ray_dir(folder) as ray_folder:
         for number in itertools.count():
             _await_machine(proposals, resources)
             ray.tune.Tuner(
@@ -329,7 +331,7 @@ def drive(proposals: Proposals, resources: dict[str, float]) -> None:
                 ),
                 run_config=ray.tune.RunConfig(
                     name=f"{ray_folder.name}-{number}" if number else ray_folder.name, storage_path=str(folder),
-                    stop=Placing(proposals, resources), verbose=0,
+                    stop=PlacementStopper(proposals, resources), verbose=0,
                 ),
             ).fit()  # fmt: skip
             if proposals.failure:
@@ -338,7 +340,7 @@ def drive(proposals: Proposals, resources: dict[str, float]) -> None:
                 return
 
 
-def _await_machine(proposals: Proposals, resources: dict[str, float]) -> None:
+def _await_machine(proposals: ExperimentSearcher, resources: dict[str, float]) -> None:
     """Wait until there is a machine for trials, with a message. Tune itself would wait without handling Ctrl-C."""
     proposals.running.clear()
     proposals.restart_tuner = False
@@ -347,6 +349,6 @@ def _await_machine(proposals: Proposals, resources: dict[str, float]) -> None:
         if proposals.failure:
             raise proposals.failure
         if not has_warned:
-            errors.print(lack("a trial", [resources]), markup=False)
+            errors.print(resource_wait_message("a trial", [resources]), markup=False)
             has_warned = True
         time.sleep(1)

@@ -8,28 +8,28 @@ from infra.cli.console import console
 from infra.cli.units import GB, format_duration
 from infra.errors import UserError
 from infra.storage.directory import StorageDir
-from infra.tracking.names import changed
+from infra.tracking.names import non_default_params
 from pipeline.shards import read_manifest
 from train.config import Cycle
-from train.data.source import refuse_short_splits, refuse_vast_steps
-from train.data.tokenizer import with_vocabulary_of
-from train.estimate.gpu_rates import planned
+from train.data.source import check_enough_tokens, check_split_lengths
+from train.data.tokenizer import match_tokenizer
+from train.estimate.gpu_rates import load_gpu_rates
 from train.model_config import format_model
 from train.resolved import resolve
-from train.run_files.run_folder import new_place
+from train.run_files.run_folder import new_experiment_dir
 from tune.config import SearchConfig
 from tune.experiment.folder import TRIALS, place_of, read_record
 from tune.experiment.machines import Machine, make_prior, memory_limit, trial_machines
 from tune.experiment.trials import Experiment
-from tune.space import ACCUMULATION, Candidate, Space, make_space, settings
-from tune.strategy.base import Confirmed, Grid, Retrying, Strategy, enough_seconds
+from tune.space import ACCUMULATION, Candidate, Space, make_space, without_accumulation
+from tune.strategy.base import ConfirmBest, GridStrategy, RetryShortTrials, Strategy, trial_time_limit
 from tune.strategy.memory_aware import MemorySearcher
-from tune.strategy.nodes import control_of, first_row, scaled_to_first_node, times_slower
+from tune.strategy.nodes import normalize_speeds, pending_control, reference_row, slowdown_factor
 from tune.strategy.ranking import rank
 from tune.trial.row import Proposal, TrialRow
-from tune.trial.run import Early, Request, pending
+from tune.trial.run import StopRule, TrialRequest, pending
 
-BEYOND = 1.25
+MAX_LIMIT_MULTIPLE = 1.25
 """Multiple of the memory limit up to which micro-batches are candidates, because predictions may be too high."""
 
 TRIAL_CYCLE = Cycle(1, 0)
@@ -47,40 +47,40 @@ class Search(Experiment):
     """Predicts memory and speed of candidates under the limit, whichever strategy chooses them."""
     strategy: Strategy
 
-    collection = "tune"
+    mlflow_experiment = "tune"
 
     @property
     def parallel(self) -> int:
         return self.config.parallel
 
     @property
-    def study(self) -> str:
+    def space_label(self) -> str:
         """The property of the space that all candidates share, as a label."""
-        return "free global batch" if self.space.free else "fixed global batch"
+        return "free global batch" if self.space.is_accumulation_searched else "fixed global batch"
 
     def request(
-        self, machine: str, number: int, rows: Sequence[TrialRow], running: Sequence[Request]
-    ) -> Request | None:
-        if running and first_row(rows) is None:
+        self, machine: str, number: int, rows: Sequence[TrialRow], running: Sequence[TrialRequest]
+    ) -> TrialRequest | None:
+        if running and reference_row(rows) is None:
             return None  # The first trial is the reference for all others.
-        proposal = control_of(machine, rows)
+        proposal = pending_control(machine, rows)
         if proposal is None:
-            proposal = self.strategy.propose(scaled_to_first_node([*rows, *map(pending, running)]))
+            proposal = self.strategy.propose(normalize_speeds([*rows, *map(pending, running)]))
             if proposal and proposal.stage == "confirm" and running:
                 return None  # Confirmations run one after another on one machine, so that they can be compared.
         return proposal and self.trial(proposal, machine, number, rows)
 
-    def trial(self, proposal: Proposal, machine: str, number: int, rows: Sequence[TrialRow]) -> Request:
+    def trial(self, proposal: Proposal, machine: str, number: int, rows: Sequence[TrialRow]) -> TrialRequest:
         if proposal.predicted_memory is None:  # Only the memory-aware searcher predicts it.
-            predicted = self.memory.curves(scaled_to_first_node(rows)).memory(proposal.candidate)
+            predicted = self.memory.curves(normalize_speeds(rows)).memory(proposal.candidate)
             proposal = replace(proposal, predicted_memory=predicted)
-        factor = times_slower(machine, rows)
+        factor = slowdown_factor(machine, rows)
         proposal = replace(
             proposal, predicted_speed=proposal.predicted_speed and proposal.predicted_speed / factor,
-            bar=proposal.bar and proposal.bar / factor,
+            speed_threshold=proposal.speed_threshold and proposal.speed_threshold / factor,
         )  # fmt: skip
         config = self.config
-        seconds = enough_seconds(rows, config.trial_time)
+        seconds = trial_time_limit(rows, config.trial_time)
         if seconds > config.trial_time:
             more_time = format_duration(round(seconds, 1))
             console.print(f"    --trial-time was too short; this trial gets {more_time} for its steps")
@@ -88,37 +88,38 @@ class Search(Experiment):
             self.space.config(proposal.candidate), data=str(self.data), steps=config.trial_steps, tokens=None,
             time_budget=None, cycle=TRIAL_CYCLE,
         )  # fmt: skip
-        return Request(
-            proposal.key(self.place.name), number, self.space.label(proposal.candidate), proposal, trial.to_json(),
-            machine, self.limit, Early(seconds, config.trial_precision), config.compile_time + seconds,
+        return TrialRequest(
+            proposal.key(self.directory.name), number, self.space.short_label(proposal.candidate),
+            proposal, trial.to_json(),
+            machine, self.limit, StopRule(seconds, config.trial_precision), config.compile_time + seconds,
         )  # fmt: skip
 
     def remaining(self, rows: Sequence[TrialRow]) -> int:
-        return self.strategy.remaining(scaled_to_first_node(rows))
+        return self.strategy.remaining(normalize_speeds(rows))
 
-    def best(self, rows: Sequence[TrialRow]) -> str:
+    def describe_best(self, rows: Sequence[TrialRow]) -> str:
         """The best candidate so far, ranked without the confirmation round that is not complete."""
-        rows = scaled_to_first_node(rows)
+        rows = normalize_speeds(rows)
         ranked = rank([row for row in rows if row.stage != "confirm" or row.round < rows[-1].round])
-        best = [f"{self.space.name(entry.candidate)}, {entry.speed.middle:,.0f} tokens/s" for entry in ranked[:1]]
+        best = [f"{self.space.long_label(entry.candidate)}, {entry.speed.middle:,.0f} tokens/s" for entry in ranked[:1]]
         return f"best so far: {''.join(best) or 'none'} | "
 
-    def named(self, row: TrialRow) -> str:
-        return f"{row.stage:7s} {self.space.name(row.candidate)}"
+    def trial_label(self, row: TrialRow) -> str:
+        return f"{row.stage:7s} {self.space.long_label(row.candidate)}"
 
     def is_finished(self, rows: Sequence[TrialRow]) -> bool:
-        return self.strategy.propose(scaled_to_first_node(rows)) is None
+        return self.strategy.propose(normalize_speeds(rows)) is None
 
-    def usable(self, machines: Iterable[str], rows: Sequence[TrialRow]) -> set[str]:
+    def usable_machines(self, machines: Iterable[str], rows: Sequence[TrialRow]) -> set[str]:
         """Machines on which the control did not fail. Without it, the speeds of a machine cannot be compared."""
         without_control = {row.node for row in rows if row.stage == "control" and not row.tokens_per_second}
         usable = set(machines) - without_control
         if without_control and not usable:
-            first = first_row(rows)
+            first = reference_row(rows)
             reference = first.node if first else "the other machines"
             raise UserError(
                 f"The control failed on {', '.join(sorted(without_control))}, so trials there cannot be compared with "
-                f"those of {reference}. Resume with --resume {self.place.name} when {reference} is back."
+                f"those of {reference}. Resume with --resume {self.directory.name} when {reference} is back."
             )
         return usable
 
@@ -129,12 +130,12 @@ class Search(Experiment):
             for config in (self.config, SearchConfig())
         )
         limit = f"{self.limit / GB:.2f} GB"
-        return changed(settings, defaults) | {
+        return non_default_params(settings, defaults) | {
             "model": settings["model"], "data": str(self.data), "memory_limit": limit,
         }  # fmt: skip
 
-    def labels(self, row: TrialRow) -> dict[str, str]:
-        knobs = settings(row.candidate.knobs)
+    def extra_columns(self, row: TrialRow) -> dict[str, str]:
+        knobs = without_accumulation(row.candidate.knobs)
         batch = {"global batch": str(self.space.global_batch(row.candidate))}
         return batch | ({"knobs": self.space.knobs_label(knobs) or "same as control"} if knobs else {})
 
@@ -147,9 +148,9 @@ def make_search(config: SearchConfig) -> Search:
     """The search that ``config`` describes. Reads the data's manifest and the device, and writes nothing."""
     manifest = read_manifest(config.training.data)
     name = search_name(config)
-    place = place_of(config.out, name)
+    directory = place_of(config.out, name)
     if not (config.resume or config.dry_run):
-        new_place(config.out, name, begun=(TRIALS, StorageDir.LOCK))
+        new_experiment_dir(config.out, name, allowed_leftovers=(TRIALS, StorageDir.LOCK))
     if config.gpu:
         config, machines = (
             replace(config, training=replace(config.training, device="cuda")),
@@ -161,44 +162,46 @@ def make_search(config: SearchConfig) -> Search:
         )
     requested, available = config.memory_limit, min(machine.memory for machine in machines)
     if config.resume and not requested:  # The machines may have changed, but the limit is part of the identity.
-        requested = read_record(place, config.kind).identity.get("memory_limit")
-    facts = replace(machines[0].device, memory=requested or available)
-    training = resolve(with_vocabulary_of(config.training, manifest), facts)
-    refuse_short_splits(replace(training, cycle=TRIAL_CYCLE), manifest)
-    refuse_vast_steps(training, manifest)
+        requested = read_record(directory, config.kind).identity.get("memory_limit")
+    device_info = replace(machines[0].device, memory=requested or available)
+    training = resolve(match_tokenizer(config.training, manifest), device_info)
+    check_split_lengths(replace(training, cycle=TRIAL_CYCLE), manifest)
+    check_enough_tokens(training, manifest)
     limit = memory_limit(requested, training, available)
     sequences = manifest.splits["train"]["tokens"] // training.model.context_length
     space = make_space(training, config.knobs, config.accumulations, sequences)
     prior = make_prior(space)
-    if space.free:  # With a fixed global batch, its few divisors are all candidates.
-        space = space.within(lambda candidate: prior(candidate) <= BEYOND * limit)
+    if space.is_accumulation_searched:  # With a fixed global batch, its few divisors are all candidates.
+        space = space.restrict(lambda candidate: prior(candidate) <= MAX_LIMIT_MULTIPLE * limit)
     for knobs in space.combinations:  # A value that the device does not support is reported before the first trial.
-        resolve(space.config(Candidate(space.sizes_of(knobs)[0], knobs)), facts)
+        resolve(space.config(Candidate(space.micro_batches_for(knobs)[0], knobs)), device_info)
     memory = MemorySearcher(space, prior, limit)
     for number in config.accumulations:
-        smallest = [Candidate(space.sizes_of(k)[0], k) for k in space.combinations if (ACCUMULATION, number) in k]
+        smallest = [
+            Candidate(space.micro_batches_for(k)[0], k) for k in space.combinations if (ACCUMULATION, number) in k
+        ]
         if not any(map(memory.curves([]).fits, smallest)):
             raise UserError(
                 f"--accumulations {number}: no micro-batch is predicted to fit {limit / GB:.2f} GB. Remove {number}, "
                 "or raise --memory-limit."
             )
     explorer = _make_explorer(config, space, memory)
-    strategy = Confirmed(Retrying(explorer), space, config.confirm)
+    strategy = ConfirmBest(RetryShortTrials(explorer), space, config.confirm)
     control = space.config(space.control)
-    return Search(config, place, machines, manifest, control, limit, space, memory, strategy)
+    return Search(config, directory, machines, manifest, control, limit, space, memory, strategy)
 
 
 def _planned_machine(gpu: str) -> Machine:
     """An idle machine with the GPU of ``--gpu``."""
-    facts = planned(gpu).facts
-    return Machine(facts.name, facts, facts.memory)
+    device_info = load_gpu_rates(gpu).device_info
+    return Machine(device_info.name, device_info, device_info.memory)
 
 
 def _make_explorer(config: SearchConfig, space: Space, memory: MemorySearcher) -> Strategy:
     if config.searcher == "memory":
         return memory
     if config.searcher == "grid":
-        return Grid(space)
+        return GridStrategy(space)
     from tune.strategy.optuna_tpe import OptunaSearcher, optuna_trials
 
     return OptunaSearcher(space, optuna_trials(space), config.training.seed)

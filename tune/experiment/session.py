@@ -6,12 +6,12 @@ from dataclasses import replace
 from functools import partial
 from typing import Any, TypeVar
 
-from infra.cli.command import INTERRUPTED
+from infra.cli.command import EXIT_INTERRUPTED
 from infra.cli.console import console
-from infra.cli.progress import doing
+from infra.cli.progress import status
 from infra.cli.units import format_duration
 from infra.errors import UserError
-from infra.ray.cluster import connected
+from infra.ray.cluster import ray_session
 from infra.tracking.store import open_store
 from infra.tracking.tracker import Tracker
 from infra.tracking.views import ui_link
@@ -19,11 +19,11 @@ from train.run_files.run_folder import resume_command
 from tune.config import LadderConfig, SearchConfig
 from tune.experiment.folder import locked, resumed_parent
 from tune.experiment.machines import trial_nodes
-from tune.experiment.ray_tune import Proposals, drive
+from tune.experiment.ray_tune import ExperimentSearcher, run_tuner
 from tune.experiment.tracking import ExperimentRecorder, open_parent
 from tune.experiment.trials import Experiment
 from tune.trial.row import TrialRow, read_rows
-from tune.trial.run import Request
+from tune.trial.run import TrialRequest
 
 Kind = TypeVar("Kind", bound=Experiment)
 
@@ -31,26 +31,26 @@ Publish = Callable[[Kind, Sequence[TrialRow], Tracker], bool]
 """Prints, writes and records the results of all trials; returns whether there is a winner."""
 
 
-def conduct(
+def run_experiment(
     config: SearchConfig | LadderConfig,
     make: Callable[[Any], Kind],
-    introduce: Callable[[Kind], None],
+    print_introduction: Callable[[Kind], None],
     publish: Publish[Kind],
 ) -> int:
     """Run the experiment that ``make`` creates from ``config``; returns the exit code.
 
-    ``introduce`` prints a summary of the experiment and, for a dry run, the runs that it would start.
+    ``print_introduction`` prints a summary of the experiment and, for a dry run, the runs that it would start.
     """
-    with connected(config.address, code=config.training.model.code) if config.cluster else nullcontext():
+    with ray_session(config.address, code=config.training.model.source_paths) if config.cluster else nullcontext():
         experiment = make(config)
         if config.cluster:
             experiment.resources()  # A cluster without cores for trials is rejected before anything is created.
-        introduce(experiment)
+        print_introduction(experiment)
         if config.dry_run:
             return 0
         open_store(config.tracking_uri)  # An MLflow store that cannot be used is rejected before anything is created.
-        with locked(experiment.place, experiment.config.kind) as copy:
-            experiment = replace(experiment, copy=copy)
+        with locked(experiment.directory, experiment.config.kind) as copy:
+            experiment = replace(experiment, opened_copy=copy)
             try:
                 return _run(experiment, publish)
             except UserError:
@@ -64,7 +64,7 @@ def _run(experiment: Kind, publish: Publish[Kind]) -> int:
     """Run trials until none is left, and publish the results; returns the exit code."""
     reused = _reusable_rows(experiment)  # Damaged rows are rejected before a run in MLflow is created.
     kind, resumed = experiment.config.kind, experiment.config.resume
-    parent = resumed_parent(experiment.place, kind, experiment.identity()) if resumed else open_parent(experiment)
+    parent = resumed_parent(experiment.directory, kind, experiment.identity()) if resumed else open_parent(experiment)
     recorder = ExperimentRecorder(experiment, parent)
     if resumed:
         console.print(f"resuming with {len(reused)} finished trial{'s' * (len(reused) != 1)}")
@@ -79,10 +79,10 @@ def _run(experiment: Kind, publish: Publish[Kind]) -> int:
         finally:
             recorder.close()
         if not experiment.is_finished(rows):
-            command = resume_command(f"tune.{kind}", experiment.place)
+            command = resume_command(f"tune.{kind}", experiment.directory)
             console.print(f"stopped; resume with: {command}", markup=False)
             tracker.status = "KILLED"
-            return INTERRUPTED
+            return EXIT_INTERRUPTED
         has_winner = publish(experiment, rows, tracker)
         tracker.status = "FINISHED" if has_winner else "FAILED"
     console.print(ui_link(parent, children=True), markup=False)
@@ -93,42 +93,42 @@ def _reusable_rows(experiment: Experiment) -> list[TrialRow]:
     """The rows that are reused; rows of trials that will run again are deleted."""
     rows = read_rows(experiment.trials)
     for row in rows:
-        if not experiment.is_kept(row):
+        if not experiment.is_reusable(row):
             (experiment.trials / f"{row.key}.json").unlink()
-    return list(filter(experiment.is_kept, rows))
+    return list(filter(experiment.is_reusable, rows))
 
 
 def _drive(experiment: Experiment, recorder: ExperimentRecorder) -> None:
     """Run trials until none is left, or until Ctrl-C, which Ray Tune handles between two of its events."""
 
-    def on_started(request: Request) -> None:
+    def on_started(request: TrialRequest) -> None:
         recorder.start(request)
         running[request.key] = f"running trial {request.number} ({request.proposal.stage}): {request.name}"
-        status.now("; ".join(running.values()))
+        live_status.update("; ".join(running.values()))
 
     def on_ended(row: TrialRow, rows: Sequence[TrialRow]) -> None:
         running.pop(row.key, None)
-        status.now("; ".join(running.values()) or "choosing the next trial")
+        live_status.update("; ".join(running.values()) or "choosing the next trial")
         recorder.catch_up(rows)
-        console.print(line(experiment, row), markup=False)
-        console.print(progress(experiment, rows), markup=False)
+        console.print(format_trial(experiment, row), markup=False)
+        console.print(format_progress(experiment, rows), markup=False)
 
     running: dict[str, str] = {}
-    code = experiment.training.model.code
+    code = experiment.training.model.source_paths
     # Wherever Ctrl-C arrives, the rows on disk determine how the experiment is resumed.
-    with suppress(KeyboardInterrupt), connected(experiment.config.address, code=code):
+    with suppress(KeyboardInterrupt), ray_session(experiment.config.address, code=code):
         resources = experiment.resources()
-        with doing("starting trials") as status:
-            drive(Proposals(experiment, partial(trial_nodes, resources), on_started, on_ended), resources)
+        with status("starting trials") as live_status:
+            run_tuner(ExperimentSearcher(experiment, partial(trial_nodes, resources), on_started, on_ended), resources)
 
 
-def line(experiment: Experiment, row: TrialRow) -> str:
+def format_trial(experiment: Experiment, row: TrialRow) -> str:
     """The line that is printed when a trial ends: what ran, speed, memory, and outcome with its reason."""
     validation = "" if row.val_loss is None else f"/{row.val_loss:.3f}"
     parts = [
-        f"{row.number:3d} {experiment.named(row)}",
+        f"{row.number:3d} {experiment.trial_label(row)}",
         f"{row.speed.middle:,.0f} tokens/s ±{row.speed.width / 2:.1%}" if row.speed else "no speed measured",
-        experiment.words(row).get("memory"),
+        experiment.trial_columns(row).get("memory"),
         row.mfu and f"MFU {row.mfu:.1%}",
         row.compile_seconds is not None and f"compile {row.compile_seconds:.1f} s",
         row.train_loss is not None and f"loss {row.train_loss:.3f}{validation}",
@@ -138,9 +138,9 @@ def line(experiment: Experiment, row: TrialRow) -> str:
     return " | ".join(part for part in parts if part)
 
 
-def progress(experiment: Experiment, rows: Sequence[TrialRow]) -> str:
+def format_progress(experiment: Experiment, rows: Sequence[TrialRow]) -> str:
     """The line below a trial's: the best candidate so far, and the elapsed and remaining time."""
     elapsed = sum(row.seconds for row in rows)
     left = elapsed / len(rows) * experiment.remaining(rows) / experiment.parallel
     times = f"elapsed {format_duration(round(elapsed))} | about {format_duration(round(left))} left"
-    return f"    {experiment.best(rows)}{times}"
+    return f"    {experiment.describe_best(rows)}{times}"

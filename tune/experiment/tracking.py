@@ -10,19 +10,19 @@ from functools import partial
 from itertools import zip_longest
 
 from infra.cli.console import errors
-from infra.cli.table import facts
+from infra.cli.table import summary
 from infra.cli.units import GB
 from infra.device import provenance
 from infra.errors import UserError
-from infra.tracking.names import shown
-from infra.tracking.run_ref import RunKey
+from infra.tracking.names import group_under_detail
+from infra.tracking.run_ref import RunRef
 from infra.tracking.store import children, create_run, reopen_run
 from infra.tracking.tracker import Tracker
-from pipeline.shards import made_by
+from pipeline.shards import producing_run
 from tune.experiment import folder
 from tune.experiment.trials import Experiment
-from tune.trial.row import TrialRow, flat_row
-from tune.trial.run import Request
+from tune.trial.row import TrialRow, flatten_row
+from tune.trial.run import TrialRequest
 
 TRIAL_METRICS = (
     "result/tokens_per_second", "result/mfu", "memory/process_gb", "prediction/tokens_per_second",
@@ -35,7 +35,7 @@ TRIAL_METRICS = (
 class ExperimentRecorder:
     """Records an experiment and its trials in MLflow."""
 
-    def __init__(self, experiment: Experiment, parent: RunKey) -> None:
+    def __init__(self, experiment: Experiment, parent: RunRef) -> None:
         self.experiment = experiment
         self.parent = parent
         existing = children(parent, "trial") if experiment.config.resume else {}
@@ -52,11 +52,11 @@ class ExperimentRecorder:
         """Record the parent's settings and data. The params of a resumed experiment are not set again."""
         experiment = self.experiment
         if not experiment.config.resume:
-            tracker.params(experiment.params())
-        tracker.json(experiment.identity(), f"{experiment.config.kind}.json")
+            tracker.log_params(experiment.params())
+        tracker.log_json(experiment.identity(), f"{experiment.config.kind}.json")
         self._data(tracker)
 
-    def start(self, request: Request) -> None:
+    def start(self, request: TrialRequest) -> None:
         """Open the child run of a trial that is about to start, or reopen the one that a killed driver opened."""
         with self._patience():
             if request.key in self.children:
@@ -72,7 +72,9 @@ class ExperimentRecorder:
             tracker = Tracker(self.children[trial])
             tracker.finish("KILLED", wait=False)
             self.sending.append(tracker)
-        all(tracker.deliver() for tracker in self.sending)  # After one times out, the others are not waited for.
+        all(
+            tracker.wait_until_sent() for tracker in self.sending
+        )  # After one times out, the others are not waited for.
 
     def catch_up(self, rows: Sequence[TrialRow]) -> None:
         """Complete the child runs of all ended trials, including those that ended without the driver or MLflow."""
@@ -86,34 +88,36 @@ class ExperimentRecorder:
     def _complete(self, row: TrialRow) -> None:
         """Fill a trial's child run from its row, and close it. Raises ``UserError`` if it cannot be created now."""
         tracker = Tracker(self._child(row.key, f"{row.number:03d} {row.name}", row.stage))
-        tracker.params(
+        tracker.log_params(
             {"micro_batch": row.candidate.micro_batch, "accumulation": row.accumulation}
             | dict(row.candidate.knobs)
             | {"stage": row.stage, "round": row.round}
         )
-        tracker.metrics(shown(metrics(row), TRIAL_METRICS))  # Step 0 holds results, as in train.reporting.tracking.
+        tracker.log_metrics(
+            group_under_detail(metrics(row), TRIAL_METRICS)
+        )  # Step 0 holds results, as in train.reporting.tracking.
         for step, (seconds, loss) in enumerate(zip_longest(row.step_seconds, row.losses), 1):
             progress = {"progress/train_tokens": row.step_tokens * step}
-            tracker.metrics({"time/step_seconds": seconds, "loss/train": loss} | progress, step)
+            tracker.log_metrics({"time/step_seconds": seconds, "loss/train": loss} | progress, step)
         self._data(tracker)
-        tracker.json(flat_row(row), "trial.json")
-        columns = self.experiment.words(row) | {"node": row.node}
+        tracker.log_json(flatten_row(row), "trial.json")
+        columns = self.experiment.trial_columns(row) | {"node": row.node}
         predicted = f"; predicted {columns['predicted memory']}" if row.predicted_memory else ""
-        tracker.note(facts([
-            ("Trial", f"{row.number} of {self.experiment.place.name}: {row.stage}, {row.name}"),
+        tracker.set_description(summary([
+            ("Trial", f"{row.number} of {self.experiment.directory.name}: {row.stage}, {row.name}"),
             ("Tokens/s", columns.get("tokens/s", "not measured")),
             ("Peak memory", columns.get("memory", "not measured") + predicted),
             ("Outcome", f"{row.outcome}: {row.reason}"),
         ]))  # fmt: skip
-        tracker.tags({"outcome": row.outcome, "reason": row.reason} | columns)
+        tracker.set_tags({"outcome": row.outcome, "reason": row.reason} | columns)
         tracker.finish("FAILED" if row.outcome == "failed" else "FINISHED", wait=False)
         self.sending.append(tracker)
 
     def _data(self, tracker: Tracker) -> None:
         data, manifest = self.experiment.data, self.experiment.manifest
-        tracker.data(data.name, manifest.fingerprint, str(data), manifest.splits, "training")
-        maker = made_by(data)
-        tracker.tags({"data.run": maker.run_id} if maker else {})
+        tracker.log_dataset(data.name, manifest.fingerprint, str(data), manifest.splits, "training")
+        maker = producing_run(data)
+        tracker.set_tags({"data.run": maker.run_id} if maker else {})
 
     @contextmanager
     def _patience(self) -> Iterator[None]:
@@ -125,11 +129,11 @@ class ExperimentRecorder:
                 f"{failure} The {self.experiment.config.kind} continues; this trial is sent once MLflow responds again."
             )
 
-    def _child(self, key: str, name: str, stage: str) -> RunKey:
+    def _child(self, key: str, name: str, stage: str) -> RunRef:
         """The child run of the trial ``key``; creates it if there is none."""
         if key not in self.children:
             tags = {"kind": "trial", "trial": key, "stage": stage}
-            self.children[key] = create_run(self.experiment.collection, name, parent=self.parent, tags=tags)
+            self.children[key] = create_run(self.experiment.mlflow_experiment, name, parent=self.parent, tags=tags)
         return self.children[key]
 
 
@@ -153,10 +157,10 @@ def metrics(row: TrialRow) -> dict[str, float | int | None]:
     }
 
 
-def open_parent(experiment: Experiment) -> RunKey:
+def open_parent(experiment: Experiment) -> RunRef:
     """Create the parent run of a new experiment, and store a reference to it in the experiment's folder."""
     return create_run(
-        experiment.collection, experiment.place.name, tracking_uri=experiment.config.tracking_uri,
-        home=experiment.place.address, tags=provenance.collect() | {"kind": experiment.config.kind},
+        experiment.mlflow_experiment, experiment.directory.name, tracking_uri=experiment.config.tracking_uri,
+        run_dir=experiment.directory.address, tags=provenance.collect() | {"kind": experiment.config.kind},
         keep=partial(folder.write_record, experiment.working_copy, experiment.config, experiment.identity()),
     )  # fmt: skip

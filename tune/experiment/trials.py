@@ -18,7 +18,7 @@ from tune.config import ExperimentConfig
 from tune.experiment.folder import TRIALS
 from tune.experiment.machines import Machine, trial_resources
 from tune.trial.row import TrialRow
-from tune.trial.run import Request
+from tune.trial.run import TrialRequest
 
 if TYPE_CHECKING:
     from matplotlib.figure import Figure
@@ -29,7 +29,7 @@ class Experiment(ABC):
     """One search or ladder with all its settings resolved."""
 
     config: ExperimentConfig
-    place: StorageDir
+    directory: StorageDir
     """The experiment's folder: NAME in --out."""
     machines: tuple[Machine, ...]
     """The machines on which trials may run."""
@@ -38,16 +38,16 @@ class Experiment(ABC):
     """The run that all trials are variations of, resolved for their device."""
     limit: int | None
     """Maximum memory of a trial's process in bytes; None without a limit."""
-    copy: WorkingCopy | None = field(default=None, kw_only=True)
+    opened_copy: WorkingCopy | None = field(default=None, kw_only=True)
     """The local copy of the experiment's folder; None before it is locked."""
 
-    collection: ClassVar[str]
+    mlflow_experiment: ClassVar[str]
     """Name of the experiment in MLflow."""
 
     @abstractmethod
     def request(
-        self, machine: str, number: int, rows: Sequence[TrialRow], running: Sequence[Request]
-    ) -> Request | None:
+        self, machine: str, number: int, rows: Sequence[TrialRow], running: Sequence[TrialRequest]
+    ) -> TrialRequest | None:
         """The trial ``number``, to run on ``machine`` while others are ``running``.
 
         None if the results of the running trials are needed first, or if the experiment is finished. Raises
@@ -59,7 +59,7 @@ class Experiment(ABC):
         """Whether no trial is left after ``rows``. Raises ``UserError`` if the experiment cannot continue."""
 
     @abstractmethod
-    def usable(self, machines: Iterable[str], rows: Sequence[TrialRow]) -> set[str]:
+    def usable_machines(self, machines: Iterable[str], rows: Sequence[TrialRow]) -> set[str]:
         """The machines that can run the next trial. Raises ``UserError`` if none of them ever can."""
 
     @abstractmethod
@@ -67,7 +67,7 @@ class Experiment(ABC):
         """The experiment's params in MLflow."""
 
     @abstractmethod
-    def labels(self, row: TrialRow) -> dict[str, str]:
+    def extra_columns(self, row: TrialRow) -> dict[str, str]:
         """Additional columns of a trial in MLflow's list of runs."""
 
     @abstractmethod
@@ -79,17 +79,17 @@ class Experiment(ABC):
         resolved = {"data": self.manifest.fingerprint, "memory_limit": self.limit, "device": self.device}
         return self.config.identity() | resolved
 
-    def best(self, rows: Sequence[TrialRow]) -> str:
+    def describe_best(self, rows: Sequence[TrialRow]) -> str:
         """The best result so far as the start of the progress line; empty if the experiment has no such result."""
         return ""
 
-    def named(self, row: TrialRow) -> str:
+    def trial_label(self, row: TrialRow) -> str:
         """The label of a trial in the line that is printed at its end."""
         return row.name
 
-    def words(self, row: TrialRow) -> dict[str, str]:
+    def trial_columns(self, row: TrialRow) -> dict[str, str]:
         """A trial's columns in MLflow's list of runs: batch, other settings, and speed and memory as texts."""
-        columns = {"batch": f"{row.candidate.micro_batch} x {row.accumulation}"} | self.labels(row)
+        columns = {"batch": f"{row.candidate.micro_batch} x {row.accumulation}"} | self.extra_columns(row)
         if row.attention:
             columns["attention"] = row.attention
         if row.speed:
@@ -101,7 +101,7 @@ class Experiment(ABC):
             columns["predicted memory"] = f"{row.predicted_memory / GB:.2f} GB{error}"
         return columns
 
-    def is_kept(self, row: TrialRow) -> bool:
+    def is_reusable(self, row: TrialRow) -> bool:
         """Whether ``row`` is reused when the experiment is resumed; otherwise its trial runs again."""
         return True
 
@@ -111,12 +111,12 @@ class Experiment(ABC):
 
     @property
     def folder(self) -> Path:
-        return self.working_copy.folder
+        return self.working_copy.local_path
 
     @property
     def working_copy(self) -> WorkingCopy:
         """The local folder to which this driver writes the experiment's files."""
-        return self.copy or WorkingCopy(self.place, self.place.folder)
+        return self.opened_copy or WorkingCopy(self.directory, self.directory.local_path)
 
     @property
     def trials(self) -> Path:
@@ -141,9 +141,9 @@ class Experiment(ABC):
         for name, figure in figures.items():
             with atomic_file(self.folder / f"{name}.png") as file:
                 figure.savefig(file, format="png", dpi=120)
-        tracker.note(report.markdown())
+        tracker.set_description(report.markdown())
         for name in ("summary.md", *files, *(f"{name}.png" for name in figures)):
-            tracker.file(self.folder / name)
-            self.working_copy.send(name)
+            tracker.log_file(self.folder / name)
+            self.working_copy.push(name)
         report.show()
-        console.print(f"report, charts and trials: {self.place}", markup=False)
+        console.print(f"report, charts and trials: {self.directory}", markup=False)

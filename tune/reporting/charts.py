@@ -12,11 +12,11 @@ from matplotlib.figure import Figure
 
 from infra.cli.units import GB
 from train.intervals import Estimate
-from tune.space import Candidate, Combination
-from tune.strategy.curves import Curves
+from tune.space import Candidate, KnobValues
+from tune.strategy.curves import FittedCurves
 from tune.strategy.memory_aware import MemorySearcher
-from tune.strategy.ranking import UNFIT, rank
-from tune.trial.row import Curve, TrialRow, feasible
+from tune.strategy.ranking import DOES_NOT_FIT, rank
+from tune.trial.row import Curve, TrialRow, rows_with_speed
 
 
 def draw(rows: Sequence[TrialRow], memory: MemorySearcher) -> dict[str, Figure]:
@@ -42,7 +42,7 @@ def _figure(title: str, x: str, y: str = "") -> tuple[Figure, Axes]:
     return figure, axes
 
 
-def speeds(
+def draw_speeds(
     title: str, runs: Sequence[tuple[str, Estimate, int]], cumulative: Sequence[float] = (), label: str = "rung"
 ) -> Figure:
     """Speeds of ``runs`` (name, tokens/s, peak memory in bytes) with 95% confidence intervals, the first at the top.
@@ -80,7 +80,7 @@ def _error_bars(speeds: Sequence[Estimate]) -> list[list[float]]:
 MAX_LEADERBOARD_ROWS = 20
 
 
-def grouped(rungs: Sequence[str], panels: Mapping[str, Mapping[str, Sequence[float]]]) -> Figure:
+def grouped_bars(rungs: Sequence[str], panels: Mapping[str, Mapping[str, Sequence[float]]]) -> Figure:
     """Grouped bars for the ``rungs``, the first at the top: a panel for each quantity, a bar for each source.
 
     ``panels`` has the values of the rungs by the label of the panel's axis and by the label of the bars.
@@ -103,8 +103,11 @@ def grouped(rungs: Sequence[str], panels: Mapping[str, Mapping[str, Sequence[flo
 
 def _leaderboard(rows: Sequence[TrialRow], memory: MemorySearcher) -> Figure:
     ranked = rank(rows)
-    best = [(memory.space.label(entry.candidate), entry.speed, entry.memory) for entry in ranked[:MAX_LEADERBOARD_ROWS]]
-    figure = speeds("Leaderboard", best, label="candidate")
+    best = [
+        (memory.space.short_label(entry.candidate), entry.speed, entry.memory)
+        for entry in ranked[:MAX_LEADERBOARD_ROWS]
+    ]
+    figure = draw_speeds("Leaderboard", best, label="candidate")
     for entry in ranked:
         if entry.candidate == memory.space.control:
             figure.axes[0].axvline(entry.speed.middle, color="grey", linestyle="--", label="control")
@@ -112,7 +115,7 @@ def _leaderboard(rows: Sequence[TrialRow], memory: MemorySearcher) -> Figure:
     return figure
 
 
-def losses(title: str, runs: Sequence[tuple[str, TrialRow]], controls: Sequence[TrialRow]) -> Figure:
+def draw_losses(title: str, runs: Sequence[tuple[str, TrialRow]], controls: Sequence[TrialRow]) -> Figure:
     """Training loss by training tokens, one line per run, and the range of the ``controls``."""
     figure, axes = _figure(title, "training tokens", "training loss (nats/token)")
     for number, (name, row) in enumerate(runs):
@@ -132,12 +135,12 @@ def band(controls: Sequence[Curve]) -> list[tuple[int, float, float]]:
     ]
 
 
-def _memory(rows: Sequence[TrialRow], curves: Curves, tried: Sequence[Combination]) -> Figure:
+def _memory(rows: Sequence[TrialRow], curves: FittedCurves, tried: Sequence[KnobValues]) -> Figure:
     figure, axes = _figure("Peak memory of the process", "micro-batch (sequences)", "peak memory (GB)")
     largest = max((row.candidate.micro_batch for row in rows), default=1)
     for number, knobs in enumerate(tried):
         color = f"C{number % 10}"
-        sizes = [size for size in curves.space.sizes_of(knobs) if size <= 1.5 * largest]
+        sizes = [size for size in curves.space.micro_batches_for(knobs) if size <= 1.5 * largest]
         predicted = [curves.memory(Candidate(size, knobs)) / GB for size in sizes]
         axes.plot(sizes, predicted, color=color, alpha=0.6, linewidth=1)
         points = [row for row in rows if row.candidate.knobs == knobs and row.memory]
@@ -145,29 +148,33 @@ def _memory(rows: Sequence[TrialRow], curves: Curves, tried: Sequence[Combinatio
             [row.candidate.micro_batch for row in points], [(row.memory or 0) / GB for row in points],
             color=color, marker="o", label=curves.space.knobs_label(knobs) or "control settings",
         )  # fmt: skip
-    unfit = [row for row in rows if row.outcome in UNFIT]
+    unfit = [row for row in rows if row.outcome in DOES_NOT_FIT]
     axes.scatter([r.candidate.micro_batch for r in unfit], [curves.limit / GB] * len(unfit), color="red", marker="x")
     axes.axhline(curves.limit / GB, color="red", linestyle="--", label="limit (crosses: did not fit)")
     axes.legend(fontsize="small")
     return figure
 
 
-def _speed(rows: Sequence[TrialRow], curves: Curves, tried: Sequence[Combination]) -> Figure:
+def _speed(rows: Sequence[TrialRow], curves: FittedCurves, tried: Sequence[KnobValues]) -> Figure:
     """Measured speeds with their confidence intervals, the fitted curve, and the micro-batches that do not fit."""
     figure, axes = _figure("Speed", "micro-batch (sequences)", "tokens/s (95% CI)")
     axes.set_xscale("log", base=2)
     for number, knobs in enumerate(tried):
         color = f"C{number % 10}"
-        predictions = [(size, curves.speed(Candidate(size, knobs))) for size in curves.space.sizes_of(knobs)]
+        predictions = [(size, curves.speed(Candidate(size, knobs))) for size in curves.space.micro_batches_for(knobs)]
         fitted = [(size, speed) for size, speed in predictions if speed]
         axes.plot([size for size, _ in fitted], [speed for _, speed in fitted], color=color, alpha=0.6, linewidth=1)
-        points = [(row.candidate.micro_batch, row.speed) for row in feasible(rows) if row.candidate.knobs == knobs]
+        points = [
+            (row.candidate.micro_batch, row.speed) for row in rows_with_speed(rows) if row.candidate.knobs == knobs
+        ]
         sizes, speeds = [size for size, _ in points], [speed for _, speed in points if speed]
         middles = [speed.middle for speed in speeds]
         name = curves.space.knobs_label(knobs) or "control settings"
         axes.errorbar(sizes, middles, yerr=_error_bars(speeds), fmt="o", color=color, capsize=3, label=name)
-    largest = max((size for knobs in tried for size in curves.feasible_sizes(knobs)), default=curves.space.sizes[-1])
-    if beyond := [size for size in curves.space.sizes if size > largest]:
+    largest = max(
+        (size for knobs in tried for size in curves.feasible_sizes(knobs)), default=curves.space.micro_batches[-1]
+    )
+    if beyond := [size for size in curves.space.micro_batches if size > largest]:
         axes.axvspan(beyond[0], beyond[-1], color="red", alpha=0.08, label="does not fit")
     axes.legend(fontsize="small")
     return figure
@@ -181,7 +188,7 @@ def _pareto(rows: Sequence[TrialRow], memory: MemorySearcher) -> Figure:
     front, best = [], 0.0
     for entry in ranked:
         point = (entry.memory / GB, entry.speed.middle)
-        axes.annotate(memory.space.label(entry.candidate), point, fontsize="x-small", clip_on=True)
+        axes.annotate(memory.space.short_label(entry.candidate), point, fontsize="x-small", clip_on=True)
         if entry.speed.middle > best:
             best = entry.speed.middle
             front.append(entry)
@@ -201,8 +208,8 @@ def _progress(rows: Sequence[TrialRow]) -> Figure:
 
 def _deltas(rows: Sequence[TrialRow], memory: MemorySearcher) -> Figure | None:
     """The effect of each knob alone: the best speed of each neighbor of the control, relative to the control's best."""
-    best: dict[Combination, float] = {}
-    for row in feasible(rows):
+    best: dict[KnobValues, float] = {}
+    for row in rows_with_speed(rows):
         best[row.candidate.knobs] = max(best.get(row.candidate.knobs, 0.0), row.tokens_per_second or 0.0)
     control = memory.space.control.knobs
     neighbors = [knobs for knobs in memory.space.neighbours(control) if knobs in best]

@@ -7,37 +7,37 @@ from itertools import chain
 from typing import Any
 
 from infra.cli.console import console
-from infra.cli.table import Part, Report, listed
+from infra.cli.table import Report, Table, bullet_list
 from infra.cli.units import GB, format_duration, format_size
 from infra.errors import UserError
 from infra.storage.files import write_json, write_text
-from infra.tracking.names import shown
-from infra.tracking.saved_views import show_places
+from infra.tracking.names import group_under_detail
+from infra.tracking.saved_views import tag_ranks
 from infra.tracking.tracker import Tracker
-from train.estimate.gpu_rates import Card, planned
-from train.estimate.roofline import SOURCE, expected, reachable
+from train.estimate.gpu_rates import GpuRates, load_gpu_rates
+from train.estimate.roofline import SOURCE, format_expected_range, roofline_speed
 from train.model_config import format_model
-from train.resolved import choices, said
-from train.run_files.lookup import run_with
+from train.resolved import describe_execution, format_setting
+from train.run_files.lookup import format_run_command
 from tune.experiment.search_plan import Search
 from tune.reporting import charts
-from tune.space import ACCUMULATION, Candidate, Combination, Space
-from tune.strategy.nodes import scaled_to_first_node
-from tune.strategy.ranking import UNFIT, Ranked, fit_to_win, rank
-from tune.trial.compare import over
-from tune.trial.row import OUTCOMES, TrialRow, flat_row, measured
+from tune.space import ACCUMULATION, Candidate, KnobValues, Space
+from tune.strategy.nodes import normalize_speeds
+from tune.strategy.ranking import DOES_NOT_FIT, Ranked, eligible_rows, rank
+from tune.trial.compare import ratio_of
+from tune.trial.row import OUTCOMES, TrialRow, flatten_row, measurement_json
 
-FREE = (
+ACCUMULATION_NOTE = (
     "A larger global batch changes the training itself. The fastest candidate of each accumulation is marked; "
     "micro-batches are searched up to the memory limit."
 )
-STAR = "a star marks a setting that changes the numerics, so its loss may differ from the control's"
-CONTROL = (
+STAR_NOTE = "a star marks a setting that changes the numerics, so its loss may differ from the control's"
+CONTROL_NOTE = (
     'the control is the configuration given by the flags; "speed vs control" is in brackets where the difference is '
     "not significant"
 )
-TIE = "candidates marked as tie may be as fast as the winner"
-CONFIRM = (
+TIE_NOTE = "candidates marked as tie may be as fast as the winner"
+CONFIRM_NOTE = (
     '"runs" is 1 for a first measurement and, for the best and the control, the number of confirmation rounds, on '
     "which their speeds are based"
 )
@@ -62,14 +62,14 @@ def publish(search: Search, rows: Sequence[TrialRow], tracker: Tracker) -> bool:
 
     Returns whether there is a winner.
     """
-    compared = scaled_to_first_node(rows)
-    tracker.metrics(shown(summary_metrics(search, rows), SEARCH_METRICS))
-    tracker.tags({"study": search.study})
+    compared = normalize_speeds(rows)
+    tracker.log_metrics(group_under_detail(summary_metrics(search, rows), SEARCH_METRICS))
+    tracker.set_tags({"study": search.space_label})
     ranks = {
         candidate: " ".join([f"{number:02d}", *notes])  # MLflow sorts tags as text, so numbers have two digits
-        for number, (candidate, notes) in enumerate(remarks(search.space, rank(compared)).items(), 1)
+        for number, (candidate, notes) in enumerate(candidate_notes(search.space, rank(compared)).items(), 1)
     }
-    show_places(tracker.key, {row.key: ranks.get(row.candidate, "unranked") for row in compared})
+    tag_ranks(tracker.run_ref, {row.key: ranks.get(row.candidate, "unranked") for row in compared})
     report, figures = search_report(search, compared), charts.draw(compared, search.memory)
     search.publish(report, write_files(search, rows), figures, tracker)
     return bool(rank(compared))
@@ -79,23 +79,24 @@ def search_report(search: Search, rows: Sequence[TrialRow]) -> Report:
     """The results of a search, for the terminal, ``summary.md`` and its description in MLflow."""
     space = search.space
     sources = sorted({row.memory_source for row in rows if row.memory_source})
-    notes = [f"memory is {MEMORY_SOURCES[source]}" for source in sources] + [CONTROL]
-    notes += [STAR] * any("*" in space.label(row.candidate) for row in rows)
-    notes += [TIE] * any(entry.tied for entry in rank(rows))
-    notes += [CONFIRM] * any(row.stage == "confirm" for row in rows)
-    sections: list[str | Part] = [FREE] * space.free
-    sections += [Part("Candidates, fastest first", headings(space), leaderboard(search, rows)), listed(notes)]
+    notes = [f"memory is {MEMORY_SOURCES[source]}" for source in sources] + [CONTROL_NOTE]
+    notes += [STAR_NOTE] * any("*" in space.short_label(row.candidate) for row in rows)
+    notes += [TIE_NOTE] * any(entry.tied for entry in rank(rows))
+    notes += [CONFIRM_NOTE] * any(row.stage == "confirm" for row in rows)
+    sections: list[str | Table] = [ACCUMULATION_NOTE] * space.is_accumulation_searched
+    sections += [Table("Candidates, fastest first", headings(space), leaderboard(search, rows)), bullet_list(notes)]
     if failed := failures(search, rows):
-        sections += ["Unranked, because they failed or exceeded the memory limit:", listed(failed)]
-    if untried := never_run(search, rows):
-        sections += ["Not tried:", listed(untried)]
+        sections += ["Unranked, because they failed or exceeded the memory limit:", bullet_list(failed)]
+    if untried := untried_candidates(search, rows):
+        sections += ["Not tried:", bullet_list(untried)]
     return Report(summary_fields(search, rows), sections)
 
 
 def headings(space: Space) -> tuple[str, ...]:
     """The headings of the leaderboard."""
     return (
-        "micro-batch x accumulation", *["global batch (sequences)"] * space.free, "tokens/s", "95% CI",
+        "micro-batch x accumulation", *["global batch (sequences)"] * space.is_accumulation_searched,
+        "tokens/s", "95% CI",
         "speed vs control", "peak memory (GB)", "runs", "notes",
     )  # fmt: skip
 
@@ -104,10 +105,13 @@ def leaderboard(search: Search, rows: Sequence[TrialRow]) -> list[tuple[str, ...
     """The cells below :func:`headings` for every candidate that was tried, the winner first."""
     space, ranked = search.space, rank(rows)
     control = control_among(ranked, space)
-    notes = remarks(space, ranked)
+    notes = candidate_notes(space, ranked)
 
     def batch_cells(candidate: Candidate) -> tuple[str, ...]:
-        return (_below_heading(space, candidate), *[str(space.global_batch(candidate))] * space.free)
+        return (
+            _below_heading(space, candidate),
+            *[str(space.global_batch(candidate))] * space.is_accumulation_searched,
+        )
 
     lines = [
         (
@@ -126,7 +130,7 @@ def leaderboard(search: Search, rows: Sequence[TrialRow]) -> list[tuple[str, ...
 
 def _below_heading(space: Space, candidate: Candidate) -> str:
     """A candidate's name in a column with the heading "micro-batch x accumulation"."""
-    return space.name(candidate).removeprefix("micro-batch ")
+    return space.long_label(candidate).removeprefix("micro-batch ")
 
 
 def _unranked(rows: Sequence[TrialRow]) -> list[TrialRow]:
@@ -140,7 +144,7 @@ def failures(search: Search, rows: Sequence[TrialRow]) -> list[str]:
     """A line for each reason why candidates are unranked."""
     reasons: dict[str, list[str]] = {}
     for row in _unranked(rows):
-        reasons.setdefault(f"{row.outcome}: {row.reason}", []).append(search.space.name(row.candidate))
+        reasons.setdefault(f"{row.outcome}: {row.reason}", []).append(search.space.long_label(row.candidate))
     return [f"{'; '.join(names)}: {reason}" for reason, names in reasons.items()]
 
 
@@ -148,7 +152,7 @@ def control_among(ranked: Sequence[Ranked], space: Space) -> Ranked | None:
     return next((entry for entry in ranked if entry.candidate == space.control), None)
 
 
-def remarks(space: Space, ranked: Sequence[Ranked]) -> dict[Candidate, list[str]]:
+def candidate_notes(space: Space, ranked: Sequence[Ranked]) -> dict[Candidate, list[str]]:
     """Notes for each of the ``ranked`` candidates: winner, tie, control, fastest of its accumulation."""
     accumulations = [dict(entry.candidate.knobs).get(ACCUMULATION) for entry in ranked]
     return {
@@ -164,19 +168,19 @@ def _format_speedup(entry: Ranked, control: Ranked | None) -> str:
     """``x1.23`` for the speed relative to the control's, in brackets where the difference is not significant."""
     if control is None:
         return "-"
-    difference = over(entry.speed, control.speed)
+    difference = ratio_of(entry.speed, control.speed)
     text = f"x{difference.ratio:.3f}"
-    return text if difference.different or entry is control else f"({text})"
+    return text if difference.is_significant or entry is control else f"({text})"
 
 
-def never_run(search: Search, rows: Sequence[TrialRow]) -> list[str]:
+def untried_candidates(search: Search, rows: Sequence[TrialRow]) -> list[str]:
     """A sentence for each set of candidates without a row that share the micro-batches and the reason."""
     tried, space = {row.candidate for row in rows}, search.space
     curves = search.memory.curves([row for row in rows if row.stage != "confirm"])
-    sizes: dict[tuple[Combination, str], list[str]] = {}
+    sizes: dict[tuple[KnobValues, str], list[str]] = {}
     for candidate in space.candidates():
         if candidate not in tried:
-            reason = search.memory.why_not(curves, candidate)
+            reason = search.memory.skip_reason(curves, candidate)
             sizes.setdefault((candidate.knobs, reason), []).append(str(candidate.micro_batch))
     labels: dict[tuple[str, str], list[str]] = {}
     for (knobs, reason), micro_batches in sizes.items():
@@ -196,7 +200,7 @@ def limit_of(search: Search) -> str:
 def no_winner(search: Search, rows: Sequence[TrialRow]) -> str:
     """The reason why a search has no winner."""
     limit = limit_of(search)
-    unfit = {row.candidate for row in rows if row.outcome in UNFIT}
+    unfit = {row.candidate for row in rows if row.outcome in DOES_NOT_FIT}
     failed = [row for row in rows if row.outcome == "failed"]
     if any(row.candidate not in unfit for row in failed):
         also_unfit = f", and {len(unfit)} candidates do not fit {limit}" if unfit else ""
@@ -212,15 +216,18 @@ def best_json(search: Search, rows: Sequence[TrialRow]) -> dict[str, Any] | None
         return None
     best = ranked[0]
     return {
-        "study": search.study,
+        "study": search.space_label,
         "config": search.space.config(best.candidate).to_json(),
-        "measured": measured(best.speed, best.memory, fit_to_win(rows)[best.candidate])
-        | {"runs": best.runs, "tied_with": [search.space.label(entry.candidate) for entry in ranked[1:] if entry.tied]},
+        "measured": measurement_json(best.speed, best.memory, eligible_rows(rows)[best.candidate])
+        | {
+            "runs": best.runs,
+            "tied_with": [search.space.short_label(entry.candidate) for entry in ranked[1:] if entry.tied],
+        },
     }
 
 
 def csv_text(rows: Sequence[TrialRow]) -> str:
-    text, flat = io.StringIO(), [flat_row(row) for row in rows]
+    text, flat = io.StringIO(), [flatten_row(row) for row in rows]
     writer = csv.DictWriter(text, list(dict.fromkeys(chain(*flat))), lineterminator="\n")
     writer.writeheader()
     writer.writerows(flat)
@@ -239,20 +246,20 @@ def summary_fields(search: Search, rows: Sequence[TrialRow]) -> list[tuple[str, 
         ]  # fmt: skip
     best = ranked[0]
     control = control_among(ranked, space)
-    tied = [space.name(entry.candidate) for entry in ranked[1:] if entry.tied]
+    tied = [space.long_label(entry.candidate) for entry in ranked[1:] if entry.tied]
     gain = "none; the control is the fastest" if best is control else f"{_format_speedup(best, control)} vs control"
     return [
-        ("Search", f"{goal}: {space.name(best.candidate)}; {trials}"),
+        ("Search", f"{goal}: {space.long_label(best.candidate)}; {trials}"),
         ("Tokens/s", str(best.speed)),
         ("Peak memory", f"{best.memory / GB:.2f} GB of {search.limit / GB:.2f} GB"),
         ("Speedup", (f"{gain}; tied with {', '.join(tied)}" if tied else gain) if control else "unknown, no control"),
-        ("Next", f"`{run_with(search.place / 'best.json')}`"),
+        ("Next", f"`{format_run_command(search.directory / 'best.json')}`"),
     ]
 
 
 def summary_metrics(search: Search, rows: Sequence[TrialRow]) -> dict[str, float | int | None]:
     """Metrics by which MLflow's list of runs compares searches."""
-    ranked = rank(scaled_to_first_node(rows))
+    ranked = rank(normalize_speeds(rows))
     control = control_among(ranked, search.space)
     result: dict[str, float | int | None] = {}
     for best in ranked[:1]:
@@ -271,7 +278,7 @@ def summary_metrics(search: Search, rows: Sequence[TrialRow]) -> dict[str, float
 def write_files(search: Search, rows: Sequence[TrialRow]) -> list[str]:
     """Write trials.csv with the ``rows`` as measured and, if there is a winner, best.json; returns their names."""
     write_text(search.folder / "trials.csv", csv_text(rows))
-    winner = best_json(search, scaled_to_first_node(rows))
+    winner = best_json(search, normalize_speeds(rows))
     if winner is None:
         (search.folder / "best.json").unlink(missing_ok=True)
         return ["trials.csv"]
@@ -297,8 +304,8 @@ def introduce(search: Search) -> None:
         f"[bold]{format_model(requested.model)}[/bold]: {len(search.space.candidates())} candidates for "
         f"{search.space.batch_label}, limit {limit_of(search)} per process, on {search.device}{machines}"
     )
-    batch = f"micro-batch {said('micro_batch', control, requested)} x {control.accumulation}"
-    console.print(f"control: {batch}, {choices(control, requested)}", markup=False)
+    batch = f"micro-batch {format_setting('micro_batch', control, requested)} x {control.accumulation}"
+    console.print(f"control: {batch}, {describe_execution(control, requested)}", markup=False)
     if config.dry_run:
         print_plan(search)
 
@@ -309,7 +316,7 @@ def print_plan(search: Search) -> None:
     control = space.control.knobs
     neighborhood = [control, *space.neighbours(control)]
     for knobs in neighborhood:
-        sizes = space.sizes_of(knobs)
+        sizes = space.micro_batches_for(knobs)
         fitting = [size for size in sizes if curves.fits(Candidate(size, knobs))]
         name = space.knobs_label(knobs) or " ".join(["control", *(f"{knob}={value}" for knob, value in control)])
         count = f"{len(fitting)} of {len(sizes)} micro-batches are predicted to fit"
@@ -318,11 +325,13 @@ def print_plan(search: Search) -> None:
             count += f": {', '.join(map(str, fitting))} ({memory} at {fitting[-1]})"
         console.print(f"{name}: {count}")
     if config.gpu:
-        predicted_speeds_table(search, neighborhood, planned(config.gpu)).show()
+        predicted_speeds_table(search, neighborhood, load_gpu_rates(config.gpu)).show()
     if others := len(space.combinations) - len(neighborhood):
         console.print(f"{others} more combinations change several knobs at once")
     trials = search.strategy.remaining([])
-    compiling = max(COMPILE_SECONDS[space.config(Candidate(space.sizes_of(k)[0], k)).compile] for k in neighborhood)
+    compiling = max(
+        COMPILE_SECONDS[space.config(Candidate(space.micro_batches_for(k)[0], k)).compile] for k in neighborhood
+    )
     total = trials * (START_SECONDS + compiling + config.trial_time)
     compilation = f", including {format_duration(compiling)} per trial for compilation" if compiling else ""
     console.print(
@@ -332,20 +341,21 @@ def print_plan(search: Search) -> None:
     console.print("dry run: nothing was run")
 
 
-def predicted_speeds_table(search: Search, neighborhood: Sequence[Combination], card: Card) -> Part:
-    """The candidates near the control that are predicted to fit ``card``, with memory and speed, the fastest first."""
+def predicted_speeds_table(search: Search, neighborhood: Sequence[KnobValues], gpu_rates: GpuRates) -> Table:
+    """The candidates near the control that are predicted to fit ``gpu_rates``, with memory and speed, the fastest
+    first."""
     space, curves = search.space, search.memory.curves([])
     speeds_and_lines: list[tuple[float, tuple[str, ...]]] = []
-    for candidate in (Candidate(size, knobs) for knobs in neighborhood for size in space.sizes_of(knobs)):
+    for candidate in (Candidate(size, knobs) for knobs in neighborhood for size in space.micro_batches_for(knobs)):
         if not curves.fits(candidate):
             continue
         try:
-            roofline = reachable(space.config(candidate), card)
+            roofline = roofline_speed(space.config(candidate), gpu_rates)
         except UserError:  # the formulas do not cover how this candidate is executed
             roofline = 0.0
-        speed = expected(roofline) if roofline else "-"
+        speed = format_expected_range(roofline) if roofline else "-"
         line = (_below_heading(space, candidate), f"{curves.prior(candidate) / GB:.2f}", speed)
         speeds_and_lines.append((roofline, line))
     lines = [line for _, line in sorted(speeds_and_lines, key=lambda row: -row[0])]
-    title = f"Predicted for {card.facts.name}, not measured; tokens/s are {SOURCE}"
-    return Part(title, ("micro-batch x accumulation", "peak memory (GB)", "tokens/s"), lines)
+    title = f"Predicted for {gpu_rates.device_info.name}, not measured; tokens/s are {SOURCE}"
+    return Table(title, ("micro-batch x accumulation", "peak memory (GB)", "tokens/s"), lines)

@@ -28,7 +28,7 @@ class Strategy(Protocol):
 
 
 @dataclass(frozen=True)
-class Grid:
+class GridStrategy:
     """Tries every candidate once, in order."""
 
     space: Space
@@ -42,20 +42,20 @@ class Grid:
 
 
 @dataclass(frozen=True)
-class Retrying:
-    """Retries each trial once, with more time, if its time was too short for a speed; ``explore`` sees only the retry.
+class RetryShortTrials:
+    """Retries each trial once, with more time, if its time was too short for a speed; ``explorer`` sees only the retry.
 
     Otherwise a --trial-time that is shorter than a few steps would end the search after its first trial.
     """
 
-    explore: Strategy
+    explorer: Strategy
 
     def propose(self, rows: Sequence[TrialRow]) -> Proposal | None:
         short = self._short(rows)
-        return Proposal(short.candidate, short.stage, round=1) if short else self.explore.propose(_last_attempts(rows))
+        return Proposal(short.candidate, short.stage, round=1) if short else self.explorer.propose(_last_attempts(rows))
 
     def remaining(self, rows: Sequence[TrialRow]) -> int:
-        return (self._short(rows) is not None) + self.explore.remaining(_last_attempts(rows))
+        return (self._short(rows) is not None) + self.explorer.remaining(_last_attempts(rows))
 
     def _short(self, rows: Sequence[TrialRow]) -> TrialRow | None:
         return next((row for row in _last_attempts(rows) if row.too_short and row.round == 0), None)
@@ -67,7 +67,7 @@ def _last_attempts(rows: Sequence[TrialRow]) -> list[TrialRow]:
     return [row for row in rows if row.round or (row.candidate, row.stage) not in repeated]
 
 
-def enough_seconds(rows: Sequence[TrialRow], trial_time: float) -> float:
+def trial_time_limit(rows: Sequence[TrialRow], trial_time: float) -> float:
     """Time limit of the next trial's steps in seconds: ``trial_time``, or more if ``rows`` show that it is too short.
 
     It is twice the time that the minimum number of steps took in the trials with too little time. All candidates of a
@@ -79,25 +79,25 @@ def enough_seconds(rows: Sequence[TrialRow], trial_time: float) -> float:
 
 
 @dataclass(frozen=True)
-class Confirmed:
+class ConfirmBest:
     """Explores, then runs the best candidates and the control again, interleaved, until the winner is clear.
 
     There are at most ``rounds`` confirmation rounds.
     """
 
-    explore: Strategy
+    explorer: Strategy
     space: Space
     rounds: int
 
     def propose(self, rows: Sequence[TrialRow]) -> Proposal | None:
         explored = [row for row in rows if row.stage != "confirm"]
-        proposal = self.explore.propose(explored)
+        proposal = self.explorer.propose(explored)
         return proposal or next(iter(self._missing(rows)), None)
 
     def remaining(self, rows: Sequence[TrialRow]) -> int:
         explored = [row for row in rows if row.stage != "confirm"]
-        left = self.explore.remaining(explored)
-        if self.explore.propose(explored) is None:
+        left = self.explorer.remaining(explored)
+        if self.explorer.propose(explored) is None:
             return len(self._missing(rows))
         return left + bool(self.rounds) * min(CONTENDERS + 1, left + len(rank(explored)))
 

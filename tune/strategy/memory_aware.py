@@ -17,17 +17,17 @@ from collections.abc import Sequence
 from dataclasses import dataclass
 from itertools import islice
 
-from tune.space import Candidate, Combination, Space
-from tune.strategy.curves import Curves, Prior
-from tune.strategy.ranking import fit_to_win
+from tune.space import Candidate, KnobValues, Space
+from tune.strategy.curves import FittedCurves, Prior
+from tune.strategy.ranking import eligible_rows
 from tune.trial.row import Proposal, Stage, TrialRow
 
-REACH = 0.03
+WITHIN_REACH_FRACTION = 0.03
 """Fraction by which a candidate may be predicted to be slower than the best and still be tried, because tile and wave
 quantization make speeds irregular."""
 REFINEMENTS = 3
 """Maximum number of micro-batches that are tried near the fastest of a combination, in addition to its two probes."""
-HOPELESS = 1.25
+MAX_CONTROL_LIMIT_MULTIPLE = 1.25
 """Multiple of the limit above which the control does not run if its memory is predicted to be higher."""
 TILE = 8
 """Multiples of this fill tensor-core tiles, so they are refined first."""
@@ -41,9 +41,9 @@ class MemorySearcher:
     prior: Prior
     limit: float
 
-    def curves(self, rows: Sequence[TrialRow]) -> Curves:
+    def curves(self, rows: Sequence[TrialRow]) -> FittedCurves:
         """Predictions of memory and speed, fitted to ``rows``."""
-        return Curves(self.space, self.prior, self.limit, rows)
+        return FittedCurves(self.space, self.prior, self.limit, rows)
 
     def propose(self, rows: Sequence[TrialRow]) -> Proposal | None:
         neighbors = self.space.neighbours(self.space.control.knobs)
@@ -55,10 +55,10 @@ class MemorySearcher:
         if choice is None:
             return None
         candidate, stage = choice
-        lows = [row.low for runs in fit_to_win(rows).values() for row in runs if row.low]
+        lows = [row.low for runs in eligible_rows(rows).values() for row in runs if row.low]
         return Proposal(
             candidate, stage, predicted_memory=curves.memory(candidate), predicted_speed=curves.speed(candidate),
-            bar=max(lows) if lows and candidate != self.space.control else None,
+            speed_threshold=max(lows) if lows and candidate != self.space.control else None,
         )  # fmt: skip
 
     def remaining(self, rows: Sequence[TrialRow]) -> int:
@@ -75,9 +75,9 @@ class MemorySearcher:
         available = len(list(islice(untried, expected)))
         return max(available, bool(self._control(tried)))
 
-    def why_not(self, curves: Curves, candidate: Candidate) -> str:
+    def skip_reason(self, curves: FittedCurves, candidate: Candidate) -> str:
         """The reason why ``candidate`` was not tried, for the report."""
-        if candidate.micro_batch > curves.ceiling(candidate.knobs):
+        if candidate.micro_batch > curves.max_micro_batch(candidate.knobs):
             return "a smaller micro-batch did not fit"
         if not curves.fits(candidate):
             return "predicted not to fit"
@@ -88,21 +88,21 @@ class MemorySearcher:
         if not curves.measured(candidate.knobs):
             return "another micro-batch with the same knobs failed"
         if not self._live(curves, candidate.knobs):
-            return f"with these knobs, more than {REACH:.0%} slower than the fastest"
+            return f"with these knobs, more than {WITHIN_REACH_FRACTION:.0%} slower than the fastest"
         speed = curves.speed(candidate)
-        if speed is not None and speed < self._bar(curves):
-            return f"predicted to be more than {REACH:.0%} slower than the fastest"
+        if speed is not None and speed < self._speed_threshold(curves):
+            return f"predicted to be more than {WITHIN_REACH_FRACTION:.0%} slower than the fastest"
         if speed is None:
             return "smaller than the micro-batches that could win"
         return "enough micro-batches near it were tried"
 
     def _control(self, tried: set[Candidate]) -> tuple[Candidate, Stage] | None:
         control = self.space.control
-        if tried or self.prior(control) > HOPELESS * self.limit:
+        if tried or self.prior(control) > MAX_CONTROL_LIMIT_MULTIPLE * self.limit:
             return None
         return control, "probe"
 
-    def _top(self, curves: Curves) -> tuple[Candidate, Stage] | None:
+    def _top(self, curves: FittedCurves) -> tuple[Candidate, Stage] | None:
         """The largest micro-batch that fits, with the control's knobs or those of a neighbor of the best one."""
         best = curves.fastest()
         neighbors = self.space.combinations if best is None else self.space.neighbours(best.candidate.knobs)
@@ -112,7 +112,7 @@ class MemorySearcher:
                 return Candidate(sizes[-1], knobs), "probe"
         return None
 
-    def _bottom(self, curves: Curves, tried: set[Candidate]) -> tuple[Candidate, Stage] | None:
+    def _bottom(self, curves: FittedCurves, tried: set[Candidate]) -> tuple[Candidate, Stage] | None:
         """A micro-batch of about a quarter of the largest, for the fit; smaller ones while the smallest is fastest."""
         for knobs in self.space.combinations:
             best = curves.fastest(knobs)
@@ -120,15 +120,17 @@ class MemorySearcher:
                 continue
             sizes = [row.candidate.micro_batch for row in curves.measured(knobs) if row.candidate.knobs == knobs]
             smallest, largest, fastest = sizes[0], sizes[-1], best.candidate.micro_batch
-            smaller = [s for s in self.space.sizes_of(knobs) if s < smallest and Candidate(s, knobs) not in tried]
+            smaller = [
+                s for s in self.space.micro_batches_for(knobs) if s < smallest and Candidate(s, knobs) not in tried
+            ]
             if smaller and (3 * smallest > largest or fastest == smallest):
                 goal = min(largest, 2 * smallest) / 4 if fastest == smallest and smallest < largest else largest / 4
                 return Candidate(min(smaller, key=lambda size: abs(size - goal)), knobs), "probe"
         return None
 
-    def _refine(self, curves: Curves, tried: set[Candidate]) -> tuple[Candidate, Stage] | None:
+    def _refine(self, curves: FittedCurves, tried: set[Candidate]) -> tuple[Candidate, Stage] | None:
         """The most promising untried micro-batch between two probes: whole tiles first, then by predicted speed."""
-        threshold, options = self._bar(curves), []
+        threshold, options = self._speed_threshold(curves), []
         for knobs in self.space.combinations:
             if self._refinements(curves, knobs) <= 0:
                 continue
@@ -139,23 +141,23 @@ class MemorySearcher:
                     options.append((size % TILE == 0, speed, candidate))
         return (max(options, key=lambda option: option[:2])[2], "refine") if options else None
 
-    def _probed(self, curves: Curves, knobs: Combination) -> bool:
+    def _probed(self, curves: FittedCurves, knobs: KnobValues) -> bool:
         """Whether the largest micro-batch that fits has run, one has failed, or none fits."""
         sizes = curves.feasible_sizes(knobs)
         ran = {row.candidate.micro_batch for row in curves.rows if row.candidate.knobs == knobs}
         failed = any(row.candidate.knobs == knobs and row.outcome == "failed" for row in curves.rows)
         return failed or not sizes or sizes[-1] in ran
 
-    def _live(self, curves: Curves, knobs: Combination) -> bool:
+    def _live(self, curves: FittedCurves, knobs: KnobValues) -> bool:
         """Whether a run with these knobs is within reach of the best."""
         fastest = curves.fastest(knobs)
-        return fastest is not None and _speed(fastest) >= self._bar(curves)
+        return fastest is not None and _speed(fastest) >= self._speed_threshold(curves)
 
-    def _bar(self, curves: Curves) -> float:
+    def _speed_threshold(self, curves: FittedCurves) -> float:
         """The minimum speed that is within reach of the best."""
-        return (1 - REACH) * _speed(curves.fastest())
+        return (1 - WITHIN_REACH_FRACTION) * _speed(curves.fastest())
 
-    def _refinements(self, curves: Curves, knobs: Combination) -> int:
+    def _refinements(self, curves: FittedCurves, knobs: KnobValues) -> int:
         """Number of refinements that the combination has left; it has only one if another accumulation is faster."""
         best = curves.fastest(knobs)
         maximum = REFINEMENTS if best is None or best.candidate.knobs == knobs else 1

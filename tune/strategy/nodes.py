@@ -12,14 +12,14 @@ from train.intervals import Estimate, power_product
 from tune.trial.row import Proposal, TrialRow
 
 
-def first_row(rows: Sequence[TrialRow]) -> TrialRow | None:
+def reference_row(rows: Sequence[TrialRow]) -> TrialRow | None:
     """The row that the other machines' controls repeat: the first row with a speed, usually the search's control."""
     return min((row for row in rows if row.speed), key=lambda row: row.number, default=None)
 
 
 def control_speeds(rows: Sequence[TrialRow]) -> dict[str, Estimate]:
     """Speed of the control by machine, the reference machine first."""
-    first = first_row(rows)
+    first = reference_row(rows)
     speeds = {first.node: first.speed} if first and first.speed else {}
     for row in rows:
         if row.stage == "control" and row.speed:
@@ -27,21 +27,21 @@ def control_speeds(rows: Sequence[TrialRow]) -> dict[str, Estimate]:
     return speeds
 
 
-def times_slower(node: str, rows: Sequence[TrialRow]) -> float:
+def slowdown_factor(node: str, rows: Sequence[TrialRow]) -> float:
     """The reference machine's speed relative to the speed of ``node``; 1 if it is unknown."""
     speeds = control_speeds(rows)
     return next(iter(speeds.values())).middle / speeds[node].middle if node in speeds else 1.0
 
 
-def control_of(node: str, rows: Sequence[TrialRow]) -> Proposal | None:
+def pending_control(node: str, rows: Sequence[TrialRow]) -> Proposal | None:
     """The control that the machine ``node`` must run before its first trial; None if it needs none."""
-    first = first_row(rows)
+    first = reference_row(rows)
     if first is None or node in control_speeds(rows):
         return None
     return Proposal(first.candidate, "control", node=node)
 
 
-def scaled_to_first_node(rows: Sequence[TrialRow]) -> list[TrialRow]:
+def normalize_speeds(rows: Sequence[TrialRow]) -> list[TrialRow]:
     """``rows`` with all speeds scaled to the reference machine, without the other machines' controls."""
     speeds = control_speeds(rows)
     first = next(iter(speeds.values()), None)

@@ -43,7 +43,7 @@ class OptunaSearcher:
         sampler = optuna.samplers.TPESampler(seed=self.seed + len(rows))
         study = optuna.create_study(sampler=sampler, direction="maximize")
         names = [name for name, _ in self.space.combinations[0]]
-        choices = {"micro_batch": list(self.space.sizes)} | {
+        choices = {"micro_batch": list(self.space.micro_batches)} | {
             name: list(dict.fromkeys(dict(knobs)[name] for knobs in self.space.combinations)) for name in names
         }
         spaces = {name: optuna.distributions.CategoricalDistribution(values) for name, values in choices.items()}

@@ -15,13 +15,13 @@ from tune.trial.row import TrialRow
 
 CONTENDERS = 3
 """Maximum number of candidates in a confirmation round, besides the control."""
-NEGLIGIBLE = 0.005
+NEGLIGIBLE_LOSS = 0.005
 """Relative loss of speed that is accepted for less memory, if the difference is not significant."""
-CLEAR = 0.001
+BEATEN_LOSS = 0.001
 """Expected relative loss below which a candidate counts as beaten without another run."""
 NORMAL = statistics.NormalDist()
 Z95 = NORMAL.inv_cdf(0.975)
-UNFIT = ("over_limit", "oom", "thrash")
+DOES_NOT_FIT = ("over_limit", "oom", "thrash")
 """Outcomes of trials that did not fit the memory limit."""
 
 
@@ -36,12 +36,12 @@ class Ranked:
     """Peak memory in bytes."""
     runs: int
     confirmed: bool
-    final: bool = False
+    is_eligible: bool = False
     """Whether the candidate ran in every confirmation round, so that it can win."""
     tied: bool = False
     """Whether the interval overlaps the fastest candidate's, so that the difference is not significant."""
 
-    def loss_against(self, other: "Ranked") -> float:
+    def expected_loss_against(self, other: "Ranked") -> float:
         """Expected relative loss of speed of choosing this candidate, if ``other`` is the faster one.
 
         Both intervals count as 95% intervals of normal distributions of the logarithm.
@@ -54,9 +54,9 @@ class Ranked:
         return error * (NORMAL.pdf(z) - z * NORMAL.cdf(-z))
 
 
-def fit_to_win(rows: Sequence[TrialRow]) -> dict[Candidate, list[TrialRow]]:
+def eligible_rows(rows: Sequence[TrialRow]) -> dict[Candidate, list[TrialRow]]:
     """Rows with a speed by candidate, without candidates of which any run did not fit the memory limit."""
-    unfit = {row.candidate for row in rows if row.outcome in UNFIT}
+    unfit = {row.candidate for row in rows if row.outcome in DOES_NOT_FIT}
     eligible: dict[Candidate, list[TrialRow]] = {}
     for row in rows:
         if row.outcome == "ok" and row.tokens_per_second and row.candidate not in unfit:
@@ -73,11 +73,15 @@ def contenders(rows: Sequence[TrialRow], control: Candidate) -> list[Candidate]:
     """
     ranked = rank(rows)
     has_confirmations = any(entry.confirmed for entry in ranked)
-    final = [entry for entry in ranked if entry.final]
+    final = [entry for entry in ranked if entry.is_eligible]
     if not final:
         return []
     winner, *others = final
-    rivals = [entry for entry in others if winner.loss_against(entry) > (NEGLIGIBLE if has_confirmations else CLEAR)]
+    rivals = [
+        entry
+        for entry in others
+        if winner.expected_loss_against(entry) > (NEGLIGIBLE_LOSS if has_confirmations else BEATEN_LOSS)
+    ]
     if has_confirmations and not rivals:
         return []
     by_speed = sorted([winner, *rivals], key=lambda entry: -entry.speed.middle)
@@ -93,12 +97,14 @@ def rank(rows: Sequence[TrialRow]) -> list[Ranked]:
     The fastest of many single measurements is partly luck. Once candidates are confirmed, only those that ran in every
     round can win or tie, by their confirmed speeds.
     """
-    entries = [_pooled(runs) for runs in fit_to_win(rows).values()]
+    entries = [_pooled(runs) for runs in eligible_rows(rows).values()]
     if not entries:
         return []
     rounds = max(entry.runs if entry.confirmed else 0 for entry in entries)
-    entries = [replace(entry, final=not rounds or (entry.confirmed and entry.runs == rounds)) for entry in entries]
-    final = [entry for entry in entries if entry.final]
+    entries = [
+        replace(entry, is_eligible=not rounds or (entry.confirmed and entry.runs == rounds)) for entry in entries
+    ]
+    final = [entry for entry in entries if entry.is_eligible]
     best = max(final, key=lambda entry: entry.speed.middle)
     tied = [entry for entry in final if entry is best or entry.speed.high >= best.speed.low]
     if len(tied) > 1:
@@ -106,10 +112,10 @@ def rank(rows: Sequence[TrialRow]) -> list[Ranked]:
     tied_candidates = {entry.candidate for entry in tied}
     others = [entry for entry in entries if entry.candidate not in tied_candidates]
     # A tie may hide a real difference that noise conceals, so memory decides only where the loss would be small.
-    equal = [entry for entry in tied if entry.speed.middle >= (1 - NEGLIGIBLE) * best.speed.middle]
+    equal = [entry for entry in tied if entry.speed.middle >= (1 - NEGLIGIBLE_LOSS) * best.speed.middle]
     winner = min(equal, key=lambda entry: (entry.memory, -entry.speed.middle))
     by_speed = sorted((entry for entry in tied if entry is not winner), key=lambda entry: -entry.speed.middle)
-    others = sorted(others, key=lambda entry: (not entry.confirmed, not entry.final, -entry.speed.middle))
+    others = sorted(others, key=lambda entry: (not entry.confirmed, not entry.is_eligible, -entry.speed.middle))
     return [winner, *by_speed, *others]
 
 

@@ -6,55 +6,64 @@ from typing import Any
 from rich.markup import escape
 
 from infra.cli.console import console
-from infra.cli.table import Part, Report
+from infra.cli.table import Report, Table
 from infra.cli.units import GB
 from infra.errors import UserError
 from infra.storage.directory import StorageDir
 from pipeline.shards import read_manifest
 from train.config import TrainConfig, load_config
-from train.data.source import estimate, stream_of
-from train.data.tokenizer import with_vocabulary_of
-from train.estimate.memory import known_peak
-from train.resolved import looked_at, resolve
-from train.run_files.run_folder import new_place
+from train.data.source import estimate_manifest, open_stream
+from train.data.tokenizer import match_tokenizer
+from train.estimate.memory import peak_if_known
+from train.resolved import resolve, with_model_info
+from train.run_files.run_folder import new_experiment_dir
 from tune.config import SHORTEST, LadderConfig
 from tune.experiment.folder import TRIALS, place_of
 from tune.experiment.machines import trial_machines
 from tune.space import Candidate
 from tune.suite import study
-from tune.suite.runs import Climb, Ladder
-from tune.suite.suites import STREAMING, Suite, choose, find_suite, searched, short_form, streamed, with_model
+from tune.suite.runs import Ladder, SuiteReplay
+from tune.suite.suites import (
+    STREAMING,
+    Suite,
+    choose,
+    find_suite,
+    for_cpu,
+    search_result_rung,
+    streaming_rung,
+    with_model,
+)
 from tune.trial.row import TrialRow
 
 
 def make_ladder(config: LadderConfig) -> Ladder:
     """The ladder that ``config`` describes. Reads the data's manifest and the device, and writes nothing."""
     config, name = config.with_ends(), config.name or config.suite
-    place = place_of(config.out, name)
+    directory = place_of(config.out, name)
     if not (config.resume or config.dry_run):
-        new_place(config.out, name, begun=(TRIALS, StorageDir.LOCK))
+        new_experiment_dir(config.out, name, allowed_leftovers=(TRIALS, StorageDir.LOCK))
     manifest = read_manifest(config.data)
-    start = looked_at(with_vocabulary_of(config.training, manifest))
+    start = with_model_info(match_tokenizer(config.training, manifest))
     suite = chosen(config, start)
     if config.stream:  # Invalid books must be reported now, not after hours of other rungs.
         books = replace(start, stream=config.stream)
-        with_vocabulary_of(books, estimate(stream_of(books)))
+        match_tokenizer(books, estimate_manifest(open_stream(books)))
     machines = trial_machines(start, manifest.fingerprint, cluster=config.cluster)
-    facts = machines[0].device
-    training = resolve(start, facts)
+    device_info = machines[0].device
+    training = resolve(start, device_info)
     if training.device == "cpu":
-        suite = short_form(suite)
+        suite = for_cpu(suite)
         model = "" if config.model else " with the model tiny and"
         console.print(
             f"[yellow]No GPU is used: the suite runs in a short form,{model} batches one eighth of the size.[/]"
         )
-    best = [searched(resolve(load_config(config.best, "--best"), facts))] if config.best else []
-    last = [streamed(config.stream)] if config.stream else []
+    best = [search_result_rung(resolve(load_config(config.best, "--best"), device_info))] if config.best else []
+    last = [streaming_rung(config.stream)] if config.stream else []
     suite = replace(suite, rungs=(*suite.rungs, *best, *last))
     if config.model:
         suite = with_model(suite, start.model)
     training = replace(training, stream=config.stream)  # Every trial then leaves cores for reading the books.
-    ladder = Ladder(config, place, machines, manifest, training, config.memory_limit, suite, start)
+    ladder = Ladder(config, directory, machines, manifest, training, config.memory_limit, suite, start)
     ladder.request(machines[0].name, 1, [], [])  # A baseline that cannot run is rejected before anything is created.
     return ladder
 
@@ -87,27 +96,27 @@ def introduce(ladder: Ladder, reference: dict[str, Any] | str | None) -> None:
             f"--compare study is only available for the suites {', '.join(studied)}, not for {suite.name}. "
             "Remove --compare."
         )
-    if reference == study.NAME and ladder.start.model.described:
+    if reference == study.NAME and ladder.start.model.summary:
         raise UserError("--compare study is only available for GPT-2. Remove --compare or --model.")
     heading = f"[bold]{escape(suite.name)}[/bold]: {escape(suite.title)}; {len(suite.rungs)} rungs in"
-    console.print(heading, escape(str(ladder.place)))
+    console.print(heading, escape(str(ladder.directory)))
     if not ladder.config.dry_run:
         return
     success = TrialRow(
         "", 1, "rung", 0, Candidate(1), 1, "ok", "", 0.0, node="", step_seconds=[1.0] * SHORTEST,
         tokens_per_second=1.0, low=1.0, high=1.0,
     )  # fmt: skip
-    controls, rungs = Climb(ladder, lambda key: success).to_the_end()
+    controls, rungs = SuiteReplay(ladder, lambda key: success).replay()
     lines: list[tuple[str, str, str]] = []
     for rung in (controls[0], *rungs):
         if rung.config:
-            peak = known_peak(rung.config)
+            peak = peak_if_known(rung.config)
             lines.append((rung.name, rung.batch, f"{peak.total / GB:.2f}" if peak else "measured"))
         else:
             console.print(f"{rung.name}: skipped; {rung.reason}.", markup=False)
-    Part("", ("rung", "batch (sequences)", "predicted peak memory (GB)"), lines).show()
+    Table("", ("rung", "batch (sequences)", "predicted peak memory (GB)"), lines).show()
     if reference == study.NAME and suite.name in study.EFFECTS:
-        Report([], [study.effects(suite.name, []), study.SAID[suite.name]]).show()
+        Report([], [study.effects(suite.name, []), study.STUDY_NOTES[suite.name]]).show()
     elif reference == study.NAME:
         Report([], [study.memory({}), study.MEMORY, study.rooflines(), study.ROOFLINES]).show()
     console.print("dry run: nothing was run")

@@ -5,7 +5,7 @@ from collections.abc import Sequence
 from dataclasses import asdict, replace
 from typing import Any
 
-from infra.cli.table import Part, Report, listed
+from infra.cli.table import Report, Table, bullet_list
 from infra.device import provenance
 from infra.errors import UserError
 from infra.storage.directory import StorageDir
@@ -16,9 +16,9 @@ from train.config import TrainConfig
 from train.intervals import Estimate
 from tune.reporting import charts
 from tune.suite import study
-from tune.suite.results import closing, legend, parts, standings, summary_fields
-from tune.suite.runs import Ladder, Measured
-from tune.trial.row import TrialRow, flat_row, measured
+from tune.suite.results import compare_rungs, legend, parts, results_table, summary_fields
+from tune.suite.runs import Ladder, RungResult
+from tune.trial.row import TrialRow, flatten_row, measurement_json
 
 
 def publish(
@@ -28,21 +28,25 @@ def publish(
 
     Returns True, because a ladder whose baseline has no speed has ended with an error before.
     """
-    suite, folder, out = ladder.suite, ladder.folder, ladder.place.parent
-    controls, rungs = ladder.measured(rows)
-    results = standings(controls, rungs, out)
+    suite, folder, out = ladder.suite, ladder.folder, ladder.directory.parent
+    controls, rungs = ladder.replay_results(rows)
+    results = compare_rungs(controls, rungs, out)
     ran = [(rung, rung.row, rung.speed) for rung in results if rung.row and rung.speed]
     base, fastest = ran[0], max(ran, key=lambda each: each[2].middle)
     device = base[1].device or ladder.device
     control_rows = [control.row for control in controls if control.row]
     control_speeds = [row.speed.middle for row in control_rows if row.speed]
     record = {
-        "name": ladder.place.name, "device": device, "commit": provenance.commit(), "suite": suite.name,
+        "name": ladder.directory.name, "device": device, "commit": provenance.commit(), "suite": suite.name,
         "controls": control_speeds, "rows": list(map(as_json, results)),
     }  # fmt: skip
     write_json(folder / "standings.json", record)
     write_json(folder / "best.json", best_json(*fastest))
-    sections = [closing(suite, results), listed(legend(suite, results, control_speeds)), *parts(suite, results)]
+    sections = [
+        results_table(suite, results),
+        bullet_list(legend(suite, results, control_speeds)),
+        *parts(suite, results),
+    ]
     if reference == study.NAME:
         tables, notes = study.compare(suite.name, results)
         sections += [*tables, *notes]
@@ -51,35 +55,37 @@ def publish(
     title = f"{suite.title}; {device}"
     cumulative = [base[2].middle * (rung.total.ratio if rung.total else 1.0) for rung, *_ in ran] * suite.cumulative
     figures = {
-        "speed": charts.speeds(title, [(rung.name, speed, row.memory or 0) for rung, row, speed in ran], cumulative),
-        "loss": charts.losses(title, [(rung.name, row) for rung, row, _ in ran], control_rows),
+        "speed": charts.draw_speeds(
+            title, [(rung.name, speed, row.memory or 0) for rung, row, speed in ran], cumulative
+        ),
+        "loss": charts.draw_losses(title, [(rung.name, row) for rung, row, _ in ran], control_rows),
     }
     if reference == study.NAME and suite.name not in study.EFFECTS:
-        figures["study"] = study.picture()
-    report = Report(summary_fields(suite, results, device, ladder.place / "best.json"), sections)
+        figures["study"] = study.draw_study()
+    report = Report(summary_fields(suite, results, device, ladder.directory / "best.json"), sections)
     ladder.publish(report, ["standings.json", "best.json"], figures, tracker)
     numbers = {"result/baseline_tokens_per_second": base[2].middle}
     if gains := [(speed.middle, rung.total.ratio) for rung, _, speed in ran if rung.total]:
         best, gain = max(gains)
         numbers |= {"result/best_tokens_per_second": best, "result/best_over_baseline": gain}
-    tracker.metrics(numbers)
+    tracker.log_metrics(numbers)
     return True
 
 
-def as_json(rung: Measured) -> dict[str, Any]:
+def as_json(rung: RungResult) -> dict[str, Any]:
     """A rung as standings.json stores it."""
     values = {name: value for name, value in asdict(rung).items() if name not in ("row", "config")}
     values |= {"batch": rung.batch, "speed": rung.speed and rung.speed.middle, "ceiling": rung.ceiling}
-    return (flat_row(rung.row) if rung.row else {}) | values
+    return (flatten_row(rung.row) if rung.row else {}) | values
 
 
-def best_json(rung: Measured, row: TrialRow, speed: Estimate) -> dict[str, Any]:
+def best_json(rung: RungResult, row: TrialRow, speed: Estimate) -> dict[str, Any]:
     """The fastest rung in the format of a search's winner: its config without the ladder's length, its measurements."""
     defaults, config = TrainConfig(), rung.config
     assert config is not None, "a rung with a speed has run"
     length = {} if config.stream else {"steps": None, "time_budget": None}  # A stream has no end without them.
     config = replace(config, within=None, cycle=defaults.cycle, keep_checkpoints=defaults.keep_checkpoints, **length)
-    return {"config": config.to_json(), "measured": measured(speed, row.memory, [row])}
+    return {"config": config.to_json(), "measured": measurement_json(speed, row.memory, [row])}
 
 
 def load(text: str, out: str) -> dict[str, Any] | str:
@@ -103,7 +109,7 @@ def load(text: str, out: str) -> dict[str, Any] | str:
         raise UserError(f"--compare {text}: {file} is corrupt ({damage}). Run that ladder again.") from damage
 
 
-def comparison(reference: dict[str, Any], ladder: dict[str, Any]) -> Part:
+def comparison(reference: dict[str, Any], ladder: dict[str, Any]) -> Table:
     """The speeds of two ladders, matched by the names of their rungs."""
     reference_speeds = {row["name"]: row["speed"] for row in reference["rows"]}
     lines = []
@@ -112,7 +118,7 @@ def comparison(reference: dict[str, Any], ladder: dict[str, Any]) -> Part:
         ratio = f"x{speed / other:.2f}" if speed and other else "-"
         lines.append((row["name"], f"{other:,.0f}" if other else "-", f"{speed:,.0f}" if speed else "-", ratio))
     columns = ("rung", f"tokens/s: {_ladder_label(reference)}", f"tokens/s: {_ladder_label(ladder)}", "speedup")
-    return Part(f"Comparison with the ladder {reference['name']}", columns, lines)
+    return Table(f"Comparison with the ladder {reference['name']}", columns, lines)
 
 
 def _ladder_label(ladder: dict[str, Any]) -> str:

@@ -5,22 +5,22 @@ import statistics
 from collections.abc import Sequence
 from dataclasses import replace
 
-from infra.cli.table import Part
+from infra.cli.table import Table
 from infra.cli.units import GB
 from infra.storage.directory import StorageDir
 from train.estimate.flops import read_matmul_rate
 from train.intervals import WIDEST_CONTROL, t_quantile
-from train.run_files.lookup import run_with
-from tune.suite.runs import SAME_BATCH, Measured
+from train.run_files.lookup import format_run_command
+from tune.suite.runs import SAME_BATCH, RungResult
 from tune.suite.suites import Suite
-from tune.trial.compare import Difference, Interleaved
+from tune.trial.compare import Difference, InterleavedRuns
 from tune.trial.row import TrialRow
 
 
-def standings(controls: Sequence[Measured], rungs: Sequence[Measured], out: StorageDir) -> list[Measured]:
+def compare_rungs(controls: Sequence[RungResult], rungs: Sequence[RungResult], out: StorageDir) -> list[RungResult]:
     """The baseline and the rungs with their comparisons; ``out`` is the folder with the doctor's measurements."""
     ran = [rung for rung in rungs if rung.speed]
-    speeds = Interleaved([control.speed for control in controls if control.speed], [rung.speed for rung in ran])
+    speeds = InterleavedRuns([control.speed for control in controls if control.speed], [rung.speed for rung in ran])
     tokens = min(len(each.row.losses) * each.row.step_tokens for each in (controls[0], *ran) if each.row)
     results = []
     for rung in (controls[0], *rungs):
@@ -32,7 +32,7 @@ def standings(controls: Sequence[Measured], rungs: Sequence[Measured], out: Stor
                 step=speeds.over_rung(number, number - 1) if number > 0 else total,
                 matmul_rate=read_matmul_rate(out, row.device or "", rung.config.precision, row.node),
             )  # fmt: skip
-        results.append(rung if rung.speed else Measured(rung.name, rung.reason))
+        results.append(rung if rung.speed else RungResult(rung.name, rung.reason))
     return results
 
 
@@ -42,7 +42,7 @@ def loss_at(trial: TrialRow, tokens: int) -> float | None:
     return statistics.fmean(losses) if losses else None
 
 
-def closing(suite: Suite, rungs: Sequence[Measured]) -> Part:
+def results_table(suite: Suite, rungs: Sequence[RungResult]) -> Table:
     """The table of all rungs; a rung that was skipped has only its name."""
     step_time = f"s/{suite.steps_timed} steps" if suite.steps_timed > 1 else "s/step"
     kernels = {rung.row.attention for rung in rungs if rung.row}
@@ -62,15 +62,15 @@ def closing(suite: Suite, rungs: Sequence[Measured]) -> Part:
             rung.batch,
             f"{speed.middle:,.0f}",
             f"{max(speed.middle - speed.low, speed.high - speed.middle):,.0f}",
-            times(rung.step) if suite.cumulative else "",
-            times(rung.total),
+            format_ratio(rung.step) if suite.cumulative else "",
+            format_ratio(rung.total),
             three_digits(suite.steps_timed * row.step_tokens / speed.middle),
             f"{(row.memory or 0) / GB:.2f}",
             predicted,
             f"{rung.loss:.3f}" if rung.loss is not None else "-",
             (row.attention or "") if len(kernels) > 1 else "",
         ))  # fmt: skip
-    return filled(suite.title, heading, lines)
+    return without_empty_columns(suite.title, heading, lines)
 
 
 def three_digits(value: float) -> str:
@@ -78,16 +78,16 @@ def three_digits(value: float) -> str:
     return f"{value:#.3g}".rstrip(".")
 
 
-def times(difference: Difference | None) -> str:
+def format_ratio(difference: Difference | None) -> str:
     """``x1.23 ±4%``, or ``(x1.23)`` if the difference is not significant or inconclusive."""
     if difference is None:
         return ""
-    if not difference.different:
+    if not difference.is_significant:
         return f"(x{difference.ratio:.2f})"
     return f"x{difference.ratio:.2f} ±{difference.high / difference.ratio - 1:.0%}"
 
 
-def legend(suite: Suite, rungs: Sequence[Measured], controls: Sequence[float]) -> list[str]:
+def legend(suite: Suite, rungs: Sequence[RungResult], controls: Sequence[float]) -> list[str]:
     """Reasons why rungs were skipped, the drift of the control, the meaning of the columns, and the total speedup."""
     lines = [f"{rung.name}: skipped; {rung.reason}." for rung in rungs if rung.reason]
     lines.append(
@@ -110,12 +110,12 @@ def legend(suite: Suite, rungs: Sequence[Measured], controls: Sequence[float]) -
         ),
         "MFU is the fraction of the datasheet's peak FLOP/s at the rung's precision, HFU the same including "
         "recomputation. The matmul ceiling is the rate that infra.doctor measured on this machine.": bool(
-            utilisation(rungs).lines
+            utilisation(rungs).rows
         ),
     }
     lines += [note for note, applies in notes.items() if applies]
     totals = [(rung.name, rung.total) for rung in rungs if rung.total]
-    inconclusive = [(name, total.control_width) for name, total in totals if total.unclear]
+    inconclusive = [(name, total.control_width) for name, total in totals if total.is_inconclusive]
     if inconclusive:
         lines.append(
             f"Inconclusive: around {'; '.join(name for name, _ in inconclusive)} the control's 95% interval is up to "
@@ -123,7 +123,7 @@ def legend(suite: Suite, rungs: Sequence[Measured], controls: Sequence[float]) -
             "conclusion is drawn. Use more steps per rung (--steps or --time-budget) or a quieter machine."
         )
     if not any(rung.changes for rung in suite.rungs):
-        alarms = sum(total.different for _, total in totals)
+        alarms = sum(total.is_significant for _, total in totals)
         lines.append(f"{alarms} of {len(totals)} identical runs were judged different; at most 5% are expected.")
     if suite.cumulative and totals:
         lines.append(f"Total speedup over the baseline: {_format_gain(totals[-1][1])}.")
@@ -131,11 +131,11 @@ def legend(suite: Suite, rungs: Sequence[Measured], controls: Sequence[float]) -
 
 
 def _format_gain(gain: Difference) -> str:
-    interval = f"95% CI x{gain.low:.2f} to x{gain.high:.2f}" + "; not significant" * (not gain.different)
-    return f"x{gain.ratio:.2f} ({'inconclusive' if gain.unclear else interval})"
+    interval = f"95% CI x{gain.low:.2f} to x{gain.high:.2f}" + "; not significant" * (not gain.is_significant)
+    return f"x{gain.ratio:.2f} ({'inconclusive' if gain.is_inconclusive else interval})"
 
 
-def helps(rungs: Sequence[Measured]) -> Part:
+def effects_table(rungs: Sequence[RungResult]) -> Table:
     """Changes of memory and speed relative to the baseline, with a verdict: yes, no or (speed only) inconclusive."""
     base, lines = rungs[0].memory, []
     for rung in rungs[1:]:
@@ -143,13 +143,13 @@ def helps(rungs: Sequence[Measured]) -> Part:
             continue
         growth = rung.memory / base - 1
         smaller = "yes" if growth < -0.01 else "no"
-        significant = rung.total.different and rung.total.ratio > 1
-        faster = "inconclusive" if rung.total.unclear else "yes" if significant else "no"
+        significant = rung.total.is_significant and rung.total.ratio > 1
+        faster = "inconclusive" if rung.total.is_inconclusive else "yes" if significant else "no"
         lines.append((rung.name, f"{smaller} ({growth:+.1%})", f"{faster} ({rung.total.ratio - 1:+.1%})"))
-    return Part("Effect vs baseline", ("rung", "saves memory", "is faster"), lines)
+    return Table("Effect vs baseline", ("rung", "saves memory", "is faster"), lines)
 
 
-def equal_work(rungs: Sequence[Measured], *, cumulative: bool) -> Part:
+def equal_work(rungs: Sequence[RungResult], *, cumulative: bool) -> Table:
     """A line for each rung that ran twice: its two batches, and the changes of peak memory and speed at each."""
     previous, lines = rungs[0], []
     for rung, following in zip(rungs, [*rungs[1:], None], strict=True):
@@ -164,18 +164,18 @@ def equal_work(rungs: Sequence[Measured], *, cumulative: bool) -> Part:
         "rung", "batch (sequences)", f"memory vs {reference.split()[-1]}", f"speed vs {reference.split()[-1]}",
         "larger batch (sequences)", "memory vs same batch", "speed vs same batch",
     )  # fmt: skip
-    return Part(title, columns, lines)
+    return Table(title, columns, lines)
 
 
-def _gain(rung: Measured, reference: Measured, step: Difference | None) -> tuple[str, ...]:
+def _gain(rung: RungResult, reference: RungResult, step: Difference | None) -> tuple[str, ...]:
     """Batch, change of memory, and speedup of a rung relative to the ``reference``, as cells."""
     if rung.memory is None:
         return ("not run", "", "")
     growth = f"{rung.memory / reference.memory - 1:+.0%}" if reference.memory else ""
-    return (rung.batch, growth, times(step) if reference.speed else "")
+    return (rung.batch, growth, format_ratio(step) if reference.speed else "")
 
 
-def held_out(suite: Suite, rungs: Sequence[Measured]) -> Part:
+def held_out(suite: Suite, rungs: Sequence[RungResult]) -> Table:
     """A line for each rung that ran with several seeds: its mean validation loss, and the change it makes.
 
     The change is the mean over the seeds with Student's 95% interval. A seed gives both runs the same weights and the
@@ -193,10 +193,10 @@ def held_out(suite: Suite, rungs: Sequence[Measured]) -> Part:
         lines.append((rung.name.removesuffix(SAME_BATCH), f"{mean:.4f}", f"{middle:+.4f} ±{half_width:.4f}", verdict))
     reference = "previous rung" if suite.cumulative else "baseline"
     title = f"Validation loss over {suite.seeds} seeds"
-    return Part(title, ("rung", "validation loss (nats/token)", f"change vs {reference} (95% CI)", "verdict"), lines)
+    return Table(title, ("rung", "validation loss (nats/token)", f"change vs {reference} (95% CI)", "verdict"), lines)
 
 
-def utilisation(rungs: Sequence[Measured]) -> Part:
+def utilisation(rungs: Sequence[RungResult]) -> Table:
     """A line for each rung: model TFLOP/s and the fraction of the hardware's; empty if the hardware is unknown."""
     ran = [(rung, rung.row) for rung in rungs if rung.row and rung.row.flops_per_second]
     lines = [
@@ -204,29 +204,29 @@ def utilisation(rungs: Sequence[Measured]) -> Part:
         for rung, row in ran
         if any(row.mfu or rung.ceiling for rung, row in ran)
     ]
-    return filled("Utilization", ("rung", "model TFLOP/s", "MFU", "HFU", "% of matmul ceiling"), lines)
+    return without_empty_columns("Utilization", ("rung", "model TFLOP/s", "MFU", "HFU", "% of matmul ceiling"), lines)
 
 
 def _percent(fraction: float | None) -> str:
     return "-" if fraction is None else f"{fraction:.1%}"
 
 
-def filled(title: str, heading: Sequence[str], lines: Sequence[Sequence[str]]) -> Part:
+def without_empty_columns(title: str, heading: Sequence[str], lines: Sequence[Sequence[str]]) -> Table:
     """A table without its empty columns; MFU is unknown on a CPU, for example."""
     columns = [column for column in zip(heading, *lines, strict=True) if set(column[1:]) - {"", "-"}]
     heading, *lines = zip(*columns, strict=True) if columns else [heading]
-    return Part(title, heading, lines)
+    return Table(title, heading, lines)
 
 
-def parts(suite: Suite, rungs: Sequence[Measured]) -> list[Part]:
+def parts(suite: Suite, rungs: Sequence[RungResult]) -> list[Table]:
     """The tables below the results, without empty ones."""
     batches, losses = equal_work(rungs, cumulative=suite.cumulative), held_out(suite, rungs)
-    tables = [*[helps(rungs)] * (not suite.cumulative), batches, losses, utilisation(rungs)]
-    return [part for part in tables if part.lines]
+    tables = [*[effects_table(rungs)] * (not suite.cumulative), batches, losses, utilisation(rungs)]
+    return [part for part in tables if part.rows]
 
 
 def summary_fields(
-    suite: Suite, rungs: Sequence[Measured], device: str, best_file: StorageDir
+    suite: Suite, rungs: Sequence[RungResult], device: str, best_file: StorageDir
 ) -> list[tuple[str, str]]:
     """The first lines of a ladder's report, by name."""
     ran = [(rung.speed, rung) for rung in rungs if rung.speed]
@@ -241,5 +241,5 @@ def summary_fields(
         ("Tokens/s", speeds),
         ("Peak memory", memory),
         ("Speedup", gain),
-        ("Next", f"`{run_with(best_file)}`"),
+        ("Next", f"`{format_run_command(best_file)}`"),
     ]

@@ -13,23 +13,23 @@ from collections.abc import Callable, Iterable, Sequence
 from dataclasses import dataclass, replace
 
 from infra.cli.units import format_size
-from infra.device.hardware import DeviceFacts
+from infra.device.hardware import DeviceInfo
 from infra.errors import UserError
-from train.config import GPU_KERNELS, SIXTEEN_BITS, TrainConfig
-from train.data.source import refuse_short_splits
-from train.data.tokenizer import with_vocabulary_of
-from train.estimate.memory import known_peak, predict_peak
+from train.config import GPU_KERNELS, HALF_PRECISIONS, TrainConfig
+from train.data.source import check_split_lengths
+from train.data.tokenizer import match_tokenizer
+from train.estimate.memory import peak_if_known, predict_peak
 from train.intervals import Estimate
-from train.loop.memory_limit import UNMEASURED
+from train.loop.memory_limit import RESERVED_OUTSIDE_ALLOCATOR
 from train.model_config import format_model
 from train.resolved import resolve
 from tune.config import SHORTEST, LadderConfig
 from tune.experiment.trials import Experiment
 from tune.space import Candidate
-from tune.suite.suites import Changes, Rung, Suite, apply
+from tune.suite.suites import Changes, Rung, Suite, apply_changes
 from tune.trial.compare import Difference
 from tune.trial.row import Proposal, Stage, TrialRow
-from tune.trial.run import Request
+from tune.trial.run import TrialRequest
 
 SAME_BATCH = ", same batch"
 """Suffix of a rung's first run, at the batch of the previous rung, if a run with a larger batch follows."""
@@ -41,7 +41,7 @@ RETRIES = 3
 """Maximum number of smaller batches that are tried after a batch that was predicted to fit did not."""
 
 
-class NotRun(Exception):
+class PendingRun(Exception):
     """The next run of a ladder, which has no row yet."""
 
     def __init__(self, key: str, name: str, config: TrainConfig, stage: Stage) -> None:
@@ -51,7 +51,7 @@ class NotRun(Exception):
 
 
 @dataclass(frozen=True)
-class Measured:
+class RungResult:
     """A rung or a control with its run and, once all have run, its comparison; or the reason why it has no speed."""
 
     name: str
@@ -106,18 +106,18 @@ class Ladder(Experiment):
     start: TrainConfig
     """The run from which the suite's baseline is derived."""
 
-    collection = "ladder"
+    mlflow_experiment = "ladder"
 
     def request(
-        self, machine: str, number: int, rows: Sequence[TrialRow], running: Sequence[Request]
-    ) -> Request | None:
+        self, machine: str, number: int, rows: Sequence[TrialRow], running: Sequence[TrialRequest]
+    ) -> TrialRequest | None:
         try:
-            self.measured(rows)
-        except NotRun as run:
-            peak = known_peak(run.config)
+            self.replay_results(rows)
+        except PendingRun as run:
+            peak = peak_if_known(run.config)
             memory = float(peak.total) if peak else None
             proposal = Proposal(Candidate(run.config.micro_batch), run.stage, predicted_memory=memory)
-            return Request(run.key, number, run.name, proposal, run.config.to_json(), machine, self.limit)
+            return TrialRequest(run.key, number, run.name, proposal, run.config.to_json(), machine, self.limit)
         return None
 
     def is_finished(self, rows: Sequence[TrialRow]) -> bool:
@@ -126,21 +126,21 @@ class Ladder(Experiment):
     def remaining(self, rows: Sequence[TrialRow]) -> int:
         return max(0, 1 + 2 * len(self.suite.rungs) - len(rows))  # A control follows each rung.
 
-    def is_kept(self, row: TrialRow) -> bool:
+    def is_reusable(self, row: TrialRow) -> bool:
         """Whether the run did not fail. A failed one runs again, because its cause may be gone."""
         return row.outcome != "failed"
 
-    def usable(self, machines: Iterable[str], rows: Sequence[TrialRow]) -> set[str]:
+    def usable_machines(self, machines: Iterable[str], rows: Sequence[TrialRow]) -> set[str]:
         """The machine of the first run only, because speeds of different machines cannot be compared."""
         return {name for name in machines if not rows or name == rows[0].node}
 
     def params(self) -> dict[str, object]:
         return {"suite": self.suite.name, "model": format_model(self.start.model), "data": str(self.data)}
 
-    def labels(self, row: TrialRow) -> dict[str, str]:
+    def extra_columns(self, row: TrialRow) -> dict[str, str]:
         return {"rung": row.name}
 
-    def measured(self, rows: Sequence[TrialRow]) -> tuple[list[Measured], list[Measured]]:
+    def replay_results(self, rows: Sequence[TrialRow]) -> tuple[list[RungResult], list[RungResult]]:
         """Returns: (controls, rungs), with ``n + 1`` controls around ``n`` rungs that have a speed.
 
         A rung without a speed has its reason, and no control follows it.
@@ -149,11 +149,11 @@ class Ladder(Experiment):
             NotRun: a run has no row yet.
             UserError: the baseline cannot be measured.
         """
-        return Climb(self, {row.key: row for row in rows}.get).to_the_end()
+        return SuiteReplay(self, {row.key: row for row in rows}.get).replay()
 
 
 @dataclass(frozen=True)
-class Climb:
+class SuiteReplay:
     """Replays a suite from its beginning, as far as its runs have rows."""
 
     ladder: Ladder
@@ -161,31 +161,31 @@ class Climb:
     """Returns the row of the run with a key, or None."""
 
     @property
-    def facts(self) -> DeviceFacts:
+    def device_info(self) -> DeviceInfo:
         return self.ladder.machines[0].device
 
-    def to_the_end(self) -> tuple[list[Measured], list[Measured]]:
-        """Returns and raises as :meth:`Ladder.measured`."""
+    def replay(self) -> tuple[list[RungResult], list[RungResult]]:
+        """Returns and raises as :meth:`Ladder.replay_results`."""
         suite, memory = self.ladder.suite, self._memory_for_fit()
         baseline = self._fitted(self._with(self.ladder.start, suite.base), memory)
         check_single_worker(baseline)
-        refuse_short_splits(baseline, self.ladder.manifest)
+        check_split_lengths(baseline, self.ladder.manifest)
         first, baseline, memory = self._run_with_smaller_batches("control-00", Rung("baseline"), baseline, memory)
         check_baseline_speed(first, fitted=bool(memory))
         controls, previous, state = [first], first, baseline
-        rungs: list[Measured] = []
+        rungs: list[RungResult] = []
         for number, rung in enumerate(suite.rungs, 1):
             try:
                 config = self._fitted(self._with(state, rung.changes), memory)
                 if config == state and rung.changes:
                     raise UserError("it changes nothing on this device")
-                check_suits_device(state, config, rung, self.facts)
-                refuse_short_splits(config, self.ladder.manifest)
+                check_suits_device(state, config, rung, self.device_info)
+                check_split_lengths(config, self.ladder.manifest)
                 stages = equal_work_first(rung, state, config)
                 for _, each in stages:
-                    resolve(each, self.facts)
+                    resolve(each, self.device_info)
             except UserError as mistake:
-                rungs.append(Measured(rung.name, str(mistake).rstrip(".")))
+                rungs.append(RungResult(rung.name, str(mistake).rstrip(".")))
                 continue
             for stage, config in stages:
                 same_batch = stage.name.endswith(SAME_BATCH)
@@ -214,7 +214,7 @@ class Climb:
                     previous, state, memory = rungs[-1], config, memory if same_batch else reduced_memory
         return controls, rungs
 
-    def _held_out(self, *runs: tuple[Measured, TrainConfig]) -> tuple[tuple[float, float], ...]:
+    def _held_out(self, *runs: tuple[RungResult, TrainConfig]) -> tuple[tuple[float, float], ...]:
         """Validation losses of the previous rung and of a rung with each of the suite's seeds.
 
         Runs with a seed other than the ladder's have no control, because only their losses are used.
@@ -236,24 +236,24 @@ class Climb:
         ladder = self.ladder
         if not (ladder.config.fit and ladder.limit):
             return None
-        return ladder.limit - (UNMEASURED if ladder.device == "cuda" else 0)
+        return ladder.limit - (RESERVED_OUTSIDE_ALLOCATOR if ladder.device == "cuda" else 0)
 
     def _with(self, config: TrainConfig, changes: Changes) -> TrainConfig:
         """``config`` with ``changes``; if they name a model, its vocabulary follows the data."""
-        changed = apply(config, changes)
-        return with_vocabulary_of(changed, self.ladder.manifest) if "model" in changes else changed
+        changed = apply_changes(config, changes)
+        return match_tokenizer(changed, self.ladder.manifest) if "model" in changes else changed
 
     def _fitted(self, config: TrainConfig, memory: int | None) -> TrainConfig:
         """``config`` with its micro-batch resolved, or with the largest batch that is predicted to fit ``memory``."""
         if memory is None:
-            resolved = resolve(config, self.facts.within(self.ladder.limit))
+            resolved = resolve(config, self.device_info.with_memory_limit(self.ladder.limit))
             return replace(config, micro_batch=resolved.micro_batch)
-        fitted = largest_batch(resolve(config, self.facts), memory)
+        fitted = largest_batch(resolve(config, self.device_info), memory)
         return replace(config, micro_batch=fitted.micro_batch, global_batch=fitted.global_batch)
 
     def _run_with_smaller_batches(
         self, label: str, rung: Rung, config: TrainConfig, memory: int | None, larger_than: int = 0
-    ) -> tuple[Measured, TrainConfig, int | None]:
+    ) -> tuple[RungResult, TrainConfig, int | None]:
         """Run ``config``, and again with smaller batches while one that was predicted to fit ``memory`` does not.
 
         ``larger_than`` is a micro-batch that has already run.
@@ -264,7 +264,7 @@ class Climb:
         failed: list[TrainConfig] = []
         while memory and result.row and result.row.outcome in TOO_LARGE and len(failed) < RETRIES:
             failed.append(config)
-            memory = predict_peak(resolve(config, self.facts)).total - 1
+            memory = predict_peak(resolve(config, self.device_info)).total - 1
             try:
                 config = self._fitted(config, memory)
             except UserError:
@@ -276,16 +276,16 @@ class Climb:
         too_large = tuple(each.micro_batch for each in failed if each.micro_batch != micro_batch)
         return replace(result, too_large=too_large), config, memory
 
-    def _run_or_pending(self, label: str, rung: Rung, config: TrainConfig, stage: Stage | None = None) -> Measured:
+    def _run_or_pending(self, label: str, rung: Rung, config: TrainConfig, stage: Stage | None = None) -> RungResult:
         """The result of the run of ``config`` with this ``label``. Raises ``NotRun`` if it has no row."""
-        config = resolve(config, self.facts)
+        config = resolve(config, self.device_info)
         key = f"{label}-{hashlib.sha256(json.dumps(config.to_json()).encode()).hexdigest()[:8]}"
         row = self.row_of(key)
         if row is None:
             default: Stage = "baseline" if label.startswith("control") else "rung"
-            raise NotRun(key, rung.name, config, stage or default)
+            raise PendingRun(key, rung.name, config, stage or default)
         reason = "" if row.speed else f"{row.outcome}: {row.reason}" if row.outcome in TOO_LARGE else row.reason
-        return Measured(rung.name, reason.rstrip("."), row, config, rung.changes_numerics)
+        return RungResult(rung.name, reason.rstrip("."), row, config, rung.changes_numerics)
 
 
 def check_single_worker(config: TrainConfig) -> None:
@@ -293,20 +293,20 @@ def check_single_worker(config: TrainConfig) -> None:
         raise UserError(f"--workers {config.workers} is not supported: a ladder measures one device. Use --workers 1.")
 
 
-def check_suits_device(previous: TrainConfig, config: TrainConfig, rung: Rung, facts: DeviceFacts) -> None:
+def check_suits_device(previous: TrainConfig, config: TrainConfig, rung: Rung, device_info: DeviceInfo) -> None:
     """Raise ``UserError`` if the rung's change from ``previous`` to ``config`` has no effect to measure on the device.
 
     The messages are reasons in the table of results, so they have neither capital nor period.
     """
     check_single_worker(config)
-    if resolve(config, facts).device == "cuda":
+    if resolve(config, device_info).device == "cuda":
         if set(config.ablate) ^ set(previous.ablate) == {"pages"}:
             raise UserError("large pages only apply to CPU memory; torch caches GPU memory itself")
         return
     changed = set(rung.changes)
     if "precision" in changed and config.precision == "tf32":
         raise UserError("TF32 only exists on GPUs; a CPU would compute in fp32")
-    if config.precision in SIXTEEN_BITS and not facts.bf16:
+    if config.precision in HALF_PRECISIONS and not device_info.bf16:
         raise UserError(f"this CPU only emulates {config.precision}, which is far slower than fp32")
     if config.compile in GPU_KERNELS:
         raise UserError(f"--compile {config.compile} tunes GPU kernels")
@@ -345,7 +345,7 @@ def largest_batch(config: TrainConfig, limit: int) -> TrainConfig:
     return sized(sizes[fitting - 1])
 
 
-def check_baseline_speed(baseline: Measured, *, fitted: bool = False) -> None:
+def check_baseline_speed(baseline: RungResult, *, fitted: bool = False) -> None:
     """Raise ``UserError`` if the baseline failed, or was too short to measure a speed.
 
     ``fitted`` is whether smaller batches have been tried already.

@@ -12,17 +12,17 @@ from pathlib import Path
 
 from matplotlib.figure import Figure
 
-from infra.cli.table import Part
+from infra.cli.table import Table
 from infra.device.hardware import A100 as CARD
-from train.config import SIXTEEN_BITS, TrainConfig
-from train.estimate.gpu_rates import REACHED, planned
+from train.config import HALF_PRECISIONS, TrainConfig
+from train.estimate.gpu_rates import ACHIEVABLE_FRACTION, load_gpu_rates
 from train.estimate.memory import CONTEXT, predict_peak
 from train.model_config import format_model
 from train.resolved import resolve
 from tune.reporting import charts
 from tune.suite.results import three_digits
-from tune.suite.runs import SAME_BATCH, Measured
-from tune.suite.suites import A100, apply
+from tune.suite.runs import SAME_BATCH, RungResult
+from tune.suite.suites import A100, apply_changes
 
 NAME = "study"
 """Value of ``--compare`` for the study of the suite."""
@@ -80,7 +80,7 @@ EFFECTS: Mapping[str, Mapping[str, Effect]] = {
 }
 """Published effects by suite and rung."""
 
-SAID: Mapping[str, str] = {
+STUDY_NOTES: Mapping[str, str] = {
     "loop": "The study trained a model with 4 blocks and a width of 256 at a context length of 512, as this suite does "
     "on data with 512 token ids. It measured compile and max-autotune on top of the previous changes.",
     "memory": "The study trained BERT-large on a V100, with accumulation, checkpointing, fp16 and Adafactor or 8-bit "
@@ -94,7 +94,7 @@ VALIDATION = 11 / (10 + 1 / 3)
 FIVE_MINUTES = 300.0
 """Seconds after which the study counted tokens."""
 
-A100_MATMUL = planned("A100").matmul
+A100_MATMUL = load_gpu_rates("A100").matmul
 """FLOP/s of a large matrix product on the study's GPU: as measured in 16 bits, else the same fraction of the peak."""
 
 
@@ -127,32 +127,34 @@ def textbook() -> dict[str, RungNeeds]:
     return needs
 
 
-def studied() -> Iterator[tuple[str, TrainConfig]]:
+def study_rungs() -> Iterator[tuple[str, TrainConfig]]:
     """Name and config of each of the study's rungs at its final batch, resolved for an A100."""
-    config = apply(TrainConfig(device="cuda"), A100.base)
+    config = apply_changes(TrainConfig(device="cuda"), A100.base)
     yield "baseline", resolve(config, CARD)
     for rung in A100.rungs:
         if rung.name in STUDY:
-            config = apply(config, rung.changes)
+            config = apply_changes(config, rung.changes)
             yield rung.name, resolve(config, CARD)
 
 
 def kinds() -> dict[str, str]:
     """The precision of the matrix products in each of the study's rungs, with the names of infra.doctor."""
-    return {name: "bf16" if config.precision in SIXTEEN_BITS else config.precision for name, config in studied()}
+    return {name: "bf16" if config.precision in HALF_PRECISIONS else config.precision for name, config in study_rungs()}
 
 
-def deviations(name: str, config: TrainConfig) -> list[str]:
+def list_deviations(name: str, config: TrainConfig) -> list[str]:
     """Settings in which the run ``config`` of the study's rung ``name`` differs from the study, except its sizes."""
     names = ("precision", "attention", "compile", "checkpointing", "loss", "optimizer", "loader_workers")
     settings, study_settings = (
         {name.replace("_", " "): str(getattr(each, name)) for name in names}
         | {
             "ablate": " ".join(sorted(each.ablate)) or "nothing",
-            "head": "tied" if each.shape.tied else "not tied",
-            "vocabulary": "padded" if each.shape.padded_vocabulary > each.shape.vocabulary else "not padded",
+            "head": "tied" if each.gpt2_config.tied else "not tied",
+            "vocabulary": "padded"
+            if each.gpt2_config.padded_vocabulary > each.gpt2_config.vocabulary
+            else "not padded",
         }
-        for each in (config, dict(studied())[name])
+        for each in (config, dict(study_rungs())[name])
     )
     return [
         f"{setting} {value}, not {study_settings[setting]}"
@@ -161,13 +163,13 @@ def deviations(name: str, config: TrainConfig) -> list[str]:
     ]
 
 
-def effects(suite: str, rows: Sequence[Measured]) -> Part:
+def effects(suite: str, rows: Sequence[RungResult]) -> Table:
     """The published effects of the suite ``loop`` or ``memory``, and those that the ``rows`` measured."""
     by_name = {row.name: row for row in rows}
-    base = by_name.get("baseline", Measured("")).memory
+    base = by_name.get("baseline", RungResult("")).memory
     lines: list[tuple[str, str, str]] = []
     for name, published in EFFECTS[suite].items():
-        row = by_name.get(name, Measured(name))
+        row = by_name.get(name, RungResult(name))
         memory = row.memory / base if row.memory and base else None
         time = 1 / row.total.ratio if row.total else None
         memory_cell, time_cell = (
@@ -175,15 +177,17 @@ def effects(suite: str, rows: Sequence[Measured]) -> Part:
         )  # fmt: skip
         lines.append((name, memory_cell, time_cell))
     title = 'Effect vs baseline: study / this machine ("-": not measured)'
-    return Part(title, ("rung", "peak memory", "step time"), lines)
+    return Table(title, ("rung", "peak memory", "step time"), lines)
 
 
-def compare(suite: str, rows: Sequence[Measured]) -> tuple[list[Part], list[str]]:
+def compare(suite: str, rows: Sequence[RungResult]) -> tuple[list[Table], list[str]]:
     """Returns: (tables that compare the ``rows`` with the study of ``suite``, notes below them)."""
     if suite in EFFECTS:
-        return [effects(suite, rows)], [SAID[suite]]
+        return [effects(suite, rows)], [STUDY_NOTES[suite]]
     configs = {row.name: row.config for row in rows if row.config}
-    deviating = {name: settings for name in STUDY if name in configs and (settings := deviations(name, configs[name]))}
+    deviating = {
+        name: settings for name in STUDY if name in configs and (settings := list_deviations(name, configs[name]))
+    }
     # Without a matmul rate, no speed is expected of a rung that deviates from the study.
     rows = [replace(row, matmul_rate=None) if row.name in deviating else row for row in rows]
     by_name = {row.name: row for row in rows}
@@ -192,7 +196,7 @@ def compare(suite: str, rows: Sequence[Measured]) -> tuple[list[Part], list[str]
     previous_speed = previous_total = None
     scaled = expected(rows)
     for name, published in STUDY.items():
-        row = by_name.get(name, Measured(name))
+        row = by_name.get(name, RungResult(name))
         speed, total = row.speed and row.speed.middle, _ratio(row)
         step = total / previous_total if total and previous_total else None
         tokens = published.seen or published.speed * FIVE_MINUTES, speed and speed * FIVE_MINUTES
@@ -208,7 +212,7 @@ def compare(suite: str, rows: Sequence[Measured]) -> tuple[list[Part], list[str]
         previous_speed, previous_total = published.speed, total
     heading = ("rung", "tokens/s", "vs previous", "vs baseline", "tokens in 5 min (millions)", "% of expected")
     title = 'Speed: study / this machine ("-": not measured)'
-    tables = [memory(by_name), rooflines(), Part(title, heading, lines)]
+    tables = [memory(by_name), rooflines(), Table(title, heading, lines)]
     return tables, [MEMORY, ROOFLINES, *_caveats(configs["baseline"], deviating), verdict(rows), _last(rows)]
 
 
@@ -220,14 +224,14 @@ MEMORY = (
 """Note that explains the columns of :func:`memory`."""
 
 
-def memory(rows: Mapping[str, Measured]) -> Part:
+def memory(rows: Mapping[str, RungResult]) -> Table:
     """Memory of the study, of a textbook loop, as predicted and, if there are ``rows`` (by name), as measured.
 
     A rung whose batch the study raised has a line before it, at the batch of the previous rung.
     """
     lines: list[tuple[str, ...]] = []
     needs, batch = textbook(), 0
-    for name, config in studied():
+    for name, config in study_rungs():
         published = STUDY[name]
         for rung, size, gib in (
             (name + SAME_BATCH, batch, published.same_batch_gib), (name, published.batch, published.gib),
@@ -236,30 +240,31 @@ def memory(rows: Mapping[str, Measured]) -> Part:
                 continue
             predicted = predict_peak(replace(config, micro_batch=size, global_batch=size)).total / GIB
             line = rung, f"{size}", *(f"{number:.1f}" for number in (gib, needs[rung].gib, predicted))
-            row = rows.get(rung, Measured(rung))
+            row = rows.get(rung, RungResult(rung))
             measured = f"{row.memory / GIB:.1f}" if row.memory else "-"
             lines.append((*line, measured, row.batch or "-") if rows else line)
         batch = published.batch
     heading = ("rung", "batch (sequences)", "study (GiB)", "textbook (GiB)", "predicted (GiB)")
     if rows:
         heading = (*heading, "this machine (GiB)", "batch on this machine (sequences)")
-    return Part("Peak memory on an A100", heading, lines)
+    return Table("Peak memory on an A100", heading, lines)
 
 
 ROOFLINES = (
     "The roofline is the speed that the kernels of a training step allow: each takes as long as its bytes or its FLOPs "
-    f"do at {REACHED:.0%} of the datasheet's rates. \"% of roofline\" is the study's speed relative to the roofline of "
+    f"do at {ACHIEVABLE_FRACTION:.0%} of the datasheet's rates. \"% of roofline\" is the study's speed "
+    "relative to the roofline of "
     'a textbook loop; "expected" is the same percentage of this project\'s roofline: predicted, not measured. As in '
     "the study, all speeds count one batch of validation in eleven, which takes a third of a step."
 )
 """Note that explains the columns of :func:`rooflines`."""
 
 
-def rooflines() -> Part:
+def rooflines() -> Table:
     """The study's speeds, the rooflines of a textbook loop and of this project, and the speeds to expect."""
     lines: list[tuple[str, ...]] = []
     needs = textbook()
-    for name, config in studied():
+    for name, config in study_rungs():
         rung, published = needs[name], STUDY[name].speed
         assert rung.project_seconds, "each of the study's rungs has a line in the record"
         tokens = VALIDATION * config.micro_batch * config.model.context_length
@@ -271,19 +276,21 @@ def rooflines() -> Part:
         "rung", "study (tokens/s)", "textbook roofline (tokens/s)", "project roofline (tokens/s)",
         "expected (tokens/s)", "% of roofline",
     )  # fmt: skip
-    return Part("Speed on an A100: the study, and the rooflines of a textbook loop and of this project", heading, lines)
+    return Table(
+        "Speed on an A100: the study, and the rooflines of a textbook loop and of this project", heading, lines
+    )
 
 
-DRAWN = ("baseline", "tensor cores", "mixed precision fp16", "compile", "flash attention", "tied weights")
+PICTURED_RUNGS = ("baseline", "tensor cores", "mixed precision fp16", "compile", "flash attention", "tied weights")
 """The study's rungs with the largest effects, which the chart shows."""
 
 
-def picture() -> Figure:
+def draw_study() -> Figure:
     """A chart of :func:`memory` and :func:`rooflines` for the rungs in which the study changed most."""
-    memory_lines, speed_lines = ({line[0]: line for line in table.lines} for table in (memory({}), rooflines()))
+    memory_lines, speed_lines = ({line[0]: line for line in table.rows} for table in (memory({}), rooflines()))
 
     def column(lines: Mapping[str, Sequence[str]], number: int) -> list[float]:
-        return [float(lines[name][number].replace(",", "")) for name in DRAWN]
+        return [float(lines[name][number].replace(",", "")) for name in PICTURED_RUNGS]
 
     study, project = "study", "this project, predicted"
     panels = {
@@ -296,10 +303,10 @@ def picture() -> Figure:
             project: column(speed_lines, 4),
         },
     }  # fmt: skip
-    return charts.grouped([f"{name}\n{STUDY[name].batch} sequences" for name in DRAWN], panels)
+    return charts.grouped_bars([f"{name}\n{STUDY[name].batch} sequences" for name in PICTURED_RUNGS], panels)
 
 
-def expected(rows: Sequence[Measured]) -> dict[str, float]:
+def expected(rows: Sequence[RungResult]) -> dict[str, float]:
     """The study's tokens/s without validation, scaled to this machine by the ratio of their matmul rates, by rung."""
     precision = kinds()
     return {
@@ -309,7 +316,7 @@ def expected(rows: Sequence[Measured]) -> dict[str, float]:
     }
 
 
-def verdict(rows: Sequence[Measured]) -> str:
+def verdict(rows: Sequence[RungResult]) -> str:
     """A sentence with the first rung at which this machine is slower than the study, scaled by the matmul rates."""
     scaled = expected(rows)
     if not scaled:
@@ -330,7 +337,7 @@ def verdict(rows: Sequence[Measured]) -> str:
     return f"{explanation} No rung is significantly below it."
 
 
-def _last(rows: Sequence[Measured]) -> str:
+def _last(rows: Sequence[RungResult]) -> str:
     published = STUDY["data-loading workers"].speed / STUDY["baseline"].speed
     reached = [f"; on this machine, {row.name!r} reaches x{row.total.ratio:.1f}" for row in rows if row.total]
     return f"The study's last rung reaches x{published:.1f} of its baseline's speed{''.join(reached[-1:])}."
@@ -344,7 +351,7 @@ def _caveats(baseline: TrainConfig, deviating: Mapping[str, list[str]]) -> list[
     if deviating:
         rungs = "; ".join(f"{name} ({', '.join(settings)})" for name, settings in deviating.items())
         notes.append(f"These rungs differ from the study and have no expected speed: {rungs}.")
-    _, first = next(studied())
+    _, first = next(study_rungs())
     if (baseline.model, baseline.micro_batch) != (first.model, first.micro_batch):
         own, published = (f"{format_model(each.model)} at batch {each.micro_batch}" for each in (baseline, first))
         notes.append(
@@ -354,7 +361,7 @@ def _caveats(baseline: TrainConfig, deviating: Mapping[str, list[str]]) -> list[
     return notes
 
 
-def _ratio(row: Measured) -> float | None:
+def _ratio(row: RungResult) -> float | None:
     """Speed relative to the baseline's, as measured by the controls around the rung."""
     return 1.0 if row.name == "baseline" else row.total and row.total.ratio
 

@@ -50,19 +50,19 @@ class Suite:
     """Number of seeds for rungs that change the precision or the numerics, to compare their validation losses."""
 
 
-_PLAIN: Changes = {
+_TEXTBOOK_BASE: Changes = {
     "precision": "fp32", "attention": "manual", "optimizer": "adamw", "compile": "off", "checkpointing": "none",
     "loss": "plain", "loss_chunks": 1, "loader_workers": 0, "vocabulary_multiple": 1, "schedule": "constant",
 }  # fmt: skip
 
-_TUNED: Changes = {
+_TUNED_BASE: Changes = {
     "model": "gpt2-124m", "model.context_length": 512, "batch": 32, "vocabulary_multiple": 64, "schedule": "constant",
 }  # fmt: skip
 
 A100 = Suite(
     "a100",
     "GPT-2 124M on one GPU, starting from the textbook loop; each rung keeps the previous changes",
-    _PLAIN | {"model": "gpt2-124m", "model.context_length": 512, "model.tied": False, "batch": 28,
+    _TEXTBOOK_BASE | {"model": "gpt2-124m", "model.context_length": 512, "model.tied": False, "batch": 28,
               "ablate": ("sync", "copy", "collect")},
     (
         Rung("tensor cores", {"precision": "tf32"}),
@@ -87,7 +87,7 @@ A100 = Suite(
 LOOP = Suite(
     "loop",
     "Habits of a training loop and their cost on a small model (two batches are two steps)",
-    _PLAIN | {"model": "small", "batch": 32, "ablate": ("sync", "zero", "copy", "collect", "pages")},
+    _TEXTBOOK_BASE | {"model": "small", "batch": 32, "ablate": ("sync", "zero", "copy", "collect", "pages")},
     (
         Rung("accumulation", {"micro_batch": 8}),
         Rung("gradients set to none", {"ablate": ("sync", "copy", "collect", "pages")}),
@@ -108,7 +108,7 @@ LOOP = Suite(
 MEMORY = Suite(
     "memory",
     "Techniques that save memory, and their cost in speed",
-    _PLAIN | {"model": "gpt2-124m", "attention": "sdpa", "optimizer": "adamw-fused", "batch": 16,
+    _TEXTBOOK_BASE | {"model": "gpt2-124m", "attention": "sdpa", "optimizer": "adamw-fused", "batch": 16,
               "allocator": "default"},
     (
         Rung("accumulation", {"micro_batch": 4}),
@@ -135,7 +135,7 @@ MEMORY = Suite(
 KERNELS = Suite(
     "kernels",
     "Ways in which torch.compile chooses and launches kernels, compared with the defaults for the whole graph",
-    _TUNED | {"compile": "whole"},
+    _TUNED_BASE | {"compile": "whole"},
     (
         Rung("coordinate descent", {"compile": "coordinate-descent"}),
         Rung("max-autotune", {"compile": "max-autotune"}),
@@ -148,7 +148,7 @@ KERNELS = Suite(
 ACCUMULATION = Suite(
     "accumulation",
     "GPT-2 124M with four micro-batches per step; each rung keeps the previous changes",
-    _PLAIN | {"model": "gpt2-124m", "model.context_length": 512, "vocabulary_multiple": 64, "global_batch": 32,
+    _TEXTBOOK_BASE | {"model": "gpt2-124m", "model.context_length": 512, "vocabulary_multiple": 64, "global_batch": 32,
               "micro_batch": 32, "precision": "tf32", "attention": "sdpa", "optimizer": "adamw-fused",
               "ablate": ("copy", "collect")},
     (
@@ -163,15 +163,18 @@ ACCUMULATION = Suite(
 LOADER = Suite(
     "loader",
     "Loader threads, or a stream of books, compared with a loop that reads shards itself",
-    _TUNED,
+    _TUNED_BASE,
     tuple(Rung(f"{count} thread{'s' * (count > 1)}", {"loader_workers": count}) for count in (1, 2, 4)),
 )  # fmt: skip
 
 PRECISION = Suite(
     "precision",
     "Precisions with fewer bits: their cost in validation loss over three seeds, and their gain in speed",
-    _PLAIN | {"model": "gpt2-124m", "model.context_length": 512, "attention": "sdpa", "optimizer": "adamw-fused",
-              "vocabulary_multiple": 64, "batch": 16},
+    _TEXTBOOK_BASE
+    | {
+        "model": "gpt2-124m", "model.context_length": 512, "attention": "sdpa", "optimizer": "adamw-fused",
+        "vocabulary_multiple": 64, "batch": 16,
+    },
     (
         Rung("TF32", {"precision": "tf32"}),
         Rung("fp16", {"precision": "fp16"}, changes_numerics=True),
@@ -186,7 +189,7 @@ PRECISION = Suite(
 SIZES = Suite(
     "sizes",
     "Sizes that fill a GPU's tiles and waves, and sizes that do not",
-    _TUNED,
+    _TUNED_BASE,
     (
         Rung("vocabulary not padded", {"vocabulary_multiple": 1}, changes_numerics=True),
         Rung("vocabulary to 50,432", {"vocabulary_multiple": 256}, changes_numerics=True),
@@ -222,9 +225,9 @@ def find_suite(text: str, start: TrainConfig) -> Suite:
         raise UserError(f"--suite {text!r} is not a suite{nearest(text, SUITES)} The name of a file must end in .py.")
     suite = _from_python(path)
     # On cuda no setting is rejected for the device alone.
-    state = apply(replace(start, device="cuda"), suite.base, f"--suite {path}, the base")
+    state = apply_changes(replace(start, device="cuda"), suite.base, f"--suite {path}, the base")
     for rung in suite.rungs:
-        config = apply(state, rung.changes, f"--suite {path}, rung {rung.name!r}")
+        config = apply_changes(state, rung.changes, f"--suite {path}, rung {rung.name!r}")
         state = config if suite.cumulative else state
     return suite
 
@@ -254,7 +257,7 @@ def _from_python(path: Path) -> Suite:
     return suite
 
 
-def searched(best: TrainConfig) -> Rung:
+def search_result_rung(best: TrainConfig) -> Rung:
     """A rung with the batch and the execution settings of a search's winner."""
     names = (
         "global_batch", "micro_batch", "precision", "attention", "compile", "checkpointing", "loss", "loss_chunks",
@@ -264,10 +267,10 @@ def searched(best: TrainConfig) -> Rung:
 
 
 STREAMING = "streaming"
-"""Name of the rung of :func:`streamed`."""
+"""Name of the rung of :func:`streaming_rung`."""
 
 
-def streamed(sources: Iterable[str]) -> Rung:
+def streaming_rung(sources: Iterable[str]) -> Rung:
     """A rung that trains directly from the books ``sources`` instead of from shards.
 
     Its loss may differ, because it sees other windows in another order.
@@ -284,7 +287,7 @@ def choose(suite: Suite, names: Iterable[str]) -> Suite:
     return replace(suite, rungs=tuple(rung for rung in suite.rungs if rung.name in names))
 
 
-def short_form(suite: Suite) -> Suite:
+def for_cpu(suite: Suite) -> Suite:
     """``suite`` for a CPU: with the model tiny and one eighth of each batch, in the baseline and in every rung."""
 
     def shorten(changes: Changes) -> Changes:
@@ -301,10 +304,10 @@ def with_model(suite: Suite, model: AnyModel | None) -> Suite:
     """``suite`` for another model than its own, without the context length and the settings that are not for it."""
     replaced = ("model", "model.context_length") if "model" in suite.base else ()
     base = {name: value for name, value in suite.base.items() if name not in replaced}
-    return replace(suite, base={n: v for n, v in base.items() if not (model and model.lacks(n, v))})
+    return replace(suite, base={n: v for n, v in base.items() if not (model and model.unsupported_reason(n, v))})
 
 
-def apply(config: TrainConfig, changes: Changes, source: str = "the suite") -> TrainConfig:
+def apply_changes(config: TrainConfig, changes: Changes, source: str = "the suite") -> TrainConfig:
     """``config`` with the ``changes``. Raises ``UserError`` that names ``source`` as the origin of the changes."""
     settings = {*TrainConfig.__dataclass_fields__, *(f"model.{field.name}" for field in fields(ModelConfig))}
     settings = (settings | {"batch", "vocabulary_multiple"}) - {"data"}  # The ladder's --data sets it.
@@ -319,7 +322,7 @@ def apply(config: TrainConfig, changes: Changes, source: str = "the suite") -> T
     except UserError as mistake:
         raise UserError(f"{source}: {mistake}") from mistake
     for name, value in changes.items():
-        if reason := model.lacks(name, value):
+        if reason := model.unsupported_reason(name, value):
             raise UserError(f"{source}: {name}={value} does not apply to {format_model(model)}: {reason}.")
     parts = {name.removeprefix("model."): value for name, value in changes.items() if name.startswith("model.")}
     if multiple := changes.get("vocabulary_multiple"):

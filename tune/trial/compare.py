@@ -24,23 +24,23 @@ class Difference:
     """Width of the widest control interval that the ratio depends on, as a fraction of the control's speed."""
 
     @property
-    def unclear(self) -> bool:
+    def is_inconclusive(self) -> bool:
         """Whether the control is too imprecise for any conclusion."""
         return self.control_width > WIDEST_CONTROL
 
     @property
-    def different(self) -> bool:
+    def is_significant(self) -> bool:
         """Whether the interval excludes equal speeds, and the control is precise enough for a conclusion."""
-        return not (self.unclear or self.low <= 1 <= self.high)
+        return not (self.is_inconclusive or self.low <= 1 <= self.high)
 
 
-def over(speed: Estimate, control: Estimate) -> Difference:
+def ratio_of(speed: Estimate, control: Estimate) -> Difference:
     """The ratio of ``speed`` to the control's, from their own intervals alone."""
     return Difference(*power_product([(speed, 1.0), (control, -1.0)]), control_width=control.width)
 
 
 @dataclass(frozen=True)
-class Interleaved:
+class InterleavedRuns:
     """Speeds (tokens/s) in the order of the runs: control, rung, control, rung, ..., control."""
 
     controls: Sequence[Estimate]
@@ -58,7 +58,7 @@ class Interleaved:
         return sum((b - a) ** 2 for a, b in itertools.pairwise(logs)) / (2 * (len(logs) - 1))
 
     @property
-    def freedom(self) -> float:
+    def degrees_of_freedom(self) -> float:
         """Degrees of freedom of :attr:`variance`: fewer than differences, because consecutive ones share a control.
 
         They match its first two moments under a normal distribution (von Neumann et al., Annals of Mathematical
@@ -90,7 +90,9 @@ class Interleaved:
         speeds = [(run, power) for run, power in factors if run is not None]
         if len(speeds) < len(factors):
             return None
-        log_error = t_quantile(self.freedom) * math.sqrt(self.variance * sum(power**2 for _, power in speeds))
+        log_error = t_quantile(self.degrees_of_freedom) * math.sqrt(
+            self.variance * sum(power**2 for _, power in speeds)
+        )
         width = max(self.control_around(rung).width for rung in rungs)
         return Difference(*power_product(speeds, log_error=log_error), control_width=width)
 

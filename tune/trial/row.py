@@ -37,7 +37,7 @@ class Proposal:
     """Repetition of the candidate in this stage: the confirmation round, or 1 for a retry with more time."""
     predicted_memory: float | None = None
     predicted_speed: float | None = None
-    bar: float | None = None
+    speed_threshold: float | None = None
     """Speed that the trial must reach to win; it stops once it cannot. None: it always runs to its end."""
     node: str | None = None
     """The node that must run the trial, if it is a ``control``; None: any node."""
@@ -139,12 +139,12 @@ def _read_row(path: Path) -> TrialRow:
         raise UserError(f"{path} is corrupt ({damage}). Delete it to run its trial again.") from damage
 
 
-def feasible(rows: Sequence[TrialRow]) -> list[TrialRow]:
+def rows_with_speed(rows: Sequence[TrialRow]) -> list[TrialRow]:
     """Rows of trials that stayed within the memory limit and have a speed."""
     return [row for row in rows if row.outcome in ("ok", "stopped") and row.tokens_per_second]
 
 
-def measured(speed: Estimate, memory: int | None, rows: Sequence[TrialRow]) -> dict[str, Any]:
+def measurement_json(speed: Estimate, memory: int | None, rows: Sequence[TrialRow]) -> dict[str, Any]:
     """The measurements of a candidate's ``rows`` in ``best.json``, the reference if a later run is slower."""
     waits = [row.data_wait_fraction for row in rows if row.data_wait_fraction is not None]
     averages = [row.telemetry for row in rows if row.telemetry]
@@ -162,7 +162,7 @@ def measured(speed: Estimate, memory: int | None, rows: Sequence[TrialRow]) -> d
     }
 
 
-def flat_row(row: TrialRow) -> dict[str, Any]:
+def flatten_row(row: TrialRow) -> dict[str, Any]:
     """A row as one flat dictionary with the candidate's values, without the values of single steps and telemetry."""
     values = {k: v for k, v in to_json(row).items() if k not in ("candidate", "step_seconds", "losses", "telemetry")}
     return {"micro_batch": row.candidate.micro_batch} | dict(row.candidate.knobs) | values

@@ -16,16 +16,16 @@ from infra.device.hardware import peak_flops
 from infra.device.telemetry import Telemetry
 from infra.errors import UserError, first_line
 from infra.storage.directory import StorageDir
-from pipeline.cache import on_this_machine
+from pipeline.cache import ensure_local
 from train.config import TrainConfig, config_from_json
-from train.data.source import stream_of
+from train.data.source import open_stream
 from train.data.stream import StreamData
-from train.estimate.flops import per_token, utilisation
-from train.loop.execution import choose_allocator
-from train.loop.memory import is_exhausted
-from train.loop.memory_limit import Limit
+from train.estimate.flops import model_flops_per_token, utilization
+from train.loop.execution import configure_allocator
+from train.loop.memory import is_oom_error
+from train.loop.memory_limit import MemoryLimit
 from train.loop.oom import OutOfMemory
-from train.loop.result_builder import Spent
+from train.loop.result_builder import StepTimes
 from train.loop.throughput import steady_state
 from train.loop.trainer import Trainer
 from train.result import CycleReport, RunResult
@@ -39,7 +39,7 @@ cache."""
 
 
 @dataclass(frozen=True)
-class Early:
+class StopRule:
     """The rule by which a trial that only measures speed ends: its time limit, or the precision of its speed."""
 
     seconds: float
@@ -49,7 +49,7 @@ class Early:
 
 
 @dataclass(frozen=True)
-class Request:
+class TrialRequest:
     """The input of a trial's process. Sizes in bytes, times in seconds."""
 
     key: str
@@ -61,18 +61,18 @@ class Request:
     node: str
     """Name of the machine that runs the trial, for its row."""
     memory_limit: int | None = None
-    early: Early | None = None
+    early: StopRule | None = None
     """None for a rung: the config alone sets its length, because its losses are compared, too."""
     patience: float | None = None
     """Time after its start at which the trial's process is killed."""
 
 
-def pending(request: Request) -> TrialRow:
+def pending(request: TrialRequest) -> TrialRow:
     """A row without speed and memory for a running trial, so that strategies do not propose it again."""
     return unmeasured(request, "ok", "running", 0.0)
 
 
-def unmeasured(request: Request, outcome: TrialOutcome, reason: str, seconds: float) -> TrialRow:
+def unmeasured(request: TrialRequest, outcome: TrialOutcome, reason: str, seconds: float) -> TrialRow:
     """The row of a trial without measurements."""
     proposal, config = request.proposal, request.config
     return TrialRow(
@@ -83,14 +83,14 @@ def unmeasured(request: Request, outcome: TrialOutcome, reason: str, seconds: fl
 
 
 @dataclass
-class Watch:
+class TrialMonitor:
     """Monitors a running trial after each step and decides when it ends. A trial's cycle has one step."""
 
-    early: Early
-    bar: float | None
+    early: StopRule
+    speed_threshold: float | None
     """Tokens per second that the trial must reach to win."""
     step_tokens: int
-    limit: Limit
+    limit: MemoryLimit
     seconds: list[float] = field(default_factory=list)
     """Duration of each step in seconds."""
     retries: list[int] = field(default_factory=list)
@@ -114,7 +114,7 @@ class Watch:
         elif self.started_at and time.monotonic() - self.started_at > self.early.seconds:
             self.verdict = "time"
         else:
-            bar_seconds = self.step_tokens / self.bar if self.bar else None
+            bar_seconds = self.step_tokens / self.speed_threshold if self.speed_threshold else None
             precision = self.early.precision
             self.verdict = early_stop.verdict(self.counted(), bar_seconds=bar_seconds, precision=precision) or ""
         return bool(self.verdict)
@@ -129,14 +129,14 @@ class Watch:
         return {i for i in range(FIRST_STEPS, len(self.retries)) if self.retries[i] != self.retries[i - 1]}
 
 
-def fetch_data(request: Request) -> None:
+def fetch_data(request: TrialRequest) -> None:
     """Download the trial's data to this machine. Raises ``UserError`` if storage fails, which is not an outcome."""
     config = config_from_json(request.config, "the trial's config")
     if not config.stream:
-        on_this_machine(StorageDir.of(config.data))
+        ensure_local(StorageDir.of(config.data))
 
 
-def run(request: Request) -> tuple[TrialRow, str | None]:
+def run(request: TrialRequest) -> tuple[TrialRow, str | None]:
     """Run the trial. Errors of its configuration are outcomes and not raised.
 
     Returns: (the trial's row, the traceback if it failed unexpectedly).
@@ -144,27 +144,27 @@ def run(request: Request) -> tuple[TrialRow, str | None]:
     started_at = time.monotonic()
     config = config_from_json(request.config, "the trial's config")
     limit = watch = result = trace = None
-    times = Spent()
+    times = StepTimes()
     try:
-        choose_allocator(config)
-        limit = Limit.impose(request.memory_limit, config.device) if request.memory_limit else None
+        configure_allocator(config)
+        limit = MemoryLimit.apply(request.memory_limit, config.device) if request.memory_limit else None
         if request.early and limit:
-            watch = Watch(request.early, request.proposal.bar, config.step_tokens, limit)
+            watch = TrialMonitor(request.early, request.proposal.speed_threshold, config.step_tokens, limit)
             trainer = Trainer(config, on_cycle=watch.on_cycle, should_stop=watch.should_stop)
         else:
-            data = StreamData(config, stream_of(config)) if config.stream else None
+            data = StreamData(config, open_stream(config)) if config.stream else None
             trainer = Trainer(config, data=data, limit=limit)
-        times = trainer.spent
+        times = trainer.times
         with Telemetry(lambda second, metrics: None) as telemetry:
             result = trainer.run()
         result = replace(result, telemetry=trainer.while_training(telemetry))
         if watch:
             watch.retries.append(_retries(watch.limit.device))
-        outcome, reason = judge(result, watch)
+        outcome, reason = classify_outcome(result, watch)
     except UserError as mistake:
         outcome, reason = "failed", str(mistake).rstrip(".")
     except Exception as failure:  # noqa: BLE001 a trial that fails is a row like any other
-        if isinstance(failure, OutOfMemory) or (isinstance(failure, RuntimeError) and is_exhausted(failure)):
+        if isinstance(failure, OutOfMemory) or (isinstance(failure, RuntimeError) and is_oom_error(failure)):
             outcome, reason = "oom", first_line(failure)
         else:
             outcome, reason = "failed", f"{type(failure).__name__}: {first_line(failure)}"
@@ -173,11 +173,11 @@ def run(request: Request) -> tuple[TrialRow, str | None]:
     return replace(row, seconds=time.monotonic() - started_at), trace
 
 
-def judge(result: RunResult, watch: Watch | None = None) -> tuple[TrialOutcome, str]:
+def classify_outcome(result: RunResult, watch: TrialMonitor | None = None) -> tuple[TrialOutcome, str]:
     """Returns: (outcome, reason) of a run that ended without an exception; ``watch`` monitored a search's trial."""
     if result.outcome in ("oom", "over_limit"):
         return result.outcome, result.reason
-    if watch and (excess := watch.limit.excess()):
+    if watch and (excess := watch.limit.excess_message()):
         return "over_limit", excess
     if result.impossible or result.outcome == "diverged":
         return "failed", result.impossible or result.reason
@@ -197,15 +197,15 @@ def judge(result: RunResult, watch: Watch | None = None) -> tuple[TrialOutcome, 
         advice = "; increase --trial-time" if in_time else ""
         return "failed", f"only {len(watch.counted())} valid steps{in_time}, too few to measure a speed{advice}"
     if watch.verdict == "cannot win":
-        return "stopped", f"cannot reach {watch.bar:,.0f} tokens/s after {measured.steps} steps"
+        return "stopped", f"cannot reach {watch.speed_threshold:,.0f} tokens/s after {measured.steps} steps"
     reasons = {"precise": "speed interval is narrow enough", "time": "trial time reached"}
     note = f"; {rejected} step excluded" if rejected else ""  # From two steps on, the outcome is thrash.
     return "ok", reasons.get(watch.verdict, f"completed {result.steps} steps") + note
 
 
 def make_row(
-    row: TrialRow, config: TrainConfig, result: RunResult | None, watch: Watch | None = None,
-    times: Spent | None = None, limit: Limit | None = None,
+    row: TrialRow, config: TrainConfig, result: RunResult | None, watch: TrialMonitor | None = None,
+    times: StepTimes | None = None, limit: MemoryLimit | None = None,
 ) -> TrialRow:  # fmt: skip
     """``row``, which has the outcome, with all measurements up to it."""
     measured = steady_state(watch.counted(), config.step_tokens) if watch else result and result.throughput
@@ -222,11 +222,11 @@ def make_row(
         losses=[loss for cycle in times.reports for loss in cycle.step_losses] if times else [],
     )  # fmt: skip
     if measured:
-        speed, flops = measured.tokens_per_second, per_token(config)
+        speed, flops = measured.tokens_per_second, model_flops_per_token(config)
         peak = peak_flops(result.device, config.precision) if result else None
         row = replace(
             row, tokens_per_second=speed, low=measured.low, high=measured.high, flops_per_second=speed * flops,
-            mfu=utilisation(speed, flops, peak, 1),
+            mfu=utilization(speed, flops, peak, 1),
             compile_seconds=max(0.0, steps[0] - config.step_tokens / speed) if steps else None,
         )  # fmt: skip
     if result:

@@ -32,7 +32,7 @@ from train.model_config import PRESETS
 from train.resolved import resolve
 from tune.config import SearchConfig
 from tune.space import Candidate, Space, make_space
-from tune.strategy.base import Confirmed, Strategy
+from tune.strategy.base import ConfirmBest, Strategy
 from tune.strategy.memory_aware import MemorySearcher
 from tune.strategy.optuna_tpe import OptunaSearcher, optuna_trials
 from tune.strategy.ranking import rank
@@ -57,7 +57,7 @@ class Largest:
     def propose(self, rows: Sequence[TrialRow]) -> Proposal | None:
         """The next size to try."""
         knobs = self.space.control.knobs
-        sizes = self.space.sizes_of(knobs)
+        sizes = self.space.micro_batches_for(knobs)
         good = [row.candidate.micro_batch for row in rows if row.outcome == "ok"]
         bad = [row.candidate.micro_batch for row in rows if row.outcome != "ok"]
         left = [s for s in sizes if s > max(good, default=0) and s < min(bad, default=10**9)]
@@ -76,7 +76,7 @@ class Largest:
 def ours(machine: Machine) -> Strategy:
     """The search as the command makes it."""
     memory = MemorySearcher(machine.space, machine.prior, machine.limit)
-    return Confirmed(memory, machine.space, SearchConfig().confirm)
+    return ConfirmBest(memory, machine.space, SearchConfig().confirm)
 
 
 def probed(machine: Machine) -> Strategy:
@@ -86,8 +86,8 @@ def probed(machine: Machine) -> Strategy:
     (train/loop/probe.py) and take four micro-batches.
     """
     space, noise = machine.space, random.Random(machine.seed)
-    first = space.sizes_of(space.control.knobs)[0]
-    sizes = (first, next(size for size in space.sizes_of(space.control.knobs) if size >= 3 * first))
+    first = space.micro_batches_for(space.control.knobs)[0]
+    sizes = (first, next(size for size in space.micro_batches_for(space.control.knobs) if size >= 3 * first))
     peaks: list[float] = []
     for number, size in enumerate(sizes):
         row = machine.run(Proposal(Candidate(size, space.control.knobs), "probe"), number, race=False)
@@ -99,7 +99,7 @@ def probed(machine: Machine) -> Strategy:
         return peaks[0] + slope * (candidate.micro_batch - first)
 
     memory = MemorySearcher(space, prior, machine.limit)
-    return Confirmed(memory, space, SearchConfig().confirm)
+    return ConfirmBest(memory, space, SearchConfig().confirm)
 
 
 SEARCHES: dict[str, Callable[[Machine], Strategy]] = {

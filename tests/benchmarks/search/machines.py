@@ -11,7 +11,7 @@ from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Protocol
 
-from infra.device.hardware import cpu_facts
+from infra.device.hardware import cpu_info
 from infra.schema import from_json
 from train.config import config_from_json
 from train.estimate.memory import CONTEXT
@@ -115,7 +115,7 @@ class Simulated:
         draw = random.Random(self.seed)
         self.tilt = {name: draw.uniform(0.9, 1.1) for name in BASE}
         self.effect = {key: draw.uniform(0.96, 1.04) for key in EFFECTS}
-        self.dips = {size: draw.uniform(0.0, 0.012) for size in self.space.sizes}
+        self.dips = {size: draw.uniform(0.0, 0.012) for size in self.space.micro_batches}
         self.prior_slope, self.prior_rest = draw.uniform(0.88, 1.08), draw.uniform(-1.2e9, 0.6e9)
         self.noise = random.Random(self.seed + 10**6)
         self.known: dict[Candidate, float] = {}
@@ -145,7 +145,7 @@ class Simulated:
         """True tokens per second; where the accumulation is searched, a step costs once what a micro-batch costs."""
         size, batch = candidate.micro_batch, self.space.global_batch(candidate)
         dip = self.dips[size] + (0.02 if size % 8 else 0.0) + (0.04 if size % 2 else 0.0)
-        fixed = 1 / size + (1 / batch if self.space.free else 0.0)
+        fixed = 1 / size + (1 / batch if self.space.is_accumulation_searched else 0.0)
         return self.value("speed", candidate) * (1 - dip) / (1 + self.value("half", candidate) * fixed)
 
     def fits(self, candidate: Candidate) -> bool:
@@ -162,7 +162,7 @@ class Simulated:
             step = config.step_tokens / self.speed(candidate) * self.noise.gauss(1.0, 0.003)
             row = replace(row, outcome="thrash", memory=int(memory), seconds=START_SECONDS + 8 * step)
             if self.fits(candidate):
-                times, bar = [step + self.value("compile", candidate)], proposal.bar if race else None
+                times, bar = [step + self.value("compile", candidate)], proposal.speed_threshold if race else None
                 drift = 0.0
                 while len(times) < STEPS and not (race and _ended(times, config.step_tokens, bar)):
                     drift = 0.6 * drift + self.noise.gauss(0.0, 0.006)
@@ -190,7 +190,7 @@ class Replayed:
 
     def __post_init__(self) -> None:
         kept = json.loads(self.record.read_text(encoding="utf-8"))
-        self.space = make_space(resolve(config_from_json(kept["base"], str(self.record)), cpu_facts()), kept["knobs"])
+        self.space = make_space(resolve(config_from_json(kept["base"], str(self.record)), cpu_info()), kept["knobs"])
         self.idle = float(kept["idle_bytes"])
         self.rows: dict[Candidate, list[TrialRow]] = {}
         for row in (from_json(TrialRow, values, self.record) for values in kept["rows"]):
@@ -222,7 +222,7 @@ class Replayed:
         start = real.seconds - sum(real.step_seconds)
         row = new_row(proposal, number, self.space, "over_limit", start)
         times, tokens = real.step_seconds, self.space.base.step_tokens
-        bar = proposal.bar if race else None
+        bar = proposal.speed_threshold if race else None
         if (real.memory or 0) > self.limit:
             row = replace(row, memory=real.memory, seconds=start + times[0])
         else:

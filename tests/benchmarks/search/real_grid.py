@@ -23,7 +23,7 @@ from pathlib import Path
 
 import numpy as np
 
-from infra.device.hardware import cpu_facts
+from infra.device.hardware import cpu_info
 from infra.device.provenance import collect
 from infra.schema import from_json, to_json
 from infra.storage.files import write_json
@@ -33,7 +33,7 @@ from train.model_config import ModelConfig
 from train.resolved import resolve
 from tune.space import make_space
 from tune.trial.row import Proposal, TrialRow
-from tune.trial.run import Early, Request, run
+from tune.trial.run import StopRule, TrialRequest, run
 
 MODEL = ModelConfig(layers=2, heads=2, width=64, context_length=64, vocabulary=512, padded_vocabulary=512)
 KNOBS = ("checkpointing=none,selective,full",)
@@ -54,7 +54,7 @@ def main() -> int:
         data="made", model=MODEL, global_batch=24, micro_batch=4, device="cpu", attention="sdpa",
         precision="fp32",
     )  # fmt: skip
-    space = make_space(resolve(base, cpu_facts()), KNOBS)
+    space = make_space(resolve(base, cpu_info()), KNOBS)
     kept = json.loads(chosen.record.read_text()) if chosen.record.exists() else {"rows": []}
     rows = [from_json(TrialRow, row, chosen.record) for row in kept["rows"]]
     done = {(row.candidate, row.round) for row in rows}
@@ -68,17 +68,17 @@ def main() -> int:
             continue
         with tempfile.TemporaryDirectory() as folder:
             write_data(Path(folder) / "made")
-            request = Request(
-                "m", len(rows) + 1, space.label(candidate), Proposal(candidate, "probe", repeat),
+            request = TrialRequest(
+                "m", len(rows) + 1, space.short_label(candidate), Proposal(candidate, "probe", repeat),
                 replace(space.config(candidate), data=f"{folder}/made", steps=STEPS, cycle=Cycle(1, 0)).to_json(),
-                socket.gethostname(), 2**60, Early(600.0, 1e-9),
+                socket.gethostname(), 2**60, StopRule(600.0, 1e-9),
             )  # fmt: skip
             with ProcessPoolExecutor(1, multiprocessing.get_context("spawn")) as process:
                 row, _ = process.submit(run, request).result()
         rows.append(row)
         done.add((candidate, repeat))
         speed = f"{row.tokens_per_second or 0:,.0f} tok/s"
-        print(f"{len(rows)} of {len(order)}: {space.label(candidate)} {row.outcome} {speed}", flush=True)
+        print(f"{len(rows)} of {len(order)}: {space.short_label(candidate)} {row.outcome} {speed}", flush=True)
         write_json(
             chosen.record,
             {

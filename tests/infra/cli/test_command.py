@@ -16,7 +16,7 @@ from pathlib import Path
 
 import pytest
 
-from infra.cli.command import uninterrupted
+from infra.cli.command import delay_interrupts
 from infra.cli.console import _Console
 
 HARD_LIMIT = resource.getrlimit(resource.RLIMIT_FSIZE)[1]
@@ -89,7 +89,7 @@ def main(options):
     if options.do == "terminate":
         signal.raise_signal(signal.SIGTERM)
     if options.do == "get stuck":
-        command.LEAVING_SECONDS = 0.5
+        command.EXIT_TIMEOUT_SECONDS = 0.5
         signal.signal(signal.SIGINT, lambda *_: None)  # as a call that does not return has it
         signal.raise_signal(signal.SIGINT)
         time.sleep(60)
@@ -297,7 +297,7 @@ def test_help_describes_the_command_and_its_flags() -> None:
 def test_a_first_interrupt_waits_for_what_must_be_whole_and_a_second_does_not() -> None:
     done: list[int] = []
 
-    @uninterrupted()
+    @delay_interrupts()
     def work(interrupts: int) -> None:
         for _ in range(interrupts):
             signal.raise_signal(signal.SIGINT)

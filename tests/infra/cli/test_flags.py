@@ -12,7 +12,7 @@ import pytest
 import tyro
 
 from infra.cli import main
-from infra.cli.flags import given, parsed, sentence
+from infra.cli.flags import parse_flags, parse_only, summarize_tyro_error
 from infra.cli.units import Bytes, BytesOrNone
 from infra.errors import UserError
 
@@ -40,7 +40,7 @@ class Options:
 
 def read(monkeypatch: pytest.MonkeyPatch, *words: str) -> Options:
     monkeypatch.setattr(sys, "argv", ["command", *words])
-    return parsed(Options, "a command")
+    return parse_flags(Options, "a command")
 
 
 def test_what_is_right_is_read(monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]) -> None:
@@ -64,7 +64,7 @@ def test_a_file_may_begin_with_a_dash(monkeypatch: pytest.MonkeyPatch, tmp_path:
 
 def test_some_flags_are_read_before_the_defaults_of_others_are_known(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(sys, "argv", ["command", "--steps", "3", "--how=fast", "--count", "0", "a.txt", "--help"])
-    some = given(Options, "how", "rate")
+    some = parse_only(Options, "how", "rate")
     assert vars(some) == {"how": "fast", "rate": None}
 
 
@@ -138,7 +138,7 @@ def test_a_mistake_is_one_sentence_that_names_the_flag(
     module = importlib.import_module(main.COMMANDS[name][0])
     default: Any = getattr(module, "defaults", None)
     with pytest.raises(UserError) as mistake:
-        parsed(getattr(module, main.COMMANDS[name][1]), "a command", default and default())
+        parse_flags(getattr(module, main.COMMANDS[name][1]), "a command", default and default())
     sentence = str(mistake.value)
     assert all(word in sentence for word in said.split()), sentence
     assert sentence.endswith((".", "?"))
@@ -150,7 +150,9 @@ def test_every_command_has_its_mistakes() -> None:
 
 
 def test_a_message_in_another_form_is_repeated() -> None:
-    assert sentence("╭─ Title ─╮\n│ Something else went wrong │\n╰─────────╯") == "Something else went wrong."
+    assert (
+        summarize_tyro_error("╭─ Title ─╮\n│ Something else went wrong │\n╰─────────╯") == "Something else went wrong."
+    )
 
 
 @pytest.mark.parametrize("name", list(MISTAKES))
@@ -163,7 +165,7 @@ def test_help_shows_the_main_flags_first_and_every_other_one_under_a_heading(
     monkeypatch.setattr(sys, "argv", ["command", "--help"])
     monkeypatch.setattr(sys, "stdout", io.TextIOWrapper(printed, "ascii"))
     with pytest.raises(SystemExit):
-        parsed(getattr(importlib.import_module(module), kind), "a command")
+        parse_flags(getattr(importlib.import_module(module), kind), "a command")
     text = printed.getvalue().decode()
     _, *boxes = re.split(r"(?m)^ ([a-zA-Z ]+?) *\n -+ *\n", text)
     groups = dict(zip(boxes[::2], boxes[1::2], strict=True))
@@ -184,6 +186,6 @@ def test_settings_in_groups_are_read_like_others(monkeypatch: pytest.MonkeyPatch
         sys, "argv", ["command", "--seed", "4", "--trial-steps", "9", "--no-fp8", "--knobs", "loss=plain"]
     )
     default = SearchConfig(name="one", training=TrainConfig(steps=3, beta1=0.8))
-    found = parsed(SearchConfig, "a command", default)
+    found = parse_flags(SearchConfig, "a command", default)
     assert (found.name, found.trial_steps, found.knobs) == ("one", 9, ("loss=plain",))
     assert found.training == TrainConfig(steps=3, beta1=0.8, seed=4)

@@ -15,7 +15,7 @@ import pytest
 
 from infra.cli import progress
 from infra.cli.console import _Console
-from infra.cli.progress import Doing, doing
+from infra.cli.progress import Status, status
 
 ROOT = Path(__file__).resolve().parents[3]
 
@@ -23,13 +23,13 @@ SCRIPT = """
 import time
 from infra.cli import progress
 from infra.cli.console import console, errors
-from infra.cli.progress import doing
-progress.REFRESHES = 50.0  # a busy machine may not come to one of two per second
-with doing("starting Ray") as shown:
+from infra.cli.progress import status
+progress.REFRESH_HZ = 50.0  # a busy machine may not come to one of two per second
+with status("starting Ray") as shown:
     time.sleep(0.7)
     console.print("a line")
     errors.print("a warning")
-    with doing("looking around"):
+    with status("looking around"):
         time.sleep(0.6)
     shown.now("training", "step 1 of 2 | " + "x" * 100)
     time.sleep(0.6)
@@ -83,18 +83,18 @@ def test_a_pipe_gets_a_line_after_seconds_and_then_seldom(
         time.sleep(0.2)
         return printed.getvalue().splitlines()
 
-    with doing("starting Ray") as shown:
+    with status("starting Ray") as shown:
         assert after(0.1, 0) == []
         assert after(0.2, 1) == ["... starting Ray (0s)"]
-        shown.now("training", "step 1 of 9")
-        assert len(after(progress.EVERY_SECONDS - 1, 1)) == 1
+        shown.update("training", "step 1 of 9")
+        assert len(after(progress.PIPE_INTERVAL_SECONDS - 1, 1)) == 1
         assert after(2, 2)[1:] == ["... training: step 1 of 9"]
     assert capsys.readouterr().out == "", "which may be a file for the text of a model"
 
 
 def test_a_pipe_is_not_told_of_what_has_only_begun(clock: list[float], capsys: pytest.CaptureFixture[str]) -> None:
     """However long this machine takes."""
-    with doing("starting Ray"):
+    with status("starting Ray"):
         time.sleep(0.3)
         assert capsys.readouterr().err == ""
         clock[0] += 3600
@@ -104,9 +104,9 @@ def test_a_pipe_is_not_told_of_what_has_only_begun(clock: list[float], capsys: p
 
 
 def test_the_seconds_are_those_of_what_is_done_now() -> None:
-    task = Doing("training")
+    task = Status("training")
     task._since -= 3600
-    task.now("training", "step 1 of 2")
+    task.update("training", "step 1 of 2")
     assert task.seconds >= 3600
-    task.now("saving")
+    task.update("saving")
     assert task.seconds < 3600

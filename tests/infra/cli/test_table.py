@@ -3,7 +3,7 @@
 import pytest
 
 from infra.cli.console import console
-from infra.cli.table import Part, Report, facts, tables
+from infra.cli.table import Report, Table, summary, tables
 
 HEADING = ("rung", "tokens/s", "step", "GB", "[loss]")
 LINES = [("baseline", "1,000", "", "10.00", "3.250"), ("[fast] one", "123,456,789", "1.50x ±7%", "9.00", "3.249")]
@@ -51,7 +51,7 @@ def test_a_word_that_does_not_fit_is_parted_and_the_first_column_never(capsys: p
 
 def test_a_cell_cannot_leave_its_table_and_makes_no_link() -> None:
     lines = [["A | B\n\n# C", "1"], ["<script>alert(1)</script>", r"![x](http://a/b.png) \[y](javascript:z)"]]
-    assert Part("Books", ["book", "tokens"], lines).markdown().splitlines() == [
+    assert Table("Books", ["book", "tokens"], lines).markdown().splitlines() == [
         "#### Books",
         "",
         "| book | tokens |",
@@ -65,19 +65,19 @@ ROWS = [("What", "tiny"), ("Speed", "1 <b>"), ("Loss", "2"), ("Next", "`go`")]
 
 
 def test_facts_are_three_lines_of_markdown_or_as_many_as_they_are() -> None:
-    assert facts(ROWS).split("  \n") == ["**What:** tiny", "**Speed:** 1 &lt;b> · **Loss:** 2", "**Next:** `go`"]
-    assert [facts(ROWS[:number]).count("  \n") for number in (1, 2, 3)] == [0, 1, 2]
+    assert summary(ROWS).split("  \n") == ["**What:** tiny", "**Speed:** 1 &lt;b> · **Loss:** 2", "**Next:** `go`"]
+    assert [summary(ROWS[:number]).count("  \n") for number in (1, 2, 3)] == [0, 1, 2]
 
 
 def test_a_report_is_told_alike_with_its_facts_first_on_a_page_and_last_on_a_terminal(
     capsys: pytest.CaptureFixture[str],
 ) -> None:
-    report = Report(ROWS, ["- a [b] note", Part("", ("", ""), [("books", "66")])])
+    report = Report(ROWS, ["- a [b] note", Table("", ("", ""), [("books", "66")])])
     report.show()
     shown = [line.rstrip() for line in capsys.readouterr().out.splitlines()]
     assert shown == ["- a [b] note", "", "books  66", "", "What   tiny", "Speed  1 <b>", "Loss   2", "Next   go"]
     page = report.markdown()
-    assert page.startswith(facts(ROWS))
+    assert page.startswith(summary(ROWS))
     assert page.endswith("\n\n- a [b] note\n\n|  |  |\n| --- | --- |\n| books | 66 |\n")
 
 

@@ -20,7 +20,7 @@ import jsonschema
 import pytest
 import yaml
 
-from infra.cli.flags import parsed
+from infra.cli.flags import parse_flags
 from infra.cli.main import COMMANDS
 
 ROOT = Path(__file__).parents[3]
@@ -339,4 +339,4 @@ def test_a_command_takes_its_flags(command: str, monkeypatch: pytest.MonkeyPatch
     _, _, module, *words = shlex.split(command)
     ((name, kind),) = [entry for entry in COMMANDS.values() if entry[0].removesuffix(".__main__") == module]
     monkeypatch.setattr(sys, "argv", ["command", *words])
-    assert parsed(getattr(importlib.import_module(name), kind), command)
+    assert parse_flags(getattr(importlib.import_module(name), kind), command)

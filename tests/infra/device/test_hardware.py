@@ -9,23 +9,23 @@ import pytest
 
 from infra.device import hardware
 from infra.device.gpu import GpuState
-from infra.device.hardware import DeviceFacts, cpu_facts, device_facts
+from infra.device.hardware import DeviceInfo, cpu_info, device_info
 
 
 @pytest.mark.parametrize(
     ("capability", "facts"),
     [
-        ((8, 0), DeviceFacts("cuda", "a GPU", (8, 0), bf16=True)),
-        ((7, 5), DeviceFacts("cuda", "a GPU", (7, 5), bf16=False)),
-        (None, DeviceFacts("cuda", "a GPU", (0, 0), bf16=False)),
+        ((8, 0), DeviceInfo("cuda", "a GPU", (8, 0), bf16=True)),
+        ((7, 5), DeviceInfo("cuda", "a GPU", (7, 5), bf16=False)),
+        (None, DeviceInfo("cuda", "a GPU", (0, 0), bf16=False)),
     ],
 )
 def test_a_gpu_multiplies_bf16_from_ampere_on(
-    monkeypatch: pytest.MonkeyPatch, capability: tuple[int, int] | None, facts: DeviceFacts
+    monkeypatch: pytest.MonkeyPatch, capability: tuple[int, int] | None, facts: DeviceInfo
 ) -> None:
     state = GpuState("a GPU", "570", 80 * 10**9, 0, None, (), None, None, None, None, capability=capability)
     monkeypatch.setattr(hardware, "read_gpu", lambda: state)
-    assert device_facts() == facts
+    assert device_info() == facts
 
 
 @pytest.mark.parametrize(
@@ -39,15 +39,17 @@ def test_a_cpu_multiplies_bf16_where_the_kernel_says_so(
     monkeypatch.setattr(hardware, "read_gpu", lambda: None)
     if flags is not None:
         (tmp_path / "cpuinfo").write_text(f"processor\t: 0\nflags\t\t: {flags}\n")
-    assert device_facts() == cpu_facts() == DeviceFacts("cpu", "cpu", bf16=bf16)
+    assert device_info() == cpu_info() == DeviceInfo("cpu", "cpu", bf16=bf16)
 
 
 def test_what_others_use_of_a_gpu_is_not_free(monkeypatch: pytest.MonkeyPatch) -> None:
     state = GpuState("a GPU", "570", 80 * 10**9, 30 * 10**9, 10 * 10**9, (7,), None, None, None, None)
     monkeypatch.setattr(hardware, "read_gpu", lambda: state)
-    assert device_facts().memory == 60 * 10**9, "what this process holds itself it can use"
-    assert device_facts().within(40 * 10**9).memory == 40 * 10**9
-    assert device_facts().within(70 * 10**9).memory == device_facts().within(None).memory == 60 * 10**9
+    assert device_info().memory == 60 * 10**9, "what this process holds itself it can use"
+    assert device_info().with_memory_limit(40 * 10**9).memory == 40 * 10**9
+    assert (
+        device_info().with_memory_limit(70 * 10**9).memory == device_info().with_memory_limit(None).memory == 60 * 10**9
+    )
 
 
 @pytest.mark.parametrize(
@@ -86,16 +88,16 @@ def test_what_compiling_for_a_gpu_lacks_is_named(
         (tmp_path / "triton.py").write_text(triton)
     state = GpuState("a GPU", "570", 80 * 10**9, 0, None, (), None, None, None, None, capability=capability)
     monkeypatch.setattr(hardware, "read_gpu", lambda: state)
-    found = device_facts().uncompilable
+    found = device_info().uncompilable
     assert re.search(named, found) if named else not found
     (headers / "Python.h").unlink()
-    assert device_facts().uncompilable == (found or "Python's headers are missing: install python3-dev")
+    assert device_info().uncompilable == (found or "Python's headers are missing: install python3-dev")
     sys.modules.pop("triton", None)
 
 
 def test_a_cpu_compiles_with_a_cpp_compiler(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
     monkeypatch.setenv("PATH", str(tmp_path))
     monkeypatch.delenv("CXX", raising=False)
-    assert "install g++" in cpu_facts().uncompilable
+    assert "install g++" in cpu_info().uncompilable
     (tmp_path / "g++").touch(mode=0o755)
-    assert not cpu_facts().uncompilable
+    assert not cpu_info().uncompilable

@@ -10,9 +10,9 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from infra.device import telemetry
-from infra.device.downsampling import stride
+from infra.device.downsampling import sampling_interval
 from infra.device.gpu import GpuReading
-from infra.device.telemetry import POINTS, Energy, HostReader, Telemetry, of_gpu, of_machine
+from infra.device.telemetry import POINTS, Energy, HostReader, Telemetry, gpu_metrics, prefix_node
 
 CARD = GpuReading(97.0, 30 * 10**9, 690.0, 61, 1980, 0, 1000.0)
 SILENT = GpuReading(None, None, None, None, None, None, None)
@@ -20,12 +20,12 @@ SILENT = GpuReading(None, None, None, None, None, None, None)
 
 def points(begin: int, end: int) -> Iterator[int]:
     """The seconds of the points between two seconds of a run."""
-    while (begin := begin + stride(begin, POINTS)) <= end:
+    while (begin := begin + sampling_interval(begin, POINTS)) <= end:
         yield begin
 
 
 def test_a_day_stays_under_ten_thousand_points() -> None:
-    metrics = len(of_gpu(CARD)) + 4
+    metrics = len(gpu_metrics(CARD)) + 4
     assert metrics == 12
     assert len(list(points(0, 3600))) == 354
     assert len(list(points(0, 86400))) * metrics == 7488
@@ -35,7 +35,7 @@ def test_a_day_stays_under_ten_thousand_points() -> None:
 @settings(max_examples=30)
 @given(st.integers(0, 10**7), st.integers(0, 10**7))
 def test_an_interval_is_short_against_the_run_and_a_resumed_run_has_no_more_points(begin: int, end: int) -> None:
-    assert stride(begin, POINTS) <= begin / 60 + 1
+    assert sampling_interval(begin, POINTS) <= begin / 60 + 1
     cut = len(list(points(0, min(begin, end)))) + len(list(points(min(begin, end), max(begin, end))))
     assert cut <= len(list(points(0, max(begin, end)))) + 1
 
@@ -76,7 +76,7 @@ def test_memory_is_in_units_of_ten_to_the_ninth_bytes() -> None:
 
 def test_what_was_read_since_the_last_point_is_sent_at_the_end(monkeypatch: pytest.MonkeyPatch) -> None:
     """After twelve days, the next point is not due for hours."""
-    assert stride(10**6, POINTS) > 8000
+    assert sampling_interval(10**6, POINTS) > 8000
     ((second, metrics),) = watched(monkeypatch, 0.2, begin=10**6)
     assert 10**6 < second < 10**6 + 100
     assert metrics["system/worker_cpu_percent"] > 0
@@ -108,13 +108,13 @@ def test_means_are_those_of_the_readings_after_a_time(monkeypatch: pytest.Monkey
         (began, {name: [2 * sum_, 2 * count] for name, (sum_, count) in sums.items()} | {"new": [5.0, 2.0]})
         for began, sums in watched._points
     ]
-    found = watched.means(middle)
+    found = watched.averages_since(middle)
     assert found["new"] == 2.5
     assert found["system/processors"] == psutil.cpu_count()
     assert found["system/worker_memory_gb"] == pytest.approx(psutil.Process().memory_info().rss / 1e9, rel=0.2)
     first, *_ = watched._points
-    assert set(watched.means(first[0])) >= set(first[1])
-    assert watched.means(time.perf_counter()) == {}
+    assert set(watched.averages_since(first[0])) >= set(first[1])
+    assert watched.averages_since(time.perf_counter()) == {}
 
 
 def test_what_cannot_be_read_is_left_out_and_tried_again(monkeypatch: pytest.MonkeyPatch) -> None:
@@ -137,15 +137,15 @@ def test_what_cannot_be_read_is_left_out_and_tried_again(monkeypatch: pytest.Mon
 
 
 def test_a_point_of_a_gpu_is_the_share_of_time_that_it_was_slowed_down() -> None:
-    assert of_gpu(CARD) == {
+    assert gpu_metrics(CARD) == {
         "system/gpu_utilization_percent": 97.0, "system/gpu_memory_gb": 30.0, "system/gpu_power_watts": 690.0,
         "system/gpu_temperature_celsius": 61.0, "system/gpu_sm_clock_mhz": 1980.0,
         "system/gpu_throttled_by_power_percent": 0.0, "system/gpu_throttled_by_heat_percent": 0.0,
         "system/gpu_throttled_by_hardware_percent": 0.0,
     }  # fmt: skip
-    hot = of_gpu(GpuReading(1.0, 0, 1.0, 1, 1, 0x40 | 0x8, 1.0))
+    hot = gpu_metrics(GpuReading(1.0, 0, 1.0, 1, 1, 0x40 | 0x8, 1.0))
     assert [hot[f"system/gpu_throttled_by_{cause}_percent"] for cause in ("power", "heat", "hardware")] == [0, 100, 100]
-    assert of_gpu(SILENT) == {}
+    assert gpu_metrics(SILENT) == {}
 
 
 def test_energy_is_that_of_the_time_in_question() -> None:
@@ -156,7 +156,7 @@ def test_energy_is_that_of_the_time_in_question() -> None:
         joules += watts * (second > 0)
         energy.add(second, GpuReading(None, None, watts, None, None, None, joules))
         if second % 2 == 0:
-            energy.keep()
+            energy.checkpoint()
     assert energy.between(12.0, 25.5) == pytest.approx(13.5 * 700)
     assert energy.between(2.0, 10.0) == pytest.approx(8 * 300)
     assert energy.between(10.0, 12.0) == pytest.approx(2 * 700)
@@ -167,4 +167,4 @@ def test_energy_is_that_of_the_time_in_question() -> None:
 
 
 def test_metrics_of_several_machines_are_named_after_them_as_mlflows_own_are() -> None:
-    assert of_machine("w2", {"system/gpu_power_watts": 690.0}) == {"system/w2/gpu_power_watts": 690.0}
+    assert prefix_node("w2", {"system/gpu_power_watts": 690.0}) == {"system/w2/gpu_power_watts": 690.0}

@@ -135,8 +135,8 @@ def wrong(checks: list[checks.Check]) -> dict[str, str]:
 
 
 def test_a_card_that_torch_does_not_see_is_a_problem() -> None:
-    assert not checks.no_gpu(None).fix
-    unseen = checks.no_gpu(CARD)
+    assert not checks.check_missing_gpu(None).fix
+    unseen = checks.check_missing_gpu(CARD)
     assert "A100" in unseen.value
     assert "CUDA build of torch" in unseen.fix
 
@@ -184,7 +184,7 @@ def test_a_clock_is_compared_by_the_fastest_answer(monkeypatch: pytest.MonkeyPat
         time.sleep(next(pauses))
         return dict.fromkeys(machines, there)
 
-    monkeypatch.setattr(nodes, "ask_nodes", ask)
+    monkeypatch.setattr(nodes, "run_on_nodes", ask)
     assert nodes._clock_difference("w1") == pytest.approx(100, abs=0.2)
 
 
@@ -227,7 +227,7 @@ def test_the_machines_of_a_cluster_are_reported(
 
 
 def test_another_version_is_a_problem_and_fatal_where_ray_fails() -> None:
-    own = nodes.describe()
+    own = nodes.describe_node()
     assert not nodes.compare(replace(own, scratch_free=10**12), own)
     public = own.versions["torch"].partition("+")[0]
     assert not nodes.compare(replace(own, scratch_free=10**12, versions=own.versions | {"torch": f"{public}+cu1"}), own)
@@ -242,8 +242,10 @@ def test_another_version_is_a_problem_and_fatal_where_ray_fails() -> None:
 
 
 def test_a_machine_that_does_not_answer_is_named(capfd: pytest.CaptureFixture[str]) -> None:
-    silent = nodes.Report("w2", 2, problems={"does not respond: no reply within 45 s": True})
-    doctor.nodes_part([nodes.Report("w1", 2, nodes.describe(), 0.0012, {"up": 5e7, "down": 9e7}), silent]).show()
+    silent = nodes.NodeReport("w2", 2, problems={"does not respond: no reply within 45 s": True})
+    doctor.nodes_part(
+        [nodes.NodeReport("w1", 2, nodes.describe_node(), 0.0012, {"up": 5e7, "down": 9e7}), silent]
+    ).show()
     output = capfd.readouterr().out
     assert re.search(r"(?m)^w1 .* \+0\.001 .*50, 90", output)
     assert re.search(r"(?m)^w2 .*\?", output)

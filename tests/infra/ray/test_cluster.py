@@ -16,8 +16,8 @@ import ray
 from mlflow.tracking import MlflowClient
 
 from infra.errors import UserError
-from infra.ray.cluster import PROJECT, _travelling, connected
-from infra.ray.machines import await_room, cores_each
+from infra.ray.cluster import PROJECT, _runtime_env, ray_session
+from infra.ray.machines import max_cores_per_worker, wait_for_resources
 from pipeline.config import TokenizeConfig
 from pipeline.tokenize import main
 
@@ -28,7 +28,7 @@ def test_an_address_at_which_nothing_listens_is_refused_at_once(address: str) ->
     with socket.socket() as taken:
         taken.bind(("127.0.0.1", 0))  # and not listened at
         with pytest.raises(UserError, match=r"no Ray cluster answers at --address .*[^.]\. Start one with 'ray start"):
-            connected(f"{address}:{taken.getsockname()[1]}").__enter__()
+            ray_session(f"{address}:{taken.getsockname()[1]}").__enter__()
 
 
 def test_the_error_names_the_environment_variable_that_gave_the_address(
@@ -37,7 +37,7 @@ def test_the_error_names_the_environment_variable_that_gave_the_address(
     """The tokenizer asks for the address in advance, because it does otherwise on a cluster."""
     monkeypatch.setenv("RAY_ADDRESS", "127.0.0.1:9")
     (working_folder / "book.txt").write_text("It was a book. " * 100)
-    for refused in (connected().__enter__, partial(main, TokenizeConfig(sources=("book.txt",), out="tokens"))):
+    for refused in (ray_session().__enter__, partial(main, TokenizeConfig(sources=("book.txt",), out="tokens"))):
         with pytest.raises(UserError, match=r"at RAY_ADDRESS 127.0.0.1:9: "):
             refused()
 
@@ -45,14 +45,14 @@ def test_the_error_names_the_environment_variable_that_gave_the_address(
 @pytest.mark.parametrize("address", ["elsewhere", "127.0.0.1:port", "ray://127.0.0.1:9"])
 def test_an_invalid_address_is_refused(address: str) -> None:
     with pytest.raises(UserError, match=f"no Ray cluster answers at --address {address}: "):
-        connected(address).__enter__()
+        ray_session(address).__enter__()
 
 
 def test_an_address_at_which_something_else_listens_is_refused_after_one_attempt() -> None:
     """Ray by itself makes twenty attempts of 40 seconds; here each is given a few."""
     with socket.create_server(("0.0.0.0", 0)) as other:  # noqa: S104 where Ray looks for what is on this machine
         program = (
-            f"from infra.ray.cluster import connected; connected('127.0.0.1:{other.getsockname()[1]}').__enter__()"
+            f"from infra.ray.cluster import ray_session; ray_session('127.0.0.1:{other.getsockname()[1]}').__enter__()"
         )
         short = {"RAY_py_gcs_connect_timeout_s": "1", "RAY_gcs_rpc_server_connect_timeout_s": "1"}
         done = subprocess.run(
@@ -65,13 +65,13 @@ def test_an_address_at_which_something_else_listens_is_refused_after_one_attempt
 def test_an_address_is_not_ignored_where_ray_is_connected_already(cluster: str) -> None:
     """The same Ray under another name of this machine is joined by the block inside, another one is refused."""
     port = cluster.rpartition(":")[2]
-    with connected(cluster):
+    with ray_session(cluster):
         for same in (cluster, f"localhost:{port}", "auto", None):
-            with connected(same):
+            with ray_session(same):
                 assert ray.is_initialized()
         for other in ("127.0.0.1:9", f"nowhere.invalid:{port}"):
             with pytest.raises(UserError, match=rf"--address {other}: .* {cluster} already\. Leave --address out"):
-                connected(other).__enter__()
+                ray_session(other).__enter__()
         assert ray.is_initialized()
 
 
@@ -79,7 +79,7 @@ def test_an_address_is_not_ignored_where_ray_is_connected_already(cluster: str) 
 def test_a_ray_of_our_own_is_the_only_one_that_gets_its_search_path(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setenv("PYTHONPATH", "/nowhere")
     for module in ("/one/model.py", "/two/model.py"):
-        with connected(code=[module]):
+        with ray_session(code=[module]):
             found = ray.get(ray.remote(lambda: os.environ["PYTHONPATH"]).remote())
         assert found == os.pathsep.join([str(PROJECT), str(Path(module).parent), "/nowhere"])
         assert os.environ["PYTHONPATH"] == "/nowhere"
@@ -90,9 +90,9 @@ def test_an_interrupt_while_ray_starts_is_not_lost() -> None:
     """Half a Ray cannot be shut down: the command ended in a segmentation fault."""
     program = """
 import sys, time
-from infra.ray.cluster import connected
+from infra.ray.cluster import ray_session
 try:
-    with connected():
+    with ray_session():
         time.sleep(60)  # where this process was slow to see the log, Ray has started by now
 except KeyboardInterrupt:
     sys.exit(130)
@@ -132,7 +132,7 @@ CPU, GPUS = {"CPU": 2.0}, {"CPU": 64.0, "GPU": 8.0}
     ],
 )
 def test_a_worker_runs_on_one_machine(nodes: list[dict[str, float]], workers: int, gpu: bool, cores: int) -> None:
-    assert cores_each(nodes, workers, gpu=gpu) == cores
+    assert max_cores_per_worker(nodes, workers, gpu=gpu) == cores
 
 
 def nothing_is_reserved() -> bool:
@@ -147,16 +147,16 @@ def nothing_is_reserved() -> bool:
 
 @pytest.mark.slow
 def test_room_is_waited_for_and_none_of_it_is_kept(cluster: str) -> None:
-    with connected(cluster):
+    with ray_session(cluster):
         cores = int(ray.cluster_resources()["CPU"])
-        assert await_room("work", [{"CPU": cores}])
+        assert wait_for_resources("work", [{"CPU": cores}])
         assert nothing_is_reserved()
         others = ray.util.placement_group([{"CPU": cores}])
         assert others.wait(60)
         stopped = iter([False, False, True])
-        assert not await_room("work", [{"CPU": 1}], lambda: next(stopped))
+        assert not wait_for_resources("work", [{"CPU": 1}], lambda: next(stopped))
         threading.Timer(0.5, ray.util.remove_placement_group, [others]).start()
-        assert await_room("work", [{"CPU": cores}]), "as soon as there is some"
+        assert wait_for_resources("work", [{"CPU": cores}]), "as soon as there is some"
         assert nothing_is_reserved()
 
 
@@ -173,7 +173,7 @@ def test_work_that_cannot_be_placed_is_reported_and_ends_on_ctrl_c(
 ) -> None:
     """It waited for ever, in silence, and SIGTERM did not end it."""
     flags = ["--model", "tiny", "--global-batch", "4", "--micro-batch", "4", "--device", "cpu", "--address", cluster]
-    with connected(cluster):
+    with ray_session(cluster):
         cores = int(ray.cluster_resources()["CPU"])
         others = ray.util.placement_group([{"CPU": cores}])
         assert others.wait(60)
@@ -241,7 +241,7 @@ def test_a_long_step_ends_on_ctrl_c(
 def test_our_code_and_the_users_travel_to_other_machines(tmp_path: Path) -> None:
     """Which have what they depend on, and neither our source nor the user's."""
     mine = tmp_path / "mine.py"
-    environment = _travelling({"PYTHONPATH": "there"}, [str(mine)])
+    environment = _runtime_env({"PYTHONPATH": "there"}, [str(mine)])
     assert environment["env_vars"] == {"PYTHONPATH": "there"}
     ours = [str(PROJECT / package) for package in ("infra", "pipeline", "train", "tune")]
     assert sorted(environment["py_modules"]) == sorted([*ours, str(mine)])

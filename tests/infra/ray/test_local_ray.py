@@ -17,7 +17,7 @@ from ray import _raylet
 from ray._private import node, ray_constants, services
 
 from infra.errors import UserError
-from infra.ray.cluster import PROJECT, connected
+from infra.ray.cluster import PROJECT, ray_session
 from infra.ray.local_ray import (
     on_loopback,
     only_needed_processes,
@@ -30,7 +30,7 @@ UV = str(Path(sys.executable).with_name("uv"))
 
 PROGRAM = """
 import json, os, psutil, ray
-from infra.ray.cluster import connected
+from infra.ray.cluster import ray_session
 from infra.ray.machines import await_accelerator
 from infra.errors import UserError
 
@@ -38,7 +38,7 @@ def train_of_worker():
     import train
     return train.__file__
 
-with connected(cpus=1):
+with ray_session(cpus=1):
     imported = ray.get(ray.remote(train_of_worker).remote())  # in a worker, which listens too
     found = {}
     for process in (psutil.Process(), *psutil.Process().children(recursive=True)):
@@ -141,8 +141,8 @@ def test_a_local_ray_starts_where_tmpdir_is_too_long_for_sockets(tmp_path: Path)
     folder = tmp_path / ("x" * 46)
     folder.mkdir()
     program = """
-from infra.ray.cluster import connected
-with connected(cpus=1):
+from infra.ray.cluster import ray_session
+with ray_session(cpus=1):
     import ray
     print(ray.get(ray.remote(lambda: 3).remote()))
 """
@@ -161,7 +161,7 @@ def test_a_ray_without_the_switch_for_loopback_is_refused_before_it_starts(monke
     with pytest.raises(
         UserError, match=r"would listen on 192.0.2.9 instead of 127.0.0.1.* give its address with --addr"
     ):
-        connected().__enter__()
+        ray_session().__enter__()
     assert psutil.Process().children() == before
     assert not hasattr(ray_constants, "ENABLE_RAY_CLUSTER")
 
@@ -172,7 +172,7 @@ def test_a_ray_that_ignores_the_switch_is_refused_and_stopped(cluster: str, monk
     monkeypatch.setattr(ray, "init", lambda **settings: init(address=cluster, log_to_driver=False))
     monkeypatch.delenv("RAY_ADDRESS", raising=False)
     with pytest.raises(UserError, match="would listen on"):
-        connected().__enter__()
+        ray_session().__enter__()
     assert not ray.is_initialized()
 
 

@@ -18,7 +18,7 @@ from infra.errors import UserError
 from infra.ray.cluster import PROJECT
 from infra.storage import lease, object_storage
 from infra.storage.directory import LEASE, StorageDir
-from infra.storage.lease import sole_user
+from infra.storage.lease import exclusive_use
 
 S3 = tuple[str, Callable[[float], None]]
 Held = Callable[[str], AbstractContextManager[None]]
@@ -28,7 +28,7 @@ import sys
 from infra.storage import lease
 from infra.storage.directory import StorageDir
 lease.RENEW_SECONDS = float(sys.argv[2])
-with lease.sole_user(StorageDir(sys.argv[1]), "held on this machine"):
+with lease.exclusive_use(StorageDir(sys.argv[1]), "held on this machine"):
     print("held", flush=True)
     sys.stdin.read()
 """
@@ -38,7 +38,7 @@ with lease.sole_user(StorageDir(sys.argv[1]), "held on this machine"):
 def place(bucket: str, monkeypatch: pytest.MonkeyPatch) -> StorageDir:
     """A place in object storage, where leases are renewed and looked at often."""
     monkeypatch.setattr(lease, "RENEW_SECONDS", 0.2)
-    monkeypatch.setattr(lease, "LOOK_SECONDS", 0.1)
+    monkeypatch.setattr(lease, "POLL_SECONDS", 0.1)
     return StorageDir.of(f"s3://places/run{bucket}")
 
 
@@ -50,7 +50,7 @@ def held(place: StorageDir, monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> 
     def held(machine: str) -> Iterator[None]:
         (tmp_path / machine).mkdir(exist_ok=True)
         monkeypatch.setattr("tempfile.tempdir", str(tmp_path / machine))
-        with sole_user(place, "held on this machine"):
+        with exclusive_use(place, "held on this machine"):
             yield
 
     return held
@@ -90,10 +90,10 @@ def test_a_place_is_held_against_another_machine_until_its_command_ends(place: S
                 pass
         s3[1](0.0)
         assert held_by(place)["id"] == mine
-        assert place.files() == {}, "a lease is not among a place's files"
+        assert place.list_files() == {}, "a lease is not among a place's files"
         with pytest.raises(UserError, match=r"^held on this machine$"), held("one"):
             pass
-        with sole_user(place / "another", ""):
+        with exclusive_use(place / "another", ""):
             pass
     assert held_by(place) == {}
     began = time.monotonic()

@@ -21,7 +21,7 @@ from hypothesis import strategies as st
 from infra.errors import UserError
 from infra.storage import object_storage
 from infra.storage.directory import StorageDir
-from infra.storage.object_storage import listing, open_file
+from infra.storage.object_storage import list_files, open_file
 
 S3 = tuple[str, Callable[[float], None]]
 
@@ -52,8 +52,8 @@ def test_a_remote_file_reads_like_a_local_one(bucket: str, data: st.DataObject) 
 def test_any_name_is_written_listed_and_read(bucket: str, name: str) -> None:
     place = StorageDir.of(f"s3://places/names/{bucket}")
     place.write(name, b"content")
-    assert place.files()[name] == 7
-    (path,) = {entry.path for entry in listing(place.address)} & {f"places/names/{name}"}
+    assert place.list_files()[name] == 7
+    (path,) = {entry.path for entry in list_files(place.address)} & {f"places/names/{name}"}
     assert object_storage.read(f"s3://{quote(path)}{bucket}") == place.read(name) == b"content"
     place.remove([name, "never-there"])
     assert not place.exists(name)
@@ -80,7 +80,7 @@ def test_a_profile_has_the_credentials_where_the_environment_has_none(
     object_storage._store.cache_clear()
     monkeypatch.setenv("AWS_PROFILE", "gone")
     with pytest.raises(UserError, match="gone"):
-        StorageDir.of(f"s3://places/{bucket}").files()
+        StorageDir.of(f"s3://places/{bucket}").list_files()
     monkeypatch.setenv("AWS_PROFILE", "mine")
     StorageDir.of(f"s3://places/profile/{bucket}").write("file", b"content")
 
@@ -91,8 +91,8 @@ def test_a_large_file_arrives_whole_through_a_storage_that_fails_now_and_then(s3
     (tmp_path / "file").write_bytes(content)
     set_rate(0.2)
     place = StorageDir.of(f"s3://places/large/{query}")
-    place.put(tmp_path / "file", "file")
-    place.fetch("file", tmp_path / "copy", expected=place.checksum("file"))
+    place.upload(tmp_path / "file", "file")
+    place.download("file", tmp_path / "copy", expected=place.checksum("file"))
     assert (tmp_path / "copy").read_bytes() == content
 
 
@@ -129,8 +129,8 @@ def unanswered(request: pytest.FixtureRequest) -> Iterator[str]:
 COMMAND = """
 import runpy, sys
 from infra.storage import object_storage
-object_storage.SILENT_SECONDS, object_storage.REQUEST_SECONDS = 0.5, 1.0
-object_storage.PATIENCE_SECONDS = float(sys.argv.pop(1))
+object_storage.WARN_AFTER_SECONDS, object_storage.REQUEST_SECONDS = 0.5, 1.0
+object_storage.RETRY_TIMEOUT_SECONDS = float(sys.argv.pop(1))
 runpy.run_module("pipeline.inspect", run_name="__main__", alter_sys=True)
 """
 

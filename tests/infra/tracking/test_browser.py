@@ -15,7 +15,7 @@ import pytest
 from playwright.sync_api import Browser, Page, expect, sync_playwright
 
 from infra.schema import to_json
-from infra.tracking.run_ref import RunKey
+from infra.tracking.run_ref import RunRef
 from infra.tracking.store import create_run
 from infra.tracking.tracker import Tracker
 from infra.tracking.views import ui_link
@@ -87,7 +87,7 @@ def result(speed: float) -> RunResult:
     )  # fmt: skip
 
 
-def trained(name: str, config: TrainConfig, speed: float) -> RunKey:
+def trained(name: str, config: TrainConfig, speed: float) -> RunRef:
     """A run of two cycles, as its driver records it."""
     key, folder = create_run("train", name, tags={"kind": "run"}), Path("runs", name)
     folder.mkdir(parents=True)
@@ -95,7 +95,7 @@ def trained(name: str, config: TrainConfig, speed: float) -> RunKey:
         tracking.record_start(tracker, config, read_manifest(config.data), config)
         for step in (10, 20):
             for position, values in tracking.cycle_metrics(to_json(cycle(step))):
-                tracker.metrics(values, position)
+                tracker.log_metrics(values, position)
         tracking.record_end(tracker, config, result(speed), RunFolder(folder), 8 * 10**9)
     return key
 
@@ -129,9 +129,9 @@ def links(
         patch.setenv("MLFLOW_TRACKING_URI", f"http://127.0.0.1:{port}")
         made = create_run("pipeline", "tokens")
         with Tracker(made) as tracker:
-            tracker.params({"out": "data/books"})
-            tracker.metrics({"books/kept": 66, "tokens/train": 975165, "throughput/MB_per_second": 81.5})
-            tracker.tags({"dropped": "2 empty"})
+            tracker.log_params({"out": "data/books"})
+            tracker.log_metrics({"books/kept": 66, "tokens/train": 975165, "throughput/MB_per_second": 81.5})
+            tracker.set_tags({"dropped": "2 empty"})
         run = trained("first", config, 1234.0)
         trained("second", config, 1567.0)
         climb = make_ladder(LadderConfig(data=str(small_shards), device="cpu", name="rungs", out=str(folder)))

@@ -22,8 +22,8 @@ from infra.errors import UserError
 from infra.storage.directory import StorageDir
 from infra.storage.files import write_json
 from infra.tracking import orphaned_runs
-from infra.tracking.orphaned_runs import held, incomplete
-from infra.tracking.run_ref import RunKey
+from infra.tracking.orphaned_runs import incomplete, lock_run_dir
+from infra.tracking.run_ref import RunRef
 from infra.tracking.store import children, create_run, reopen_run, store_uri
 from infra.tracking.tracker import Tracker
 
@@ -43,20 +43,20 @@ def project(tmp_path: Path, empty_store: Path, monkeypatch: pytest.MonkeyPatch) 
         signal.signal(number, handler)
 
 
-def command(name: str, experiment: str = "train", work: Callable[[RunKey], object] = bool) -> None:
+def command(name: str, experiment: str = "train", work: Callable[[RunRef], object] = bool) -> None:
     """What a command does: hold its folder, continue the run whose key it keeps or create one, and write to it."""
     home = StorageDir.of(name)
-    with home.locked(f"{name} is in use"):
-        kept = home.folder / "key.json"
+    with home.lock(f"{name} is in use"):
+        kept = home.local_path / "key.json"
         if kept.exists():
-            key = RunKey(**json.loads(kept.read_text())).valid_in(home, "do something else")
+            key = RunRef(**json.loads(kept.read_text())).check_belongs_to(home, "do something else")
             reopen_run(key)
         else:
             key = create_run(
-                experiment, name, home=home.address, keep=lambda key: write_json(kept, key.kept_in(home.address))
+                experiment, name, run_dir=home.address, keep=lambda key: write_json(kept, key.to_json_for(home.address))
             )
         with Tracker(key) as tracker:
-            tracker.metrics({"loss": 1.0})
+            tracker.log_metrics({"loss": 1.0})
             work(key)
 
 
@@ -166,7 +166,7 @@ def test_a_run_whose_process_lives_stays_as_it_is(project: Path) -> None:
         while not Path("alive", "key.json").exists() and time.monotonic() < deadline:
             time.sleep(0.05)
         mine: list[str] = []
-        command("next", work=lambda key: mine.extend([create_run("train", "own", home=key.home) and status("next")]))
+        command("next", work=lambda key: mine.extend([create_run("train", "own", run_dir=key.home) and status("next")]))
         assert (status("alive"), mine) == ("RUNNING", ["RUNNING"])
     finally:
         os.kill(child, signal.SIGKILL)
@@ -206,16 +206,20 @@ def test_runs_that_lack_something_are_found_until_they_are_closed_with_all_they_
         killed(lambda name=name, experiment=experiment: command(name, experiment, work=die))
     command("whole")
     assert [StorageDir(left.home).name for left in incomplete] == ["other", "first"]
-    with held(incomplete[1]), pytest.raises(UserError, match="in use"), StorageDir(incomplete[1].home).locked("in use"):
+    with (
+        lock_run_dir(incomplete[1]),
+        pytest.raises(UserError, match="in use"),
+        StorageDir(incomplete[1].home).lock("in use"),
+    ):
         pass
     with Tracker(incomplete[1]) as tracker:
-        tracker.tags({"more": "of it"})
+        tracker.set_tags({"more": "of it"})
     command("next")
     assert [StorageDir(left.home).name for left in incomplete] == ["other"]
 
 
 def test_a_childs_end_tells_a_resumed_command_what_it_need_not_do_again(project: Path) -> None:
-    parent = create_run("tune", "search", home=str(project / "search"))
+    parent = create_run("tune", "search", run_dir=str(project / "search"))
     keys = {name: create_run("tune", name, parent=parent, tags={"trial": name}) for name in ("ended", "open", "killed")}
     for name, ends in (("ended", "FINISHED"), ("killed", "KILLED")):
         with Tracker(keys[name]) as tracker:

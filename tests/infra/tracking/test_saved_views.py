@@ -12,7 +12,7 @@ import pytest
 from mlflow.tracking import MlflowClient
 
 from infra.tracking import saved_views
-from infra.tracking.run_ref import RunKey
+from infra.tracking.run_ref import RunRef
 from infra.tracking.saved_views import PREFIX, RUNS, VIEWS
 from infra.tracking.store import create_run
 from infra.tracking.views import children_view, ui_link
@@ -27,7 +27,7 @@ def own_folder(tmp_path: Path, empty_store: Path, monkeypatch: pytest.MonkeyPatc
     monkeypatch.delenv("MLFLOW_TRACKING_URI", raising=False)
 
 
-def tags_of(key: RunKey) -> dict[str, str]:
+def tags_of(key: RunRef) -> dict[str, str]:
     return MlflowClient(key.store).get_experiment(key.experiment_id).tags
 
 
@@ -92,7 +92,7 @@ def test_the_trials_of_a_finished_search_are_in_the_order_of_their_places() -> N
     trials = [create_run("tune", name, parent=key, tags={"trial": name}) for name in ("m4", "m8")]
     stranger = create_run("tune", "m4", parent=other, tags={"trial": "m4"})
     before = tags_of(key)[f"{PREFIX}{children_view(other.run_id)}"]
-    saved_views.show_places(key, {"m4": "02", "m8": "01 winner"})
+    saved_views.tag_ranks(key, {"m4": "02", "m8": "01 winner"})
     client = MlflowClient(key.store)
     assert [client.get_run(trial.run_id).data.tags["place"] for trial in trials] == ["02", "01 winner"]
     assert "place" not in client.get_run(stranger.run_id).data.tags
@@ -109,7 +109,7 @@ def test_a_trial_without_a_place_does_not_keep_the_others_from_theirs() -> None:
     ranked = create_run("tune", "m4", parent=key, tags={"trial": "m4"})
     control = create_run("tune", "control", parent=key, tags={"trial": "control"})
     untagged = create_run("tune", "by hand", parent=key)
-    saved_views.show_places(key, {"m4": "01 winner"})
+    saved_views.tag_ranks(key, {"m4": "01 winner"})
     client = MlflowClient(key.store)
     places = [client.get_run(run.run_id).data.tags.get("place") for run in (ranked, control, untagged)]
     assert places == ["01 winner", None, None]
@@ -134,4 +134,4 @@ def test_mlflow_takes_the_filter_and_the_order_of_each_view(experiment: str, sho
 
 def test_a_store_without_the_experiment_does_not_stop_a_command() -> None:
     key = create_run("tune", "first")
-    saved_views.offer(MlflowClient(key.store), "tune", replace(key, experiment_id="4711"), {})
+    saved_views.save_views(MlflowClient(key.store), "tune", replace(key, experiment_id="4711"), {})

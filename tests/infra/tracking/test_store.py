@@ -12,8 +12,8 @@ def test_a_curve_ends_at_its_highest_step_however_its_points_arrived() -> None:
     key = create_run("train", "one")
     with Tracker(key) as tracker:
         for step in (1, 5, 9):
-            tracker.metrics({"loss/step": 2.0}, step)
+            tracker.log_metrics({"loss/step": 2.0}, step)
         tracker.flush()
         for step in (3, 2):
-            tracker.metrics({"loss/step": 3.0, "loss/val": 1.0}, step)
+            tracker.log_metrics({"loss/step": 3.0, "loss/val": 1.0}, step)
     assert last_steps(key) == {"loss/step": 9, "loss/val": 3}

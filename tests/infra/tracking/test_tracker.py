@@ -38,12 +38,12 @@ def test_everything_that_was_logged_is_in_the_embedded_store(tmp_path: Path) -> 
     (tmp_path / "picture.png").write_bytes(b"png")
     with Tracker(key) as tracker:
         for step in range(1200):  # more than MLflow takes in one call
-            tracker.metrics({"loss/train": 1.0 / (step + 1)}, step)
-        tracker.params({f"setting.{number}": number for number in range(250)})
-        tracker.note("# What this run found")
-        tracker.text("a,b\n1,2\n", "table.csv")
-        tracker.file(tmp_path / "picture.png", "plots")
-        tracker.data("books", "f" * 64, str(tmp_path), {"tokens": 7}, "training")
+            tracker.log_metrics({"loss/train": 1.0 / (step + 1)}, step)
+        tracker.log_params({f"setting.{number}": number for number in range(250)})
+        tracker.set_description("# What this run found")
+        tracker.log_text("a,b\n1,2\n", "table.csv")
+        tracker.log_file(tmp_path / "picture.png", "plots")
+        tracker.log_dataset("books", "f" * 64, str(tmp_path), {"tokens": 7}, "training")
         tracker.finish()
     client = MlflowClient(key.store)
     run = client.get_run(key.run_id)
@@ -79,11 +79,11 @@ def test_a_run_gets_the_status_of_its_block_unless_it_raises(
 def test_an_entry_that_mlflow_rejects_does_not_affect_others(capfd: pytest.CaptureFixture[str]) -> None:
     key = create_run("train", "refused")
     with Tracker(key) as tracker:
-        tracker.params({"rate": 1})
+        tracker.log_params({"rate": 1})
         tracker.flush()
-        tracker.params({"rate": 2, "seed": 3})
-        tracker.tags({"device": "cpu"})
-        tracker.metrics({"loss": 3.0})
+        tracker.log_params({"rate": 2, "seed": 3})
+        tracker.set_tags({"device": "cpu"})
+        tracker.log_metrics({"loss": 3.0})
     run = MlflowClient(key.store).get_run(key.run_id)
     assert run.data.params == {"rate": "1", "seed": "3"}
     assert run.data.tags["device"] == "cpu"
@@ -139,13 +139,13 @@ def test_a_store_is_in_its_folder_whatever_characters_the_name_has(
     folder.mkdir(parents=True)
     monkeypatch.chdir(folder)
     with Tracker(create_run("train", "first")) as tracker:
-        tracker.json({"steps": 3}, "config.json")
+        tracker.log_json({"steps": 3}, "config.json")
     (folder / "mlflow.db").rename(folder / "moved.db")
     store = "sqlite:///moved.db"
-    assert tracker.key.store == store_uri()
-    assert not tracker.key.is_here
-    (found,) = MlflowClient(store).search_runs([tracker.key.experiment_id])
-    assert found.info.run_id == tracker.key.run_id
+    assert tracker.run_ref.store == store_uri()
+    assert not tracker.run_ref.is_reachable
+    (found,) = MlflowClient(store).search_runs([tracker.run_ref.experiment_id])
+    assert found.info.run_id == tracker.run_ref.run_id
     assert (folder / f"mlartifacts/train/{found.info.run_id}/artifacts/config.json").is_file()
     assert list(folder.parent.iterdir()) == [folder]
 
@@ -155,10 +155,10 @@ def test_what_was_deleted_in_mlflow_is_to_be_restored(monkeypatch: pytest.Monkey
     key = create_run("ladder", "deleted")
     client = MlflowClient(key.store)
     with Tracker(key) as tracker:
-        tracker.metrics({"loss/step": 5.0}, step=1)
+        tracker.log_metrics({"loss/step": 5.0}, step=1)
         assert tracker.flush()
         client.delete_run(key.run_id)
-        tracker.metrics({"loss/step": 4.0}, step=2)
+        tracker.log_metrics({"loss/step": 4.0}, step=2)
         assert not tracker.flush(2), "it waits"
         assert not has_run(key)
         with pytest.raises(UserError, match=rf"{key.run_id} .* was deleted: restore it.* runs restore"):
@@ -202,13 +202,13 @@ def test_entries_survive_the_server_and_arrive_later(
     with mlflow_server(tmp_path, free_port) as process:
         key = create_run("train", "outage", tracking_uri=f"http://127.0.0.1:{free_port}")
         tracker = Tracker(key)
-        tracker.metrics({"loss": 1.0}, 1)
-        tracker.tags({"state": "before"})
+        tracker.log_metrics({"loss": 1.0}, 1)
+        tracker.set_tags({"state": "before"})
         assert tracker.flush()
         os.killpg(process.pid, signal.SIGSTOP)  # who waits for its answer does so for 15 seconds
         started = time.monotonic()
-        tracker.metrics({"loss": 2.0}, 2)
-        tracker.tags({"state": "meanwhile"})
+        tracker.log_metrics({"loss": 2.0}, 2)
+        tracker.set_tags({"state": "meanwhile"})
         assert time.monotonic() - started < 10, "logging waited for a server that does not answer"
         os.killpg(process.pid, signal.SIGKILL)
         process.wait()
@@ -218,7 +218,7 @@ def test_entries_survive_the_server_and_arrive_later(
         deadline = time.monotonic() + 30
         while client.get_run(key.run_id).data.tags["state"] == "before" and time.monotonic() < deadline:
             time.sleep(0.2)
-        tracker.metrics({"loss": 3.0}, 3)
+        tracker.log_metrics({"loss": 3.0}, 3)
         tracker.finish()
         history = client.get_metric_history(key.run_id, "loss")
         assert sorted(point.value for point in history) == [1.0, 2.0, 3.0]
@@ -236,13 +236,13 @@ def test_a_tag_set_during_and_after_an_outage_keeps_the_later_value(
     key = create_run("train", "outage")
     with Tracker(key) as tracker:
         database = Path("mlflow.db").rename("away.db")
-        tracker.tags({"state": "first", "other": "first"})
+        tracker.set_tags({"state": "first", "other": "first"})
         assert not tracker.flush()
         database.rename("mlflow.db")
-        tracker.tags({"state": "second"})
-        tracker.tags({f"tag.{number}": number for number in range(200)})  # more than MLflow takes in one call
-        tracker.tags({"state": "third", "other": "third"})
-        tracker.tags({"state": "last"})
+        tracker.set_tags({"state": "second"})
+        tracker.set_tags({f"tag.{number}": number for number in range(200)})  # more than MLflow takes in one call
+        tracker.set_tags({"state": "third", "other": "third"})
+        tracker.set_tags({"state": "last"})
     tags = MlflowClient(key.store).get_run(key.run_id).data.tags
     assert (tags["state"], tags["other"], tags["tag.199"]) == ("last", "third", "199")
 
@@ -252,13 +252,13 @@ def test_the_end_of_a_run_waits_for_a_store_that_is_away_but_not_long(
     returns: bool, monkeypatch: pytest.MonkeyPatch, capfd: pytest.CaptureFixture[str]
 ) -> None:
     monkeypatch.setattr(tracking, "LAST_SECONDS", 60.0 if returns else 4.0)
-    key = create_run("train", "outage", home="/runs/outage")
+    key = create_run("train", "outage", run_dir="/runs/outage")
     database = Path("mlflow.db").rename("away.db")
     started = time.monotonic()
     if returns:
         threading.Timer(1.5, lambda: database.rename("mlflow.db")).start()
     with Tracker(key) as tracker:
-        tracker.metrics({"loss": 4.0})
+        tracker.log_metrics({"loss": 4.0})
     assert (1.5 if returns else 4.0) < time.monotonic() - started < (60 if returns else 12)
     said = " ".join(capfd.readouterr().err.split())
     assert ("2 entries of this run are missing there" in said) != returns
@@ -283,7 +283,7 @@ def test_an_interrupted_command_ends_even_if_its_writer_is_stuck(monkeypatch: py
     key = create_run("train", "interrupted")
     with logging._lock, Tracker(key) as tracker:  # type: ignore[attr-defined]
         logging.getLogger("any").setLevel(logging.ERROR)  # so that the next who would log asks for the lock
-        tracker.metrics({"loss": 5.0})
+        tracker.log_metrics({"loss": 5.0})
         started = time.monotonic()
         tracker.finish("KILLED")
         assert 1.9 < time.monotonic() - started < 15, "it was not held up, or it waited"

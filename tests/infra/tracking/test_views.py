@@ -4,14 +4,14 @@ from pathlib import Path
 
 import pytest
 
-from infra.tracking.run_ref import RunKey, sqlite_store
+from infra.tracking.run_ref import RunRef, sqlite_store
 from infra.tracking.views import children_view, model_link, page_link, ui_link
 
 RUN = "ee9478f222a74d1c"
 
 
-def key(store: str) -> RunKey:
-    return RunKey(store, "3", RUN)
+def key(store: str) -> RunRef:
+    return RunRef(store, "3", RUN)
 
 
 def test_a_run_on_a_server_is_opened_there() -> None:

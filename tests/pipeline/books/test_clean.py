@@ -6,8 +6,8 @@ from typing import Any
 
 import pytest
 
-from pipeline.books.clean import GUESSED, MIXED, OVERRULED, SEEMS, UNDECODABLE, Book, clean
-from pipeline.books.readers import Dropped, RawBook
+from pipeline.books.clean import ENCODING_GUESSED, MIXED, OVERRULED, SUSPECT_PREFIX, UNDECODABLE, Book, clean
+from pipeline.books.readers import DroppedBook, RawBook
 
 HEADER = (
     "Title: The Header's\nAuthor: Its Author\nLanguage: French\nRelease Date: May 9, 2008\n\n"
@@ -44,7 +44,7 @@ def test_zero_bytes_are_text_after_a_byte_order_mark() -> None:
     for encoding in ("utf-16", "utf-32", "utf-16-be"):
         assert cleaned(("\ufeff" * encoding.endswith("be") + text).encode(encoding)).text.decode() == text
     dropped = clean(RawBook("a", "a", text.encode("utf-16-le")))
-    assert isinstance(dropped, Dropped)
+    assert isinstance(dropped, DroppedBook)
     assert dropped.reason == "not text"
 
 
@@ -57,7 +57,7 @@ def test_damage_is_counted_and_named() -> None:
 FRENCH = "Où est l’été? Là-bas, derrière la forêt.\n" * 20
 DOUBTS = {
     UNDECODABLE: (FRENCH.encode() + b"\xff\n", "1 bytes"),
-    GUESSED: (b"A caf\xe9 in M\xe1laga.\n", "cp1252"),
+    ENCODING_GUESSED: (b"A caf\xe9 in M\xe1laga.\n", "cp1252"),
     MIXED: (FRENCH.encode() + "Café in Köln, für Müller.\n".encode("cp1252") * 9, "cp1252 and utf-8"),
     OVERRULED: (("Character set encoding: cp437\n\n" + FRENCH).encode("cp1252"), "cp437"),
 }
@@ -93,7 +93,7 @@ def test_a_few_zero_bytes_are_left_out_and_counted() -> None:
     book = cleaned(text[:300] + b"\0" + text[300:] + b"\0\n")
     assert (book.text, book.replaced) == (text, 2)
     assert [doubt.reason for doubt in book.doubts] == [UNDECODABLE]
-    assert isinstance(clean(RawBook("a", "a", text[:300] + bytes(40) + text[300:])), Dropped)
+    assert isinstance(clean(RawBook("a", "a", text[:300] + bytes(40) + text[300:])), DroppedBook)
 
 
 @pytest.mark.parametrize(
@@ -111,6 +111,6 @@ def test_a_few_zero_bytes_are_left_out_and_counted() -> None:
     ],
 )
 def test_what_seems_to_be_no_book_is_said(text: str, seems: str | None) -> None:
-    traits = [trait for trait in cleaned(text.encode()).traits if trait.startswith(SEEMS)]
+    traits = [trait for trait in cleaned(text.encode()).traits if trait.startswith(SUSPECT_PREFIX)]
     assert len(traits) == bool(seems)
     assert not seems or seems in traits[0]

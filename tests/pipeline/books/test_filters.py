@@ -5,7 +5,7 @@ import random
 
 from pipeline.books.clean import Book
 from pipeline.books.filters import drop_reason
-from pipeline.config import Reading
+from pipeline.config import ReadingConfig
 
 WORDS = """the lantern of a winter morning was not with her captain but under every garden wall by river and there he
     heard what they had said of him when nobody else could hear it because their voices were as clear as church bells
@@ -16,11 +16,11 @@ LEDGER = "; ".join(f"paid {n}.50 to {WORDS[n * 7 % len(WORDS)]}" for n in range(
 SIGNS = "; ".join(f"{n * 7919 % 10007} = {n}" for n in range(300))
 
 
-def reason(text: str, settings: Reading | None = None, language: str | None = None) -> str | None:
+def reason(text: str, settings: ReadingConfig | None = None, language: str | None = None) -> str | None:
     data = text.encode()
     digest = hashlib.sha256(data).hexdigest()
     book = Book("a", "a", data, len(text), digest, None, None, language, None, 0, ())
-    dropped = drop_reason(book, settings or Reading())
+    dropped = drop_reason(book, settings or ReadingConfig())
     return dropped.reason if dropped else None
 
 
@@ -63,5 +63,5 @@ def test_a_short_refrain_is_not_repetitive() -> None:
 def test_any_of_the_wanted_languages_is_kept() -> None:
     for declared, code in (("German", "de"), (" french ", "fr"), ("fr", "fr"), ("EN", "en")):
         for wanted in ((code,), ("la", code)):
-            assert reason(PROSE, Reading(languages=wanted), declared) is None
-        assert reason(PROSE, Reading(languages=("la", "it")), declared) == "language"
+            assert reason(PROSE, ReadingConfig(languages=wanted), declared) is None
+        assert reason(PROSE, ReadingConfig(languages=("la", "it")), declared) == "language"

@@ -6,7 +6,7 @@ import pytest
 
 from infra.storage.directory import StorageDir
 from pipeline.books.named_splits import NamedFile, labels
-from pipeline.books.sources import find
+from pipeline.books.sources import build_inventory
 
 
 def labels_of(*names: str, card: bytes = b"---") -> dict[str, str]:
@@ -72,11 +72,11 @@ def test_splits_are_told_by_a_listing_of_object_storage_too(place: StorageDir) -
     for split in ("train", "validation", "test"):
         place.write(f"data/{split}-00000-of-00001.parquet", sink.getvalue().to_pybytes())
     place.write("README.md", b"---\nlicense: mit\n---\n# Card\n")
-    inventory = find([place.address])
+    inventory = build_inventory([place.address])
     assert {file.id: file.split for file in inventory.files} == {
         "place/data/train-00000-of-00001.parquet": "train", "place/data/validation-00000-of-00001.parquet": "val"
     }  # fmt: skip
     assert inventory.skipped == {"data set card": 1, "of a test split": 1}
     assert inventory.summary()["named_splits"] == {"train": 1, "val": 1}
-    (file,) = find([str(place / "data/test-00000-of-00001.parquet")]).files
+    (file,) = build_inventory([str(place / "data/test-00000-of-00001.parquet")]).files
     assert file.split is None, "by itself it is no split of a data set"

@@ -23,11 +23,11 @@ from backports import zstd
 from infra.errors import UserError
 from infra.storage.directory import StorageDir
 from pipeline.books import readers, sources
-from pipeline.books.readers import Dropped, Part, RawBook, read_books
-from pipeline.books.sources import SourceFile, find
+from pipeline.books.readers import DroppedBook, FileRange, RawBook, read_books
+from pipeline.books.sources import SourceFile, build_inventory
 from pipeline.config import TokenizeConfig
 from pipeline.job.partition_result import read_record
-from pipeline.job.plan import make_plan
+from pipeline.job.plan import make_partitions
 from pipeline.job.task import do_piece
 
 MEGABYTE = 1_000_000
@@ -46,23 +46,23 @@ class Counted(io.BytesIO):
     read1 = read
 
 
-def read(path: Path, **settings) -> list[RawBook | Dropped]:
+def read(path: Path, **settings) -> list[RawBook | DroppedBook]:
     """All that the plan's parts of ``path`` yield."""
     config = TokenizeConfig(sources=(str(path),), **settings)
     return [
         book
-        for piece in make_plan(find(config.sources), config)
+        for piece in make_partitions(build_inventory(config.sources), config)
         for part in piece.parts
         for book in read_books(part, config)
     ]
 
 
-def texts(books: list[RawBook | Dropped]) -> dict[str, str]:
+def texts(books: list[RawBook | DroppedBook]) -> dict[str, str]:
     return {book.id: book.data.decode() for book in books if isinstance(book, RawBook)}
 
 
-def reasons(books: list[RawBook | Dropped]) -> dict[str, str]:
-    return {book.book: book.detail for book in books if isinstance(book, Dropped)}
+def reasons(books: list[RawBook | DroppedBook]) -> dict[str, str]:
+    return {book.book: book.detail for book in books if isinstance(book, DroppedBook)}
 
 
 @pytest.mark.parametrize("separators", [0, 2])
@@ -77,7 +77,7 @@ def test_a_part_reads_no_further_than_it_must_where_separators_are_rare(
     books = [
         book
         for start in range(0, len(data), MEGABYTE)
-        for book in read_books(Part(file, MEGABYTE, start, start + MEGABYTE), config)
+        for book in read_books(FileRange(file, MEGABYTE, start, start + MEGABYTE), config)
     ]
     assert [book.data for book in books if isinstance(book, RawBook)] == data.split(b"<|end|>")
     begins = {book.id for book in books if isinstance(book, RawBook)}
@@ -123,10 +123,10 @@ def test_the_parts_of_a_container_make_up_the_whole(tmp_path: Path) -> None:
     pq.write_table(pa.Table.from_pylist(rows), tmp_path / "books.parquet", row_group_size=2)
     write_zip(tmp_path / "books.zip", {f"{n}.txt": f"row {n}".encode() for n in range(7)})
     for path, count in ((tmp_path / "books.parquet", 4), (tmp_path / "books.zip", 7)):
-        (file,) = find([str(path)]).files
-        whole = list(read_books(Part(file, file.size), TokenizeConfig()))
+        (file,) = build_inventory([str(path)]).files
+        whole = list(read_books(FileRange(file, file.size), TokenizeConfig()))
         assert list(texts(whole).values()) == [f"row {n}" for n in range(7)]
-        parts = [read_books(Part(file, 1, start, start + 1), TokenizeConfig()) for start in range(count)]
+        parts = [read_books(FileRange(file, 1, start, start + 1), TokenizeConfig()) for start in range(count)]
         assert [book for part in parts for book in part] == whole
         if path.suffix == ".parquet":
             assert {book.title for book in whole if isinstance(book, RawBook)} == {f"long {n}" for n in range(7)}
@@ -140,17 +140,17 @@ def test_an_unreadable_file_is_left_out_and_a_failing_disk_ends_the_work(
         raise OSError(number, os.strerror(number))
 
     monkeypatch.setattr(sources, "open_file", fail)  # root may read everything, and disks fail seldom
-    books = read_books(Part(SourceFile("a.txt", "a.txt", 1, 0), 1), TokenizeConfig())
+    books = read_books(FileRange(SourceFile("a.txt", "a.txt", 1, 0), 1), TokenizeConfig())
     if ends:
         with pytest.raises(UserError, match=r"a\.txt cannot be read"):
             list(books)
     else:
-        assert list(books) == [Dropped("a.txt", "unreadable", "Permission denied")]
+        assert list(books) == [DroppedBook("a.txt", "unreadable", "Permission denied")]
 
 
 def test_the_sample_has_a_heading_for_every_chapter() -> None:
-    (file,) = find(["sample"]).files
-    books = texts(list(read_books(Part(file, 0), TokenizeConfig())))
+    (file,) = build_inventory(["sample"]).files
+    books = texts(list(read_books(FileRange(file, 0), TokenizeConfig())))
     assert list(books)[::65] == ["sample/Genesis", "sample/Revelation"]
     assert all("\n\nChapter 1\n\n" in text for text in books.values())
     assert sum(text.count("\nChapter ") for text in books.values()) == 1189
@@ -213,7 +213,7 @@ def test_half_surrogates_in_titles_reach_the_shard_as_text(tmp_path: Path, prose
     row = {"text": prose(1) + "\ud800", "title": "T\ud800", "author": "\udfffA", "language": "e\ud800"}
     (tmp_path / "lines.jsonl").write_text(json.dumps(row) + "\n", encoding="utf-8")
     config = TokenizeConfig(sources=(str(tmp_path / "lines.jsonl"),))
-    (piece,) = make_plan(find(config.sources), config)
+    (piece,) = make_partitions(build_inventory(config.sources), config)
     do_piece(piece, StorageDir.of(tmp_path / "out"), f"test-{uuid.uuid4()}")
     record = read_record(tmp_path / "out", piece.name)
     assert record
@@ -241,18 +241,18 @@ def test_a_decompression_bomb_costs_bounded_memory_and_gets_a_reason(
 ) -> None:
     """10 MB stand for the real limits."""
     most = 10 * MEGABYTE
-    monkeypatch.setattr(readers, "BOOK", most)
-    monkeypatch.setattr(readers, "LINE", most)
+    monkeypatch.setattr(readers, "MAX_BOOK_BYTES", most)
+    monkeypatch.setattr(readers, "MAX_JSON_LINE_BYTES", most)
     pool = pa.default_memory_pool()
     arrows_most = max(pool.max_memory(), pool.bytes_allocated() + 3 * most)  # Python does not know of its memory
     assert len(bombs) == 4
     for bomb in bombs:
         assert bomb.stat().st_size < MEGABYTE
-        part = Part(SourceFile(bomb.name, str(bomb), bomb.stat().st_size, 0), 0)
+        part = FileRange(SourceFile(bomb.name, str(bomb), bomb.stat().st_size, 0), 0)
         tracemalloc.start()
         reason, detail = "", ""
         for book in read_books(part, TokenizeConfig(doc_separator=separator)):
-            if isinstance(book, Dropped):
+            if isinstance(book, DroppedBook):
                 reason, detail = book.reason, book.detail
         _, peak = tracemalloc.get_traced_memory()
         tracemalloc.stop()
@@ -266,8 +266,8 @@ def test_a_decompression_bomb_costs_bounded_memory_and_gets_a_reason(
 def test_a_book_as_large_as_the_limit_is_read_and_its_neighbours_too(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr(readers, "BOOK", 3 * MEGABYTE)
-    monkeypatch.setattr(readers, "LINE", 3 * MEGABYTE)
+    monkeypatch.setattr(readers, "MAX_BOOK_BYTES", 3 * MEGABYTE)
+    monkeypatch.setattr(readers, "MAX_JSON_LINE_BYTES", 3 * MEGABYTE)
     whole, above = b"a" * 3 * MEGABYTE, b"b" * (3 * MEGABYTE + 1)
     for books in ([b"first", above, b"last"], [above, whole], [b"first", above], [whole, b"last"]):
         kept = [book.decode() for book in books if book != above]
@@ -284,12 +284,12 @@ def test_a_book_as_large_as_the_limit_is_read_and_its_neighbours_too(
             packed.write(data)
         for path in (tmp_path / name, tmp_path / f"{name}.gz"):
             (book,) = read(path)
-            assert isinstance(book, RawBook if name == "whole.txt" else Dropped), path
+            assert isinstance(book, RawBook if name == "whole.txt" else DroppedBook), path
     rows = [whole.decode(), "short", above.decode()]
     pq.write_table(pa.table({"text": rows}), tmp_path / "rows.parquet")
     (tmp_path / "rows.jsonl").write_text("".join(json.dumps({"text": row[12:]}) + "\n" for row in rows))
-    assert [type(book) for book in read(tmp_path / "rows.parquet")] == [RawBook, RawBook, Dropped]
-    assert [type(book) for book in read(tmp_path / "rows.jsonl")] == [RawBook, RawBook, Dropped]
+    assert [type(book) for book in read(tmp_path / "rows.parquet")] == [RawBook, RawBook, DroppedBook]
+    assert [type(book) for book in read(tmp_path / "rows.jsonl")] == [RawBook, RawBook, DroppedBook]
 
 
 DOCUMENTS = [{"text": f"Document {n}.\nIt goes on.", "url": f"https://example.org/{n}"} for n in range(3)]
@@ -319,7 +319,11 @@ def test_json_is_read_as_what_it_is_under_every_compression(tmp_path: Path, pack
 def test_the_names_of_downloads_are_known(tmp_path: Path) -> None:
     for name in ("84.txt", "84.txt.utf-8", "pg85.txt.1", "pg84.txt.utf8.gz", "84.TXT.gz.2", "84.gz"):
         (tmp_path / name).write_bytes(gzip.compress(name.encode()) if ".gz" in name else name.encode())
-    found = [book for file in find([str(tmp_path)]).files for book in read_books(Part(file, 0), TokenizeConfig())]
+    found = [
+        book
+        for file in build_inventory([str(tmp_path)]).files
+        for book in read_books(FileRange(file, 0), TokenizeConfig())
+    ]
     assert {Path(book.id).name: book.data.decode() for book in found if isinstance(book, RawBook)} == {
         name: name for name in os.listdir(tmp_path)
     }
@@ -330,11 +334,11 @@ def test_other_kinds_of_files_are_counted_in_folders_and_refused_by_name(tmp_pat
     (tmp_path / name).write_bytes(b"what it holds")
     (tmp_path / "book.txt").write_text("It began.\n")
     for source in (tmp_path, tmp_path / "*"):
-        inventory = find([str(source)])
+        inventory = build_inventory([str(source)])
         assert [Path(file.id).name for file in inventory.files] == ["book.txt"]
         assert inventory.skipped == {name[name.index(".") :]: 1}
     with pytest.raises(UserError, match=re.escape(name)):
-        find([str(tmp_path / name)])
+        build_inventory([str(tmp_path / name)])
 
 
 def test_what_is_good_around_damage_is_kept_and_the_damage_counted(tmp_path: Path) -> None:
@@ -451,17 +455,17 @@ def test_the_members_of_an_archive_that_are_no_text_are_listed(tmp_path: Path) -
     assert list(texts(books)) == ["books.zip/84.txt.utf-8", "books.zip/a.txt"]
     assert reasons(books).keys() == {"books.zip/notes.pdf", "books.zip/inner.zip", "books.zip/rows.jsonl"}
     file = SourceFile("books.zip", str(tmp_path / "books.zip"), 1, 0)
-    assert [book.id for book in read_books(Part(file, 0, 1, 2), TokenizeConfig()) if isinstance(book, RawBook)] == [
-        "books.zip/a.txt"
-    ], "not listed again by another part"
+    assert [
+        book.id for book in read_books(FileRange(file, 0, 1, 2), TokenizeConfig()) if isinstance(book, RawBook)
+    ] == ["books.zip/a.txt"], "not listed again by another part"
 
 
 def replace_file(place: StorageDir, name: str, content: bytes) -> None:
     """Put ``content`` in place of a file, a second later as far as the time of a local one tells."""
-    before = 0 if place.remote else (place.folder / name).stat().st_mtime_ns
+    before = 0 if place.is_remote else (place.local_path / name).stat().st_mtime_ns
     place.write(name, content)
-    if not place.remote:
-        os.utime(place.folder / name, ns=(before + 10**9, before + 10**9))
+    if not place.is_remote:
+        os.utime(place.local_path / name, ns=(before + 10**9, before + 10**9))
 
 
 def write_parquet(table: pa.Table) -> bytes:
@@ -484,9 +488,9 @@ def test_a_source_that_has_changed_since_the_plan_ends_the_work(tmp_path: Path, 
     old, new = pack("It was a day. " * 99), pack("It is a night." * 99)
     for content in (new, old[: len(old) // 3]):
         place.write(name, old)
-        (file,) = find([str(place / name)]).files
+        (file,) = build_inventory([str(place / name)]).files
         replace_file(place, name, content)
-        parts = (Part(file, 0), Part(file, 0, 1, None)) if file.form != "text" else (Part(file, 0),)
+        parts = (FileRange(file, 0), FileRange(file, 0, 1, None)) if file.format != "text" else (FileRange(file, 0),)
         for part in parts:
             with pytest.raises(UserError, match=rf"{name}.* has changed since .*\. Run the same command again"):
                 list(read_books(part, TokenizeConfig()))
@@ -498,8 +502,8 @@ def test_a_source_that_is_replaced_while_it_is_read_ends_the_work(place: Storage
     versions = [row.encode() * (20 * MEGABYTE // len(row)) for row in rows]
     assert len(versions[0]) == len(versions[1])
     place.write("rows.jsonl", versions[0])
-    (file,) = find([str(place / "rows.jsonl")]).files
-    reading = read_books(Part(file, file.size), TokenizeConfig())
+    (file,) = build_inventory([str(place / "rows.jsonl")]).files
+    reading = read_books(FileRange(file, file.size), TokenizeConfig())
     assert isinstance(next(reading), RawBook)
     replace_file(place, "rows.jsonl", versions[1])
     with pytest.raises(UserError, match=r"rows\.jsonl.* has changed since"):
@@ -527,8 +531,8 @@ def test_a_source_that_is_cut_short_while_it_is_read_is_not_taken_for_a_damaged_
     else:
         pack = gzip.compress if name.endswith("gz") else lambda data: pa.compress(data, "zstd", asbytes=True)
         (tmp_path / name).write_bytes(pack(rows))
-    (file,) = find([str(tmp_path / name)]).files
-    reading = read_books(Part(file, file.size), TokenizeConfig())
+    (file,) = build_inventory([str(tmp_path / name)]).files
+    reading = read_books(FileRange(file, file.size), TokenizeConfig())
     assert isinstance(next(reading), RawBook)
     os.truncate(tmp_path / name, file.size // 3)
     with pytest.raises(UserError, match=rf"{name} has changed since"):

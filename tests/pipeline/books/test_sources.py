@@ -25,10 +25,10 @@ from hypothesis import strategies as st
 from infra.errors import UserError
 from infra.storage.directory import StorageDir
 from pipeline.books import downloads, sources
-from pipeline.books.readers import Dropped, Part, RawBook, read_books
-from pipeline.books.sources import Inventory, SourceFile, find
+from pipeline.books.readers import DroppedBook, FileRange, RawBook, read_books
+from pipeline.books.sources import Inventory, SourceFile, build_inventory
 from pipeline.config import TokenizeConfig
-from pipeline.job.plan import make_plan, split_file, split_of
+from pipeline.job.plan import assign_split, make_partitions, split_file
 
 TEXTS = [f"Book {number}.\n" + "It was a quiet morning on the harbour road.\n" * 20 for number in range(6)]
 
@@ -43,9 +43,9 @@ def write_texts(folder: Path) -> Path:
 def books_of(*sources: str, **settings) -> dict[str, str]:
     """Id to text of every book in ``sources``, read by the plan's parts."""
     config = TokenizeConfig(sources=sources, **settings)
-    plan = make_plan(find(config.sources, config.mirror), config)
+    plan = make_partitions(build_inventory(config.sources, config.mirror), config)
     found = [book for piece in plan for part in piece.parts for book in read_books(part, config)]
-    assert not [book for book in found if isinstance(book, Dropped)]
+    assert not [book for book in found if isinstance(book, DroppedBook)]
     books = {book.id: book.data.decode() for book in found if isinstance(book, RawBook)}
     assert len(books) == len(found)
     return books
@@ -92,9 +92,9 @@ def test_a_file_of_many_books_is_the_same_in_one_part_and_in_many(
     path.write_text(separator.join(documents), encoding="utf-8", newline="")
     config = TokenizeConfig(doc_separator=separator)
     file = SourceFile("many.txt", str(path), path.stat().st_size, 0)
-    whole = list(read_books(Part(file, file.size), config))
+    whole = list(read_books(FileRange(file, file.size), config))
     starts = range(0, max(1, file.size), step)
-    ranges = [b for start in starts for b in read_books(Part(file, step, start, start + step), config)]
+    ranges = [b for start in starts for b in read_books(FileRange(file, step, start, start + step), config)]
     assert ranges == whole
     text = path.read_bytes()
     assert [b.data for b in whole if isinstance(b, RawBook)] == [d for d in text.split(separator.encode()) if d.strip()]
@@ -115,14 +115,14 @@ def test_the_order_of_arguments_and_repeats_do_not_matter(tmp_path: Path) -> Non
     write_texts(tmp_path / "one")
     write_texts(tmp_path / "two")
     one, two = str(tmp_path / "one"), str(tmp_path / "two")
-    assert find([one, two, "sample"]) == find(["sample", two, two, one])
-    assert len(find([one, two, f"{one}/*.txt"]).files) == 6
+    assert build_inventory([one, two, "sample"]) == build_inventory(["sample", two, two, one])
+    assert len(build_inventory([one, two, f"{one}/*.txt"]).files) == 6
 
 
 def test_books_in_folders_of_the_same_name_have_different_ids(tmp_path: Path) -> None:
     write_texts(tmp_path / "a" / "books")
     write_texts(tmp_path / "b" / "books")
-    files = find([str(tmp_path / "a" / "books"), str(tmp_path / "b" / "books")]).files
+    files = build_inventory([str(tmp_path / "a" / "books"), str(tmp_path / "b" / "books")]).files
     assert len({file.id for file in files}) == 6
 
 
@@ -149,7 +149,7 @@ def test_a_book_is_in_the_split_that_it_always_was_in() -> None:
         "books/é.txt": 0.7018550323450397,
     }
     for book, place in places.items():
-        assert (split_of(book, place), split_of(book, math.nextafter(place, 1))) == ("train", "val"), book
+        assert (assign_split(book, place), assign_split(book, math.nextafter(place, 1))) == ("train", "val"), book
 
 
 def test_special_files_are_refused_by_name_and_skipped_in_folders_and_globs(tmp_path: Path) -> None:
@@ -159,10 +159,10 @@ def test_special_files_are_refused_by_name_and_skipped_in_folders_and_globs(tmp_
     os.mkfifo(folder / "pipe.txt")
     for name in ("broken.txt", "loop.txt", "pipe.txt", "p*.txt"):
         with pytest.raises(UserError, match="there is no file or folder"):
-            find([str(folder / name)])
+            build_inventory([str(folder / name)])
     names = [f"{number}.txt" for number in range(3)]
-    assert [file.id for file in find([f"{folder}/*.txt"]).files] == names
-    assert [file.id for file in find([str(folder)]).files] == [f"books/{name}" for name in names]
+    assert [file.id for file in build_inventory([f"{folder}/*.txt"]).files] == names
+    assert [file.id for file in build_inventory([str(folder)]).files] == [f"books/{name}" for name in names]
 
 
 def test_invalid_unicode_in_names_and_suffixes_is_escaped(tmp_path: Path) -> None:
@@ -170,7 +170,7 @@ def test_invalid_unicode_in_names_and_suffixes_is_escaped(tmp_path: Path) -> Non
     for above in ("a", "b"):
         folder = write_texts(tmp_path / above / f"books{undecodable}")
         (folder / f"picture.{undecodable}").write_bytes(b"picture")
-    inventory = find([str(tmp_path / above / f"books{undecodable}") for above in ("a", "b")])
+    inventory = build_inventory([str(tmp_path / above / f"books{undecodable}") for above in ("a", "b")])
     assert len({file.id.encode() for file in inventory.files}) == 6
     assert {suffix.encode(): count for suffix, count in inventory.skipped.items()} == {rb".\xff\xfe": 2}
 
@@ -180,7 +180,7 @@ def test_a_bad_source_is_one_sentence(tmp_path: Path, source: str, monkeypatch: 
     monkeypatch.chdir(tmp_path)
     (tmp_path / "empty").mkdir()
     with pytest.raises(UserError, match=source.split(":")[0]):
-        find([source])
+        build_inventory([source])
 
 
 @pytest.mark.parametrize("mirror", ["http://[bad", "http://host:port"])
@@ -188,7 +188,7 @@ def test_a_bad_mirror_is_one_sentence(mirror: str, tmp_path: Path, monkeypatch: 
     monkeypatch.setattr(downloads, "RETRIES", 0)
     monkeypatch.setenv("XDG_CACHE_HOME", str(tmp_path / "cache"))
     with pytest.raises(UserError, match="name another --mirror"):
-        find(["gutenberg:11"], mirror)
+        build_inventory(["gutenberg:11"], mirror)
 
 
 WHOLE = (
@@ -242,7 +242,7 @@ def test_an_answer_that_is_no_book_or_not_all_of_it_is_one_sentence_and_not_kept
     monkeypatch.setattr(downloads, "RETRIES", 0)
     monkeypatch.setenv("XDG_CACHE_HOME", str(tmp_path / "cache"))
     with server_that_answers(answer) as mirror, pytest.raises(UserError, match="name another --mirror"):
-        find(["gutenberg:11"], mirror)
+        build_inventory(["gutenberg:11"], mirror)
     assert not list(tmp_path.rglob("pg11.txt"))
 
 
@@ -255,7 +255,7 @@ def test_what_an_earlier_download_kept_though_it_is_no_book_is_fetched_again(
     cached.parent.mkdir(parents=True)
     cached.write_bytes(bad)
     with server_that_answers(ok(WHOLE, length=len(WHOLE))) as mirror:
-        (file,) = find(["gutenberg:11"], mirror).files
+        (file,) = build_inventory(["gutenberg:11"], mirror).files
     assert cached.read_bytes() == WHOLE
     assert file.size == len(WHOLE)
 
@@ -292,26 +292,26 @@ def test_a_cache_that_cannot_be_made_is_one_sentence(tmp_path: Path, monkeypatch
     (tmp_path / "file").touch()
     monkeypatch.setenv("XDG_CACHE_HOME", str(tmp_path / "file"))
     with pytest.raises(UserError, match=r"cannot be created.*XDG_CACHE_HOME"):
-        find(["gutenberg:11"])
+        build_inventory(["gutenberg:11"])
 
 
 def test_books_are_fetched_by_number_once(mirror: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setenv("XDG_CACHE_HOME", str(tmp_path / "cache"))
-    monkeypatch.setattr(downloads, "PAUSE", 0.01)
+    monkeypatch.setattr(downloads, "REQUEST_INTERVAL_SECONDS", 0.01)
     expected = {"gutenberg/pg84.txt": TEXTS[0], "gutenberg/pg1342.txt": TEXTS[1]}
     assert books_of("gutenberg:1342,84", mirror=mirror) == expected
     assert books_of("gutenberg:84,1342", mirror="http://127.0.0.1:9") == expected
     with pytest.raises(UserError, match="book 11 has no plain text"):
-        find(["gutenberg:11"], mirror)
+        build_inventory(["gutenberg:11"], mirror)
 
 
 def test_a_mirror_that_sends_more_than_a_book_is_not_listened_to(
     mirror: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setenv("XDG_CACHE_HOME", str(tmp_path / "cache"))
-    monkeypatch.setattr(downloads, "MOST", 10)
+    monkeypatch.setattr(downloads, "MAX_BOOK_BYTES", 10)
     with pytest.raises(UserError, match=r"pg84\.txt sends more than 10 bytes, too many for a book: leave it out"):
-        find(["gutenberg:84"], mirror)
+        build_inventory(["gutenberg:84"], mirror)
     assert list((tmp_path / "cache").rglob("*.txt")) == []
 
 
@@ -330,7 +330,7 @@ def test_hidden_files_and_those_of_no_known_suffix_are_skipped_and_counted(tmp_p
         (folder / name).write_text(TEXTS[3], encoding="utf-8")
     (folder / "linked").symlink_to(tmp_path / "elsewhere", target_is_directory=True)
     write_texts(tmp_path / "elsewhere")
-    inventory = find([str(folder)])
+    inventory = build_inventory([str(folder)])
     assert [file.id for file in inventory.files] == [
         "books/0.txt", "books/1.txt", "books/2.txt", "books/deep/er/LAST.TXT",
         "books/linked/0.txt", "books/linked/1.txt", "books/linked/2.txt",
@@ -339,7 +339,7 @@ def test_hidden_files_and_those_of_no_known_suffix_are_skipped_and_counted(tmp_p
     for file in inventory.files:
         status = Path(file.uri).stat()
         assert (file.size, file.modified) == (status.st_size, status.st_mtime_ns)
-    assert len(find([f"{folder}/**/*.TXT"]).files) == 1
+    assert len(build_inventory([f"{folder}/**/*.TXT"]).files) == 1
 
 
 HIDDEN = (
@@ -358,12 +358,12 @@ def test_what_is_hidden_is_one_rule_for_folders_globs_and_object_storage(
     for name in (*HIDDEN, *VISIBLE):
         place.write(name, b'{"text": "It went on."}')
     top = "s3://places/books" if query else str(tmp_path / "books")
-    inventory = find([f"{top}/**{query}" if "glob" in kind else f"{top}{query}"])
+    inventory = build_inventory([f"{top}/**{query}" if "glob" in kind else f"{top}{query}"])
     found = [unquote(file.uri).split("/books/")[1].split("?")[0] for file in inventory.files]
     assert sorted(found) == sorted(VISIBLE)
     assert inventory.skipped == {"hidden or temporary": 5}, "files and folders at the top of what is hidden"
     for asked in (".hidden.txt", "_temporary", "deep/.git", ".*", "deep/.g*/*.txt"):
-        assert find([f"{top}/{asked}{query}"]).files, asked
+        assert build_inventory([f"{top}/{asked}{query}"]).files, asked
 
 
 def test_objects_that_stand_for_folders_are_no_books(bucket: str) -> None:
@@ -372,7 +372,7 @@ def test_objects_that_stand_for_folders_are_no_books(bucket: str) -> None:
     endpoint = parse_qs(bucket[1:])["endpoint"][0]
     for name in ("marked/data.parquet/", "marked/empty.txt"):
         requests.put(f"{endpoint}/places/{name}", timeout=30).raise_for_status()
-    inventory = find([place.address])
+    inventory = build_inventory([place.address])
     assert [file.id for file in inventory.files] == ["marked/data.parquet/a.txt"]
     assert inventory.skipped == {"empty": 2}
 
@@ -383,8 +383,8 @@ def test_a_name_that_no_object_can_be_read_by_is_told_with_what_to_do(bucket: st
     for key in ("odd/a.txt", "odd/b//c.txt", "odd/d/e.txt"):
         client.put_object(Bucket="places", Key=key, Body=b"It went on.")
     with pytest.raises(UserError, match=r"odd/b//c\.txt.*rename"):
-        find([f"s3://places/odd/{bucket}"])
-    assert [file.id for file in find([f"s3://places/odd/d{bucket}"]).files] == ["d/e.txt"]
+        build_inventory([f"s3://places/odd/{bucket}"])
+    assert [file.id for file in build_inventory([f"s3://places/odd/d{bucket}"]).files] == ["d/e.txt"]
 
 
 def test_links_are_followed_once_and_end(tmp_path: Path, tmp_path_factory: pytest.TempPathFactory) -> None:
@@ -399,10 +399,10 @@ def test_links_are_followed_once_and_end(tmp_path: Path, tmp_path_factory: pytes
     for place in (folder / "deep", folder / "deep/.hidden"):
         (place / "more.txt").write_text(TEXTS[3], encoding="utf-8")
     names = ["0.txt", "1.txt", "2.txt", "more.txt"]
-    found = [file.id for file in find([str(folder)]).files]
+    found = [file.id for file in build_inventory([str(folder)]).files]
     assert found == [*(f"books/{name}" for name in names[:3]), "books/deep/more.txt", "books/far.txt/far.txt"]
     for pattern in ("books/**/*.txt", "**/*.txt", "books/**", "**", "b*/**/[0-9em]*.txt", "**/books/**/*.txt"):
-        files = find([f"{tmp_path}/{pattern}"]).files
+        files = build_inventory([f"{tmp_path}/{pattern}"]).files
         assert sorted({Path(file.uri).name for file in files} - {"far.txt"}) == names, pattern
 
 
@@ -414,7 +414,7 @@ def test_the_link_of_another_user_counts_where_it_names_their_own_file(link: int
     def owned(user: int) -> os.stat_result:
         return os.stat_result((0, 0, 0, 1, user, 0, 0, 0, 0, 0))
 
-    assert sources._is_foreign(owned(link), owned(file)) is foreign
+    assert sources._is_link_to_other_user(owned(link), owned(file)) is foreign
 
 
 @pytest.mark.skipif(os.getuid() != 0, reason="only root can make the file of another user")
@@ -423,11 +423,11 @@ def test_what_another_users_link_names_is_not_read(tmp_path: Path) -> None:
     folder = write_texts(tmp_path / "books")
     (folder / "planted.txt").symlink_to(tmp_path / "private.txt")
     os.chown(folder / "planted.txt", 4711, -1, follow_symlinks=False)
-    inventory = find([str(folder)])
+    inventory = build_inventory([str(folder)])
     assert [file.id for file in inventory.files] == ["books/0.txt", "books/1.txt", "books/2.txt"]
     assert inventory.skipped == {"links of another user": 1}
     os.chown(tmp_path / "private.txt", 4711, -1)
-    assert len(find([str(folder)]).files) == 4
+    assert len(build_inventory([str(folder)]).files) == 4
 
 
 def test_an_inventory_is_identified_by_names_and_sizes() -> None:
@@ -448,12 +448,12 @@ def test_downloads_are_polite_and_known_by_number_alone(
     seven = tmp_path / "mirror" / "0" / "7" / "7.txt"
     seven.parent.mkdir(parents=True)
     seven.write_text(TEXTS[2], encoding="utf-8")
-    files = find(["gutenberg:1342,84,7,84"], mirror).files
+    files = build_inventory(["gutenberg:1342,84,7,84"], mirror).files
     assert [(file.id, file.modified) for file in files] == [
         (f"gutenberg/pg{number}.txt", 0) for number in (1342, 7, 84)
     ]  # fmt: skip
-    assert pauses == [downloads.PAUSE] * 2, "between three downloads"
-    find(["gutenberg:1342,84,7"], mirror)
+    assert pauses == [downloads.REQUEST_INTERVAL_SECONDS] * 2, "between three downloads"
+    build_inventory(["gutenberg:1342,84,7"], mirror)
     assert len(pauses) == 2
 
 
@@ -474,23 +474,23 @@ def test_a_mirror_that_refuses_is_distinguished_from_one_without_the_book_and_no
         address = f"http://127.0.0.1:{server.getsockname()[1]}"
         threading.Thread(target=refuse, daemon=True).start()
         with pytest.raises(UserError, match=f"answers {status}: try later"):
-            find(["gutenberg:11"], address)
+            build_inventory(["gutenberg:11"], address)
 
 
 def test_a_data_set_of_ours_is_no_source_finished_or_not(tmp_path: Path) -> None:
     folder = write_texts(tmp_path / "books")
-    whole = find([str(folder)])
+    whole = build_inventory([str(folder)])
     for out, names in (("tokens", ("manifest.json", "quarantine.jsonl")), ("deep/begun", ("pieces/settings.json",))):
         for name in (*names, "notes.txt", "train/more.jsonl"):
             (folder / out / name).parent.mkdir(parents=True, exist_ok=True)
             (folder / out / name).write_text('{"text": "not a book"}\n')
-    assert find([str(folder)]) == whole
+    assert build_inventory([str(folder)]) == whole
     for pattern in ("books/*", "books/**", "books/**/*.*", "*"):
-        found = {Path(file.uri).name for file in find([f"{tmp_path}/{pattern}"]).files}
+        found = {Path(file.uri).name for file in build_inventory([f"{tmp_path}/{pattern}"]).files}
         assert found == {"0.txt", "1.txt", "2.txt"}
     for nothing in ("**/*.jsonl", "books/tokens"):
         with pytest.raises(UserError, match="holds no books"):
-            find([f"{tmp_path}/{nothing}"])
+            build_inventory([f"{tmp_path}/{nothing}"])
 
 
 def test_a_data_set_of_ours_is_no_source_in_object_storage_either(bucket: str) -> None:
@@ -500,6 +500,6 @@ def test_a_data_set_of_ours_is_no_source_in_object_storage_either(bucket: str) -
         "begun/pieces/settings.json", "begun/notes.txt", "other/manifest.json", "other/pieces/b.txt",
     ):  # fmt: skip
         place.write(name, b"{}")
-    assert [file.id for file in find([place.address]).files] == [
+    assert [file.id for file in build_inventory([place.address]).files] == [
         "mixed/a.txt", "mixed/other/manifest.json", "mixed/other/pieces/b.txt", "mixed/rows.jsonl"
     ]  # fmt: skip

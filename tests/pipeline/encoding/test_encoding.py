@@ -10,8 +10,8 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from infra.errors import UserError
-from pipeline.books.readers import Part, RawBook, read_books
-from pipeline.books.sources import find
+from pipeline.books.readers import FileRange, RawBook, read_books
+from pipeline.books.sources import build_inventory
 from pipeline.config import TokenizeConfig
 from pipeline.encoding import tokenizer
 from pipeline.encoding.chunks import CHUNK
@@ -61,7 +61,7 @@ def test_every_character_of_the_basic_plane_has_the_ids_of_tiktoken() -> None:
 
 
 def test_the_sample_has_the_ids_of_tiktoken() -> None:
-    books = list(read_books(Part(find(["sample"]).files[0], 0), TokenizeConfig()))
+    books = list(read_books(FileRange(build_inventory(["sample"]).files[0], 0), TokenizeConfig()))
     assert len(books) == 66
     for book in books:
         assert isinstance(book, RawBook)

@@ -19,9 +19,9 @@ import pytest
 from infra.errors import UserError
 from infra.storage.directory import StorageDir
 from pipeline.books.readers import RawBook, read_books
-from pipeline.books.sources import find
+from pipeline.books.sources import build_inventory
 from pipeline.config import TokenizeConfig
-from pipeline.job.plan import make_plan
+from pipeline.job.plan import make_partitions
 from pipeline.shards import read_manifest
 from pipeline.tokenize import main
 
@@ -143,9 +143,9 @@ def test_books_are_read_from_s3_that_fails_now_and_then(
         StorageDir.of(f"s3://places/books{query}").write(path.name, path.read_bytes())
     set_rate(0.2)
     settings = TokenizeConfig()
-    inventory = find([f"s3://places/books{query}"])
+    inventory = build_inventory([f"s3://places/books{query}"])
     assert all(abs(file.modified / 1e9 - time.time()) < 3600 for file in inventory.files)
-    plan = make_plan(inventory, settings)
+    plan = make_partitions(inventory, settings)
     found = [book for piece in plan for part in piece.parts for book in read_books(part, settings)]
     assert {b.id: b.data for b in found if isinstance(b, RawBook)} == {
         f"books/{path.name}": path.read_bytes() for path in local.iterdir()
@@ -153,10 +153,10 @@ def test_books_are_read_from_s3_that_fails_now_and_then(
     counts = {"books/*1.txt": 2, "*": 12, "bo*": 12, "*/*1.txt": 2, "**/*1.txt": 2, "*1.txt": 0, "*/*/*1.txt": 0}
     for pattern, count in counts.items():
         if count:
-            assert len(find([f"s3://places/{pattern}{query}"]).files) == count, pattern
+            assert len(build_inventory([f"s3://places/{pattern}{query}"]).files) == count, pattern
         else:
             with pytest.raises(UserError, match="holds no books"):
-                find([f"s3://places/{pattern}{query}"])
+                build_inventory([f"s3://places/{pattern}{query}"])
     set_rate(1.0)
     with pytest.raises(UserError, match="cannot be read"):
         list(read_books(plan[0].parts[0], settings))

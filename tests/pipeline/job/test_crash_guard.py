@@ -20,32 +20,32 @@ def notes(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
 
 @pytest.mark.parametrize("book", ["book", "ein Büchlein \u2026"])
 def test_crashes_are_counted_across_workers(notes: Path, book: str) -> None:
-    for deaths in range(crash_guard.DEATHS):
-        assert CrashGuard("run", "000000").at("a longer name than that of the next book") is True
-        assert CrashGuard("run", "000000").at(book) is (deaths < crash_guard.DEATHS), deaths  # and dies
-    assert CrashGuard("run", "000000").at(book) is False
+    for deaths in range(crash_guard.MAX_CRASHES):
+        assert CrashGuard("run", "000000").enter("a longer name than that of the next book") is True
+        assert CrashGuard("run", "000000").enter(book) is (deaths < crash_guard.MAX_CRASHES), deaths  # and dies
+    assert CrashGuard("run", "000000").enter(book) is False
     assert [path.name for path in notes.iterdir() if path.name.startswith(".partial")] == []
 
 
 @pytest.mark.parametrize("cut", [b"", b'{"boo', b'{"book": 1, "\\xc3'])
 def test_truncated_counts_start_over(notes: Path, cut: bytes) -> None:
-    CrashGuard("run", "000000").at("book")
+    CrashGuard("run", "000000").enter("book")
     (notes / "000000.json").write_bytes(cut)
     with CrashGuard("run", "000000") as after:
-        assert after.deaths == {"book": 1}
+        assert after.crash_counts == {"book": 1}
         assert json.loads((notes / "000000.json").read_bytes()) == {"book": 1}
     assert list(notes.iterdir()) == []
 
 
 def test_a_worker_that_dies_before_its_first_book_counts_against_no_book(notes: Path) -> None:
-    CrashGuard("run", "000000").at("book")
+    CrashGuard("run", "000000").enter("book")
     CrashGuard("run", "000000")
     with CrashGuard("run", "000000") as after:
-        assert after.deaths == {"book": 1}
+        assert after.crash_counts == {"book": 1}
 
 
 def test_a_folder_of_another_user_is_refused(notes: Path) -> None:
-    CrashGuard("run", "000000").at("book")
+    CrashGuard("run", "000000").enter("book")
     notes.parent.chmod(0o777)
     with pytest.raises(UserError, match="is open to other users: remove it, or set TMPDIR"):
         CrashGuard("run", "000000")
@@ -61,7 +61,7 @@ def test_a_full_temporary_folder_is_named(notes: Path) -> None:
         resource.setrlimit(resource.RLIMIT_FSIZE, (0, most))
         try:
             with pytest.raises(UserError, match=r"^/\S* of \S+ cannot be written \(.*\): make room there"):
-                guard.at("book")
+                guard.enter("book")
         finally:
             resource.setrlimit(resource.RLIMIT_FSIZE, (old, most))
     notes.parent.joinpath("file").write_text("")

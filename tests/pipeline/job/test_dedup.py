@@ -10,13 +10,13 @@ import numpy as np
 import pytest
 
 from infra.storage.directory import StorageDir
-from pipeline.books.sources import find
+from pipeline.books.sources import build_inventory
 from pipeline.config import TokenizeConfig
 from pipeline.encoding.tokenizer import gpt2
 from pipeline.job import plan
 from pipeline.job.dedup import Rank, drop_duplicates, find_duplicates
-from pipeline.job.partition_result import Record, read_record
-from pipeline.job.plan import make_plan
+from pipeline.job.partition_result import PartitionResult, read_record
+from pipeline.job.plan import make_partitions
 from pipeline.job.task import do_piece
 from pipeline.shards import Shard, checksum
 
@@ -27,7 +27,7 @@ def by_id(book: str) -> Rank:
 
 
 @pytest.fixture
-def records(tmp_path: Path, prose: Callable[..., str], monkeypatch: pytest.MonkeyPatch) -> dict[str, Record]:
+def records(tmp_path: Path, prose: Callable[..., str], monkeypatch: pytest.MonkeyPatch) -> dict[str, PartitionResult]:
     """Four pieces: two originals, an exact copy and an empty book, another copy alone, a near one with a third book."""
     monkeypatch.setattr(plan, "PARTS_PER_PIECE", 2)
     books = tmp_path / "books"
@@ -38,7 +38,7 @@ def records(tmp_path: Path, prose: Callable[..., str], monkeypatch: pytest.Monke
     }.items():  # fmt: skip
         (books / f"{name}.txt").write_text(text, encoding="utf-8")
     config = TokenizeConfig((str(books),), duplicates="near", val_fraction=0)
-    planned = make_plan(find(config.sources), config)
+    planned = make_partitions(build_inventory(config.sources), config)
     for piece in planned:
         do_piece(piece, StorageDir.of(tmp_path), f"test-{uuid.uuid4()}")
     found = {piece.name: read_record(tmp_path, piece.name) for piece in planned}
@@ -46,7 +46,7 @@ def records(tmp_path: Path, prose: Callable[..., str], monkeypatch: pytest.Monke
 
 
 def test_the_first_by_id_is_kept_and_the_others_are_removed_everywhere(
-    records: dict[str, Record], tmp_path: Path, prose: Callable[..., str]
+    records: dict[str, PartitionResult], tmp_path: Path, prose: Callable[..., str]
 ) -> None:
     thinned = drop_duplicates(StorageDir.of(tmp_path), records, find_duplicates(records, by_id))
     kept = {name: [book for book, *_ in record.books] for name, record in sorted(thinned.items())}
@@ -73,7 +73,9 @@ def test_the_first_by_id_is_kept_and_the_others_are_removed_everywhere(
     assert find_duplicates(thinned, by_id) == {}
 
 
-def test_a_run_killed_while_dropping_ends_with_the_same_records(records: dict[str, Record], tmp_path: Path) -> None:
+def test_a_run_killed_while_dropping_ends_with_the_same_records(
+    records: dict[str, PartitionResult], tmp_path: Path
+) -> None:
     duplicates = find_duplicates(records, by_id)
     some = {book: dropped for book, dropped in duplicates.items() if book in ("books/c.txt", "books/g.txt")}
     half = drop_duplicates(StorageDir.of(tmp_path), records, some)

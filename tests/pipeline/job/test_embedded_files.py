@@ -8,11 +8,11 @@ import pytest
 
 from infra.errors import UserError
 from infra.storage.directory import StorageDir
-from pipeline.books.sources import SourceFile, find
+from pipeline.books.sources import SourceFile, build_inventory
 from pipeline.config import SAMPLE, TokenizeConfig
 from pipeline.job import embedded_files
-from pipeline.job.embedded_files import embed_local_files, lacks_one
-from pipeline.job.plan import make_plan
+from pipeline.job.embedded_files import embed_local_files, is_any_missing
+from pipeline.job.plan import make_partitions
 from pipeline.job.task import do_piece
 
 
@@ -20,7 +20,7 @@ from pipeline.job.task import do_piece
 def blind(monkeypatch: pytest.MonkeyPatch) -> None:
     """A cluster with one other machine, which sees none of the files; tests/cluster has a real one."""
     monkeypatch.setattr(
-        embedded_files, "ask_others", lambda question, files: [("w1", question([("/of/the/driver", 1, 1)]))]
+        embedded_files, "run_on_other_nodes", lambda question, files: [("w1", question([("/of/the/driver", 1, 1)]))]
     )
 
 
@@ -30,7 +30,7 @@ def test_carried_books_make_the_same_shards_on_a_machine_without_them(
 ) -> None:
     books = write_books(tmp_path / "books", 3)
     config = TokenizeConfig((str(books), SAMPLE))
-    plan = make_plan(find(config.sources), config)
+    plan = make_partitions(build_inventory(config.sources), config)
     here, there = StorageDir.of(tmp_path / "here"), StorageDir.of(tmp_path / "there")
     for piece in plan:
         do_piece(piece, here, f"test-{uuid.uuid4()}")
@@ -40,40 +40,42 @@ def test_carried_books_make_the_same_shards_on_a_machine_without_them(
         book.unlink()
     for piece in pieces:
         do_piece(piece, there, f"test-{uuid.uuid4()}")
-    assert {name: there.read(name) for name in there.files()} == {name: here.read(name) for name in here.files()}
+    assert {name: there.read(name) for name in there.list_files()} == {
+        name: here.read(name) for name in here.list_files()
+    }
 
 
 @pytest.mark.usefixtures("blind")
 def test_many_local_books_are_refused(
     tmp_path: Path, write_books: Callable[..., Path], monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr(embedded_files, "CARRIED", 10_000)
+    monkeypatch.setattr(embedded_files, "MAX_EMBEDDED_BYTES", 10_000)
     config = TokenizeConfig((str(write_books(tmp_path / "books", 3)),))
     with pytest.raises(UserError, match=r"which w1 of the cluster cannot see: copy them to object storage and name"):
-        embed_local_files(make_plan(find(config.sources), config))
+        embed_local_files(make_partitions(build_inventory(config.sources), config))
 
 
 def test_a_file_of_another_size_or_time_is_another_file(tmp_path: Path) -> None:
     (tmp_path / "a.txt").write_bytes(b"12345")
     path, modified = str(tmp_path / "a.txt"), (tmp_path / "a.txt").stat().st_mtime_ns
-    assert not lacks_one([(path, 5, modified)])
-    assert not lacks_one([(path, 5, 0)])
+    assert not is_any_missing([(path, 5, modified)])
+    assert not is_any_missing([(path, 5, 0)])
     for size, time in ((6, modified), (4, modified), (5, modified + 1)):
-        assert lacks_one([(path, size, time)])
-    assert lacks_one([(str(tmp_path / "b.txt"), 5, modified)])
+        assert is_any_missing([(path, size, time)])
+    assert is_any_missing([(str(tmp_path / "b.txt"), 5, modified)])
 
 
 @pytest.mark.usefixtures("blind")
 def test_a_file_that_changed_after_the_plan_is_not_embedded(tmp_path: Path, write_books: Callable[..., Path]) -> None:
     books = write_books(tmp_path / "books", 2)
     config = TokenizeConfig((str(books),))
-    plan = make_plan(find(config.sources), config)
+    plan = make_partitions(build_inventory(config.sources), config)
     (books / "book 0001.txt").write_text("Another text. " * 99, encoding="utf-8")
     with pytest.raises(UserError, match=r"book 0001\.txt has changed since"):
         embed_local_files(plan)
 
 
 def test_each_machine_reads_its_own_sample() -> None:
-    (own,) = find([SAMPLE]).files
+    (own,) = build_inventory([SAMPLE]).files
     with own.open() as mine, SourceFile(SAMPLE, "/another/python/kjv.jsonl", own.size, 0).open() as theirs:
         assert mine.read() == theirs.read()

@@ -15,11 +15,11 @@ import pytest
 from infra.errors import UserError
 from infra.storage import directory
 from infra.storage.directory import StorageDir
-from pipeline.books.readers import Dropped
-from pipeline.config import IDENTITY, TokenizeConfig
+from pipeline.books.readers import DroppedBook
+from pipeline.config import IDENTITY_SETTINGS, TokenizeConfig
 from pipeline.inspect import verify
 from pipeline.job import output, plan, task
-from pipeline.job.partition_result import Record, read_record
+from pipeline.job.partition_result import PartitionResult, read_record
 from pipeline.job.plan import Job
 from pipeline.job.task import do_piece
 from pipeline.shards import MANIFEST, SPLIT_HISTORY, Manifest, read_manifest
@@ -41,8 +41,8 @@ def config(small_pieces: TokenizeConfig, monkeypatch: pytest.MonkeyPatch) -> Tok
     """Settings for the same books in three pieces, of which the first is done."""
     monkeypatch.setattr(plan, "PARTS_PER_PIECE", 8)
     job = Job(small_pieces)
-    do_piece(job.pieces[0], job.place, f"test-{uuid.uuid4()}")
-    output.begin(job, ())
+    do_piece(job.partitions[0], job.out_dir, f"test-{uuid.uuid4()}")
+    output.mark_unfinished(job, ())
     return small_pieces
 
 
@@ -115,7 +115,7 @@ def test_other_sources_do_not_count_as_other_settings(config: TokenizeConfig, wr
     more = write_books(Path(config.out).parent / "more", 1)
     other = Job(replace(config, sources=(*config.sources, str(more))))
     assert output.changed_settings(other) == {}
-    assert "000000" in output.assess(other).done
+    assert "000000" in output.compare_with_plan(other).done
 
 
 def test_books_of_another_source_are_not_replaced_without_a_word(
@@ -145,7 +145,7 @@ def test_books_of_another_source_are_not_replaced_without_a_word(
     (books / "book 0003.txt").unlink()
     assert output.missing_sources(Job(small_pieces)) == []
     assert output.source_changes(Job(small_pieces)) == ["made before from 24 files, " + "0.0 MB"]
-    output.begin(Job(replace(small_pieces, sources=both)), ["000003"])  # and is killed
+    output.mark_unfinished(Job(replace(small_pieces, sources=both)), ["000003"])  # and is killed
     assert output.missing_sources(Job(one)) == [str(books)]
     shutil.rmtree(books)
     assert output.missing_sources(Job(one)) == [str(books)], "gone from the disk, and not from the data set"
@@ -160,7 +160,7 @@ def test_the_settings_in_a_data_sets_identity_have_not_changed() -> None:
         "text_column": "text", "doc_separator": None, "languages": ["en", "fr"], "min_chars": 200, "join_lines": False,
         "duplicates": "drop", "shard_size": 16_000_000,
     }  # fmt: skip
-    assert {field.name for field in fields(TokenizeConfig)} - set(IDENTITY) == {
+    assert {field.name for field in fields(TokenizeConfig)} - set(IDENTITY_SETTINGS) == {
         "out", "workers", "mirror", "dry_run", "overwrite", "tracking_uri", "address", "vocabulary"
     }, "a new setting either decides the bytes of shards, as the vocabulary does by its hash, or does not"  # fmt: skip
 
@@ -168,11 +168,11 @@ def test_the_settings_in_a_data_sets_identity_have_not_changed() -> None:
 def tokenize(config: TokenizeConfig, workers_out: Path | None = None, *, pieces: int = 1000) -> Manifest:
     """What the command does, without Ray: its workers write to ``workers_out``, and stop after so many ``pieces``."""
     job = Job(config)
-    todo = output.assess(job).todo
-    with output.sole_writer(job.place):
-        output.begin(job, todo)
-        for each in [each for each in job.pieces if each.name in todo][:pieces]:
-            do_piece(each, StorageDir.of(workers_out) if workers_out else job.place, f"test-{uuid.uuid4()}")
+    todo = output.compare_with_plan(job).todo
+    with output.exclusive_writer(job.out_dir):
+        output.mark_unfinished(job, todo)
+        for each in [each for each in job.partitions if each.name in todo][:pieces]:
+            do_piece(each, StorageDir.of(workers_out) if workers_out else job.out_dir, f"test-{uuid.uuid4()}")
         return output.finish(job)
 
 
@@ -200,13 +200,13 @@ def test_a_record_counts_only_for_the_piece_whose_key_it_holds(
         replace_book(books, number, prose(100 + number, 100))
     job = Job(config)
     with pytest.raises(UserError, match=r"2 of 6 pieces .* did not arrive in .*pieces/000000\.json"):
-        output.collect(job)  # the records of the earlier texts are there
+        output.read_results(job)  # the records of the earlier texts are there
     with pytest.raises(UserError, match=r"2 of 6 pieces .* give an --out on a disk that all workers share"):
         tokenize(config, other_disk)
     for folder in (Path(config.out), other_disk):
         with pytest.raises(UserError, match="so its shards are unfinished"):
             read_manifest(folder)
-    assert output.assess(job).todo == dict.fromkeys(("000000", "000001"), "not done yet")
+    assert output.compare_with_plan(job).todo == dict.fromkeys(("000000", "000001"), "not done yet")
     again = tokenize(config)
     fresh = tokenize(replace(config, out=str(tmp_path / "fresh")))
     assert again == fresh
@@ -225,7 +225,7 @@ def test_a_shard_that_was_cut_short_is_done_again(small_pieces: TokenizeConfig) 
     shard = Path(small_pieces.out) / "train/000003-000.arrow"
     content = shard.read_bytes()
     shard.write_bytes(content[:-1])
-    assert output.assess(Job(small_pieces)).todo == {"000003": "shards missing or cut short"}
+    assert output.compare_with_plan(Job(small_pieces)).todo == {"000003": "shards missing or cut short"}
     assert tokenize(small_pieces) == before
     assert shard.read_bytes() == content
 
@@ -234,7 +234,7 @@ def test_a_source_of_the_same_size_and_a_new_time_is_done_again(small_pieces: To
     before = tokenize(small_pieces)
     book = tmp_path / "books" / "book 0009.txt"
     replace_book(tmp_path / "books", 9, book.read_text(encoding="utf-8").replace("the", "and"))
-    assert output.assess(Job(small_pieces)).todo == {"000002": "inputs or settings changed"}
+    assert output.compare_with_plan(Job(small_pieces)).todo == {"000002": "inputs or settings changed"}
     after = tokenize(small_pieces)
     assert after.inputs == before.inputs
     assert after.fingerprint != before.fingerprint
@@ -278,7 +278,7 @@ def test_manifest_and_record_are_durably_removed_before_the_first_new_shard(
     synced, written = directory.sync_folder, task.write_shard
     monkeypatch.setattr(directory, "sync_folder", lambda folder: events.append(folder.name) or synced(folder))
     monkeypatch.setattr(task, "write_shard", lambda *rest: events.append("shard") or written(*rest))
-    do_piece(Job(small_pieces).pieces[2], StorageDir.of(small_pieces.out), f"test-{uuid.uuid4()}")
+    do_piece(Job(small_pieces).partitions[2], StorageDir.of(small_pieces.out), f"test-{uuid.uuid4()}")
     assert events[:3] == ["out", "pieces", "shard"]
 
 
@@ -303,7 +303,7 @@ def test_killed_clearing_leaves_a_whole_data_set_or_nothing_that_looks_done(
         if (out / MANIFEST).exists():
             assert list(verify(StorageDir.of(out), manifest)) == []
         else:
-            done = output.assess(Job(replace(small_pieces, out=str(out)))).done
+            done = output.compare_with_plan(Job(replace(small_pieces, out=str(out)))).done
             assert done == {}, "the next --overwrite would keep it"
 
 
@@ -328,17 +328,20 @@ def test_a_data_set_without_its_quarantine_is_not_finished(small_pieces: Tokeniz
 
 
 def test_a_folder_has_one_writer(tmp_path: Path) -> None:
-    with output.sole_writer(StorageDir.of(tmp_path)):
-        with pytest.raises(UserError, match="another run is writing to"), output.sole_writer(StorageDir.of(tmp_path)):
+    with output.exclusive_writer(StorageDir.of(tmp_path)):
+        with (
+            pytest.raises(UserError, match="another run is writing to"),
+            output.exclusive_writer(StorageDir.of(tmp_path)),
+        ):
             raise AssertionError
-        with output.sole_writer(StorageDir.of(tmp_path / "other")):
+        with output.exclusive_writer(StorageDir.of(tmp_path / "other")):
             pass
-    with output.sole_writer(StorageDir.of(tmp_path)):
+    with output.exclusive_writer(StorageDir.of(tmp_path)):
         pass
 
 
 def test_settings_are_kept_beside_the_pieces_and_compared(config: TokenizeConfig) -> None:
-    values = json.loads((Path(config.out) / output.SETTINGS).read_text(encoding="utf-8"))
+    values = json.loads((Path(config.out) / output.SETTINGS_FILE).read_text(encoding="utf-8"))
     assert values == Job(config).identity() | {"sources": list(config.sources), "languages": []}
     assert output.changed_settings(Job(config)) == {}
     assert output.changed_settings(Job(replace(config, min_chars=7))) == {"min_chars": (200, 7)}
@@ -347,8 +350,8 @@ def test_settings_are_kept_beside_the_pieces_and_compared(config: TokenizeConfig
 
 
 def test_the_quarantine_is_one_line_per_book_sorted_by_id(tmp_path: Path) -> None:
-    dropped = [Dropped("b", "empty", "a"), Dropped("é", "language", "de"), Dropped("a", "unreadable", "b")]
-    written = [Record("", [], [], some, {}, {}, [], 0, 0, 0) for some in (dropped[:1], dropped[1:])]
+    dropped = [DroppedBook("b", "empty", "a"), DroppedBook("é", "language", "de"), DroppedBook("a", "unreadable", "b")]
+    written = [PartitionResult("", [], [], some, {}, {}, [], 0, 0, 0) for some in (dropped[:1], dropped[1:])]
     assert output.write_quarantine(StorageDir.of(tmp_path), written) == [dropped[2], dropped[0], dropped[1]]
     lines = (tmp_path / output.QUARANTINE).read_text(encoding="utf-8").splitlines()
-    assert [Dropped(**json.loads(line)) for line in lines] == [dropped[2], dropped[0], dropped[1]]
+    assert [DroppedBook(**json.loads(line)) for line in lines] == [dropped[2], dropped[0], dropped[1]]

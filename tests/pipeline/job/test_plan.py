@@ -9,18 +9,18 @@ import pyarrow as pa
 import pyarrow.parquet as pq
 import pytest
 
-from pipeline.books.readers import Part
-from pipeline.books.sources import Inventory, SourceFile, find
+from pipeline.books.readers import FileRange
+from pipeline.books.sources import Inventory, SourceFile, build_inventory
 from pipeline.config import TokenizeConfig
 from pipeline.job import plan
-from pipeline.job.plan import Piece, make_plan, split_file
+from pipeline.job.plan import Partition, make_partitions, split_file
 
 FILE = SourceFile("a.txt", "/a.txt", 100, 1)
-PART = Part(FILE, 100, 0, None)
-PIECE = Piece(3, (PART,), TokenizeConfig())
+PART = FileRange(FILE, 100, 0, None)
+PIECE = Partition(3, (PART,), TokenizeConfig())
 
 
-def other(name: str, value: Any) -> Piece:
+def other(name: str, value: Any) -> Partition:
     """:data:`PIECE` with another value for a field of its own, its settings, its part or its file."""
     if name in ("index", "parts"):
         return replace(PIECE, **{name: value})
@@ -50,7 +50,7 @@ def test_what_decides_a_shard_is_in_its_key_and_nothing_else(monkeypatch: pytest
 def sizes(files: list[int], **settings: Any) -> list[list[int]]:
     inventory = Inventory([SourceFile(f"{n:04d}.txt", "", size, 0) for n, size in enumerate(files)])
     config = TokenizeConfig(shard_size=1_000_000, **settings)
-    return [[part.size for part in piece.parts] for piece in make_plan(inventory, config)]
+    return [[part.size for part in piece.parts] for piece in make_partitions(inventory, config)]
 
 
 def test_a_piece_takes_books_until_it_is_full_and_a_larger_one_alone() -> None:
@@ -72,7 +72,7 @@ def test_parts_cover_a_file_and_compressed_ones_count_three_times_their_size() -
     ]  # fmt: skip
     for name in ("a.jsonl.gz", "a.txt.zst"):
         assert split_file(SourceFile(name, "", 2_500_000, 0), config) == [
-            Part(SourceFile(name, "", 2_500_000, 0), 7_500_000)
+            FileRange(SourceFile(name, "", 2_500_000, 0), 7_500_000)
         ]
 
 
@@ -83,7 +83,7 @@ def test_containers_are_split_at_members_and_row_groups(tmp_path: Path) -> None:
     texts = [f"{n:06d}" * 100_000 for n in range(5)]
     pq.write_table(pa.table({"text": texts}), tmp_path / "a.parquet", row_group_size=1, use_dictionary=False)
     for name, expected in (("a.zip", [(0, 2), (2, 4), (4, 5)]), ("a.parquet", [(0, 2), (2, 4), (4, 5)])):
-        (file,) = find([str(tmp_path / name)]).files
+        (file,) = build_inventory([str(tmp_path / name)]).files
         parts = split_file(file, TokenizeConfig(shard_size=1_000_000))
         assert [(part.start, part.stop) for part in parts] == expected
         assert 2_500_000 <= sum(part.size for part in parts) < 3_100_000

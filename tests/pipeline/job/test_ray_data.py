@@ -8,32 +8,32 @@ from pathlib import Path
 import pytest
 
 from pipeline.config import TokenizeConfig
-from pipeline.job.plan import Piece
+from pipeline.job.plan import Partition
 from pipeline.job.ray_data import grouped
 
 PROGRAM = """
 import json, sys, threading, uuid
 from pathlib import Path
-from infra.ray.cluster import connected
+from infra.ray.cluster import ray_session
 from infra.errors import UserError
 from infra.storage.directory import StorageDir
 from pipeline.config import TokenizeConfig
-from pipeline.job.plan import make_plan
-from pipeline.books.sources import find
-from pipeline.job.ray_data import do_pieces
+from pipeline.job.plan import make_partitions
+from pipeline.books.sources import build_inventory
+from pipeline.job.ray_data import run_partitions
 
 run = uuid.uuid4().hex  # this machine may hold notes of a killed test
 out, books = StorageDir.of(sys.argv[1]), Path(sys.argv[2])
 config = TokenizeConfig(sources=(str(books),), shard_size=1_000_000)
-plan = make_plan(find(config.sources), config)
-with connected(cpus=1):
-    done = [summary["piece"] for summary in do_pieces(plan, out, run, workers=1, ours=True)]
+plan = make_partitions(build_inventory(config.sources), config)
+with ray_session(cpus=1):
+    done = [summary["piece"] for summary in run_partitions(plan, out, run, workers=1, ours=True)]
     print(json.dumps([len(plan), done]))
     (books / "17.txt").unlink()
     threads = []
     for _ in range(4):
         try:
-            list(do_pieces(plan, out, run, workers=1, ours=True))
+            list(run_partitions(plan, out, run, workers=1, ours=True))
         except UserError as gone:
             threads += [thread.name for thread in threading.enumerate()]
             sentence = str(gone)
@@ -52,7 +52,7 @@ def test_many_pieces_are_few_tasks_and_few_pieces_a_task_each(
     pieces: int, workers: int | None, tasks: int, largest: int
 ) -> None:
     settings = TokenizeConfig()
-    plan = [Piece(number, (), settings) for number in range(pieces)]
+    plan = [Partition(number, (), settings) for number in range(pieces)]
     groups = grouped(plan, workers)
     assert [piece for group in groups for piece in group] == plan
     assert (len(groups), max(map(len, groups))) == (tasks, largest)

@@ -42,19 +42,19 @@ def config(
 def tokenize(config: TokenizeConfig) -> list[str]:
     """What the command does, without Ray; returns the pieces that it did."""
     job = Job(config)
-    todo = output.assess(job).todo
-    with output.sole_writer(job.place):
-        output.begin(job, todo)
-        for piece in job.pieces:
+    todo = output.compare_with_plan(job).todo
+    with output.exclusive_writer(job.out_dir):
+        output.mark_unfinished(job, todo)
+        for piece in job.partitions:
             if piece.name in todo:
-                do_piece(piece, job.place, f"test-{uuid.uuid4()}")
+                do_piece(piece, job.out_dir, f"test-{uuid.uuid4()}")
         output.finish(job)
     return list(todo)
 
 
 def contents(where: str) -> dict[str, bytes]:
     place = StorageDir.of(where)
-    return {name: place.read(name) for name in place.files() if not name.endswith(StorageDir.LOCK)}
+    return {name: place.read(name) for name in place.list_files() if not name.endswith(StorageDir.LOCK)}
 
 
 def test_every_file_is_the_same_as_in_a_folder_also_through_failing_storage(
@@ -86,13 +86,13 @@ def test_a_whole_bucket_holds_a_data_set(config: TokenizeConfig, tmp_path: Path,
     assert tokenize(root) == tokenize(local)
     assert contents(root.out) == contents(local.out)
     assert output.is_finished(Job(root))
-    assert output.assess(Job(root)).todo == {}
+    assert output.compare_with_plan(Job(root)).todo == {}
     place = StorageDir.of(root.out)
     assert list(inspect.verify(place, read_manifest(place))) == []
-    copy = WorkingCopy.of(place, fresh=False)
-    assert contents(str(copy.folder)) == contents(local.out)
+    copy = WorkingCopy.of(place, empty=False)
+    assert contents(str(copy.local_path)) == contents(local.out)
     output.clear(place)
-    assert contents(root.out).keys() == {output.SETTINGS, SPLIT_HISTORY}
+    assert contents(root.out).keys() == {output.SETTINGS_FILE, SPLIT_HISTORY}
 
 
 def test_what_is_missing_or_changed_is_redone_and_what_is_left_over_is_removed(
@@ -116,18 +116,18 @@ def test_what_is_missing_or_changed_is_redone_and_what_is_left_over_is_removed(
     fresh, history = contents(str(tmp_path / "fresh")) | foreign, place.read(SPLIT_HISTORY)
     assert contents(config.out) == fresh | {SPLIT_HISTORY: history}, "which knows the earlier text, too"
     output.clear(place)
-    assert contents(config.out).keys() == foreign.keys() | {output.SETTINGS, SPLIT_HISTORY}
+    assert contents(config.out).keys() == foreign.keys() | {output.SETTINGS_FILE, SPLIT_HISTORY}
 
 
 def test_an_unfinished_output_has_no_manifest_and_a_lost_shard_is_never_published(config: TokenizeConfig) -> None:
     tokenize(config)
     job = Job(config)
-    output.begin(job, ["000003"])
+    output.mark_unfinished(job, ["000003"])
     with pytest.raises(UserError, match="so its shards are unfinished"):
-        read_manifest(job.place)
+        read_manifest(job.out_dir)
     with pytest.raises(UserError, match=r"1 of 6 pieces .*pieces/000003\.json"):
         output.finish(job)
-    with output.sole_writer(job.place), pytest.raises(UserError, match="another run is writing to s3://places"):
+    with output.exclusive_writer(job.out_dir), pytest.raises(UserError, match="another run is writing to s3://places"):
         main(config)
 
 
@@ -139,7 +139,10 @@ def test_storage_that_does_not_answer_is_never_taken_for_an_empty_output(
     _, set_rate = s3
     set_rate(1.0)
     with ThreadPoolExecutor() as pool:  # Arrow itself tries for six seconds
-        answers = [pool.submit(question, job) for question in (output.changed_settings, output.assess, output.collect)]
+        answers = [
+            pool.submit(question, job)
+            for question in (output.changed_settings, output.compare_with_plan, output.read_results)
+        ]
     for answer in answers:
         with pytest.raises(UserError, match=r"cannot be (read|listed)"):
             answer.result()

@@ -4,30 +4,32 @@ import re
 
 import pytest
 
-from infra.tracking.names import MOST, shown
-from pipeline.books.readers import Dropped, Part
+from infra.tracking.names import MAX_TOP_LEVEL_METRICS, group_under_detail
+from pipeline.books.readers import DroppedBook, FileRange
 from pipeline.books.sources import Inventory, SourceFile
 from pipeline.config import TokenizeConfig
-from pipeline.job.partition_result import Record
-from pipeline.job.plan import Piece
-from pipeline.job.report import METRICS, JobStats, Stopwatch, data_report, estimate, totals
+from pipeline.job.partition_result import PartitionResult
+from pipeline.job.plan import Partition
+from pipeline.job.report import METRICS, JobStats, Stopwatch, data_report, format_estimate, totals
 from pipeline.shards import ShardInfo
 
 
-def record(lengths: dict[str, int], dropped: list[Dropped], *, read: int, replaced: int, verified: int) -> Record:
+def record(
+    lengths: dict[str, int], dropped: list[DroppedBook], *, read: int, replaced: int, verified: int
+) -> PartitionResult:
     """Books by their tokens, of four characters each, in one shard."""
     books = [(book, "0" * 64, 4 * tokens, tokens) for book, tokens in lengths.items()]
     total = sum(lengths.values())
     shard = ShardInfo("train/000000-000.arrow", "train", 2 * total, len(books), total, 4 * total, "0" * 32)
-    doubtful = [Dropped(book, "undecodable bytes", "kept") for book in lengths]
+    doubtful = [DroppedBook(book, "undecodable bytes", "kept") for book in lengths]
     removed = {"footer": 1_000, "credits": replaced}
     traits = {"line ends: CRLF": len(books)}
-    return Record("key", [shard], books, dropped, traits, {}, [], read, replaced, verified, doubtful, removed)
+    return PartitionResult("key", [shard], books, dropped, traits, {}, [], read, replaced, verified, doubtful, removed)
 
 
 RECORDS = [
-    record({"a": 1000, "b": 1001}, [Dropped("c", "empty", "")], read=8100, replaced=3, verified=500),
-    record({"d": 1_000_000, "e": 1_000_001}, [Dropped("f", "empty", ""), Dropped("g", "language", "")],
+    record({"a": 1000, "b": 1001}, [DroppedBook("c", "empty", "")], read=8100, replaced=3, verified=500),
+    record({"d": 1_000_000, "e": 1_000_001}, [DroppedBook("f", "empty", ""), DroppedBook("g", "language", "")],
            read=8_100_000, replaced=2, verified=0),
 ]  # fmt: skip
 
@@ -47,10 +49,12 @@ def test_totals_are_sums_over_all_records() -> None:
 
 def test_an_estimate_covers_the_remaining_work() -> None:
     file = SourceFile("a.txt", "a.txt", 800_000_000, 0)
-    pieces = [Piece(number, (Part(file, 800_000_000),), TokenizeConfig()) for number in range(4)]
+    pieces = [Partition(number, (FileRange(file, 800_000_000),), TokenizeConfig()) for number in range(4)]
 
-    def numbers(plan: list[Piece], todo: list[Piece], done: list[Record], workers: int, *, on_ray: bool) -> list[str]:
-        told = estimate(plan, todo, done, workers, token_bytes=2, on_ray=on_ray)
+    def numbers(
+        plan: list[Partition], todo: list[Partition], done: list[PartitionResult], workers: int, *, on_ray: bool
+    ) -> list[str]:
+        told = format_estimate(plan, todo, done, workers, token_bytes=2, on_ray=on_ray)
         return re.findall(r"[\d,.]+s?", told.replace(", ", " "))
 
     assert numbers(pieces, pieces[1:], [], 2, on_ray=True) == ["600.0", "1,200.0", "27s", "2"], (
@@ -59,7 +63,7 @@ def test_an_estimate_covers_the_remaining_work() -> None:
     assert numbers(pieces[:1], pieces[:1], [], 8, on_ray=False)[2] == "13s", "one piece is done by one worker"
     assert numbers(pieces, pieces[:1], RECORDS[:1], 2, on_ray=False)[0] == "197.6", "2,001 of 8,100 bytes"
     assert numbers(pieces, [], RECORDS, 2, on_ray=False) == ["0.0", "0.0", "0s", "2"]
-    wide = estimate(pieces, pieces[1:], [], 2, token_bytes=4, on_ray=False)
+    wide = format_estimate(pieces, pieces[1:], [], 2, token_bytes=4, on_ray=False)
     assert "600.0 million tokens, 2,400.0 MB" in wide, "of a vocabulary of more than 65,536 ids"
 
 
@@ -76,12 +80,12 @@ def test_rates_are_of_this_run() -> None:
             "throughput/MB_per_second": 1.5, "throughput/tokens_per_second": 5e5,
         }
     )  # fmt: skip
-    named = shown(progress.metrics(), METRICS)
+    named = group_under_detail(progress.metrics(), METRICS)
     assert {name for name in named if not name.startswith("detail/")} == {
         "time/work", "throughput/MB_per_second", "throughput/tokens_per_second",
     }  # fmt: skip
     assert named["detail/throughput/read_MB_per_second"] == 12
-    assert len(METRICS) <= MOST
+    assert len(METRICS) <= MAX_TOP_LEVEL_METRICS
     nothing = Inventory([]).summary()
     told = data_report("tokens", totals(RECORDS), progress, "f" * 64, nothing).markdown()
     for number in ("4 books, 2,002,002 tokens", "2 empty, 1 language", "8,008,008", "4.00", "6.0 MB", "--cycle 200+0"):

@@ -15,7 +15,7 @@ from infra.storage.directory import StorageDir
 from pipeline.config import TokenizeConfig
 from pipeline.inspect import verify
 from pipeline.job import output, plan
-from pipeline.job.plan import Job, position_of
+from pipeline.job.plan import Job, split_hash
 from pipeline.job.task import do_piece
 from pipeline.shards import Manifest, TokenShards
 
@@ -32,15 +32,15 @@ def put(folder: Path, texts: dict[str, str]) -> Path:
 def tokenize(config: TokenizeConfig, tell: Callable[[str], None] = lambda sentence: None) -> Manifest:
     """What the command does, without MLflow."""
     job = Job(config)
-    todo = output.assess(job).todo
-    output.begin(job, todo)
-    for piece in job.pieces:
+    todo = output.compare_with_plan(job).todo
+    output.mark_unfinished(job, todo)
+    for piece in job.partitions:
         if piece.name in todo:
-            do_piece(piece, job.place, f"test-{uuid.uuid4()}")
+            do_piece(piece, job.out_dir, f"test-{uuid.uuid4()}")
     manifest = output.finish(job, tell)
-    assert list(verify(job.place, manifest)) == []
+    assert list(verify(job.out_dir, manifest)) == []
     assert output.is_finished(job)
-    assert not output.assess(job).todo
+    assert not output.compare_with_plan(job).todo
     return manifest
 
 
@@ -69,7 +69,7 @@ def rows(texts: Iterable[str]) -> str:
 
 
 def by_position(names: Iterable[str], folder: str = "books") -> list[str]:
-    return sorted(names, key=lambda name: position_of(f"{folder}/{name}"))
+    return sorted(names, key=lambda name: split_hash(f"{folder}/{name}"))
 
 
 @pytest.mark.parametrize("share", [0.01, 0.5, 0.99])
@@ -162,7 +162,7 @@ def test_of_equal_texts_the_one_that_is_held_out_is_kept(tmp_path: Path, prose: 
     names = by_position(f"{n}.txt" for n in range(200))
     copies = (names[0], *by_position(f"0{n}.txt" for n in range(200))[-3:])
     folder = put(tmp_path / "books", {**dict.fromkeys(copies, prose(1, 100)), "other.txt": prose(2, 100)})
-    assert position_of(f"books/{names[0]}") < 0.01
+    assert split_hash(f"books/{names[0]}") < 0.01
     tokenize(TokenizeConfig((str(folder),), out=str(tmp_path / "out")))
     assert splits(str(tmp_path / "out")) == {"train": {"books/other.txt"}, "val": {f"books/{names[0]}"}}
 
@@ -174,9 +174,9 @@ def test_a_kill_while_a_book_moves_loses_nothing(tmp_path: Path, prose: Prose, m
     for killed_at in range(7):
         config = TokenizeConfig((str(folder),), out=str(tmp_path / f"killed {killed_at}"))
         job, left = Job(config), iter(range(killed_at))
-        output.begin(job, ())
-        for piece in job.pieces:
-            do_piece(piece, job.place, f"test-{uuid.uuid4()}")
+        output.mark_unfinished(job, ())
+        for piece in job.partitions:
+            do_piece(piece, job.out_dir, f"test-{uuid.uuid4()}")
 
         def limited(place: StorageDir, name: str, content: bytes, left: Iterable[int] = left) -> None:
             if next(iter(left), None) is None:
@@ -234,7 +234,7 @@ def test_no_text_changes_its_split_when_its_id_changes(
     before = split_of_texts(config.out)
     config, told = replace(config, sources=change(folder, prose)), []
     if interrupted:  # the manifest and the records are gone by then
-        output.begin(Job(config), [piece.name for piece in Job(config).pieces])
+        output.mark_unfinished(Job(config), [piece.name for piece in Job(config).partitions])
     manifest = tokenize(config, told.append)
     after = split_of_texts(config.out)
     assert {text: after[text] for text in before} == before

@@ -22,14 +22,14 @@ import pytest
 
 from infra.errors import UserError
 from infra.storage.directory import StorageDir
-from pipeline.books.clean import GUESSED, UNDECODABLE
-from pipeline.books.readers import Dropped, Part, RawBook, read_books
-from pipeline.books.sources import find
-from pipeline.config import Reading, TokenizeConfig
-from pipeline.encoding.tokenizer import Vocabulary, gpt2
+from pipeline.books.clean import ENCODING_GUESSED, UNDECODABLE
+from pipeline.books.readers import DroppedBook, FileRange, RawBook, read_books
+from pipeline.books.sources import build_inventory
+from pipeline.config import ReadingConfig, TokenizeConfig
+from pipeline.encoding.tokenizer import Tokenizer, gpt2
 from pipeline.job.output import write_quarantine
-from pipeline.job.partition_result import Record, read_record
-from pipeline.job.plan import Piece, make_plan
+from pipeline.job.partition_result import PartitionResult, read_record
+from pipeline.job.plan import Partition, make_partitions
 from pipeline.job.report import totals
 from pipeline.job.task import do_piece
 from pipeline.shards import Shard, checksum
@@ -37,12 +37,12 @@ from pipeline.shards import Shard, checksum
 Prose = Callable[..., str]
 
 
-def plan_of(folder: Path, **settings) -> list[Piece]:
+def plan_of(folder: Path, **settings) -> list[Partition]:
     config = TokenizeConfig(sources=(str(folder),), **settings)
-    return make_plan(find(config.sources), config)
+    return make_partitions(build_inventory(config.sources), config)
 
 
-def do(folder: Path, out: Path, **settings) -> Record:
+def do(folder: Path, out: Path, **settings) -> PartitionResult:
     (piece,) = plan_of(folder, **settings)
     do_piece(piece, StorageDir.of(out), f"test-{uuid.uuid4()}")
     record = read_record(out, piece.name)
@@ -50,7 +50,7 @@ def do(folder: Path, out: Path, **settings) -> Record:
     return record
 
 
-def reasons(record: Record) -> dict[str, str]:
+def reasons(record: PartitionResult) -> dict[str, str]:
     return {dropped.book.split("/")[-1]: dropped.reason for dropped in record.dropped}
 
 
@@ -115,9 +115,9 @@ def test_a_book_whose_character_set_was_guessed_is_kept_counted_and_listed(tmp_p
     assert [book for book, *_ in record.books] == ["books/cafe.txt"]
     assert [trait.endswith("guessed") for trait in record.traits] == [True]
     listed = write_quarantine(StorageDir.of(tmp_path / "out"), [record])
-    assert [(entry.book, entry.reason) for entry in listed] == [("books/cafe.txt", GUESSED)]
+    assert [(entry.book, entry.reason) for entry in listed] == [("books/cafe.txt", ENCODING_GUESSED)]
     assert totals([record])["books_dropped"] == {}
-    assert totals([record])["books_doubtful"] == {GUESSED: 1}
+    assert totals([record])["books_doubtful"] == {ENCODING_GUESSED: 1}
 
 
 def test_a_record_counts_what_cleaning_removed_and_lists_books_with_damage(tmp_path: Path, prose: Prose) -> None:
@@ -182,21 +182,21 @@ def test_a_book_at_which_something_fails_is_listed_and_the_others_are_kept(
     """The failures are those of a bug, of a library in Rust, which is no ``Exception``, and while a file is read."""
     panic = type("PanicException", (BaseException,), {})
 
-    encode = Vocabulary.encode
+    encode = Tokenizer.encode
 
-    def failing(self: Vocabulary, text: bytes, encoder: Any) -> np.ndarray:
+    def failing(self: Tokenizer, text: bytes, encoder: Any) -> np.ndarray:
         for word, failure in {b"BUG": KeyError("no such key"), b"PANIC": panic("index out of bounds")}.items():
             if word in text:
                 raise failure
         return encode(self, text, encoder)
 
-    def reading(part: Part, settings: Reading) -> Iterator[RawBook | Dropped]:
+    def reading(part: FileRange, settings: ReadingConfig) -> Iterator[RawBook | DroppedBook]:
         for book in read_books(part, settings):
             yield book
             if isinstance(book, RawBook) and book.id.endswith("#0"):
                 raise RuntimeError("the decompressor is confused")
 
-    monkeypatch.setattr(Vocabulary, "encode", failing)
+    monkeypatch.setattr(Tokenizer, "encode", failing)
     monkeypatch.setattr("pipeline.job.task.read_books", reading)
     books = write_books(tmp_path / "books", 3)
     (books / "bug.txt").write_text(prose(7) + "BUG", encoding="utf-8")
@@ -285,19 +285,19 @@ def test_the_book_that_kills_its_worker_is_skipped(tmp_path: Path, write_books: 
         import pipeline.job.task
         from infra.storage.directory import StorageDir
         from pipeline.config import TokenizeConfig
-        from pipeline.job.plan import make_plan
-        from pipeline.books.sources import find
+        from pipeline.job.plan import make_partitions
+        from pipeline.books.sources import build_inventory
 
-        from pipeline.encoding.tokenizer import Vocabulary
+        from pipeline.encoding.tokenizer import Tokenizer
 
-        encode = Vocabulary.encode
+        encode = Tokenizer.encode
         def deadly(self, text, encoder):
             if b"KILLER" in text:
                 os.kill(os.getpid(), {signal.SIGKILL})
             return encode(self, text, encoder)
-        Vocabulary.encode = deadly
+        Tokenizer.encode = deadly
         config = TokenizeConfig(sources=({str(books)!r},))
-        (piece,) = make_plan(find(config.sources), config)
+        (piece,) = make_partitions(build_inventory(config.sources), config)
         pipeline.job.task.do_piece(piece, StorageDir.of({str(tmp_path / "out")!r}), "deadly-{os.getpid()}")
     """
     codes = []
@@ -307,7 +307,9 @@ def test_the_book_that_kills_its_worker_is_skipped(tmp_path: Path, write_books: 
     assert codes == [-signal.SIGKILL] * 3 + [0]
     record = read_record(tmp_path / "out", "000000")
     assert record
-    assert record.dropped == [Dropped("books/book 0001.txt", "killed its worker", "3 times, while it was worked on")]
+    assert record.dropped == [
+        DroppedBook("books/book 0001.txt", "killed its worker", "3 times, while it was worked on")
+    ]
     assert len(record.books) == 2
 
 

@@ -17,29 +17,29 @@ import pytest
 import torch
 
 from infra.errors import UserError
-from infra.ray.cluster import connected
+from infra.ray.cluster import ray_session
 from infra.storage.directory import StorageDir
 from infra.tracking.store import create_run
 from infra.tracking.tracker import Tracker
 from pipeline import stream
-from pipeline.books.sources import Inventory, find
-from pipeline.config import Reading, TokenizeConfig
+from pipeline.books.sources import Inventory, build_inventory
+from pipeline.config import ReadingConfig, TokenizeConfig
 from pipeline.encoding.tokenizer import gpt2
 from pipeline.job.partition_result import read_record
-from pipeline.job.plan import make_plan
+from pipeline.job.plan import make_partitions
 from pipeline.job.task import do_piece
 from pipeline.shards import Shard
-from pipeline.stream import HELD_OUT, EncodedBook, Stream, encoded_books
+from pipeline.stream import VAL_FRACTION, EncodedBook, Stream, encoded_books
 from train.config import Cycle, TrainConfig
 from train.data.loader import BatchLoader
-from train.data.source import absolute, estimate, stream_of
+from train.data.source import estimate_manifest, open_stream, with_absolute_paths
 from train.data.stream import StreamData, StreamPosition, StreamWindows
 from train.launch import driver
 from train.launch.job import RunPlan
 from train.loop.trainer import Trainer
 from train.model_config import ModelConfig
 from train.result import CycleReport
-from train.run_files.progress import read_progress, refuse_other_run
+from train.run_files.progress import check_same_run, read_progress
 from train.run_files.run_folder import RunFolder
 
 LENGTH = 16
@@ -49,8 +49,8 @@ WORDS = "the lantern of a winter morning was not with her captain but under ever
 class Inline(Stream):
     """A stream whose books are encoded in this process and not ahead by Ray Data."""
 
-    def read(self, epoch: int, piece: int = 0) -> Iterator[EncodedBook]:
-        return itertools.chain.from_iterable(encoded_books(each, "train") for each in self.order(epoch)[piece:])
+    def read(self, epoch: int, partition: int = 0) -> Iterator[EncodedBook]:
+        return itertools.chain.from_iterable(encoded_books(each, "train") for each in self.order(epoch)[partition:])
 
 
 @pytest.fixture(scope="module")
@@ -77,7 +77,7 @@ def config(books: Path) -> TrainConfig:
 
 
 def windows_of(books: Path, seed: int = 0, block: int = 40 * LENGTH) -> StreamWindows:
-    return StreamWindows(Inline([str(books)], seed, Reading()).read, LENGTH, seed, block)
+    return StreamWindows(Inline([str(books)], seed, ReadingConfig()).read, LENGTH, seed, block)
 
 
 def rows(windows: StreamWindows, first: int, stop: int) -> np.ndarray:
@@ -87,8 +87,8 @@ def rows(windows: StreamWindows, first: int, stop: int) -> np.ndarray:
 
 
 def test_an_epoch_is_every_training_book_once_and_no_other(books: Path) -> None:
-    stream = Inline([str(books)], 0, Reading())
-    held = {book.book for book in stream.held_out(10**9)}
+    stream = Inline([str(books)], 0, ReadingConfig())
+    held = {book.book for book in stream.validation_books(10**9)}
     names = {epoch: [book.book for book in stream.read(epoch)] for epoch in range(2)}
     everything = {f"books/{path.name}" for path in books.iterdir()}
     assert held
@@ -96,14 +96,14 @@ def test_an_epoch_is_every_training_book_once_and_no_other(books: Path) -> None:
     assert len(held) + len(names[0]) == len(everything)
     assert sorted(names[0]) == sorted(names[1])
     assert names[0] != names[1]
-    assert [book.book for book in Inline([str(books)], 1, Reading()).read(0)] != names[0]
+    assert [book.book for book in Inline([str(books)], 1, ReadingConfig()).read(0)] != names[0]
     dropped = [(book.book, book.dropped) for book in stream.read(0) if book.dropped]
     assert dropped == [("books/short.txt", "too short")]
     assert all(book.tokens[-1] == gpt2().end_of_text for book in stream.read(0) if not book.dropped)
 
 
 def test_blocks_hold_every_window_of_the_stream_once(books: Path) -> None:
-    tokens = np.concatenate([book.tokens for book in Inline([str(books)], 0, Reading()).read(0)]).astype(np.int64)
+    tokens = np.concatenate([book.tokens for book in Inline([str(books)], 0, ReadingConfig()).read(0)]).astype(np.int64)
     count = (len(tokens) - 1) // LENGTH
     windows = windows_of(books)
     found = rows(windows, 0, count)
@@ -112,14 +112,14 @@ def test_blocks_hold_every_window_of_the_stream_once(books: Path) -> None:
         block, straight = found[first : first + 40], expected[first : first + 40]
         assert sorted(map(tuple, block)) == sorted(map(tuple, straight))
     assert not np.array_equal(found, expected)
-    assert windows.places[-1].epoch == 0
+    assert windows.block_positions[-1].epoch == 0
     rows(windows, count, count + 1)
-    assert windows.places[-2] == StreamPosition(position=count, epoch=1)
+    assert windows.block_positions[-2] == StreamPosition(position=count, epoch=1)
 
 
 def test_each_block_and_each_epoch_has_an_order_of_its_own() -> None:
     """Of a single book, whose blocks would otherwise be visited alike."""
-    book = EncodedBook(piece=0, source="", book="one", tokens=np.arange(80 * LENGTH + 1, dtype=np.uint16), chars=1)
+    book = EncodedBook(partition=0, source="", book="one", tokens=np.arange(80 * LENGTH + 1, dtype=np.uint16), chars=1)
     windows = StreamWindows(lambda epoch, piece: iter([book]), LENGTH, 0, 40 * LENGTH)
     found = rows(windows, 0, 160)[:, 0] // LENGTH
     blocks = [found[first : first + 40].tolist() for first in range(0, 160, 40)]
@@ -130,7 +130,7 @@ def test_each_block_and_each_epoch_has_an_order_of_its_own() -> None:
 
 def test_epochs_read_the_books_in_the_order_of_that_epoch(books: Path) -> None:
     asked: list[tuple[int, int]] = []
-    stream = Inline([str(books)], 0, Reading())
+    stream = Inline([str(books)], 0, ReadingConfig())
 
     def read(epoch: int, piece: int) -> Iterator[EncodedBook]:
         asked.append((epoch, piece))
@@ -161,9 +161,9 @@ def test_as_much_is_held_out_as_validation_takes(config: TrainConfig) -> None:
     asked: list[int] = []
 
     class Asked(Inline):
-        def held_out(self, tokens: int) -> list[EncodedBook]:
+        def validation_books(self, tokens: int) -> list[EncodedBook]:
             asked.append(tokens)
-            return super().held_out(tokens)
+            return super().validation_books(tokens)
 
     StreamData(dataclasses.replace(config, cycle=Cycle(5, 3)), Asked(config.stream, 0, config.reading))
     assert asked == [3 * 4 * LENGTH + 1]
@@ -177,14 +177,14 @@ def test_a_book_that_changed_since_the_checkpoint_is_named(
     copy = Path(shutil.copytree(books, tmp_path / "books"))
     before = windows_of(copy)
     rows(before, 0, 100)
-    place = before.places[-2]
+    place = before.block_positions[-2]
     book = copy.parent / place.book
     text = book.read_text(encoding="utf-8")
     book.write_text(text.replace("said", "sang") if change == "edited" else "", encoding="utf-8")
     if change == "gone":
         book.unlink()
     after = windows_of(copy)
-    after.go_to(place)
+    after.load_state_dict(place)
     with pytest.raises(UserError, match=rf"--stream: the book {place.book}.* {place.source}\. .* --name"):
         rows(after, place.position, place.position + 4)
 
@@ -193,7 +193,7 @@ def test_a_checkpoint_holds_where_its_block_begins(config: TrainConfig) -> None:
     data = StreamData(config, Inline(config.stream, 0, config.reading))
     data.windows = StreamWindows(data._read, LENGTH, 0, 40 * LENGTH)
     rows(data.windows, 0, 100)
-    assert [data.place(position)["position"] for position in (0, 39, 40, 41, 85)] == [0, 0, 40, 40, 80]
+    assert [data.state_dict(position)["position"] for position in (0, 39, 40, 41, 85)] == [0, 0, 40, 40, 80]
 
 
 def test_a_resumed_stream_continues_with_the_same_windows(books: Path) -> None:
@@ -201,7 +201,9 @@ def test_a_resumed_stream_continues_with_the_same_windows(books: Path) -> None:
     expected = rows(straight, 0, 600)
     for position in (0, 1, 39, 40, 55, 120, 400):
         resumed = windows_of(books)
-        resumed.go_to(next(place for place in reversed(straight.places) if place.position <= position))
+        resumed.load_state_dict(
+            next(place for place in reversed(straight.block_positions) if place.position <= position)
+        )
         assert np.array_equal(rows(resumed, position, 600), expected[position:])
 
 
@@ -222,7 +224,7 @@ def test_a_step_has_the_same_windows_however_it_is_executed(
 def test_the_books_that_validate_are_counted_without_those_that_were_dropped(config: TrainConfig) -> None:
     kept = EncodedBook(0, "a.txt", "a.txt", 90, np.zeros(30, np.uint16))
     dropped = EncodedBook(0, "b.txt", "b.txt", 0, np.zeros(0, np.uint16), "too short", "8 characters, fewer than 200")
-    counted = estimate(stream_of(config), held_out=[kept, dropped]).splits["val"]
+    counted = estimate_manifest(open_stream(config), held_out=[kept, dropped]).splits["val"]
     assert counted == {"books": 1, "tokens": 30, "chars": 90}
 
 
@@ -233,9 +235,9 @@ def test_the_sources_of_a_run_mean_the_same_in_every_folder(
     elsewhere = ("sample", "gutenberg:1342,84", "s3://bucket/books", "gs://anonymous@bucket/*.txt", "hf://datasets/a/b")
     named = dataclasses.replace(config, stream=("books", "shelf/*.txt", "~/library", *elsewhere))
     whole = (str(tmp_path / "books"), str(tmp_path / "shelf/*.txt"), str(Path.home() / "library"), *elsewhere)
-    assert absolute(named).stream == whole
+    assert with_absolute_paths(named).stream == whole
     monkeypatch.chdir("/")
-    assert absolute(dataclasses.replace(config, stream=whole)).stream == whole
+    assert with_absolute_paths(dataclasses.replace(config, stream=whole)).stream == whole
 
 
 def test_what_a_stream_cannot_do_is_said(config: TrainConfig, tmp_path: Path) -> None:
@@ -275,19 +277,19 @@ def unusual(tmp_path_factory: pytest.TempPathFactory) -> Path:
 @pytest.mark.parametrize(
     ("name", "reading", "fewer"),
     [
-        ("books.jsonl", Reading(text_field="content"), False),
-        ("books.jsonl", Reading(text_field="content", languages=("fr",), min_chars=500), True),
-        ("books.parquet", Reading(text_column="body"), False),
-        ("books.txt", Reading(doc_separator="<|end|>"), False),
-        ("books.txt", Reading(doc_separator="<|end|>", join_lines=True), False),
+        ("books.jsonl", ReadingConfig(text_field="content"), False),
+        ("books.jsonl", ReadingConfig(text_field="content", languages=("fr",), min_chars=500), True),
+        ("books.parquet", ReadingConfig(text_column="body"), False),
+        ("books.txt", ReadingConfig(doc_separator="<|end|>"), False),
+        ("books.txt", ReadingConfig(doc_separator="<|end|>", join_lines=True), False),
     ],
 )
 def test_a_stream_reads_what_shards_hold(
-    unusual: Path, tmp_path: Path, name: str, reading: Reading, fewer: bool
+    unusual: Path, tmp_path: Path, name: str, reading: ReadingConfig, fewer: bool
 ) -> None:
     sources = (str(unusual / name),)
-    config = TokenizeConfig(sources, val_fraction=HELD_OUT, **dataclasses.asdict(reading))
-    (piece,) = make_plan(find(sources), config)
+    config = TokenizeConfig(sources, val_fraction=VAL_FRACTION, **dataclasses.asdict(reading))
+    (piece,) = make_partitions(build_inventory(sources), config)
     do_piece(piece, StorageDir.of(tmp_path), f"test-{uuid.uuid4()}")
     record = read_record(tmp_path, piece.name)
     assert record
@@ -300,7 +302,7 @@ def test_a_stream_reads_what_shards_hold(
         )
     }
     stream = Inline(sources, 0, reading)
-    found = {("val", book.book): book.tokens.tolist() for book in stream.held_out(10**9) if not book.dropped}
+    found = {("val", book.book): book.tokens.tolist() for book in stream.validation_books(10**9) if not book.dropped}
     assert found
     found |= {("train", book.book): book.tokens.tolist() for book in stream.read(0) if not book.dropped}
     assert found == shards
@@ -316,17 +318,17 @@ def test_books_are_held_out_until_there_are_enough_or_much_has_been_read(
 ) -> None:
     """What was read counts over all pieces: in a large corpus none of them alone is much."""
     monkeypatch.setattr(stream, "PIECE", 1_000_000)
-    monkeypatch.setattr(stream, "HELD_OUT", 0.3)
+    monkeypatch.setattr(stream, "VAL_FRACTION", 0.3)
     line = json.dumps({"text": " ".join(WORDS * 20), "of no use": "x" * 40_000})
     (tmp_path / "books.jsonl").write_text(f"{line}\n" * 150)
-    found = Inline([str(tmp_path)], 0, Reading())
-    pieces = make_plan(found.inventory, found.settings)
+    found = Inline([str(tmp_path)], 0, ReadingConfig())
+    pieces = make_partitions(found.inventory, found.settings)
     books = [[book.book for book in encoded_books(piece, "val")] for piece in pieces]
     assert all(books)
-    assert [book.book for book in found.held_out(10**9)] == list(itertools.chain(*books))
-    assert [book.book for book in found.held_out(1)] == books[0][:1]
-    monkeypatch.setattr(stream, "SEARCHED", 3_000_000)
-    assert [book.book for book in found.held_out(10**9)] == list(itertools.chain(*books[:4]))
+    assert [book.book for book in found.validation_books(10**9)] == list(itertools.chain(*books))
+    assert [book.book for book in found.validation_books(1)] == books[0][:1]
+    monkeypatch.setattr(stream, "MAX_SEARCH_BYTES", 3_000_000)
+    assert [book.book for book in found.validation_books(10**9)] == list(itertools.chain(*books[:4]))
 
 
 @pytest.mark.parametrize(
@@ -344,16 +346,16 @@ def test_when_no_book_can_be_read_the_first_is_named(config: TrainConfig, unusua
 
 @pytest.mark.slow
 def test_through_ray_it_is_the_same_run_also_when_resumed(config: TrainConfig, tmp_path: Path) -> None:
-    config = dataclasses.replace(config, reading=Reading(min_chars=5, join_lines=True))
+    config = dataclasses.replace(config, reading=ReadingConfig(min_chars=5, join_lines=True))
     store = f"sqlite:///{tmp_path}/mlflow.db"
     folder = tmp_path / "run"
-    with connected(cpus=2):
+    with ray_session(cpus=2):
         tracker = Tracker(create_run("train", "stream", tracking_uri=store, tags={}))
         short, whole = (dataclasses.replace(config, schedule="constant", **end) for end in ({"steps": 7}, {}))
         run = RunPlan.new(short, RunFolder(folder))
         first = driver.launch(run, short, tracker)
         assert first.checkpoint
-        again = dataclasses.replace(run, asked=whole, progress=read_progress(Path(first.checkpoint)))
+        again = dataclasses.replace(run, requested=whole, progress=read_progress(Path(first.checkpoint)))
         result = driver.launch(again, whole, tracker)
         gone = Stream([str(shutil.copytree(config.stream[0], tmp_path / "gone"))], 0, config.reading)
         (tmp_path / "gone" / "book 3.txt").unlink()
@@ -370,11 +372,13 @@ def test_through_ray_it_is_the_same_run_also_when_resumed(config: TrainConfig, t
     progress = json.loads((folder / "checkpoints" / "step-00000012" / "progress.json").read_text())
     assert progress["position"] == 48
     assert progress["place"]["epoch"] == 0
-    refuse_other_run(Path(first.checkpoint), read_progress(Path(first.checkpoint)), whole, estimate(stream_of(whole)))
-    other = dataclasses.replace(whole, reading=Reading(min_chars=5))
+    check_same_run(
+        Path(first.checkpoint), read_progress(Path(first.checkpoint)), whole, estimate_manifest(open_stream(whole))
+    )
+    other = dataclasses.replace(whole, reading=ReadingConfig(min_chars=5))
     with pytest.raises(UserError, match="was trained with --join-lines True, not False: leave --join-lines out"):
-        refuse_other_run(
-            Path(first.checkpoint), read_progress(Path(first.checkpoint)), other, estimate(stream_of(other))
+        check_same_run(
+            Path(first.checkpoint), read_progress(Path(first.checkpoint)), other, estimate_manifest(open_stream(other))
         )
     assert set(result.encoded_on) == {result.machine}, "this machine has encoded what it trained on"
     assert result.data_fingerprint == Stream(config.stream, 0, config.reading).fingerprint
@@ -388,9 +392,9 @@ def test_the_sources_of_a_run_are_listed_once(
 
     def counted(sources: Sequence[str]) -> Inventory:
         listed.append(sources)
-        return find(sources)
+        return build_inventory(sources)
 
-    monkeypatch.setattr(stream, "find", counted)
+    monkeypatch.setattr(stream, "build_inventory", counted)
     run = RunPlan.new(config, RunFolder(tmp_path / "run"))
     handed = pickle.loads(pickle.dumps(run.stream))  # noqa: S301 as Ray hands it to a worker
     assert handed.order(0)
@@ -402,8 +406,8 @@ def test_a_stream_holds_out_the_validation_files_of_a_data_set(tmp_path: Path) -
     for split in ("train", "validation", "test"):
         rows = [{"text": f"Row {number} for {split}. " + "It was a long day. " * 20} for number in range(30)]
         (tmp_path / f"{split}.jsonl").write_text("".join(json.dumps(row) + "\n" for row in rows), encoding="utf-8")
-    books = Inline([str(tmp_path)], 0, Reading())
-    assert {book.source.rpartition("/")[2] for book in books.held_out(10**9)} == {"validation.jsonl"}
+    books = Inline([str(tmp_path)], 0, ReadingConfig())
+    assert {book.source.rpartition("/")[2] for book in books.validation_books(10**9)} == {"validation.jsonl"}
     trained = list(books.read(0))
     assert {book.source.rpartition("/")[2] for book in trained} == {"train.jsonl"}
     assert len(trained) == 30

@@ -16,7 +16,7 @@ from pipeline.encoding.tokenizer import gpt2
 from pipeline.shards import VOCABULARY_FILE, read_manifest
 from pipeline.vocabulary import VocabularyConfig
 from train.config import Cycle, TrainConfig
-from train.data.tokenizer import with_vocabulary_of
+from train.data.tokenizer import match_tokenizer
 from train.generate import GenerateConfig, generate
 from train.launch.job import RunPlan
 from train.loop.sampling import closing_sample, load_model
@@ -82,10 +82,10 @@ def test_it_is_trained_generated_from_and_exported_without_its_data(
 def test_the_models_vocabulary_follows_the_data_and_any_other_is_refused(own: TrainConfig, tmp_path: Path) -> None:
     manifest = read_manifest(own.data)
     plan = RunPlan.new(own, RunFolder(tmp_path))
-    assert (plan.asked.shape.vocabulary, plan.asked.shape.padded_vocabulary) == (600, 640)
-    assert with_vocabulary_of(plan.asked, manifest) == plan.asked
+    assert (plan.requested.gpt2_config.vocabulary, plan.requested.gpt2_config.padded_vocabulary) == (600, 640)
+    assert match_tokenizer(plan.requested, manifest) == plan.requested
     unpadded = replace(own, model=replace(own.model, padded_vocabulary=50257))
-    assert with_vocabulary_of(unpadded, manifest).shape.padded_vocabulary == 600
+    assert match_tokenizer(unpadded, manifest).gpt2_config.padded_vocabulary == 600
     for words in ("edu-3m", "tiny,vocabulary=599", "tiny,vocabulary=601"):
         with pytest.raises(UserError, match=r"600 token ids .* vocabulary=600,padded_vocabulary=640"):
             RunPlan.new(replace(own, model=parse_model(words)), RunFolder(tmp_path))
@@ -109,10 +109,10 @@ def test_a_run_on_it_is_resumed(own: TrainConfig, tmp_path: Path) -> None:
     plan = RunPlan.continued(replace(own, steps=3), "one", str(tmp_path))
     assert plan.progress
     assert plan.progress.step == 1
-    assert plan.asked.model.vocabulary == 600
-    rest = Trainer(plan.asked, checkpoints=home.checkpoints, resume=plan.home.newest())
+    assert plan.requested.model.vocabulary == 600
+    rest = Trainer(plan.requested, checkpoints=home.checkpoints, resume=plan.run_folder.newest())
     result = rest.run()
     assert (result.outcome, result.steps) == ("finished", 3)
-    losses = [loss for report in straight.spent.reports for loss in report.step_losses]
-    assert [loss for report in rest.spent.reports for loss in report.step_losses] == losses
+    losses = [loss for report in straight.times.reports for loss in report.step_losses]
+    assert [loss for report in rest.times.reports for loss in report.step_losses] == losses
     assert (result.val_loss, result.val_bits_per_byte) == (whole.val_loss, whole.val_bits_per_byte)

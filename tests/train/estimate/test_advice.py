@@ -5,18 +5,18 @@ from typing import Any
 
 import pytest
 
-from infra.device.hardware import A100, cpu_facts
+from infra.device.hardware import A100, cpu_info
 from train.config import TrainConfig
-from train.estimate.advice import Change, memory_savers
-from train.estimate.flops import hardware, palm
+from train.estimate.advice import MemorySaving, find_memory_savings
+from train.estimate.flops import hardware_flops, palm_flops
 from train.estimate.memory import predict_peak
 from train.resolved import resolve
 
 NAMED: dict[str, Any] = {"compile": "off", "loss": "plain"}
 
 
-def singles(config: TrainConfig) -> list[Change]:
-    return [change for change in memory_savers(config) if len(change.flags) == 1]
+def singles(config: TrainConfig) -> list[MemorySaving]:
+    return [change for change in find_memory_savings(config) if len(change.flags) == 1]
 
 
 def test_the_cheapest_change_comes_first() -> None:
@@ -26,11 +26,13 @@ def test_the_cheapest_change_comes_first() -> None:
         *(f"--checkpointing {kind}" for kind in ("selective", "alternate", "full")),
     ]  # fmt: skip
     full = singles(config)[-1]
-    assert full.arithmetic == pytest.approx(hardware(config.shape, recomputed=12) / palm(config.shape) - 1)
+    assert full.arithmetic == pytest.approx(
+        hardware_flops(config.gpt2_config, recomputed=12) / palm_flops(config.gpt2_config) - 1
+    )
     assert full.cost.startswith("24%")
     assert full.peak == predict_peak(replace(config, checkpointing="full")).total
     each = resolve(TrainConfig(global_batch=64, micro_batch=8, workers=4, **NAMED), A100)
-    costs = {change.text: change.cost for change in memory_savers(each)}
+    costs = {change.text: change.cost for change in find_memory_savings(each)}
     assert "in 16 micro-batches instead of 2" in costs["--micro-batch 1"], "those of each worker"
 
 
@@ -53,7 +55,7 @@ def test_what_can_be_changed_saves_memory_and_is_sorted_by_its_cost(
     changes: dict[str, Any], offered: str, left_out: str
 ) -> None:
     config = TrainConfig(global_batch=64, micro_batch=16, **NAMED)
-    config = resolve(replace(config, **changes), cpu_facts() if "device" in changes else A100)
+    config = resolve(replace(config, **changes), cpu_info() if "device" in changes else A100)
     found = singles(config)
     flags = [change.text for change in found]
     assert offered in flags
@@ -65,7 +67,7 @@ def test_what_can_be_changed_saves_memory_and_is_sorted_by_its_cost(
 
 def test_combinations_come_after_single_changes_and_keep_the_largest_batch() -> None:
     config = resolve(TrainConfig(global_batch=4, micro_batch=4, **NAMED), A100)
-    found = memory_savers(config)
+    found = find_memory_savings(config)
     assert [len(change.flags) > 1 for change in found] == sorted(len(change.flags) > 1 for change in found)
     combined = [change.text for change in found if len(change.flags) > 1]
     assert combined[:3] == [

@@ -18,10 +18,12 @@ GPT2 = replace(PRESETS["gpt2-124m"], padded_vocabulary=50304)
 
 def test_hardware_flops_of_a_large_model_are_close_to_eight_thirds_of_a_forward() -> None:
     large = PRESETS["gpt2-1558m"]
-    assert flops.hardware(large, recomputed=large.layers) / flops.palm(large) == pytest.approx(8 / 6, rel=0.03)
-    assert flops.hardware(large, recomputed=0) == flops.palm(large)
-    half = flops.hardware(large, recomputed=large.layers // 2)
-    assert 2 * half == pytest.approx(flops.palm(large) + flops.hardware(large, recomputed=large.layers))
+    assert flops.hardware_flops(large, recomputed=large.layers) / flops.palm_flops(large) == pytest.approx(
+        8 / 6, rel=0.03
+    )
+    assert flops.hardware_flops(large, recomputed=0) == flops.palm_flops(large)
+    half = flops.hardware_flops(large, recomputed=large.layers // 2)
+    assert 2 * half == pytest.approx(flops.palm_flops(large) + flops.hardware_flops(large, recomputed=large.layers))
 
 
 def test_palm_is_what_torch_counts(small_model: ModelConfig) -> None:
@@ -33,7 +35,7 @@ def test_palm_is_what_torch_counts(small_model: ModelConfig) -> None:
     tokens = torch.zeros(3, small_model.context_length, dtype=torch.int64)
     with FlopCounterMode(display=False) as counter:
         model(tokens, tokens).backward()
-    assert counter.get_total_flops() / tokens.numel() == pytest.approx(flops.palm(small_model), rel=1e-6)
+    assert counter.get_total_flops() / tokens.numel() == pytest.approx(flops.palm_flops(small_model), rel=1e-6)
 
 
 def test_every_second_block_is_computed_again_from_the_first_on() -> None:
@@ -43,9 +45,9 @@ def test_every_second_block_is_computed_again_from_the_first_on() -> None:
 
 
 def test_utilisation_is_of_all_devices_and_none_of_unknown_ones(small_model: ModelConfig) -> None:
-    assert flops.utilisation(1e5, flops.palm(small_model), None, 1) is None
-    assert flops.utilisation(182_000, flops.palm(GPT2), 312e12, 1) == pytest.approx(0.50, abs=0.01)
-    assert flops.utilisation(182_000, flops.palm(GPT2), 312e12, 2) == pytest.approx(0.25, abs=0.005)
+    assert flops.utilization(1e5, flops.palm_flops(small_model), None, 1) is None
+    assert flops.utilization(182_000, flops.palm_flops(GPT2), 312e12, 1) == pytest.approx(0.50, abs=0.01)
+    assert flops.utilization(182_000, flops.palm_flops(GPT2), 312e12, 2) == pytest.approx(0.25, abs=0.005)
 
 
 def test_every_formula_counts_what_its_name_says() -> None:

@@ -8,29 +8,29 @@ from typing import Any
 
 import pytest
 
-from infra.device.hardware import CARDS, DeviceFacts
+from infra.device.hardware import KNOWN_GPUS, DeviceInfo
 from infra.errors import UserError
-from train.estimate.gpu_rates import planned
+from train.estimate.gpu_rates import load_gpu_rates
 
 MEASURED = {"matmul": {"bf16": 250e12, "tf32": 120e12, "fp32": 18e12}, "copy": {"within the device": 1.3e12}}
-FACTS = asdict(replace(CARDS["A100"], name="NVIDIA A100-PCIE-40GB"))
+FACTS = asdict(replace(KNOWN_GPUS["A100"], name="NVIDIA A100-PCIE-40GB"))
 
 
 def test_a_datasheets_card_reaches_a_part_of_its_rates() -> None:
-    card = planned("A100")
-    assert card.facts == CARDS["A100"]
-    assert card.products("bf16-activations") == card.products("fp16") == pytest.approx(271e12)
+    card = load_gpu_rates("A100")
+    assert card.device_info == KNOWN_GPUS["A100"]
+    assert card.matmul_rate("bf16-activations") == card.matmul_rate("fp16") == pytest.approx(271e12)
     assert math.isclose(card.bandwidth, 271 / 312 * 1.555e12)
-    assert all(planned(name).bandwidth > card.bandwidth for name in ("H100", "H200"))
+    assert all(load_gpu_rates(name).bandwidth > card.bandwidth for name in ("H100", "H200"))
 
 
 def test_a_doctors_record_is_a_card_with_the_rates_that_were_measured(tmp_path: Path) -> None:
     file = tmp_path / "doctor.json"
     file.write_text(json.dumps({"device": FACTS["name"], "facts": FACTS} | MEASURED))
-    card = planned(str(file))
-    assert card.facts == DeviceFacts(**FACTS)
-    assert card.facts.memory == FACTS["memory"]
-    assert (card.products("bf16"), card.products("fp32"), card.bandwidth) == (250e12, 18e12, 1.3e12)
+    card = load_gpu_rates(str(file))
+    assert card.device_info == DeviceInfo(**FACTS)
+    assert card.device_info.memory == FACTS["memory"]
+    assert (card.matmul_rate("bf16"), card.matmul_rate("fp32"), card.bandwidth) == (250e12, 18e12, 1.3e12)
     assert str(file) in card.source
 
 
@@ -42,9 +42,9 @@ def test_a_file_without_the_rates_of_a_gpu_is_refused(tmp_path: Path, found: Any
     file = tmp_path / "doctor.json"
     file.write_text(json.dumps(found))
     with pytest.raises(UserError, match=r"--gpu .*doctor.json"):
-        planned(str(file))
+        load_gpu_rates(str(file))
 
 
 def test_what_is_neither_a_card_nor_a_file_is_refused(tmp_path: Path) -> None:
     with pytest.raises(UserError, match="A100, H100, H200"):
-        planned(str(tmp_path / "B200"))
+        load_gpu_rates(str(tmp_path / "B200"))

@@ -16,8 +16,14 @@ from torch.distributed._tools.mem_tracker import MemTracker
 from torch.profiler import ProfilerActivity, profile
 
 from train.config import Compile, TrainConfig, divisors
-from train.estimate.memory import correct, largest_micro_batch, largest_of_any_batch, most, predict_peak
-from train.loop.execution import compiled
+from train.estimate.memory import (
+    fit_to_probes,
+    largest_micro_batch,
+    largest_unconstrained_micro_batch,
+    peak_with_margin,
+    predict_peak,
+)
+from train.loop.execution import compile_model
 from train.loop.trainer import Trainer
 from train.model_config import PRESETS, ModelConfig, parse_model
 from train.models.attention import ATTENTION
@@ -39,7 +45,7 @@ def tracked_peak(config: TrainConfig) -> int:
     stream = torch.bfloat16 if config.precision == "bf16-activations" else None
     with FakeTensorMode():
         model = GPT(
-            config.shape,
+            config.gpt2_config,
             attention=ATTENTION[config.attention],
             checkpointing=config.checkpointing,
             activations=stream,
@@ -101,8 +107,8 @@ LAYER = ModelConfig(layers=1, heads=2, width=128, context_length=256, vocabulary
 
 def allocated_peak(config: TrainConfig, trace: Path) -> int:
     """Bytes at the peak of a forward and backward pass, beside the weights, by the count of torch's CPU allocator."""
-    model = GPT(config.shape, loss_chunks=config.loss_chunks)
-    forward = compiled(model, config)
+    model = GPT(config.gpt2_config, loss_chunks=config.loss_chunks)
+    forward = compile_model(model, config)
     batch = torch.zeros((config.micro_batch, config.model.context_length + 1), dtype=torch.int64)
     for last in (False, False, True):  # the first two compile
         model.zero_grad()
@@ -141,10 +147,10 @@ def test_two_probes_take_over_what_no_formula_knows() -> None:
         return 1.04 * predicted + 700e6
 
     probes = [(size, real(size)) for size in (2e9, 30e9)]
-    assert correct(12e9, probes) == pytest.approx(real(12e9))
-    assert correct(12e9, probes[:1]) == pytest.approx(12e9 + real(2e9) - 2e9)
-    assert correct(12e9, []) == 12e9
-    assert correct(3.0, [(1.0, 2.0), (1.0, 4.0)]) == pytest.approx(5.0)
+    assert fit_to_probes(12e9, probes) == pytest.approx(real(12e9))
+    assert fit_to_probes(12e9, probes[:1]) == pytest.approx(12e9 + real(2e9) - 2e9)
+    assert fit_to_probes(12e9, []) == 12e9
+    assert fit_to_probes(3.0, [(1.0, 2.0), (1.0, 4.0)]) == pytest.approx(5.0)
 
 
 def test_the_largest_micro_batch_fits_and_the_next_does_not() -> None:
@@ -157,15 +163,15 @@ def test_the_largest_micro_batch_fits_and_the_next_does_not() -> None:
     fitted = replace(config, micro_batch=size)
     assert predict_peak(fitted).total + 0.03 * predict_peak(fitted).allocated <= limit, "what the allocator may reserve"
     larger = min(n for n in divisors(480) if n > size)
-    least = most(replace(config, micro_batch=larger))
+    least = peak_with_margin(replace(config, micro_batch=larger))
     assert least > limit
     assert (largest_micro_batch(config, least), largest_micro_batch(config, least - 1)) == (larger, size)
     assert largest_micro_batch(config, 10**9) is None
-    assert size <= largest_of_any_batch(fitted, limit) < larger
-    assert largest_of_any_batch(replace(config, loss_chunks=15, micro_batch=15), limit) % 15 == 0, (
+    assert size <= largest_unconstrained_micro_batch(fitted, limit) < larger
+    assert largest_unconstrained_micro_batch(replace(config, loss_chunks=15, micro_batch=15), limit) % 15 == 0, (
         "pieces divide the tokens"
     )
-    assert largest_of_any_batch(fitted, 10**9) == 0
+    assert largest_unconstrained_micro_batch(fitted, 10**9) == 0
 
 
 def test_a_fused_loss_in_bf16_is_computed_from_a_copy_in_fp32() -> None:
@@ -197,7 +203,7 @@ def test_what_saves_memory_saves_memory() -> None:
 @pytest.mark.parametrize("tied", [True, False])
 def test_weights_and_optimizer_are_those_of_a_real_one(tied: bool) -> None:
     config = replace(BASE, model=replace(MODEL, tied=tied))
-    model = GPT(config.shape)
+    model = GPT(config.gpt2_config)
     optimizer = make_optimizer(model, config)
     for parameter in model.parameters():
         parameter.grad = torch.zeros_like(parameter)
@@ -232,7 +238,7 @@ def test_two_probes_predict_reserved_memory_of_other_batches_within_3_percent(
     probes = [measured(4), measured(24)]
     for size in (8, 16, 32):
         predicted, reserved = measured(size)
-        assert correct(predicted, probes) == pytest.approx(reserved, rel=0.03)
+        assert fit_to_probes(predicted, probes) == pytest.approx(reserved, rel=0.03)
 
 
 @pytest.mark.parametrize("workers", [2, 4])
@@ -256,4 +262,4 @@ def test_sharded_workers_each_hold_their_part(workers: int) -> None:
     saved = one.total - shard.total
     assert saved >= (4 + 8) * parameters * (workers - 1) // workers
     assert saved <= (4 + 8 + 4) * parameters * (workers - 1) // workers + 1
-    assert most(sharded) < most(copied)
+    assert peak_with_margin(sharded) < peak_with_margin(copied)

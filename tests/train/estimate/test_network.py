@@ -9,7 +9,7 @@ import pytest
 
 from infra.errors import UserError
 from train.config import TrainConfig
-from train.estimate.network import exchange, network_rows
+from train.estimate.network import network_rows, step_exchange
 from train.model_config import PRESETS
 
 CONFIG = TrainConfig(
@@ -30,9 +30,9 @@ def saved(file: Path, rate: float) -> str:
 
 def test_gradients_cross_the_bus_twice_per_step_and_weights_with_every_micro_batch() -> None:
     """Of 498 MB 7/8 cross each time: gradients twice; with FSDP and two micro-batches weights four times."""
-    assert exchange(CONFIG).bytes == pytest.approx(2 * 7 / 8 * 4 * PARAMETERS)
-    assert exchange(replace(CONFIG, shard=True)).bytes == pytest.approx((4 + 1) * 7 / 8 * 4 * PARAMETERS)
-    assert exchange(replace(CONFIG, workers=2)).bytes == pytest.approx(4 * PARAMETERS)
+    assert step_exchange(CONFIG).bytes == pytest.approx(2 * 7 / 8 * 4 * PARAMETERS)
+    assert step_exchange(replace(CONFIG, shard=True)).bytes == pytest.approx((4 + 1) * 7 / 8 * 4 * PARAMETERS)
+    assert step_exchange(replace(CONFIG, workers=2)).bytes == pytest.approx(4 * PARAMETERS)
 
 
 def test_the_verdict_follows_from_what_was_measured(tmp_path: Path) -> None:

@@ -6,11 +6,11 @@ from pathlib import Path
 
 import pytest
 
-from infra.device.hardware import CARDS
+from infra.device.hardware import KNOWN_GPUS
 from infra.errors import UserError
 from train.config import Precision, TrainConfig
-from train.estimate.gpu_rates import planned
-from train.estimate.roofline import SHARE, moved, reachable
+from train.estimate.gpu_rates import load_gpu_rates
+from train.estimate.roofline import REACHED_FRACTION_RANGE, roofline_speed, triton_bytes
 from train.model_config import PRESETS
 from train.resolved import resolve
 
@@ -30,18 +30,18 @@ def test_the_bytes_are_those_of_the_recorded_kernels(name: str, precision: Preci
     model, size = PRESETS[preset], RECORD["sequences"]
     config = TrainConfig(model=model, micro_batch=size, global_batch=size, precision=precision)
     gather = 2 * size * model.context_length * model.padded_vocabulary  # which a GPU does not read
-    assert moved(config) == pytest.approx(RECORD["steps"][name]["of Triton"] * 1e9 - gather, rel=0.02)
+    assert triton_bytes(config) == pytest.approx(RECORD["steps"][name]["of Triton"] * 1e9 - gather, rel=0.02)
 
 
 def test_published_speeds_are_in_the_range_that_is_expected() -> None:
     """Tokens/s of GPT-2 124M: 182,000 by the code of the lecture build-nanogpt, and 475,000 by llm.c in CUDA."""
     for card, published in (("A100", 182e3), ("H100", 475e3)):
-        config = resolve(TrainConfig(device="cuda"), replace(CARDS[card], uncompilable=""))
-        low, high = (share * reachable(config, planned(card)) for share in SHARE)
+        config = resolve(TrainConfig(device="cuda"), replace(KNOWN_GPUS[card], uncompilable=""))
+        low, high = (share * roofline_speed(config, load_gpu_rates(card)) for share in REACHED_FRACTION_RANGE)
         assert 0.9 * low < published < 1.1 * high
 
 
 def test_what_is_not_compiled_whole_is_not_predicted() -> None:
-    config = resolve(TrainConfig(device="cuda", compile="off"), CARDS["A100"])
+    config = resolve(TrainConfig(device="cuda", compile="off"), KNOWN_GPUS["A100"])
     with pytest.raises(UserError, match="whole compiled graph"):
-        reachable(config, planned("A100"))
+        roofline_speed(config, load_gpu_rates("A100"))

@@ -15,11 +15,11 @@ from infra.tracking.store import create_run
 from infra.tracking.tracker import Tracker
 from pipeline.shards import read_manifest
 from train.config import AUTO, TrainConfig
-from train.data.source import absolute
+from train.data.source import with_absolute_paths
 from train.estimate.memory import predict_peak
 from train.launch import driver, local
 from train.launch.driver import WorkerFailure, launch, train_and_record
-from train.launch.job import Assignment, Returned, RunPlan
+from train.launch.job import RunPlan, WorkerJob, WorkerResult
 from train.model_config import ModelConfig
 from train.result import RunResult
 from train.run_files.progress import Progress
@@ -45,19 +45,19 @@ def run(config: TrainConfig, tmp_path: Path) -> RunPlan:
 class Worker:
     """Stands in for the process's training: what it was told, and what it returns."""
 
-    def __init__(self, returned: Returned) -> None:
+    def __init__(self, returned: WorkerResult) -> None:
         self.returned = returned
-        self.told: list[tuple[Assignment, int, int]] = []
+        self.told: list[tuple[WorkerJob, int, int]] = []
 
-    def start(self, assignment: Assignment, listener: object, reported: int, second: int) -> Returned:
+    def start(self, assignment: WorkerJob, listener: object, reported: int, second: int) -> WorkerResult:
         self.told.append((assignment, reported, second))
         return self.returned
 
 
 @pytest.fixture
 def worker(monkeypatch: pytest.MonkeyPatch, make_result: Callable[..., RunResult]) -> Worker:
-    worker = Worker(Returned(make_result()))
-    monkeypatch.setattr(local, "start", worker.start)
+    worker = Worker(WorkerResult(make_result()))
+    monkeypatch.setattr(local, "run_training", worker.start)
     return worker
 
 
@@ -67,28 +67,29 @@ def test_a_worker_is_told_what_its_run_is(run: RunPlan, config: TrainConfig, wor
         step=7, position=56, reported=5, elapsed=2.0, data_fingerprint="", vocabulary_sha256="", config={}
     )
     continued = replace(
-        run, progress=progress, memory_limit=5 * 10**9, asked=replace(run.asked, micro_batch=config.micro_batch)
+        run, progress=progress, memory_limit=5 * 10**9, requested=replace(run.requested, micro_batch=config.micro_batch)
     )
     with Tracker(create_run("train", "one")) as tracker:
         launch(run, config, tracker)
-        tracker.metrics({"system/worker_cpu_percent": 99.0}, 40)
-        tracker.metrics({"system/worker_memory_gb": 1.0}, 41)
-        tracker.metrics({"loss/step": 1.0}, 50)
+        tracker.log_metrics({"system/worker_cpu_percent": 99.0}, 40)
+        tracker.log_metrics({"system/worker_memory_gb": 1.0}, 41)
+        tracker.log_metrics({"loss/step": 1.0}, 50)
         launch(continued, config, tracker)
-    new = Assignment(
-        config=absolute(config), place=run.home.place, fingerprint=run.manifest.fingerprint, step=0, memory_limit=None,
-        stream=None, tries_smaller=True, marker=None,
+    new = WorkerJob(
+        config=with_absolute_paths(config), run_dir=run.run_folder.run_dir, fingerprint=run.manifest.fingerprint,
+        step=0, memory_limit=None,
+        stream=None, retries_smaller_batch=True, shared_disk_marker=None,
     )  # fmt: skip
     assert worker.told == [
         (new, 0, 0),
-        (replace(new, step=7, memory_limit=5 * 10**9, tries_smaller=False), 5, 41),
+        (replace(new, step=7, memory_limit=5 * 10**9, retries_smaller_batch=False), 5, 41),
     ]
 
 
 def test_what_is_left_of_an_earlier_run_is_removed_unless_it_is_continued(
     run: RunPlan, config: TrainConfig, worker: Worker
 ) -> None:
-    checkpoint = run.home.checkpoints / "step-00000007"
+    checkpoint = run.run_folder.checkpoints / "step-00000007"
     progress = Progress(step=7, data_fingerprint="", vocabulary_sha256="", config={})
     with Tracker(create_run("train", "one")) as tracker:
         checkpoint.mkdir(parents=True)
@@ -102,10 +103,10 @@ def test_a_worker_that_gave_no_result_ends_the_run_with_its_reason(
     run: RunPlan, config: TrainConfig, worker: Worker
 ) -> None:
     with Tracker(create_run("train", "one")) as tracker:
-        worker.returned = Returned(refused="the data are gone.")
+        worker.returned = WorkerResult(user_error="the data are gone.")
         with pytest.raises(UserError, match="the data are gone"):
             launch(run, config, tracker)
-        worker.returned = Returned(failed="Traceback of a bug")
+        worker.returned = WorkerResult(traceback="Traceback of a bug")
         with pytest.raises(WorkerFailure, match="of a bug"):
             launch(run, config, tracker)
 
@@ -114,18 +115,18 @@ def test_a_result_is_recorded_as_that_of_the_micro_batch_that_fitted(
     run: RunPlan, config: TrainConfig, worker: Worker, make_result: Callable[..., RunResult]
 ) -> None:
     """After two that did not: in the folder, in MLflow, and with the memory that is predicted of it and its limit."""
-    worker.returned = Returned(make_result(too_large=(8, 4), outcome="interrupted"))
+    worker.returned = WorkerResult(make_result(too_large=(8, 4), outcome="interrupted"))
     fitted = replace(config, micro_batch=2)
     with Tracker(create_run("train", "one")) as tracker:
         result = train_and_record(replace(run, memory_limit=3 * 10**9), config, tracker)
-    kept: dict[str, Any] = json.loads(run.home.result.read_text())
+    kept: dict[str, Any] = json.loads(run.run_folder.result.read_text())
     assert result.predicted_memory == kept["predicted_memory"] == predict_peak(fitted).total
-    client = MlflowClient(tracker.key.store)
-    found = client.get_run(tracker.key.run_id)
+    client = MlflowClient(tracker.run_ref.store)
+    found = client.get_run(tracker.run_ref.run_id)
     assert found.info.status == "KILLED"
-    in_mlflow = Path(client.download_artifacts(tracker.key.run_id, "config.json")).read_text()
+    in_mlflow = Path(client.download_artifacts(tracker.run_ref.run_id, "config.json")).read_text()
     assert json.loads(in_mlflow) == fitted.to_json()
-    summary = run.home.summary.read_text()
+    summary = run.run_folder.summary.read_text()
     assert "micro-batch 2 x accumulation 4 " in summary
     assert re.search(rf"3\.00 GB.*{predict_peak(fitted).total / 1e9:.2f}", summary)
     assert driver.diagnosed(run, fitted, result) is None

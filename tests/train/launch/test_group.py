@@ -30,7 +30,9 @@ def group_on(hosts: dict[str, str]) -> WorkerGroup:
     """A group that has begun on these machines."""
     tags: Any = Tags()
     group = WorkerGroup(tags)
-    group.begun({"hosts": list(hosts.values()), "nodes": list(hosts), "machine": {"host": "w1", "python": "3.11"}})
+    group.on_workers_started(
+        {"hosts": list(hosts.values()), "nodes": list(hosts), "machine": {"host": "w1", "python": "3.11"}}
+    )
     assert tags.kept == {"worker": ", ".join(hosts.values()), "python": "3.11"}
     return group
 
@@ -41,17 +43,17 @@ def test_the_loss_of_any_machine_that_trains_is_reported_once(
     """The first worker answers all the while: it waits in a collective."""
     group = group_on({"a": "w1", "b": "w2"})
     alive["c"] = False  # where nothing of this run is
-    group.look(0.1)
+    group.check_heartbeat(0.1)
     assert not group.is_lost
     assert capsys.readouterr().out == ""
     alive["b"] = False
-    group.look(0.1)
+    group.check_heartbeat(0.1)
     assert group.is_lost, "at once, while the first worker answers"
     for silence in (0.2, SILENT_SECONDS + 1):
-        group.look(silence)
+        group.check_heartbeat(silence)
     assert (group.is_lost, group.is_silent) == (True, True)
     assert capsys.readouterr().out.count("w2, which trains, has left the cluster: the run continues") == 1
-    group.begun({"hosts": ["w1", "w3"], "nodes": ["a", "d"], "machine": {}})
+    group.on_workers_started({"hosts": ["w1", "w3"], "nodes": ["a", "d"], "machine": {}})
     assert (group.is_lost, group.is_silent) == (False, False)
     assert capsys.readouterr().out == "continuing on w1, w3\n"
 
@@ -62,9 +64,9 @@ def test_a_worker_that_is_silent_for_some_time_and_answers_again_is_reported(
 ) -> None:
     group = group_on({"a": "w1"})
     for silence in (0.1, SILENT_SECONDS + 1, SILENT_SECONDS + 2):
-        group.look(silence)
+        group.check_heartbeat(silence)
     assert (group.is_lost, group.is_silent) == (False, True)
-    group.look(0.1)
+    group.check_heartbeat(0.1)
     silent, again = capsys.readouterr().out.splitlines()
     assert "w1 has not answered for 9 s" in silent
     assert "w1" in again

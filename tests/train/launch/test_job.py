@@ -29,7 +29,7 @@ def test_one_worker_on_shards_trains_in_this_process_unless_a_cluster_is_named(
     monkeypatch.delenv("RAY_ADDRESS", raising=False)
     plan = RunPlan(config, read_manifest(config.data), RunFolder(tmp_path))
     assert plan.is_local
-    assert not replace(plan, asked=replace(config, workers=2, global_batch=8)).is_local
+    assert not replace(plan, requested=replace(config, workers=2, global_batch=8)).is_local
     assert not replace(plan, address="1.2.3.4:6379").is_local
     monkeypatch.setenv("RAY_ADDRESS", "1.2.3.4:6379")
     assert not plan.is_local
@@ -43,7 +43,7 @@ def test_a_run_continues_from_its_newest_checkpoint_as_it_is_asked_now(config: T
     plan = RunPlan.continued(longer, "one", str(tmp_path))
     assert plan.progress
     assert (plan.progress.step, plan.progress.position) == (6, 6 * 4)
-    assert (plan.asked.steps, plan.asked.learning_rate, plan.home) == (9, 1e-3, home)
+    assert (plan.requested.steps, plan.requested.learning_rate, plan.run_folder) == (9, 1e-3, home)
     assert plan.manifest.fingerprint == read_manifest(config.data).fingerprint
     for changed in ({"seed": 1}, {"optimizer": "muon"}, {"global_batch": 8}, {"mask_books": True}):
         (name,) = changed

@@ -13,7 +13,7 @@ from infra.storage.directory import StorageDir
 from infra.tracking.tracker import Tracker
 from pipeline.shards import read_manifest
 from train.config import TrainConfig
-from train.launch.channel import WorkerNews
+from train.launch.channel import WorkerUpdates
 from train.launch.job import RunPlan
 from train.launch.listener import Listener
 from train.model_config import ModelConfig
@@ -58,7 +58,7 @@ def cycle(distinct: Callable[..., Any]) -> dict[str, Any]:
 
 def listener_of(run: RunPlan, sent: dict[str, int] | None = None) -> tuple[Listener, Recorded, list[dict[str, Any]]]:
     recorded, cycles = Recorded(), list[dict[str, Any]]()
-    return Listener(run, run.asked, cast(Tracker, recorded), cycles.append, sent or {}), recorded, cycles
+    return Listener(run, run.requested, cast(Tracker, recorded), cycles.append, sent or {}), recorded, cycles
 
 
 def test_what_a_worker_says_is_recorded_and_passed_on(
@@ -69,7 +69,7 @@ def test_what_a_worker_says_is_recorded_and_passed_on(
     about = {"hosts": ["w1"], "nodes": ["a"], "machine": {"host": "w1", "gpu": "H100"}}
     news = [("begun", about), ("say", "w1 [fetches] it"), ("cycle", cycle), ("system", (40, {"system/cpu": 5.0}))]
     shown: Any = Recorded()
-    listener.take(WorkerNews(news, doing=("loading the data", 0)), shown)
+    listener.take(WorkerUpdates(news, activity=("loading the data", 0)), shown)
     assert cycles == [cycle]
     assert recorded.labels == {"worker": "w1", "gpu": "H100"}
     assert "w1 [fetches] it" in capsys.readouterr().out
@@ -84,9 +84,9 @@ def test_the_drivers_copy_of_a_remote_run_has_the_cycles_that_the_worker_keeps_e
 ) -> None:
     """A run in this process, or on a disk that is shared, has them already."""
     shown: Any = Recorded()
-    for home, logged in ((run.home, []), (RunFolder(tmp_path, StorageDir.of("s3://bucket/runs/one")), [12])):
-        listener, _, _ = listener_of(replace(run, home=home))
-        listener.take(WorkerNews([("cycle", cycle)]), shown)
+    for home, logged in ((run.run_folder, []), (RunFolder(tmp_path, StorageDir.of("s3://bucket/runs/one")), [12])):
+        listener, _, _ = listener_of(replace(run, run_folder=home))
+        listener.take(WorkerUpdates([("cycle", cycle)]), shown)
         kept = home.cycles.read_text().splitlines() if home.cycles.exists() else []
         assert [json.loads(line)["step"] for line in kept] == logged
 
@@ -96,6 +96,6 @@ def test_the_time_that_is_left_counts_from_where_a_run_is_continued(run: RunPlan
     for known, left in ((None, "2m left"), (progress, "30s left")):
         listener, _, _ = listener_of(replace(run, progress=known))
         shown: Any = Recorded()
-        listener.take(WorkerNews(doing=(TRAINING, 8)), shown)
+        listener.take(WorkerUpdates(activity=(TRAINING, 8)), shown)
         assert "step 8" in shown.line
         assert left in shown.line

@@ -7,7 +7,7 @@ import pytest
 
 from pipeline.shards import Manifest, read_manifest
 from train.config import TrainConfig
-from train.launch.progress_meter import Pace
+from train.launch.progress_meter import ProgressMeter
 from train.model_config import ModelConfig
 from train.result import TRAINING
 
@@ -31,28 +31,28 @@ class Clock:
 
 
 def test_the_line_has_step_speed_loss_and_time_left(config: TrainConfig, manifest: Manifest) -> None:
-    pace = Pace(config, manifest, clock := Clock())
-    assert pace.shown("building the model", 0) == ("building the model", "")
+    pace = ProgressMeter(config, manifest, clock := Clock())
+    assert pace.describe("building the model", 0) == ("building the model", "")
     for step in range(1, 11):
-        pace.shown(TRAINING, step)
+        pace.describe(TRAINING, step)
         clock.now += 0.5
     clock.now -= 0.5
     pace.cycle({"train_loss": 6.87123, "elapsed": 4.5})
-    assert pace.shown(TRAINING, 10) == (TRAINING, "step 10 of 100 | 640 tokens/s | loss 6.871 | 45s left")
-    assert pace.shown("saving the checkpoint", 10) == ("saving the checkpoint", "")
+    assert pace.describe(TRAINING, 10) == (TRAINING, "step 10 of 100 | 640 tokens/s | loss 6.871 | 45s left")
+    assert pace.describe("saving the checkpoint", 10) == ("saving the checkpoint", "")
     clock.now += 60  # another worker continues from step 5
-    assert "tokens/s" not in pace.shown(TRAINING, 6)[1], "two steps make a speed"
+    assert "tokens/s" not in pace.describe(TRAINING, 6)[1], "two steps make a speed"
     clock.now += 1
-    assert "| 320 tokens/s |" in pace.shown(TRAINING, 7)[1]
+    assert "| 320 tokens/s |" in pace.describe(TRAINING, 7)[1]
 
 
 def test_the_speed_is_that_of_the_last_seconds_or_of_the_last_steps(config: TrainConfig, manifest: Manifest) -> None:
-    pace = Pace(config, manifest, clock := Clock())
+    pace = ProgressMeter(config, manifest, clock := Clock())
     for first, last, seconds, speed in ((1, 101, 0.1, "3,200"), (101, 140, 1, "320"), (140, 144, 64, "5")):
         for step in range(first, last):
             clock.now += seconds
-            pace.shown(TRAINING, step)
-        assert f"| {speed} tokens/s |" in pace.shown(TRAINING, last - 1)[1], "fast steps are forgotten"
+            pace.describe(TRAINING, step)
+        assert f"| {speed} tokens/s |" in pace.describe(TRAINING, last - 1)[1], "fast steps are forgotten"
 
 
 @pytest.mark.parametrize(
@@ -62,17 +62,17 @@ def test_the_speed_is_that_of_the_last_seconds_or_of_the_last_steps(config: Trai
 def test_a_time_budget_is_what_is_left_of_it(
     config: TrainConfig, manifest: Manifest, spent: float, known: float, left: str
 ) -> None:
-    pace = Pace(replace(config, steps=None, time_budget=100.0), manifest, clock := Clock(), spent)
-    pace.shown(TRAINING, 1)
+    pace = ProgressMeter(replace(config, steps=None, time_budget=100.0), manifest, clock := Clock(), spent)
+    pace.describe(TRAINING, 1)
     if known:
         pace.cycle({"train_loss": 5.0, "elapsed": known})
     clock.now += 10
-    assert pace.shown(TRAINING, 2)[1].endswith(f" {left} left")
+    assert pace.describe(TRAINING, 2)[1].endswith(f" {left} left")
     clock.now += 200
-    assert pace.shown(TRAINING, 3)[1].endswith("0s left")
+    assert pace.describe(TRAINING, 3)[1].endswith("0s left")
 
 
 def test_without_an_end_the_run_is_an_epoch(config: TrainConfig, manifest: Manifest) -> None:
-    assert Pace(replace(config, steps=None), manifest).total == manifest.splits["train"]["tokens"] // 320
+    assert ProgressMeter(replace(config, steps=None), manifest).total == manifest.splits["train"]["tokens"] // 320
     large = replace(config, steps=None, micro_batch=100_000, global_batch=100_000)
-    assert Pace(large, manifest).total == 1, "a step that is larger than an epoch is one all the same"
+    assert ProgressMeter(large, manifest).total == 1, "a step that is larger than an epoch is one all the same"

@@ -21,13 +21,13 @@ from infra.storage.files import write_json
 from pipeline.shards import checksum, read_manifest
 from train.config import Cycle, TrainConfig
 from train.launch import worker
-from train.launch.channel import Channel, EarlierWorkers, WorkerEnd
-from train.launch.job import Assignment
-from train.loop.memory_limit import Limit
+from train.launch.channel import Channel, DriverConnection, EarlierWorkers
+from train.launch.job import WorkerJob
+from train.loop.memory_limit import MemoryLimit
 from train.loop.trainer import Trainer
 from train.model_config import ModelConfig
 from train.models.gpt2 import GPT
-from train.resolved import without
+from train.resolved import next_smaller_micro_batch
 from train.result import RunResult
 from train.run_files import progress
 from train.run_files.lookup import find_run
@@ -77,11 +77,11 @@ class Told:
 
 def train(home: RunFolder, config: TrainConfig, resume: Path | None, told: Told | None = None) -> RunResult:
     """What the first worker makes of its config."""
-    return worker.train_here(home, config, resume, cast(WorkerEnd, told or Told()))
+    return worker.train_with_retries(home, config, resume, cast(DriverConnection, told or Told()))
 
 
-def assigned(home: RunFolder, config: TrainConfig, step: int = 0) -> Assignment:
-    return Assignment(config, home.place, read_manifest(config.data).fingerprint, step)
+def assigned(home: RunFolder, config: TrainConfig, step: int = 0) -> WorkerJob:
+    return WorkerJob(config, home.run_dir, read_manifest(config.data).fingerprint, step)
 
 
 def cycles(home: RunFolder) -> list[dict[str, Any]]:
@@ -112,11 +112,14 @@ def test_a_resumed_run_reads_its_checkpoint_once_to_check_it(
     monkeypatch.setattr(progress, "checksum", counted)
     found = find_run(str(home.path), home.path.parent).newest()
     with ExitStack() as locks:
-        assert worker.begin(home, locks, assigned(home, config, step=7), EarlierWorkers()) == (found, None)
+        assert worker.lock_and_find_checkpoint(home, locks, assigned(home, config, step=7), EarlierWorkers()) == (
+            found,
+            None,
+        )
         assert train(home, replace(config, schedule="constant"), found).steps == 12
     assert sorted(checked) == ["model.safetensors", "state.pt"]
     os.utime(found / "state.pt", ns=(1, 1))
-    assert progress.damage(found) is None
+    assert progress.find_damage(found) is None
     assert len(checked) == 3, "a file that was touched is read again"
 
 
@@ -134,7 +137,7 @@ def test_a_worker_that_begins_again_repeats_no_cycle(home: RunFolder, config: Tr
     straight = Trainer(config)
     straight.run()
     assert [(c["step"], c["step_losses"]) for c in cycles(home) if c["step"] > 7] == [
-        (10, straight.spent.reports[1].step_losses[2:]), (12, straight.spent.reports[2].step_losses),
+        (10, straight.times.reports[1].step_losses[2:]), (12, straight.times.reports[2].step_losses),
     ]  # fmt: skip
     assert [c["step"] for c in cycles(home)] == [5, 7, 10, 12]
 
@@ -142,13 +145,13 @@ def test_a_worker_that_begins_again_repeats_no_cycle(home: RunFolder, config: Tr
 @pytest.fixture
 def room_for_two(monkeypatch: pytest.MonkeyPatch) -> None:
     """Forward passes of more than two sequences run out of memory, by an allocation that really fails."""
-    stream = GPT.stream
+    stream = GPT.hidden_states
 
     def with_little_room(self: GPT, tokens: torch.Tensor) -> torch.Tensor:
         torch.empty(2**60 if len(tokens) > 2 else 1, dtype=torch.uint8)
         return stream(self, tokens)
 
-    monkeypatch.setattr(GPT, "stream", with_little_room)
+    monkeypatch.setattr(GPT, "hidden_states", with_little_room)
 
 
 @pytest.mark.usefixtures("room_for_two")
@@ -156,18 +159,18 @@ def test_a_micro_batch_that_nobody_gave_is_made_smaller_until_it_fits(home: RunF
     """And the run is that of the size which fits: the same losses, bit for bit, of the same global batch."""
     config = replace(config, global_batch=8, micro_batch=8, compile="off", loss="plain")
     told = Told()
-    result = worker.train_here(home, config, None, cast(WorkerEnd, told), tries_smaller=True)
+    result = worker.train_with_retries(home, config, None, cast(DriverConnection, told), tries_smaller=True)
     assert (result.outcome, result.steps, result.too_large) == ("finished", 12, (8, 4))
     assert [size for size, _ in told.failed] == [8, 4]
     assert "out of memory in the forward pass of step 1" in told.failed[0][1]
     assert [cycle["step"] for cycle in cycles(home)] == told.sent == [5, 10, 12]
     straight = Trainer(replace(config, micro_batch=2))
     straight.run()
-    assert [c["step_losses"] for c in cycles(home)] == [report.step_losses for report in straight.spent.reports]
+    assert [c["step_losses"] for c in cycles(home)] == [report.step_losses for report in straight.times.reports]
     kept = newest(home.checkpoints)
     assert kept
     assert progress.read_progress(kept).config["micro_batch"] == 2, "with which it is continued"
-    driver = without(config, result.too_large)
+    driver = next_smaller_micro_batch(config, result.too_large)
     assert driver
     assert driver.micro_batch == 2
 
@@ -175,7 +178,7 @@ def test_a_micro_batch_that_nobody_gave_is_made_smaller_until_it_fits(home: RunF
 @pytest.mark.usefixtures("room_for_two")
 def test_a_micro_batch_that_was_given_is_not_changed(home: RunFolder, config: TrainConfig) -> None:
     told = Told()
-    result = worker.train_here(home, config, None, cast(WorkerEnd, told))
+    result = worker.train_with_retries(home, config, None, cast(DriverConnection, told))
     assert (result.outcome, result.steps, result.too_large, told.failed) == ("oom", 0, (), [])
 
 
@@ -194,14 +197,16 @@ def test_workers_all_start_again_with_the_smaller_size(home: RunFolder, config: 
     channel = Channel(0, 0)
     channel.too_large(8, "8 does not fit")
     channel.too_large(8, "8 does not fit here either")
-    assert channel.past().too_large == channel.past().too_large == (8,)
-    assert [content for _, content in channel.news().messages] == ["8 does not fit"]
+    assert channel.earlier_workers().too_large == channel.earlier_workers().too_large == (8,)
+    assert [content for _, content in channel.take_updates().messages] == ["8 does not fit"]
     with ExitStack() as locks:
-        past = replace(channel.past(), starts=(0, 0, 0))
-        assert worker.begin(home, locks, assigned(home, config), past) == (None, None), "one of the starts was for that"
+        past = replace(channel.earlier_workers(), starts=(0, 0, 0))
+        assert worker.lock_and_find_checkpoint(home, locks, assigned(home, config), past) == (None, None), (
+            "one of the starts was for that"
+        )
     with ExitStack() as locks:
         past = replace(past, starts=(0, 0, 0, 0))
-        assert "died" in str(worker.begin(home, locks, assigned(home, config), past)[1])
+        assert "died" in str(worker.lock_and_find_checkpoint(home, locks, assigned(home, config), past)[1])
 
 
 def test_a_worker_that_was_killed_for_memory_is_started_again_only_from_a_later_step(
@@ -210,11 +215,11 @@ def test_a_worker_that_was_killed_for_memory_is_started_again_only_from_a_later_
     """From the same one it would be killed again; a leak of days is survived by the checkpoints."""
     with ExitStack() as locks:
         past = EarlierWorkers((0,), out_of_memory=True)
-        checkpoint, refusal = worker.begin(home, locks, assigned(home, config), past)
+        checkpoint, refusal = worker.lock_and_find_checkpoint(home, locks, assigned(home, config), past)
     assert checkpoint is None
     assert re.search(r"Memory ran out .*step 0.*--micro-batch", refusal or "")
-    worker.refuse_hopeless([0, 15], out_of_memory=True)
-    worker.refuse_hopeless([15], out_of_memory=True)
+    worker.check_crash_loop([0, 15], out_of_memory=True)
+    worker.check_crash_loop([15], out_of_memory=True)
 
 
 def test_a_worker_ends_when_its_driver_says_so(home: RunFolder, config: TrainConfig) -> None:
@@ -244,34 +249,36 @@ def test_energy_is_told_for_the_steps_after_the_first(
     with watched:
         for second in range(60):
             watched._energy.add(second, GpuReading(None, None, None, None, None, None, 500.0 * second))
-            watched._energy.keep()
+            watched._energy.checkpoint()
         on_gpu = make_result(device="NVIDIA H100", steps=9, first_step_seconds=5.0, seconds=20.0)
         tokens = (9 - 2 - 1) * config.step_tokens
-        assert worker.energy(watched, trainer, on_gpu, begun=2) == pytest.approx(500 * 20 / tokens * 1e6)
+        assert worker.energy(watched, trainer, on_gpu, start_step=2) == pytest.approx(500 * 20 / tokens * 1e6)
         trainer.elapsed_before, resumed = 300.0, replace(on_gpu, seconds=320.0)
-        assert worker.energy(watched, trainer, resumed, begun=2) == pytest.approx(500 * 20 / tokens * 1e6), (
+        assert worker.energy(watched, trainer, resumed, start_step=2) == pytest.approx(500 * 20 / tokens * 1e6), (
             "of this part of a resumed run alone, as its tokens are"
         )
-        assert worker.energy(watched, trainer, on_gpu, begun=8) is None, "the first step alone compiles"
-        assert worker.energy(watched, trainer, replace(on_gpu, device="cpu"), begun=2) is None
-        assert worker.energy(watched, trainer, replace(on_gpu, first_step_seconds=None), begun=2) is None
+        assert worker.energy(watched, trainer, on_gpu, start_step=8) is None, "the first step alone compiles"
+        assert worker.energy(watched, trainer, replace(on_gpu, device="cpu"), start_step=2) is None
+        assert worker.energy(watched, trainer, replace(on_gpu, first_step_seconds=None), start_step=2) is None
 
 
 def test_a_result_has_what_the_machine_did_after_the_first_step(home: RunFolder, config: TrainConfig) -> None:
     with Telemetry(lambda second, metrics: None) as watched:
         watched._points = [(-math.inf, {"system/gpu_sm_clock_mhz": [1000.0, 1]})]
         watched._points += [(math.inf, {"system/gpu_sm_clock_mhz": [3000.0, 2]})]
-        result = worker.train_here(home, replace(config, steps=2), None, cast(WorkerEnd, Told()), telemetry=watched)
+        result = worker.train_with_retries(
+            home, replace(config, steps=2), None, cast(DriverConnection, Told()), telemetry=watched
+        )
     assert result.telemetry["system/gpu_sm_clock_mhz"] == 1500.0
 
 
 def test_a_worker_refuses_data_that_its_driver_did_not_see(config: TrainConfig, tmp_path: Path) -> None:
     known = assigned(RunFolder(tmp_path), config)
-    assert worker.data_of(known).manifest.fingerprint == known.fingerprint
+    assert worker.load_data(known).manifest.fingerprint == known.fingerprint
     with pytest.raises(UserError, match="and on the driver's machine 0000"):
-        worker.data_of(replace(known, fingerprint="0" * 64))
+        worker.load_data(replace(known, fingerprint="0" * 64))
     with pytest.raises(UserError, match=r"absent is not on .*, where Ray placed the worker: give object storage"):
-        worker.data_of(replace(known, config=replace(config, data=str(tmp_path / "absent"))))
+        worker.load_data(replace(known, config=replace(config, data=str(tmp_path / "absent"))))
 
 
 @pytest.mark.parametrize("workers", [1, 2])
@@ -285,10 +292,10 @@ def test_energy_is_of_this_workers_share_of_the_tokens(
     with watched:
         for second in range(60):
             watched._energy.add(second, GpuReading(None, None, None, None, None, None, 500.0 * second))
-            watched._energy.keep()
+            watched._energy.checkpoint()
         on_gpu = make_result(device="NVIDIA H100", steps=9, first_step_seconds=5.0, seconds=20.0)
         own_tokens = 8 * config.step_tokens / workers
-        assert worker.energy(watched, trainer, on_gpu, begun=0) == pytest.approx(500 * 20 / own_tokens * 1e6)
+        assert worker.energy(watched, trainer, on_gpu, start_step=0) == pytest.approx(500 * 20 / own_tokens * 1e6)
 
 
 def test_every_size_that_is_tried_has_the_limit(
@@ -304,6 +311,6 @@ def test_every_size_that_is_tried_has_the_limit(
 
     monkeypatch.setattr(worker, "Trainer", Watched)
     config = replace(config, global_batch=4, micro_batch=4, compile="off", loss="plain")
-    limit = Limit.impose(10**6, "cpu")
-    result = worker.train_here(home, config, None, cast(WorkerEnd, Told()), limit, tries_smaller=True)
+    limit = MemoryLimit.apply(10**6, "cpu")
+    result = worker.train_with_retries(home, config, None, cast(DriverConnection, Told()), limit, tries_smaller=True)
     assert (result.outcome, result.too_large, limits) == ("over_limit", (4, 2), [10**6] * 3)

@@ -31,9 +31,9 @@ def cycle() -> RunningCycle:
     """
     made = RunningCycle(
         first=10, stop=15, start=100.0, losses=torch.tensor([5.0, 4.0, 3.0, 2.0, 1.0]),
-        norms=torch.tensor([0.0, 0.1, 0.2, 0.3, 0.4]), earlier=1, marks=[101.0, 103.0, 104.0, 105.0],
-        computed=[100.75, 102.5, 103.5, 104.75], rate=0.02,
-        waits=[(100.0, 100.25), (101.0, 101.0), (103.0, 103.125), (104.0, 104.0)],
+        norms=torch.tensor([0.0, 0.1, 0.2, 0.3, 0.4]), resumed_steps=1, step_ends=[101.0, 103.0, 104.0, 105.0],
+        backward_ends=[100.75, 102.5, 103.5, 104.75], learning_rate=0.02,
+        batch_waits=[(100.0, 100.25), (101.0, 101.0), (103.0, 103.125), (104.0, 104.0)],
         val_losses=torch.tensor([2.0, 4.0, 6.0, 2.0, 4.0, 3.0]), val_windows=11,
     )  # fmt: skip
     close_cycle(made, Workers(replace(CONFIG, workers=1)), CPU)
@@ -64,12 +64,12 @@ def test_a_report_times_what_was_done_here(cycle: RunningCycle) -> None:
     assert made.cycle_tokens == 4 * 40 + 11 * 10, "the step before the interruption took none of this time"
     assert made.epoch_seconds == 2400 / (4 * 40 / 5.0)
     assert step_seconds(cycle) == [1.0, 2.0, 1.0, 1.0]
-    assert "tok/sec: 33.75" in made.line()
+    assert "tok/sec: 33.75" in made.format_line()
 
 
 def test_validation_is_of_all_workers(cycle: RunningCycle) -> None:
     """Eleven windows are two whole batches of both, and one of three windows between them."""
-    cycle.on_host = torch.zeros(5), torch.zeros(()), torch.tensor([2.0, 4.0, 3.0])
+    cycle.host_values = torch.zeros(5), torch.zeros(()), torch.tensor([2.0, 4.0, 3.0])
     made = report(cycle, replace(CONFIG, workers=2), MANIFEST, val_tokens=0, elapsed=0.0)
     assert made.val_tokens == 11 * 10
     assert made.val_loss == pytest.approx(9 / (11 / 4))

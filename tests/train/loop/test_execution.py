@@ -11,9 +11,9 @@ from typing import Any
 import pytest
 import torch
 
-from infra.device.hardware import cpu_facts
+from infra.device.hardware import cpu_info
 from train.config import TrainConfig
-from train.loop.execution import build, compiled, no_collections, plain
+from train.loop.execution import build_inference_model, build_model, compile_model, gc_disabled
 from train.model_config import ModelConfig
 from train.resolved import resolve
 
@@ -25,7 +25,8 @@ def test_a_cpus_large_tensors_are_in_large_pages_unless_told_otherwise(entry: st
     A trial's process chooses its pages itself, and a run in the command's process does so as it borrows that.
     """
     program = (
-        "import resource, torch; from train.config import TrainConfig; from train.loop.execution import choose_pages\n"
+        "import resource, torch; from train.config import TrainConfig; from train.loop.execution import "
+        "enable_large_pages\n"
         "from train.loop.process import borrowed_process\n"
         "config = TrainConfig(device='cpu', ablate={})\n"
         f"entered = {entry}\n"
@@ -63,15 +64,15 @@ def test_torch_is_asked_for_the_kind_of_compilation(
         return compile_it(model, **options)
 
     monkeypatch.setattr(torch, "compile", recording)
-    config = resolve(TrainConfig(model=small_model, device="cpu", compile=kind), cpu_facts())
-    compiled(build(config, torch.device("cpu")), config)
+    config = resolve(TrainConfig(model=small_model, device="cpu", compile=kind), cpu_info())
+    compile_model(build_model(config, torch.device("cpu")), config)
     assert found == [{"dynamic": False} | asked]
 
 
 @pytest.mark.parametrize("ablate", [(), ("collect",)])
 def test_nothing_is_collected_in_a_step_and_all_again_behind_the_run(ablate: tuple[str, ...]) -> None:
     config = TrainConfig(ablate=ablate, device="cpu")  # type: ignore[arg-type]
-    with suppress(KeyError), no_collections(config):
+    with suppress(KeyError), gc_disabled(config):
         assert gc.isenabled() is bool(ablate)
         raise KeyError
     assert gc.isenabled()
@@ -81,7 +82,7 @@ def test_the_model_is_asked_as_it_was_trained_and_without_dropout(small_model: M
     """Within books where it was trained so, also one token at a time."""
     config = TrainConfig(data=str(tmp_path), model=replace(small_model, dropout=0.5), mask_books=True, micro_batch=4,
                     global_batch=4, precision="fp32", device="cpu", attention="sdpa")  # fmt: skip
-    trained, asked = build(config, torch.device("cpu")), plain(config)
+    trained, asked = build_model(config, torch.device("cpu")), build_inference_model(config)
     asked.load_state_dict(trained.state_dict())
     tokens = torch.randint(0, 256, (2, 32))
     tokens[:, 15] = 256
@@ -96,7 +97,7 @@ def test_the_model_is_asked_as_it_was_trained_and_without_dropout(small_model: M
 def test_weights_follow_from_the_seed(small_model: ModelConfig) -> None:
     def head(seed: int) -> torch.Tensor:
         config = TrainConfig(model=small_model, seed=seed, micro_batch=1, global_batch=1, device="cpu")
-        return build(resolve(config, cpu_facts()), torch.device("cpu")).head.weight
+        return build_model(resolve(config, cpu_info()), torch.device("cpu")).head.weight
 
     assert torch.equal(head(3), head(3))
     assert not torch.equal(head(3), head(4))
@@ -106,8 +107,8 @@ def test_the_seed_decides_the_weights(small_model: ModelConfig) -> None:
     """Whatever has been drawn before."""
 
     def weights(seed: int) -> bytes:
-        config = resolve(TrainConfig(model=small_model, seed=seed, device="cpu"), cpu_facts())
-        return build(config, torch.device("cpu")).token_embedding.weight.detach().numpy().tobytes()
+        config = resolve(TrainConfig(model=small_model, seed=seed, device="cpu"), cpu_info())
+        return build_model(config, torch.device("cpu")).token_embedding.weight.detach().numpy().tobytes()
 
     found = [weights(seed) for seed in (0, 1, 0, 1)]
     assert found[:2] == found[2:]

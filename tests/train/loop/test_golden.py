@@ -15,8 +15,8 @@ from train.data.loader import BatchLoader
 from train.loop.trainer import Trainer
 from train.model_config import ModelConfig
 from train.models.gpt2 import GPT
-from train.models.optimizer import make_optimizer, set_rate
-from tune.suite.suites import SUITES, Rung, Suite, apply
+from train.models.optimizer import make_optimizer, set_learning_rate
+from tune.suite.suites import SUITES, Rung, Suite, apply_changes
 
 STEPS = 12
 TOLERANCE = 2e-4
@@ -28,7 +28,7 @@ def curve(config: TrainConfig) -> list[float]:
     trainer = Trainer(config)
     result = trainer.run()
     assert result.outcome == "finished", result.reason
-    return trainer.spent.reports[0].step_losses
+    return trainer.times.reports[0].step_losses
 
 
 @pytest.fixture(scope="module")
@@ -91,12 +91,12 @@ def test_tying_is_one_matrix_in_two_places(plain: TrainConfig) -> None:
     losses: dict[bool, list[float]] = {True: [], False: []}
     for tied, curve in losses.items():
         torch.manual_seed(0)
-        model = GPT(replace(config.shape, tied=tied))
+        model = GPT(replace(config.gpt2_config, tied=tied))
         head, embedding = model.head.weight, model.token_embedding.weight
         with torch.no_grad():
             head.copy_(embedding)
         optimizer = make_optimizer(model, config)
-        set_rate(optimizer, config.learning_rate)
+        set_learning_rate(optimizer, config.learning_rate)
         batches = BatchLoader(windows, micro_batch=8, accumulation=1, position=0, device=torch.device("cpu"))
         for _ in range(STEPS):
             loss = model(*batches.next())
@@ -148,7 +148,7 @@ def on_a_cpu(config: TrainConfig, rung: Rung) -> TrainConfig:
         changes["model.padded_vocabulary"] = -(-257 // multiple) * multiple
     batch = {"global_batch": 8, "micro_batch": 2 if "micro_batch" in changes else 8}
     width = {name: changes[name] for name in ("model.width",) if name in changes}
-    return apply(config, {**changes, **SMALL, **width, **batch})
+    return apply_changes(config, {**changes, **SMALL, **width, **batch})
 
 
 @pytest.mark.parametrize("suite", SUITES.values(), ids=SUITES)

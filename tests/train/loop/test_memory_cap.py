@@ -8,7 +8,7 @@ import torch
 
 from infra.device.gpu import GpuState
 from train.loop import memory, memory_limit
-from train.loop.memory_limit import UNMEASURED, Limit
+from train.loop.memory_limit import RESERVED_OUTSIDE_ALLOCATOR, MemoryLimit
 from train.result import Memory
 
 GB = 10**9
@@ -64,9 +64,9 @@ def test_the_cap_leaves_room_for_what_torch_does_not_count(monkeypatch: pytest.M
     monkeypatch.setattr(memory_limit, "torch", card)
     monkeypatch.setattr(memory_limit, "read_gpu", card.state)
     monkeypatch.setattr(memory, "peak", card.peak)
-    imposed = Limit.impose(40 * GB, "cuda")
+    imposed = MemoryLimit.apply(40 * GB, "cuda")
     assert card.fraction is not None
-    assert card.fraction * TOTAL == pytest.approx(39.5 * GB - UNMEASURED)
+    assert card.fraction * TOTAL == pytest.approx(39.5 * GB - RESERVED_OUTSIDE_ALLOCATOR)
     assert [step for step in card.did if step != "measure"] == ["init", "ones", "mm", "cap"]
     used, source = imposed.used()
     assert used == GB // 2 + KERNELS
@@ -81,13 +81,13 @@ def test_a_limit_below_the_context_or_above_the_card_is_still_a_share(
     monkeypatch.setattr(memory_limit, "torch", card)
     monkeypatch.setattr(memory_limit, "read_gpu", card.state)
     monkeypatch.setattr(memory, "peak", card.peak)
-    Limit.impose(size, "cuda")
+    MemoryLimit.apply(size, "cuda")
     assert card.fraction == fraction
 
 
 @pytest.mark.gpu
 def test_torch_gets_no_more_than_the_limit_leaves() -> None:
-    imposed = Limit.impose(3 * GB, "cuda")
+    imposed = MemoryLimit.apply(3 * GB, "cuda")
     try:
         with pytest.raises(torch.OutOfMemoryError):
             torch.empty(3 * GB, dtype=torch.uint8, device="cuda")

@@ -18,7 +18,7 @@ from infra.tracking.store import store_uri
 from train import run
 from train.config import Cycle, TrainConfig
 from train.loop import memory, memory_limit
-from train.loop.memory_limit import Limit
+from train.loop.memory_limit import MemoryLimit
 from train.loop.trainer import Trainer
 from train.model_config import ModelConfig
 from train.run_files.progress import checkpoints_in
@@ -36,21 +36,21 @@ def config(small_shards: Path, small_model: ModelConfig) -> TrainConfig:
 
 
 def test_a_run_over_its_limit_ends_and_keeps_what_it_trained(config: TrainConfig, tmp_path: Path) -> None:
-    result = Trainer(config, checkpoints=tmp_path, limit=Limit.impose(10**6, "cpu")).run()
+    result = Trainer(config, checkpoints=tmp_path, limit=MemoryLimit.apply(10**6, "cpu")).run()
     assert (result.outcome, result.steps) == ("over_limit", 1)
     assert re.fullmatch(r"the process used \d+\.\d\d GB \(rss\) of 0\.00 GB", result.reason)
     assert [path.name for path in checkpoints_in(tmp_path)] == ["step-00000001"]
-    rest = Trainer(config, resume=tmp_path / "step-00000001", limit=Limit.impose(10**12, "cpu")).run()
+    rest = Trainer(config, resume=tmp_path / "step-00000001", limit=MemoryLimit.apply(10**12, "cpu")).run()
     assert (rest.outcome, rest.steps) == ("finished", 9)
 
 
 def test_what_only_the_end_takes_counts_too(config: TrainConfig, monkeypatch: pytest.MonkeyPatch) -> None:
-    trainer = Trainer(config, limit=Limit.impose(10**12, "cpu"))
+    trainer = Trainer(config, limit=MemoryLimit.apply(10**12, "cpu"))
     steps = trainer._steps
 
     def then_much() -> object:
         ended = steps()
-        trainer.limit = Limit.impose(10**6, "cpu")
+        trainer.limit = MemoryLimit.apply(10**6, "cpu")
         return ended
 
     monkeypatch.setattr(trainer, "_steps", then_much)
@@ -97,7 +97,7 @@ def test_the_command_takes_a_smaller_micro_batch_than_it_has_chosen_and_keeps_it
 
 def test_the_peak_is_this_process_own_and_not_that_of_the_one_that_started_it() -> None:
     """Such as the kernel of a notebook."""
-    child = "from train.loop.memory import resident_peak; print(resident_peak())"
+    child = "from train.loop.memory import peak_rss; print(peak_rss())"
     parent = (
         "import subprocess, sys; held = b'1' * 10**9; subprocess.run([sys.executable, '-c', sys.argv[1]], check=True)"
     )
@@ -119,12 +119,12 @@ def test_segments_given_back_before_the_end_count(
     monkeypatch.setattr(torch.cuda, "max_memory_allocated", lambda device: 11 * 10**9)
     assert memory.peak(GPU).process == expected
     # Where NVML hides processes, the card's growth since 2 GB stands in for the process's 5.
-    assert Limit(40 * 10**9, GPU, before=2 * 10**9).used() == (13 * 10**9, "nvml" if told else "device")
+    assert MemoryLimit(40 * 10**9, GPU, baseline_bytes=2 * 10**9).used() == (13 * 10**9, "nvml" if told else "device")
 
 
 @pytest.mark.gpu
 def test_memory_given_back_is_in_a_gpus_peak() -> None:
-    memory.start_peak(GPU)
+    memory.reset_peak(GPU)
     before = memory.peak(GPU).process
     torch.empty(2**30, dtype=torch.uint8, device=GPU)
     torch.cuda.empty_cache()
@@ -133,11 +133,11 @@ def test_memory_given_back_is_in_a_gpus_peak() -> None:
 
 @pytest.mark.gpu
 def test_a_gpu_is_capped(config: TrainConfig) -> None:
-    capped = Limit.impose(3 * 2**30, "cuda")
+    capped = MemoryLimit.apply(3 * 2**30, "cuda")
     try:
         with pytest.raises(torch.OutOfMemoryError):
-            torch.empty(3 * 2**30 - memory_limit.UNMEASURED, dtype=torch.uint8, device=GPU)
-        assert not capped.excess()
+            torch.empty(3 * 2**30 - memory_limit.RESERVED_OUTSIDE_ALLOCATOR, dtype=torch.uint8, device=GPU)
+        assert not capped.excess_message()
         result = Trainer(replace(config, device="cuda"), limit=replace(capped, size=10**6)).run()
         assert (result.outcome, result.steps) == ("over_limit", 3), "asked when a cycle ends"
     finally:

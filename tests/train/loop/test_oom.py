@@ -11,8 +11,8 @@ import torch
 from infra.device.gpu import GpuState
 from train.config import Cycle, TrainConfig
 from train.estimate.memory import optimizer_bytes, predict_peak
-from train.loop.memory_limit import UNMEASURED, Limit
-from train.loop.oom import OutOfMemory, available, held, tried_to_allocate
+from train.loop.memory_limit import RESERVED_OUTSIDE_ALLOCATOR, MemoryLimit
+from train.loop.oom import OutOfMemory, available_bytes, bytes_by_part, failed_allocation_bytes
 from train.loop.trainer import Trainer
 from train.model_config import ModelConfig
 from train.models import gpt2
@@ -60,7 +60,7 @@ def in_validation(trainer: Trainer) -> None:
     ],
 )
 def test_where_memory_ran_out(config: TrainConfig, arrange: Callable[[Trainer], None], during: str) -> None:
-    trainer = Trainer(config, limit=Limit.impose(10**12, "cpu"))
+    trainer = Trainer(config, limit=MemoryLimit.apply(10**12, "cpu"))
     arrange(trainer)
     result = trainer.run()
     assert result.outcome == "oom"
@@ -69,10 +69,10 @@ def test_where_memory_ran_out(config: TrainConfig, arrange: Callable[[Trainer], 
     assert f"you tried to allocate {VAST} bytes" in result.shortage.message
     for known in (during, "1,152,921,504.61 GB", f"{predict_peak(trainer.config).total / 1e9:.2f} GB", "1000.00 GB"):
         assert known in result.reason
-    weights = 4 * parameter_count(config.shape)
+    weights = 4 * parameter_count(config.gpt2_config)
     assert result.shortage.held["weights"] == weights
     state = result.shortage.held["optimizer"]
-    assert state >= optimizer_bytes(config, parameter_count(config.shape)) if "step 2" in during else state == 0
+    assert state >= optimizer_bytes(config, parameter_count(config.gpt2_config)) if "step 2" in during else state == 0
 
 
 VAST_SIZES = {"padded_vocabulary": 2**31, "width": 2**19}
@@ -85,7 +85,7 @@ def vast(config: TrainConfig) -> TrainConfig:
 
 def test_a_model_that_does_not_fit_is_explained_before_the_first_step(config: TrainConfig) -> None:
     with pytest.raises(OutOfMemory) as failed:
-        Trainer(vast(config), limit=Limit.impose(10**12, "cpu"))
+        Trainer(vast(config), limit=MemoryLimit.apply(10**12, "cpu"))
     result = failed.value.result
     assert (result.outcome, result.steps, result.reason) == ("oom", 0, str(failed.value))
     assert result.reason.startswith("out of memory in the building of the model: a tensor of 4,503,599.63 GB did not")
@@ -104,7 +104,7 @@ def test_what_was_built_before_memory_ran_out_is_counted(config: TrainConfig, mo
     result = failed.value.result
     assert result.checkpoint == saved
     assert result.shortage
-    assert result.shortage.held == {"weights": 4 * parameter_count(config.shape), "gradients": 0, "optimizer": 0}
+    assert result.shortage.held == {"weights": 4 * parameter_count(config.gpt2_config), "gradients": 0, "optimizer": 0}
 
 
 def test_one_of_several_workers_says_which_it_is(config: TrainConfig) -> None:
@@ -128,7 +128,7 @@ def test_the_loss_is_told_from_the_rest_of_the_forward_pass(
 
 
 def test_a_run_over_its_limit_knows_what_it_held(config: TrainConfig) -> None:
-    shortage = Trainer(config, limit=Limit.impose(10**6, "cpu")).run().shortage
+    shortage = Trainer(config, limit=MemoryLimit.apply(10**6, "cpu")).run().shortage
     assert shortage
     assert (shortage.during, shortage.tried, shortage.room) == ("the check after step 1", None, 10**6)
     assert set(shortage.held) == {"weights", "optimizer"}
@@ -140,7 +140,7 @@ def test_gradients_and_the_optimizers_state_are_counted(config: TrainConfig, opt
     trainer = Trainer(replace(config, optimizer=optimizer, steps=1, cycle=Cycle(2, 0)))
     trainer.keep_gradients = True
     trainer.run()
-    sizes, count = held(trainer.model, trainer.optimizer), parameter_count(config.shape)
+    sizes, count = bytes_by_part(trainer.model, trainer.optimizer), parameter_count(config.gpt2_config)
     assert sizes["weights"] == sizes["gradients"] == 4 * count
     assert sizes["optimizer"] >= optimizer_bytes(trainer.config, count)
 
@@ -153,18 +153,21 @@ def test_the_size_that_did_not_fit_is_read_from_torchs_message() -> None:
         "DefaultCPUAllocator: can't allocate memory: you tried to allocate 1234 bytes. Error code 12": 1234,
         "CUDA error: CUBLAS_STATUS_ALLOC_FAILED when calling `cublasCreate(handle)`": None,
     }
-    assert {message: tried_to_allocate(RuntimeError(message)) for message in sizes} == sizes
+    assert {message: failed_allocation_bytes(RuntimeError(message)) for message in sizes} == sizes
 
 
 def test_on_a_gpu_the_cap_leaves_some_of_the_limit() -> None:
-    assert Limit(10**10, torch.device("cuda", 0), before=0).room == 10**10 - UNMEASURED
+    assert (
+        MemoryLimit(10**10, torch.device("cuda", 0), baseline_bytes=0).usable_bytes
+        == 10**10 - RESERVED_OUTSIDE_ALLOCATOR
+    )
 
 
 def test_a_gpu_has_what_other_processes_leave(monkeypatch: pytest.MonkeyPatch) -> None:
     """Of 80 GB, 50 are in use, of which this process has 20."""
     state = GpuState("GPU", "580", 80 * 10**9, 50 * 10**9, 20 * 10**9, (), None, None, None, None)
     monkeypatch.setattr("train.loop.oom.read_gpu", lambda index: state)
-    assert available(torch.device("cuda", 0)) == 50 * 10**9
+    assert available_bytes(torch.device("cuda", 0)) == 50 * 10**9
 
 
 @pytest.mark.gpu

@@ -31,7 +31,7 @@ def config(small_shards: Path, small_model: ModelConfig, working_folder: Path) -
 def test_a_run_of_a_program_has_a_peak_of_its_own_and_leaves_no_settings(config: TrainConfig) -> None:
     """A gigabyte that the program had before is not the run's; the next random number is as without the run."""
     torch.ones(2**28)
-    high = memory.resident_peak()
+    high = memory.peak_rss()
     torch.manual_seed(7)
     expected = torch.rand(3)
     torch.manual_seed(7)
@@ -65,4 +65,4 @@ def test_what_torch_reads_once_is_not_changed_without_a_word(monkeypatch: pytest
 
 def test_a_peak_that_cannot_be_the_runs_is_not_called_so(make_result: Callable[..., RunResult]) -> None:
     result = make_result(memory=Memory(None, None, 3 * 10**9, "rss-of-process"))
-    assert any("before this run" in line[0] for line in memory_table(replace(CPU, steps=1), result).lines)
+    assert any("before this run" in line[0] for line in memory_table(replace(CPU, steps=1), result).rows)

@@ -10,7 +10,7 @@ import torch
 from infra.errors import UserError
 from pipeline.encoding.tokenizer import VOCABULARY_SHA256, gpt2
 from train.config import Cycle, TrainConfig
-from train.loop.execution import plain
+from train.loop.execution import build_inference_model
 from train.loop.sampling import SAMPLE_TOKENS, closing_sample, load_model, sample
 from train.loop.trainer import Trainer
 from train.model_config import ModelConfig
@@ -46,7 +46,7 @@ def test_a_finished_run_writes_the_beginning_of_a_book(config: TrainConfig, tmp_
     assert result.checkpoint
     model, _ = load_model(Path(result.checkpoint))
     assert written == gpt2().decode(sample(model.cpu(), model.config, [gpt2().end_of_text], SAMPLE_TOKENS))
-    untrained = plain(config)
+    untrained = build_inference_model(config)
     assert written != gpt2().decode(sample(untrained, untrained.config, [gpt2().end_of_text], SAMPLE_TOKENS))
     assert trainer.model.training, "the trained model stays as it is"
     assert {name: value.data_ptr() for name, value in trainer.model.state_dict().items()} == before

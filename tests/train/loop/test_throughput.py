@@ -9,9 +9,9 @@ import pytest
 
 from infra.errors import UserError
 from train.config import Cycle, TrainConfig
-from train.estimate.flops import causal
+from train.estimate.flops import causal_flops
 from train.intervals import warmup_steps
-from train.loop.throughput import impossible, is_precise, steady_state
+from train.loop.throughput import implausible_reason, is_precise, steady_state
 from train.loop.trainer import Trainer
 from train.model_config import ModelConfig
 from train.result import Throughput
@@ -80,8 +80,8 @@ def test_no_speed_is_above_what_the_device_can_compute(
 ) -> None:
     """``share`` of the peak of one A100 in 16 bits, of which fp32 reaches 6%."""
     config = replace(TrainConfig(precision="bf16"), **changes)
-    rate = share * 312e12 / causal(config.shape)
-    assert (not impossible(Throughput(rate, rate, rate, 10, 1), config, device)) == possible
+    rate = share * 312e12 / causal_flops(config.gpt2_config)
+    assert (not implausible_reason(Throughput(rate, rate, rate, 10, 1), config, device)) == possible
 
 
 def test_measuring_stops_only_when_the_speed_is_known() -> None:

@@ -15,9 +15,9 @@ import torch
 
 from train.config import Cycle, TrainConfig
 from train.data.dataset import ShardData
-from train.estimate.flops import hardware
+from train.estimate.flops import hardware_flops
 from train.loop import result_builder
-from train.loop.memory import is_exhausted
+from train.loop.memory import is_oom_error
 from train.loop.trainer import Trainer
 from train.model_config import ModelConfig
 from train.result import TRAINING, CycleReport, RunResult
@@ -50,12 +50,12 @@ def stop_at(step: int) -> Any:
 def test_what_the_loop_does_can_be_watched(config: TrainConfig) -> None:
     seen: list[str] = []
     trainer = Trainer(
-        dataclasses.replace(config, steps=4, cycle=Cycle(2, 0)), on_cycle=lambda report: seen.append(trainer.doing)
+        dataclasses.replace(config, steps=4, cycle=Cycle(2, 0)), on_cycle=lambda report: seen.append(trainer.activity)
     )
-    assert trainer.doing == "running the first step"
+    assert trainer.activity == "running the first step"
     trainer.run()
     assert seen == [TRAINING, TRAINING]
-    assert trainer.doing == "saving the checkpoint"
+    assert trainer.activity == "saving the checkpoint"
 
 
 def test_the_loss_falls(config: TrainConfig) -> None:
@@ -88,7 +88,7 @@ def test_a_pause_is_named_and_in_no_share(config: TrainConfig, monkeypatch: pyte
     trainer = Trainer(config)
     monkeypatch.setattr(trainer.scaler, "update", lambda: time.sleep(2 * (trainer.state.step == 30)))
     result = trainer.run()
-    with_pause = sum(trainer.spent.optimizer) / sum(trainer.spent.steps)
+    with_pause = sum(trainer.times.optimizer) / sum(trainer.times.steps)
     assert result.optimizer_fraction
     assert 0 < result.optimizer_fraction < 0.8 * with_pause
     assert 1.9 < result.paused_seconds < 2 * 2, "on a busy machine a sleep takes longer, and counts once"
@@ -128,7 +128,7 @@ def test_a_checkpoint_asks_for_its_place_by_the_windows_before_it(
     config: TrainConfig, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     trainer = Trainer(dataclasses.replace(config, steps=3, cycle=Cycle(3, 0)), checkpoints=tmp_path)
-    monkeypatch.setattr(trainer.data, "place", lambda position: {"position": position})
+    monkeypatch.setattr(trainer.data, "state_dict", lambda position: {"position": position})
     checkpoint = trainer.run().checkpoint
     assert checkpoint
     assert read_progress(Path(checkpoint)).place == {"position": 3 * 8}
@@ -137,17 +137,17 @@ def test_a_checkpoint_asks_for_its_place_by_the_windows_before_it(
 def test_what_ends_within_a_cycle_is_reported_too(config: TrainConfig) -> None:
     trainer = Trainer(dataclasses.replace(config, steps=25, cycle=Cycle(10, 1)))
     result = trainer.run()
-    assert [(r.step, len(r.step_losses)) for r in trainer.spent.reports] == [(10, 10), (20, 10), (25, 5)]
-    assert len(trainer.spent.steps) == 25
+    assert [(r.step, len(r.step_losses)) for r in trainer.times.reports] == [(10, 10), (20, 10), (25, 5)]
+    assert len(trainer.times.steps) == 25
     assert result.val_tokens == 3 * 8 * 32
 
 
 def test_an_interrupted_cycle_counts_in_the_speed(config: TrainConfig) -> None:
     trainer = Trainer(dataclasses.replace(config, cycle=Cycle(10, 0)), should_stop=stop_at(17))
     assert trainer.run().outcome == "interrupted"
-    assert len(trainer.spent.steps) == 17
-    assert len(trainer.spent.data_wait) == len(trainer.spent.optimizer) == 17
-    assert sum(trainer.spent.data_wait) > trainer.spent.reports[0].data_wait_seconds
+    assert len(trainer.times.steps) == 17
+    assert len(trainer.times.data_wait) == len(trainer.times.optimizer) == 17
+    assert sum(trainer.times.data_wait) > trainer.times.reports[0].data_wait_seconds
 
 
 def test_without_an_end_an_epoch_is_trained(config: TrainConfig) -> None:
@@ -164,7 +164,7 @@ def test_the_rate_of_each_step_is_the_schedules(config: TrainConfig) -> None:
     rates: list[float] = []
     trainer.optimizer.register_step_pre_hook(lambda *_: rates.append(trainer.optimizer.param_groups[1]["lr"]))
     trainer.run()
-    assert rates == pytest.approx([r.learning_rate for r in trainer.spent.reports])
+    assert rates == pytest.approx([r.learning_rate for r in trainer.times.reports])
     assert rates == pytest.approx([1.5e-3, *[3e-3] * 16, 2.25e-3, 1.5e-3, 0.75e-3])
 
 
@@ -208,17 +208,17 @@ def test_the_result_is_of_the_hardware_and_the_text(config: TrainConfig, monkeyp
     assert alone.mfu == pytest.approx(expected)
     assert alone.hfu is None, "nothing is computed again"
     again = dataclasses.replace(trainer.config, checkpointing="full")
-    checkpointed = result_builder.conclude(
-        again, trainer.data, trainer.device, trainer.state, trainer.spent, ("finished", ""), None
+    checkpointed = result_builder.build_result(
+        again, trainer.data, trainer.device, trainer.state, trainer.times, ("finished", ""), None
     )  # fmt: skip
     assert checkpointed.mfu == alone.mfu
     assert checkpointed.hfu is not None
     assert checkpointed.hfu / expected == pytest.approx(
-        hardware(config.shape, recomputed=config.shape.layers) / alone.flops_per_token
+        hardware_flops(config.gpt2_config, recomputed=config.gpt2_config.layers) / alone.flops_per_token
     )
     two = dataclasses.replace(trainer.config, workers=2, micro_batch=4)
-    together = result_builder.conclude(
-        two, trainer.data, trainer.device, trainer.state, trainer.spent, ("finished", ""), None
+    together = result_builder.build_result(
+        two, trainer.data, trainer.device, trainer.state, trainer.times, ("finished", ""), None
     )  # fmt: skip
     assert together.mfu == pytest.approx(expected / 2)
     assert (alone.val_bits_per_byte, alone.val_bits_per_character) == (None, None)
@@ -262,7 +262,7 @@ def test_validation_is_without_dropout_and_disturbs_nothing(config: TrainConfig)
     config = dataclasses.replace(config, steps=10, model=dataclasses.replace(config.model, dropout=0.2))
     trainer = Trainer(dataclasses.replace(config, cycle=Cycle(5, 1)))
     result = trainer.run()
-    assert [loss for r in trainer.spent.reports for loss in r.step_losses] == train(
+    assert [loss for r in trainer.times.reports for loss in r.step_losses] == train(
         dataclasses.replace(config, cycle=Cycle(5, 0))
     )[1]
     windows = trainer.data.validation
@@ -320,10 +320,10 @@ def test_gradients_are_clipped_to_the_norm(config: TrainConfig, clip: float) -> 
     trainer.run()
     if clip == 1e-3:
         assert norms == pytest.approx([1e-3] * 3, rel=1e-4)
-        assert all(report.gradient_norm > 0.1 for report in trainer.spent.reports), "as they were before"
+        assert all(report.gradient_norm > 0.1 for report in trainer.times.reports), "as they were before"
     else:
         assert all(norm > 0.1 for norm in norms)
-        assert [report.gradient_norm for report in trainer.spent.reports] == pytest.approx(norms if clip else [0.0] * 3)
+        assert [report.gradient_norm for report in trainer.times.reports] == pytest.approx(norms if clip else [0.0] * 3)
 
 
 def test_a_scaled_loss_is_clipped_by_its_true_gradients(config: TrainConfig, monkeypatch: pytest.MonkeyPatch) -> None:
@@ -339,7 +339,7 @@ def test_a_scaled_loss_is_clipped_by_its_true_gradients(config: TrainConfig, mon
     scaled.run()
     assert scaled.scaler.get_scale() == 2.0**16
     assert found == pytest.approx(expected, rel=1e-4)
-    for ours, theirs in zip(scaled.spent.reports, plain.spent.reports, strict=True):
+    for ours, theirs in zip(scaled.times.reports, plain.times.reports, strict=True):
         assert ours.gradient_norm == pytest.approx(theirs.gradient_norm, rel=1e-4)
         assert ours.train_loss == pytest.approx(theirs.train_loss, rel=1e-5)
 
@@ -350,8 +350,8 @@ def test_memory_that_ran_out_is_known_by_its_words() -> None:
         "[enforce fail at alloc_cpu.cpp:127] err == 0. DefaultCPUAllocator: can't allocate memory",
         "CUDA error: CUBLAS_STATUS_ALLOC_FAILED when calling `cublasCreate(handle)`",
     ):  # fmt: skip
-        assert is_exhausted(RuntimeError(text))
-    assert not is_exhausted(RuntimeError("mat1 and mat2 shapes cannot be multiplied (2x3 and 4x5)"))
+        assert is_oom_error(RuntimeError(text))
+    assert not is_oom_error(RuntimeError("mat1 and mat2 shapes cannot be multiplied (2x3 and 4x5)"))
 
 
 @pytest.mark.gpu
@@ -379,8 +379,8 @@ def test_a_resumed_run_has_its_data_go_to_where_its_checkpoint_was(config: Train
     class Watched(ShardData):
         went: object = None
 
-        def go_to(self, place: dict[str, Any] | None) -> None:
-            self.went = place
+        def load_state_dict(self, state_dict: dict[str, Any] | None) -> None:
+            self.went = state_dict
 
     first, _ = train(config, checkpoints=tmp_path, should_stop=stop_at(3))
     assert first.checkpoint
@@ -409,8 +409,8 @@ def test_all_arithmetic_is_of_every_workers_device(config: TrainConfig, monkeypa
     trainer = Trainer(dataclasses.replace(config, steps=8, cycle=Cycle(8, 0), checkpointing="full"))
     alone = trainer.run()
     two = dataclasses.replace(trainer.config, workers=2, micro_batch=4)
-    together = result_builder.conclude(
-        two, trainer.data, trainer.device, trainer.state, trainer.spent, ("finished", ""), None
+    together = result_builder.build_result(
+        two, trainer.data, trainer.device, trainer.state, trainer.times, ("finished", ""), None
     )  # fmt: skip
     assert alone.hfu
     assert alone.mfu

@@ -8,7 +8,7 @@ from torch import Tensor
 from torch.nn.attention import SDPBackend
 
 from train.models import attention
-from train.models.attention import block_mask, dense_mask, ordered_for
+from train.models.attention import attention_for_gpu, block_mask, dense_mask
 
 FLASH, CUDNN, EFFICIENT, MATH = (
     SDPBackend.FLASH_ATTENTION, SDPBackend.CUDNN_ATTENTION, SDPBackend.EFFICIENT_ATTENTION, SDPBackend.MATH,
@@ -32,7 +32,7 @@ def test_kernels_are_tried_in_the_order_of_the_gpu(
     capability: tuple[int, int], time: int, cudnn: int | None, masked: bool, kernels: list[SDPBackend],
 ) -> None:  # fmt: skip
     monkeypatch.setattr(torch.backends.cudnn, "version", lambda: cudnn)
-    chosen: Any = ordered_for(capability, time, masked=masked)
+    chosen: Any = attention_for_gpu(capability, time, masked=masked)
     assert chosen.args == (kernels,)
 
 
@@ -46,9 +46,9 @@ def test_the_kernel_is_the_first_that_can_be_used(
     for name in there:
         monkeypatch.setattr(attention, f"can_use_{name}_attention", lambda given: True)
     q = torch.zeros(1, 2, 16, 64, dtype=torch.bfloat16, requires_grad=True)
-    assert attention.first_usable(ordered_for((9, 0), 1024, masked=False), q, 0.0) == found
+    assert attention.first_supported_kernel(attention_for_gpu((9, 0), 1024, masked=False), q, 0.0) == found
     dense = torch.ones(1, 1, 16, 16, dtype=torch.bool)
-    masked = attention.first_usable(ordered_for((9, 0), 1024, masked=True), q, 0.0, dense)
+    masked = attention.first_supported_kernel(attention_for_gpu((9, 0), 1024, masked=True), q, 0.0, dense)
     assert masked == ("efficient" if "efficient" in there else "math")
 
 

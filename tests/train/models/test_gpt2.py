@@ -164,9 +164,9 @@ def test_dropout_is_where_gpt2_has_it(small_model: ModelConfig) -> None:
 
 def test_activations_have_the_type_that_is_asked_for(small_model: ModelConfig) -> None:
     model = GPT(small_model, activations=torch.bfloat16)
-    assert model.stream(torch.zeros(1, 8, dtype=torch.int64)).dtype == torch.bfloat16
+    assert model.hidden_states(torch.zeros(1, 8, dtype=torch.int64)).dtype == torch.bfloat16
     assert model(torch.zeros(1, 8, dtype=torch.int64), torch.zeros(1, 8, dtype=torch.int64)).dtype == torch.float32
-    assert GPT(small_model).stream(torch.zeros(1, 8, dtype=torch.int64)).dtype == torch.float32
+    assert GPT(small_model).hidden_states(torch.zeros(1, 8, dtype=torch.int64)).dtype == torch.float32
 
 
 @pytest.mark.parametrize("kind", ["full", "selective"])

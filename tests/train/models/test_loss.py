@@ -10,7 +10,7 @@ import torch.nn.functional as F
 from torch import Tensor
 from torch.profiler import ProfilerActivity, profile
 
-from train.models.loss import PIECE, fused, pieces, plain
+from train.models.loss import CHUNK_TOKENS, chunk_count, fused, plain
 
 
 def inputs(kind: torch.dtype = torch.float64) -> tuple[Tensor, Tensor, Tensor]:
@@ -97,6 +97,6 @@ def test_the_head_is_multiplied_once_forward_and_twice_for_gradients() -> None:
 
 
 def test_pieces_follow_from_the_tokens_unless_they_are_given() -> None:
-    assert pieces("plain", 1, 10**6) == 0
-    assert pieces("plain", 8, 100) == pieces("fused", 8, 10**6) == 8
-    assert [pieces("fused", 1, tokens) for tokens in (1, PIECE, PIECE + 1)] == [1, 1, 2]
+    assert chunk_count("plain", 1, 10**6) == 0
+    assert chunk_count("plain", 8, 100) == chunk_count("fused", 8, 10**6) == 8
+    assert [chunk_count("fused", 1, tokens) for tokens in (1, CHUNK_TOKENS, CHUNK_TOKENS + 1)] == [1, 1, 2]

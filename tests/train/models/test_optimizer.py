@@ -8,7 +8,7 @@ import torch
 from train.config import TrainConfig
 from train.model_config import ModelConfig
 from train.models.gpt2 import GPT
-from train.models.optimizer import learning_rate, make_optimizer, set_rate
+from train.models.optimizer import learning_rate, make_optimizer, set_learning_rate
 
 CONFIG = TrainConfig(learning_rate=1.0, weight_decay=0.25, beta1=0.8, beta2=0.9)
 
@@ -46,7 +46,7 @@ def test_every_parameter_moves_at_the_rate_that_was_set(model: GPT, optimizer: s
     made = make_optimizer(model, replace(CONFIG, optimizer=optimizer, weight_decay=0.0))
 
     def moved(rate: float) -> dict[str, bool]:
-        set_rate(made, rate)
+        set_learning_rate(made, rate)
         before = {name: p.detach().clone() for name, p in model.named_parameters()}
         for parameter in model.parameters():
             parameter.grad = torch.ones_like(parameter)

@@ -9,7 +9,7 @@ from torch import Tensor
 
 from infra.device.hardware import A100
 from train.config import Cycle, TrainConfig
-from train.loop.execution import arithmetic, build
+from train.loop.execution import autocast_context, build_model
 from train.model_config import ModelConfig
 from train.models import recompute
 from train.models.gpt2 import GPT
@@ -114,10 +114,10 @@ def test_a_gpu_repeats_its_dropout(kind: Any, attention: Any) -> None:
                         device="cuda", attention=attention, checkpointing=checkpointing),
             A100,
         )  # fmt: skip
-        made = build(config, cuda)
+        made = build_model(config, cuda)
         torch.manual_seed(7)
         tokens = torch.randint(0, 257, (4, 129), device=cuda)
-        with arithmetic(config):
+        with autocast_context(config):
             loss = made(tokens[:, :-1], tokens[:, 1:])
         loss.backward()
         return {name: p.grad for name, p in made.named_parameters() if p.grad is not None}

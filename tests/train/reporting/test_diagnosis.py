@@ -17,9 +17,9 @@ from infra.storage.directory import StorageDir
 from train.config import TrainConfig, load_config
 from train.custom_model import CustomModel
 from train.estimate.memory import predict_peak
-from train.reporting.diagnosis import of_losses, of_memory
+from train.reporting.diagnosis import diagnose_oom, of_losses
 from train.resolved import resolve
-from train.result import BUILDING, Memory, RunResult, Shortage
+from train.result import BUILDING, Memory, MemoryShortage, RunResult
 from train.run import RunOptions
 
 Make = Callable[..., RunResult]
@@ -38,7 +38,7 @@ def config() -> TrainConfig:
 def failed(make_result: Make, room: int, *, process: int = 0, **changes: Any) -> RunResult:
     """A run that ran out of memory on a GPU in its first backward pass."""
     held = {"weights": 498_000_000, "gradients": 0, "optimizer": 0}
-    shortage = Shortage("the backward pass of step 1", 6_600_000_000, room, held, SAID)
+    shortage = MemoryShortage("the backward pass of step 1", 6_600_000_000, room, held, SAID)
     process = process or room - 6 * 10**8
     memory = Memory(process - 21 * 10**8, process - 6 * 10**8, process, "nvml")
     return make_result(**{"outcome": "oom", "checkpoint": None, "memory": memory, "shortage": shortage} | changes)
@@ -46,7 +46,7 @@ def failed(make_result: Make, room: int, *, process: int = 0, **changes: Any) ->
 
 def test_what_is_predicted_to_fit_counts_what_was_not_predicted(config: TrainConfig, make_result: Make) -> None:
     result = failed(make_result, 30 * GB)
-    found = of_memory(config, result, HOME, 30 * GB)
+    found = diagnose_oom(config, result, HOME, 30 * GB)
     assert found
     assert found.rows == [
         ("torch error", SAID),
@@ -66,15 +66,15 @@ def test_what_the_optimizer_held_already_is_not_needed_once_more(config: TrainCo
     full = {"weights": 498_000_000, "gradients": 0, "optimizer": predict_peak(config).optimizer}
     result = failed(make_result, 34 * GB)
     assert result.shortage
-    found = of_memory(config, replace(result, shortage=replace(result.shortage, held=full)), HOME, None)
+    found = diagnose_oom(config, replace(result, shortage=replace(result.shortage, held=full)), HOME, None)
     assert found
     assert dict(found.rows)["prediction"].startswith("underestimated by 3.08 GB")
 
 
 def test_a_run_needed_at_least_what_it_could_use(config: TrainConfig, make_result: Make) -> None:
     """CUDA's libraries do not say how much they asked for."""
-    shortage = Shortage("the backward pass of step 2", None, 40 * GB, {}, "CUBLAS_STATUS_ALLOC_FAILED")
-    found = of_memory(config, failed(make_result, 40 * GB, process=35 * GB, shortage=shortage), HOME, None)
+    shortage = MemoryShortage("the backward pass of step 2", None, 40 * GB, {}, "CUBLAS_STATUS_ALLOC_FAILED")
+    found = diagnose_oom(config, failed(make_result, 40 * GB, process=35 * GB, shortage=shortage), HOME, None)
     assert found
     assert dict(found.rows)["prediction"].startswith("underestimated by 3.08 GB")
 
@@ -84,7 +84,7 @@ def test_what_is_advised_is_predicted_to_fit_and_nothing_that_failed_is(
     config: TrainConfig, make_result: Make, room: int
 ) -> None:
     """Also where the prediction said that the run itself would fit."""
-    found = of_memory(config, failed(make_result, room * GB), HOME, None)
+    found = diagnose_oom(config, failed(make_result, room * GB), HOME, None)
     assert found
     assert bool(found.command) == (room > 3)
     if found.command:
@@ -106,21 +106,21 @@ def test_a_smaller_batch_is_no_advice_where_the_model_itself_did_not_fit(
     """Neither where the weights alone are too large, nor where something else had taken the room for them."""
     held: dict[str, int] = dict.fromkeys(["weights", "gradients", "optimizer"], 0)
     for room, process in ((80 * GB, 6 * 10**8), (GB // 2, 4 * 10**8)):
-        shortage = Shortage(f"{BUILDING} on worker 1 of 2", 154_000_000, room, held, SAID)
+        shortage = MemoryShortage(f"{BUILDING} on worker 1 of 2", 154_000_000, room, held, SAID)
         result = failed(make_result, room, process=process, shortage=shortage)
-        found = of_memory(config, result, HOME, None)
+        found = diagnose_oom(config, result, HOME, None)
         assert found
         assert found.advice.startswith(f"no change is predicted to fit the available {room / GB:.2f} GB: ")
 
 
 def test_when_nothing_can_be_changed_it_is_said(config: TrainConfig, make_result: Make) -> None:
     least = replace(config, micro_batch=1, loss="fused", checkpointing="full")
-    found = of_memory(least, failed(make_result, 3 * GB), HOME, 3 * GB)
+    found = diagnose_oom(least, failed(make_result, 3 * GB), HOME, 3 * GB)
     assert found
     assert "3.00 GB" in found.advice
     assert "without further changes" in found.advice
     assert not found.command
-    assert of_memory(config, make_result(), HOME, None) is None
+    assert diagnose_oom(config, make_result(), HOME, None) is None
 
 
 def test_the_command_can_be_copied(
@@ -131,7 +131,7 @@ def test_the_command_can_be_copied(
     home.mkdir(parents=True)
     (home / "config.json").write_text(json.dumps(TrainConfig().to_json()))
     for place in (StorageDir.of(home), HOME):
-        found = of_memory(config, failed(make_result, 12 * GB), place, 12 * GB)
+        found = diagnose_oom(config, failed(make_result, 12 * GB), place, 12 * GB)
         assert found
         words = shlex.split(found.command)
         assert words[:5] == ["python", "-m", "train.run", "--config", str(place / "config.json")]
@@ -140,10 +140,12 @@ def test_the_command_can_be_copied(
             assert words[5:7] == ["--out", str(home.parent)]
             monkeypatch.setattr(sys, "argv", words[2:])
             before = RunOptions(training=load_config(words[4]))
-            parsed = flags.parsed(RunOptions, "train.run", before)
+            parsed = flags.parse_flags(RunOptions, "train.run", before)
             assert parsed.training == replace(before.training, micro_batch=8)
             assert (parsed.memory_limit, parsed.out) == (12 * GB, str(home.parent))
-    kept = of_memory(config, failed(make_result, 12 * GB, checkpoint="runs/one/checkpoints/step-00000200"), HOME, None)
+    kept = diagnose_oom(
+        config, failed(make_result, 12 * GB, checkpoint="runs/one/checkpoints/step-00000200"), HOME, None
+    )
     assert kept
     assert kept.command == "python -m train.run --resume one --micro-batch 8"
 

@@ -7,7 +7,7 @@ from pathlib import Path
 import pytest
 
 from infra.cli.units import GB
-from infra.device.hardware import A100, cpu_facts
+from infra.device.hardware import A100, cpu_info
 from infra.storage.directory import StorageDir
 from pipeline.shards import read_manifest
 from train.config import AUTO, TrainConfig
@@ -15,7 +15,7 @@ from train.estimate.memory import predict_peak
 from train.model_config import ModelConfig, format_model
 from train.reporting import report
 from train.resolved import resolve
-from train.result import Diagnosis, Memory, RunResult, Shortage, Throughput
+from train.result import Diagnosis, Memory, MemoryShortage, RunResult, Throughput
 
 Make = Callable[..., RunResult]
 
@@ -41,7 +41,7 @@ def test_what_a_model_has_learned_to_write_is_text_in_mlflow(config: TrainConfig
 def test_the_result_as_rows(config: TrainConfig, make_result: Make) -> None:
     result = make_result(val_bits_per_character=1.25, sample="so\n it  goes")
     predicted = predict_peak(config).total / GB
-    *first, (name, command) = report.run_report(config, result, HOME, 2 * GB).facts
+    *first, (name, command) = report.run_report(config, result, HOME, 2 * GB).summary
     assert first == [
         ("Run", f"{format_model(config.model)} on `tokens`; finished: reached 10 steps"),
         ("Tokens/s", "1,000 (95% CI 990 to 1,020)"),
@@ -66,9 +66,9 @@ def test_the_result_as_rows(config: TrainConfig, make_result: Make) -> None:
     on_gpu = make_result(device="NVIDIA H100", mfu=0.5, throughput=None, val_loss=None)
     rows = dict(report.detail_rows(config, replace(on_gpu, joules_per_million_tokens=1754.0)))
     assert rows["energy"].startswith("1.75 kJ")
-    assert dict(report.run_report(config, on_gpu, HOME).facts)["Tokens/s"].startswith("not measured")
+    assert dict(report.run_report(config, on_gpu, HOME).summary)["Tokens/s"].startswith("not measured")
     measured = replace(on_gpu, throughput=Throughput(1.0, 1.0, 1.0, 3, 1), matmul_utilisation=0.625)
-    assert "50.0%" in dict(report.run_report(config, measured, HOME).facts)["Tokens/s"]
+    assert "50.0%" in dict(report.run_report(config, measured, HOME).summary)["Tokens/s"]
     rows = dict(report.detail_rows(config, replace(measured, hfu=0.75, paused_seconds=60.0)))
     assert all(number in rows["utilization"] for number in ("0.002", "62.5%", "HFU 75.0%"))
     assert "1m" in rows["pause"]
@@ -78,15 +78,15 @@ def test_the_predicted_memory_is_beside_what_was_measured(config: TrainConfig, m
     """Of a run that did not fit also its weights, gradients and the optimizer's state."""
     peak = predict_peak(config)
     memory = Memory(2 * GB, 3 * GB, 4 * GB, "nvml")
-    lines = {name: cells for name, *cells in report.memory_table(config, make_result(memory=memory)).lines}
+    lines = {name: cells for name, *cells in report.memory_table(config, make_result(memory=memory)).rows}
     assert {name: cells[1] for name, cells in lines.items() if cells[1]} == {
         "context": "1.000", "allocated": "2.000", "reserved": "3.000", "process (NVML)": "4.000"
     } | ({"unused": "1.000"} if "unused" in lines else {})  # fmt: skip
     assert lines["allocated"][0] == f"{peak.allocated / GB:.3f}"
     assert lines["process (NVML)"][0] == f"{peak.total / GB:.3f}"
     assert lines["weights"] == [f"{peak.weights / GB:.3f}", ""]
-    shortage = Shortage("the backward pass of step 1", None, 4 * GB, {"weights": GB})
-    lines = report.memory_table(config, make_result(memory=memory, shortage=shortage)).lines
+    shortage = MemoryShortage("the backward pass of step 1", None, 4 * GB, {"weights": GB})
+    lines = report.memory_table(config, make_result(memory=memory, shortage=shortage)).rows
     assert ("weights", f"{peak.weights / GB:.3f}", "1.000") in lines
 
 
@@ -96,7 +96,7 @@ def test_what_is_about_to_be_trained(
     manifest = read_manifest(small_shards)
     config, cut_off = replace(config, data=str(small_shards)), replace(A100, uncompilable="there is no C compiler")
     asked = replace(config, micro_batch=AUTO, compile="auto", precision="auto", attention="sdpa")
-    report.print_header(resolve(config, cpu_facts()), asked, manifest, StorageDir("runs/a name"), cut_off)
+    report.print_header(resolve(config, cpu_info()), asked, manifest, StorageDir("runs/a name"), cut_off)
     printed = " ".join(capfd.readouterr().out.split())
     for known in (f"{manifest.splits['train']['tokens']:,}", "2 (auto)", "fp32 (auto)", "off (auto)", "runs/a name"):
         assert known in printed

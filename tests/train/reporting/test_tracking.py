@@ -18,15 +18,15 @@ from infra.schema import to_json
 from infra.storage.directory import StorageDir
 from infra.storage.files import write_json
 from infra.tracking import orphaned_runs
-from infra.tracking.names import MOST
+from infra.tracking.names import MAX_TOP_LEVEL_METRICS
 from infra.tracking.orphaned_runs import incomplete
-from infra.tracking.run_ref import RunKey
+from infra.tracking.run_ref import RunRef
 from infra.tracking.saved_views import COLUMNS, VIEWS
 from infra.tracking.store import create_run
 from infra.tracking.tracker import Tracker
-from pipeline.shards import TRACKING, Manifest, made_by, read_manifest
+from pipeline.shards import TRACKING, Manifest, producing_run, read_manifest
 from train.config import TrainConfig
-from train.estimate.flops import causal, palm
+from train.estimate.flops import causal_flops, palm_flops
 from train.estimate.memory import predict_peak
 from train.model_config import ModelConfig
 from train.reporting import tracking
@@ -62,15 +62,15 @@ def result(make_result: Callable[..., RunResult]) -> RunResult:
     )  # fmt: skip
 
 
-def recorded(config: TrainConfig, result: RunResult, manifest: Manifest) -> tuple[RunKey, Run]:
+def recorded(config: TrainConfig, result: RunResult, manifest: Manifest) -> tuple[RunRef, Run]:
     """The run that the driver leaves, on a card that was watched."""
     key = create_run("train", "one", tags={"kind": "run"})
     HOME.path.mkdir(parents=True)
     with Tracker(key) as tracker:
         tracking.record_start(tracker, replace(config, attention="sdpa"), manifest, config)
         for step, values in tracking.cycle_metrics(to_json(CYCLE)):
-            tracker.metrics(values, step)
-        tracker.metrics({"system/gpu_power_watts": 690.0}, 1)
+            tracker.log_metrics(values, step)
+        tracker.log_metrics({"system/gpu_power_watts": 690.0}, 1)
         tracking.record_end(tracker, config, result, HOME, 8 * 10**9)
     return key, MlflowClient(key.store).get_run(key.run_id)
 
@@ -80,7 +80,7 @@ def test_a_page_begins_with_few_numbers_and_keeps_the_others(config: TrainConfig
     _, run = recorded(config, result, read_manifest(config.data))
     first = {name for name in run.data.metrics if not name.startswith(("detail/", "system/"))}
     assert first == set(tracking.METRICS)
-    assert len(first) <= MOST
+    assert len(first) <= MAX_TOP_LEVEL_METRICS
     details = {name for name in run.data.metrics if name.startswith("detail/")}
     assert {
         "detail/result/tokens_per_second_low", "detail/result/tokens_per_second_high", "detail/result/hfu",
@@ -122,7 +122,7 @@ def test_the_list_says_why_a_run_failed(config: TrainConfig, result: RunResult) 
     assert "tags.`reason`" in COLUMNS["train"]
 
 
-def note(key: RunKey) -> list[str]:
+def note(key: RunRef) -> list[str]:
     """The paragraphs of a run's description."""
     return MlflowClient(key.store).get_run(key.run_id).data.tags["mlflow.note.content"].split("\n\n")
 
@@ -146,7 +146,7 @@ def test_a_run_links_to_the_run_that_made_its_data(
     """It is named beside the manifest, so that the fingerprint is the same whoever made the shards."""
     folder = Path(shutil.copytree(small_shards, tmp_path / "tokens"))
     maker = create_run("pipeline", "tokens")
-    write_json(folder / TRACKING, maker.kept_in(str(folder)))
+    write_json(folder / TRACKING, maker.to_json_for(str(folder)))
     manifest = read_manifest(folder)
     assert manifest.fingerprint == read_manifest(small_shards).fingerprint
     key, run = recorded(replace(config, data=str(folder)), result, manifest)
@@ -156,19 +156,19 @@ def test_a_run_links_to_the_run_that_made_its_data(
 
 
 def test_an_unknown_run_is_not_named(tmp_path: Path, small_shards: Path) -> None:
-    assert made_by(small_shards) is None
+    assert producing_run(small_shards) is None
     folder = Path(shutil.copytree(small_shards, tmp_path / "tokens"))
-    for unknown in ("{damaged", json.dumps(RunKey("sqlite:////gone/mlflow.db", "3", "1").kept_in(str(folder)))):
+    for unknown in ("{damaged", json.dumps(RunRef("sqlite:////gone/mlflow.db", "3", "1").to_json_for(str(folder)))):
         (folder / TRACKING).write_text(unknown)
-        assert made_by(folder) is None
+        assert producing_run(folder) is None
 
 
 @pytest.mark.usefixtures("working_folder")
 def test_a_search_links_to_the_run_that_trained_with_its_winner(place: StorageDir, tmp_path: Path) -> None:
     search, run = create_run("tune", "search"), create_run("train", "best")
     with Tracker(search) as tracker:
-        tracker.note("**What:** the fastest way\n\n| a table |")
-    place.write_json("search.json", {"parent": search.kept_in(place.address)})
+        tracker.set_description("**What:** the fastest way\n\n| a table |")
+    place.write_json("search.json", {"parent": search.to_json_for(place.address)})
     with Tracker(run) as tracker:
         tracking.record_search(tracker, "best", str(place / "best.json"))
         tracking.record_search(tracker, "best", str(tmp_path / "config.json"))  # which no search has left
@@ -190,9 +190,9 @@ def test_what_the_store_lacks_of_a_run_is_sent_by_the_next_command(
     keys = []
     for home in homes:
         home.path.mkdir()
-        keys.append(create_run("train", home.path.name, home=home.place.address, keep=home.keep_key))
-        home.append(CYCLE)
-        home.append(replace(CYCLE, step=6, step_losses=[2.5, 2.0, 1.5]))
+        keys.append(create_run("train", home.path.name, run_dir=home.run_dir.address, keep=home.save_run_ref))
+        home.append_report(CYCLE)
+        home.append_report(replace(CYCLE, step=6, step_losses=[2.5, 2.0, 1.5]))
     with Tracker(keys[0]) as tracker:
         tracking.record_cycle(tracker, to_json(CYCLE), {})
     client = MlflowClient(keys[0].store)
@@ -204,9 +204,9 @@ def test_what_the_store_lacks_of_a_run_is_sent_by_the_next_command(
         write_json(home.result, to_json(replace(result, predicted_memory=5 * 10**9, steps=steps)))
     homes[0].summary.write_text("**What:** a run")
     os.utime(homes[0].result, (2e9, 2e9))
-    orphaned_runs.opened.clear()  # as if their processes had ended
-    homes[2].keep_key(create_run("train", "again"))  # in the folder that the first had
-    tracking.complete_earlier(create_run("train", "next"))
+    orphaned_runs.open_run_dirs.clear()  # as if their processes had ended
+    homes[2].save_run_ref(create_run("train", "again"))  # in the folder that the first had
+    tracking.complete_orphaned_runs(create_run("train", "next"))
     runs = [client.get_run(key.run_id) for key in keys]
     assert [run.info.status for run in runs] == ["FINISHED", "KILLED", "KILLED", "KILLED"]
     assert [run.data.metrics.get("loss/step") for run in runs] == [1.5, 1.5, None, 1.5]
@@ -255,7 +255,7 @@ def test_the_losses_of_a_long_run_are_thinned_the_same_however_it_was_reported()
 
 def test_a_result_in_mlflow(config: TrainConfig, make_result: Callable[..., RunResult]) -> None:
     memory = Memory(2 * GB, 3 * GB, 4 * GB, "nvml", allocator_retries=5)
-    result = make_result(memory=memory, mfu=0.4, matmul_utilisation=0.5, flops_per_token=palm(config.shape))
+    result = make_result(memory=memory, mfu=0.4, matmul_utilisation=0.5, flops_per_token=palm_flops(config.gpt2_config))
     assert tracking.result_metrics(result) == {
         "result/tokens_per_second": 1000.0, "result/tokens_per_second_low": 990.0,
         "result/tokens_per_second_high": 1020.0, "result/mfu": 0.4, "result/hfu": None,
@@ -268,13 +268,15 @@ def test_a_result_in_mlflow(config: TrainConfig, make_result: Callable[..., RunR
     }  # fmt: skip
     peak = predict_peak(config)
     result = replace(result, predicted_memory=peak.total)
-    assert tracking.columns(result) == {
+    assert tracking.run_list_tags(result) == {
         "memory": f"4.00 GB (predicted {peak.total / GB:.2f} GB)", "tokens/s": "1,000 (95% CI 990 to 1,020)",
     }  # fmt: skip
-    continued = tracking.columns(replace(result, throughput=None))
+    continued = tracking.run_list_tags(replace(result, throughput=None))
     assert continued["tokens/s"] == "not measured", "as its page says, and not what an earlier part of the run was"
     formulas = tracking.formula_metrics(config, result)
-    assert formulas["result/mfu_causal"] == pytest.approx(0.4 * causal(config.shape) / palm(config.shape))
+    assert formulas["result/mfu_causal"] == pytest.approx(
+        0.4 * causal_flops(config.gpt2_config) / palm_flops(config.gpt2_config)
+    )
     found = tracking.result_metrics(result)
     assert found["memory/predicted_gb"] == peak.total / GB
     assert found["memory/prediction_error"] == peak.total / (4 * GB) - 1

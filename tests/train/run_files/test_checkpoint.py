@@ -13,15 +13,15 @@ from safetensors.torch import load_file, save_file
 from infra.errors import UserError
 from pipeline.shards import checksum
 from train.config import Cycle, TrainConfig
-from train.loop.cycle import trouble
+from train.loop.cycle import divergence_reason
 from train.loop.trainer import Trainer
 from train.model_config import ModelConfig
 from train.result import CycleReport
 from train.run_files import checkpoint
-from train.run_files.checkpoint import Checkpoints, Snapshot, snapshot, write
+from train.run_files.checkpoint import Checkpoints, Snapshot, take_snapshot, write
 from train.run_files.lookup import find_run
-from train.run_files.progress import Progress, checkpoints_in, damage, newest, refuse_finished, skipped
-from train.run_files.run_folder import RunFolder, make, new_folder
+from train.run_files.progress import Progress, check_not_finished, checkpoints_in, describe_skipped, find_damage, newest
+from train.run_files.run_folder import RunFolder, create_folder, new_folder
 
 
 @pytest.fixture
@@ -97,12 +97,14 @@ def test_nan_stops_the_run_and_keeps_the_last_good_checkpoint(
 
 
 def test_a_spike_is_trouble() -> None:
-    assert trouble([3.0, 3.5, 5.9], 3.0, 3.0, 100) is None
-    said = trouble([3.0, 6.1], 3.0, 3.0, 100) or ""
+    assert divergence_reason([3.0, 3.5, 5.9], 3.0, 3.0, 100) is None
+    said = divergence_reason([3.0, 6.1], 3.0, 3.0, 100) or ""
     assert all(number in said for number in ("3.000", "6.100", "step 102", "--spike 3"))
-    assert trouble([9.0], 3.0, 0, 100) is None
-    assert trouble([9.0], None, 3.0, 100) is None
-    assert "inf at step 102" in (trouble([3.0, math.inf], None, 0, 100) or ""), "also where no spike is looked for"
+    assert divergence_reason([9.0], 3.0, 0, 100) is None
+    assert divergence_reason([9.0], None, 3.0, 100) is None
+    assert "inf at step 102" in (divergence_reason([3.0, math.inf], None, 0, 100) or ""), (
+        "also where no spike is looked for"
+    )
 
 
 def test_a_full_disk_is_said_in_one_sentence(config: TrainConfig, tmp_path: Path) -> None:
@@ -169,7 +171,7 @@ def taken(config: TrainConfig) -> tuple[Snapshot, Progress]:
     """A state of two steps, two of whose losses are not yet reported, and its place."""
     trainer = Trainer(dataclasses.replace(config, steps=2))
     trainer.run()
-    state = snapshot(trainer.model, trainer.optimizer, trainer.scaler, torch.tensor([5.0, 6.0]))
+    state = take_snapshot(trainer.model, trainer.optimizer, trainer.scaler, torch.tensor([5.0, 6.0]))
     progress = Progress(
         2, 8, 0, None, 0, 1.0, data_fingerprint="fingerprint", vocabulary_sha256="vocabulary", config=config.to_json(),
     )  # fmt: skip
@@ -189,8 +191,8 @@ def test_a_finished_run_continues_only_for_longer(
     progress = Progress(20, 80, 20, None, 0, 60.0, data_fingerprint="", vocabulary_sha256="", config={})
     endless = dataclasses.replace(config, steps=None)
     with pytest.raises(UserError, match=said):
-        refuse_finished("one", progress, dataclasses.replace(endless, **end))
-    refuse_finished("one", progress, dataclasses.replace(endless, **longer))
+        check_not_finished("one", progress, dataclasses.replace(endless, **end))
+    check_not_finished("one", progress, dataclasses.replace(endless, **longer))
 
 
 @pytest.mark.parametrize("wrong", ["", "weights", "losses"])
@@ -264,7 +266,7 @@ def test_a_snapshot_is_of_its_moment(config: TrainConfig) -> None:
     """It is written while training continues with the same tensors."""
     trainer = Trainer(dataclasses.replace(config, steps=2))
     trainer.run()
-    taken = snapshot(trainer.model, trainer.optimizer, trainer.scaler, torch.tensor([5.0]))
+    taken = take_snapshot(trainer.model, trainer.optimizer, trainer.scaler, torch.tensor([5.0]))
     weight = taken.weights["norm.weight"].clone()
     moment = taken.state["optimizer"]["state"][0]["exp_avg"].clone()
     with torch.no_grad():
@@ -283,9 +285,9 @@ def test_only_what_is_newer_than_the_checkpoint_in_use_is_said_to_be_skipped(
     first, second, third = (write(tmp_path, state, dataclasses.replace(progress, step=step)) for step in (1, 2, 3))
     for damaged, file in ((first, "model.safetensors"), (third, "state.pt")):
         (damaged / file).unlink()
-        assert damage(damaged) == f"{file} is missing"
+        assert find_damage(damaged) == f"{file} is missing"
     assert newest(tmp_path) == second
-    (said,) = skipped(second)
+    (said,) = describe_skipped(second)
     assert said.startswith(f"{third} is damaged: state.pt is missing")
 
 
@@ -294,7 +296,7 @@ def test_a_file_that_changes_after_it_was_found_intact_is_damaged(
 ) -> None:
     """Also in its place and of its size: checksums are remembered only as long as a file's time stays."""
     weights = write(tmp_path, *taken) / "model.safetensors"
-    assert damage(weights.parent) is None
+    assert find_damage(weights.parent) is None
     before = weights.stat()
     with weights.open("r+b") as file:
         file.seek(-1, os.SEEK_END)
@@ -302,7 +304,7 @@ def test_a_file_that_changes_after_it_was_found_intact_is_damaged(
         file.seek(-1, os.SEEK_END)
         file.write(bytes([last ^ 1]))
     os.utime(weights, ns=(before.st_atime_ns, before.st_mtime_ns + 1_000_000))
-    assert damage(weights.parent) == "model.safetensors does not match its checksum"
+    assert find_damage(weights.parent) == "model.safetensors does not match its checksum"
 
 
 def test_a_checkpoint_that_names_a_file_outside_is_damaged(tmp_path: Path, taken: tuple[Snapshot, Progress]) -> None:
@@ -311,7 +313,7 @@ def test_a_checkpoint_that_names_a_file_outside_is_damaged(tmp_path: Path, taken
     values = json.loads(progress.read_text())
     for file in ("../outside", str(tmp_path / "outside")):
         progress.write_text(json.dumps(values | {"files": {file: checksum(tmp_path / "outside")}}))
-        assert damage(progress.parent) == f"progress.json names '{file}', which is not in it"
+        assert find_damage(progress.parent) == f"progress.json names '{file}', which is not in it"
 
 
 def test_the_loss_scale_continues(config: TrainConfig, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
@@ -337,10 +339,10 @@ def test_one_command_drives_a_run(tmp_path: Path) -> None:
 @pytest.mark.parametrize("left", ["config.json", "cycles.jsonl", "result.json", "checkpoints/step-00000007"])
 def test_a_new_run_that_fails_leaves_its_folder_only_where_it_trained(tmp_path: Path, left: str) -> None:
     home = RunFolder(tmp_path / "one")
-    make(home.path)
+    create_folder(home.path)
     home.checkpoints.mkdir()
     (home.path / left).touch()
-    with pytest.raises(UserError, match="no GPU"), home.command_lock(), home.removed_on_failure():
+    with pytest.raises(UserError, match="no GPU"), home.command_lock(), home.remove_unless_started():
         raise UserError("no GPU")
     assert home.path.exists() is (left != "config.json")
 

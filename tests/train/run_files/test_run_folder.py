@@ -13,11 +13,11 @@ import pytest
 from infra.errors import UserError
 from infra.storage.directory import StorageDir
 from infra.storage.files import write_json
-from infra.tracking.run_ref import RunKey
+from infra.tracking.run_ref import RunRef
 from train.result import CycleReport
-from train.run_files.lookup import find_checkpoint, find_run, resume_run
+from train.run_files.lookup import find_checkpoint, find_run, format_resume_command
 from train.run_files.progress import Progress
-from train.run_files.run_folder import RunFolder, make, new_folder, new_run, resume_command
+from train.run_files.run_folder import RunFolder, create_folder, new_folder, new_run, resume_command
 
 
 def report(step: int, loss: float = 3.0) -> CycleReport:
@@ -39,16 +39,16 @@ def steps(told: list[dict[str, Any]]) -> list[int]:
 
 
 def test_rewinding_forgets_later_cycles_and_a_line_cut_short(home: RunFolder) -> None:
-    home.rewind(0)  # without a log there is nothing to forget
+    home.truncate_after(0)  # without a log there is nothing to forget
     assert not home.cycles.exists()
     for step in (10, 20, 30):
-        home.append(report(step))
+        home.append_report(report(step))
     with home.cycles.open("a") as log:
         log.write('{"step": 3')
     assert steps(list(home.cycles_until(25))) == [10, 20]
-    home.rewind(30)
+    home.truncate_after(30)
     assert steps([json.loads(line) for line in home.cycles.read_text().splitlines()]) == [10, 20, 30]
-    home.rewind(20)
+    home.truncate_after(20)
     assert steps([json.loads(line) for line in home.cycles.read_text().splitlines()]) == [10, 20]
 
 
@@ -63,10 +63,10 @@ def test_only_a_finished_run_is_finished(home: RunFolder) -> None:
 
 
 def test_the_key_of_a_run_is_found_again(home: RunFolder) -> None:
-    assert home.key() is None
-    key = RunKey("http://127.0.0.1:5000", "1", "abc")
-    home.keep_key(key)
-    assert home.key() == replace(key, home=str(home.path))
+    assert home.run_ref() is None
+    key = RunRef("http://127.0.0.1:5000", "1", "abc")
+    home.save_run_ref(key)
+    assert home.run_ref() == replace(key, home=str(home.path))
 
 
 def test_a_cycle_is_on_the_disk_when_it_is_told(home: RunFolder, monkeypatch: pytest.MonkeyPatch) -> None:
@@ -78,17 +78,17 @@ def test_a_cycle_is_on_the_disk_when_it_is_told(home: RunFolder, monkeypatch: py
         synced.append((os.fstat(descriptor).st_ino, os.fstat(descriptor).st_size))
 
     monkeypatch.setattr(os, "fsync", watched)
-    home.append(report(10))
+    home.append_report(report(10))
     assert synced == [(home.cycles.stat().st_ino, home.cycles.stat().st_size)]
 
 
 def test_a_cycle_that_a_full_disk_does_not_take_is_one_sentence_and_the_ones_before_it_stay(home: RunFolder) -> None:
-    home.append(report(10))
+    home.append_report(report(10))
     old, most = resource.getrlimit(resource.RLIMIT_FSIZE)
     resource.setrlimit(resource.RLIMIT_FSIZE, (home.cycles.stat().st_size + 100, most))
     try:
         with pytest.raises(UserError, match=r"cycles.jsonl cannot be written .*--resume"):
-            home.append(report(20))
+            home.append_report(report(20))
     finally:
         resource.setrlimit(resource.RLIMIT_FSIZE, (old, most))
     assert steps(list(home.cycles_until(30))) == [10]
@@ -139,9 +139,9 @@ def test_a_name_is_first_looked_for_among_the_runs(tmp_path: Path, monkeypatch: 
 def test_a_folder_that_cannot_be_made_is_one_sentence(tmp_path: Path) -> None:
     (tmp_path / "file").touch()
     with pytest.raises(UserError, match=r"one cannot be created .*: give another --out"):
-        make(tmp_path / "file" / "one")
+        create_folder(tmp_path / "file" / "one")
     with pytest.raises(UserError, match="exists already: give another --name"):
-        make(tmp_path)
+        create_folder(tmp_path)
 
 
 def test_a_run_that_was_killed_before_its_first_checkpoint_is_not_to_be_resumed(tmp_path: Path) -> None:
@@ -160,20 +160,22 @@ def test_a_folder_that_a_command_only_began_may_be_taken(tmp_path: Path) -> None
     folder = tmp_path / "one"
     folder.mkdir()
     (folder / "lock").touch()
-    assert new_folder(tmp_path, "one", begun=["lock", "config.json"]) == folder.resolve()
+    assert new_folder(tmp_path, "one", allowed_leftovers=["lock", "config.json"]) == folder.resolve()
     with pytest.raises(UserError, match="exists already"):
-        new_folder(tmp_path, "one", begun=["config.json"])
+        new_folder(tmp_path, "one", allowed_leftovers=["config.json"])
     (folder / "config.json").touch()
-    assert new_folder(tmp_path, "one", begun=["lock", "config.json"]) == folder.resolve()
+    assert new_folder(tmp_path, "one", allowed_leftovers=["lock", "config.json"]) == folder.resolve()
     for begun in ([], ["lock"], ["config.json"]):
         with pytest.raises(UserError, match="exists already: continue it with --resume one, or give another --name"):
-            new_folder(tmp_path, "one", begun=begun)
+            new_folder(tmp_path, "one", allowed_leftovers=begun)
 
 
 def test_a_run_elsewhere_is_continued_by_its_whole_path(tmp_path: Path) -> None:
-    assert resume_run(StorageDir.of("runs/my run")) == "python -m train.run --resume 'my run'"
-    assert resume_run(StorageDir("s3://bucket/runs/one")) == "python -m train.run --resume s3://bucket/runs/one"
-    assert resume_run(StorageDir.of(tmp_path / "one")) == f"python -m train.run --resume {tmp_path / 'one'}"
+    assert format_resume_command(StorageDir.of("runs/my run")) == "python -m train.run --resume 'my run'"
+    assert (
+        format_resume_command(StorageDir("s3://bucket/runs/one")) == "python -m train.run --resume s3://bucket/runs/one"
+    )
+    assert format_resume_command(StorageDir.of(tmp_path / "one")) == f"python -m train.run --resume {tmp_path / 'one'}"
     assert resume_command("tune.search", StorageDir.of("runs/one")) == "python -m tune.search --resume one"
     there = resume_command("tune.search", StorageDir.of(tmp_path / "one"))
     assert there == f"python -m tune.search --resume one --out {tmp_path}"

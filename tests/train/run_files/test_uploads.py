@@ -22,7 +22,7 @@ from infra.errors import UserError
 from infra.storage import object_storage
 from infra.storage.directory import LEASE, StorageDir
 from infra.storage.files import write_json
-from infra.tracking.run_ref import RunKey
+from infra.tracking.run_ref import RunRef
 from train.config import Cycle, TrainConfig
 from train.launch import worker
 from train.loop.trainer import Trainer
@@ -30,8 +30,8 @@ from train.model_config import ModelConfig
 from train.result import CycleReport
 from train.run_files import checkpoint, uploads
 from train.run_files.checkpoint import Checkpoints
-from train.run_files.lookup import find_checkpoint, find_run, saved_config
-from train.run_files.progress import Progress, checkpoints_in, damage, newest, read_progress
+from train.run_files.lookup import find_checkpoint, find_run, load_run_config
+from train.run_files.progress import Progress, checkpoints_in, find_damage, newest, read_progress
 from train.run_files.run_folder import RunFolder, new_run, working_copy
 
 
@@ -60,19 +60,19 @@ def test_a_run_continues_from_its_copy(config: TrainConfig, bucket: str, tmp_pat
     Trainer(config, on_cycle=straight.append).run()
     checkpoints = tmp_path / "here" / "checkpoints"
     stopping = iter([False] * 16 + [True]).__next__
-    result = Trainer(config, checkpoints=checkpoints, copies=place, should_stop=stopping).run()
+    result = Trainer(config, checkpoints=checkpoints, upload_dir=place, should_stop=stopping).run()
     assert result.checkpoint == f"s3://places/kept/run1/checkpoints/step-00000017{bucket}"
     assert result.checkpoint is not None
-    assert uploads.copies(place) == ["step-00000015", "step-00000017"]
+    assert uploads.list_uploaded(place) == ["step-00000015", "step-00000017"]
     with pytest.raises(UserError, match="there is no run with a checkpoint"):
         find_run(f"s3://places/kept/other{bucket}", "runs")
     for text, out in ((place.address, "runs"), (result.checkpoint, "runs"), ("run1", f"s3://places/kept{bucket}")):
         run = find_run(text, out)
-        assert run.place == place
+        assert run.run_dir == place
         assert read_progress(run.newest()).step == 17
-        assert saved_config(text, out) == config
+        assert load_run_config(text, out) == config
         found = find_checkpoint(text, out)
-        assert (found.name, damage(found)) == ("step-00000017", None)
+        assert (found.name, find_damage(found)) == ("step-00000017", None)
     assert find_checkpoint(f"s3://places/kept/run1/checkpoints/step-00000015{bucket}", "runs").name == "step-00000015"
     with pytest.raises(UserError, match="is not the newest checkpoint of its run"):
         find_run(f"s3://places/kept/run1/checkpoints/step-00000015{bucket}", "runs")
@@ -87,21 +87,21 @@ def test_a_worker_takes_from_storage_what_it_lacks_and_nothing_else(
     """What its scratch has of another run or a later step is removed; a damaged copy is passed over and named."""
     place = StorageDir.of(f"s3://places/kept/run2{bucket}")
     home = RunFolder(tmp_path / "one", place)
-    Trainer(replace(config, steps=10), checkpoints=home.checkpoints, copies=place).run()
+    Trainer(replace(config, steps=10), checkpoints=home.checkpoints, upload_dir=place).run()
     fifth, tenth = checkpoints_in(home.checkpoints)
     before = (tenth / "state.pt").stat().st_mtime_ns
     shutil.copytree(tenth, home.checkpoints / "step-00000099")
-    assert uploads.fetch_newest(place, home.checkpoints) == (tenth, [])
+    assert uploads.download_newest(place, home.checkpoints) == (tenth, [])
     assert checkpoints_in(home.checkpoints) == [tenth]
     assert (tenth / "state.pt").stat().st_mtime_ns == before
     place.write("checkpoints/step-00000010/state.pt", b"cut short")
     shutil.rmtree(tenth)
-    found, damaged = uploads.fetch_newest(place, home.checkpoints)
+    found, damaged = uploads.download_newest(place, home.checkpoints)
     assert found == fifth
     assert "step-00000010" in damaged[0]
     assert "state.pt does not match its checksum; the one before it is used" in damaged[0]
-    place.remove(place.files())
-    assert uploads.fetch_newest(place, home.checkpoints) == (None, [])
+    place.remove(place.list_files())
+    assert uploads.download_newest(place, home.checkpoints) == (None, [])
     assert checkpoints_in(home.checkpoints) == [], "a new run of that name"
 
 
@@ -109,14 +109,14 @@ def test_a_new_run_takes_no_name_that_is_taken(bucket: str) -> None:
     home = new_run(f"s3://places/kept{bucket}", "run3")
     home.config.write_text("{}")
     home.send(home.config, home.result)
-    assert home.place.files() == {"config.json": 2}
+    assert home.run_dir.list_files() == {"config.json": 2}
     with pytest.raises(UserError, match=r"s3://places/kept/\w+.* exists already: give another --name"):
         new_run(f"s3://places/kept{bucket}", "run3")
-    home.place.write("checkpoints/step-00000005.progress.json", b"{}")
+    home.run_dir.write("checkpoints/step-00000005.progress.json", b"{}")
     with pytest.raises(UserError, match=r"s3://places/kept/\w+.* exists already: continue it with --resume run3, or"):
         new_run(f"s3://places/kept{bucket}", "run3")
     with home.command_lock(), pytest.raises(UserError, match="another command is training in s3://places/kept/run3"):
-        working_copy(home.place, fresh=False)
+        working_copy(home.run_dir, fresh=False)
     with pytest.raises(UserError, match=r"--out s3://absent/.* cannot be written"):
         new_run(f"s3://absent{bucket}", "run3")
 
@@ -133,7 +133,7 @@ def test_mlflow_has_the_whole_curve_of_a_run_whose_machine_was_lost(
     lost = subprocess.Popen([sys.executable, "-m", "train.run", *flags], cwd=here)
     place = StorageDir.of(f"s3://places/kept/run4{bucket}")
     deadline = time.monotonic() + 240
-    while not any(copy >= "step-00000056" for copy in uploads.copies(place)):  # only the newest are kept
+    while not any(copy >= "step-00000056" for copy in uploads.list_uploaded(place)):  # only the newest are kept
         assert lost.poll() is None
         assert time.monotonic() < deadline
         time.sleep(0.3)  # each look is a request to the storage that the run writes to
@@ -176,10 +176,10 @@ def test_unreachable_storage_is_retried(
     away = time.monotonic()
     back.start()
     place = StorageDir.of(f"s3://places/kept/run5{bucket}")
-    done = Trainer(replace(config, steps=6), checkpoints=tmp_path / "here" / "checkpoints", copies=place).run()
+    done = Trainer(replace(config, steps=6), checkpoints=tmp_path / "here" / "checkpoints", upload_dir=place).run()
     assert done.outcome == "finished"
     assert time.monotonic() - away > 3.0
-    assert uploads.copies(place)[-1] == "step-00000006"
+    assert uploads.list_uploaded(place)[-1] == "step-00000006"
 
 
 def test_a_copy_that_is_fetched_twice_is_complete_and_taken_from_storage_once(
@@ -190,10 +190,10 @@ def test_a_copy_that_is_fetched_twice_is_complete_and_taken_from_storage_once(
     written = tmp_path / "one" / "checkpoints"
     written.mkdir(parents=True)
     (tmp_path / "one" / "cycles.jsonl").write_text(cycles := '{"step": 5}\n{"step": 10}\n')
-    Trainer(replace(config, steps=10), checkpoints=written, copies=place).run()
+    Trainer(replace(config, steps=10), checkpoints=written, upload_dir=place).run()
 
     def fetch() -> tuple[Path | None, list[str], str, dict[str, int]]:
-        found, damaged = uploads.fetch_newest(place, tmp_path / "two" / "checkpoints")
+        found, damaged = uploads.download_newest(place, tmp_path / "two" / "checkpoints")
         assert found
         times = {file.name: file.stat().st_mtime_ns for file in found.iterdir()}
         return found, damaged, (tmp_path / "two" / "cycles.jsonl").read_text(), times
@@ -218,7 +218,7 @@ def test_a_storage_that_refuses_is_named_at_once(config: TrainConfig, bucket: st
     directory = StorageDir.of(f"s3://absent/kept{bucket}")
     began = time.monotonic()
     with pytest.raises(UserError, match=r"or s3://absent/kept.* could not be written"):
-        Trainer(config, checkpoints=tmp_path / "one" / "checkpoints", copies=directory).run()
+        Trainer(config, checkpoints=tmp_path / "one" / "checkpoints", upload_dir=directory).run()
     assert time.monotonic() - began < 10
     assert newest(tmp_path / "one" / "checkpoints")
 
@@ -227,9 +227,9 @@ def test_training_does_not_wait_for_storage_that_does_not_respond(
     config: TrainConfig, bucket: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """What is being copied stays beside the newest checkpoint, and the failure is told once the copy has ended."""
-    monkeypatch.setattr(object_storage, "PATIENCE_SECONDS", 0.0)
+    monkeypatch.setattr(object_storage, "RETRY_TIMEOUT_SECONDS", 0.0)
     trainer = Trainer(config)
-    taken = checkpoint.snapshot(trainer.model, trainer.optimizer, trainer.scaler, torch.zeros(0))
+    taken = checkpoint.take_snapshot(trainer.model, trainer.optimizer, trainer.scaler, torch.zeros(0))
     progress = Progress(data_fingerprint="", vocabulary_sha256="", config=config.to_json())
     with socket.create_server(("127.0.0.1", 0)) as silent:
         endpoint = f"endpoint=http://127.0.0.1:{silent.getsockname()[1]}&region=us-east-1"
@@ -249,7 +249,7 @@ def test_what_has_progress_in_the_storage_is_whole(tmp_path: Path, monkeypatch: 
     """At every moment: it comes last and goes first, and alone, because files of one removal go in any order."""
     did: list[str] = []
     removed: list[list[str]] = []
-    put, remove = StorageDir.put, StorageDir.remove
+    put, remove = StorageDir.upload, StorageDir.remove
 
     def watched_put(self: StorageDir, file: Path, name: str) -> None:
         did.append(f"+{name}")
@@ -259,7 +259,7 @@ def test_what_has_progress_in_the_storage_is_whole(tmp_path: Path, monkeypatch: 
         removed.append(sorted(names))
         remove(self, removed[-1])
 
-    monkeypatch.setattr(StorageDir, "put", watched_put)
+    monkeypatch.setattr(StorageDir, "upload", watched_put)
     monkeypatch.setattr(StorageDir, "remove", watched_remove)
     place = StorageDir.of(tmp_path / "kept")
     for old in ("checkpoints/step-00000005", "checkpoints/step-00000020"):  # one is older, the other damaged
@@ -279,7 +279,7 @@ def test_what_has_progress_in_the_storage_is_whole(tmp_path: Path, monkeypatch: 
         for old in ("checkpoints/step-00000005", "checkpoints/step-00000020")
         for names in ([f"{old}/progress.json"], [f"{old}/model.safetensors", f"{old}/state.pt"])
     ]
-    assert uploads.copies(place) == ["step-00000010"]
+    assert uploads.list_uploaded(place) == ["step-00000010"]
 
 
 def test_a_copy_is_as_far_as_its_checkpoint(config: TrainConfig, bucket: str, tmp_path: Path) -> None:
@@ -289,7 +289,7 @@ def test_a_copy_is_as_far_as_its_checkpoint(config: TrainConfig, bucket: str, tm
     lines = [json.dumps({"step": step}) + "\n" for step in (10, 12, 20)]
     checkpoints.mkdir(parents=True)
     (tmp_path / "one" / "cycles.jsonl").write_text("".join(lines))
-    Trainer(replace(config, steps=12), checkpoints=checkpoints, copies=place).run()
+    Trainer(replace(config, steps=12), checkpoints=checkpoints, upload_dir=place).run()
     run = find_run(place.address, "runs")
     assert read_progress(run.newest()).reported == 12
     assert run.cycles.read_text() == "".join(lines[:2])
@@ -297,13 +297,13 @@ def test_a_copy_is_as_far_as_its_checkpoint(config: TrainConfig, bucket: str, tm
 
 def test_the_mlflow_run_of_a_run_in_storage_is_known_where_its_store_is(bucket: str, tmp_path: Path) -> None:
     home = new_run(f"s3://places/kept{bucket}", "run10")
-    key = RunKey("http://127.0.0.1:5000", "1", "abc")
-    home.keep_key(key)
-    known = working_copy(home.place, fresh=False).key()
+    key = RunRef("http://127.0.0.1:5000", "1", "abc")
+    home.save_run_ref(key)
+    known = working_copy(home.run_dir, fresh=False).run_ref()
     assert known
     assert (known.store, known.run_id) == (key.store, "abc")
-    home.keep_key(replace(key, store=f"sqlite:///{tmp_path}/gone.db"))
-    assert home.key() is None
-    named = home.key("http://127.0.0.1:5001")
+    home.save_run_ref(replace(key, store=f"sqlite:///{tmp_path}/gone.db"))
+    assert home.run_ref() is None
+    named = home.run_ref("http://127.0.0.1:5001")
     assert named
     assert (named.store, named.run_id) == ("http://127.0.0.1:5001", "abc")

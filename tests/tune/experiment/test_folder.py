@@ -7,7 +7,7 @@ import pytest
 from infra.errors import UserError
 from infra.storage.directory import StorageDir, WorkingCopy
 from infra.storage.files import TEMPORARY
-from infra.tracking.run_ref import RunKey
+from infra.tracking.run_ref import RunRef
 from tune.config import LadderConfig, SearchConfig
 from tune.experiment.folder import TRIALS, locked, place_of, read_config, resumed_parent, write_record
 
@@ -16,8 +16,8 @@ IDENTITY = {"confirm": 3, "memory_limit": 10**9, "knobs": "compile"}
 
 def test_another_search_is_refused_by_what_differs(tmp_path: Path) -> None:
     place = StorageDir.of(tmp_path)
-    key = RunKey("sqlite:///none.db", "1", "a")
-    write_record(WorkingCopy.of(place, fresh=True), SearchConfig(name="one"), IDENTITY, key)
+    key = RunRef("sqlite:///none.db", "1", "a")
+    write_record(WorkingCopy.of(place, empty=True), SearchConfig(name="one"), IDENTITY, key)
     for now, said in (
         (IDENTITY | {"confirm": 2}, "confirm: 3 → 2"),
         (IDENTITY | {"searcher": "grid"}, "searcher: None → 'grid'"),
@@ -51,16 +51,16 @@ def test_a_search_in_object_storage_is_continued_from_what_was_sent(
     """By a machine that has nothing of it, and while no other driver here holds it."""
     monkeypatch.setattr("tempfile.tempdir", str(tmp_path))
     place = place_of(f"s3://places/deep{bucket}", "one")
-    key = RunKey("sqlite:////of/another/machine.db", "1", "a")
+    key = RunRef("sqlite:////of/another/machine.db", "1", "a")
     with locked(place, "search") as copy:
         write_record(copy, SearchConfig(name="one"), IDENTITY, key)
-        (copy.folder / TRIALS / "m8.json").write_text("{}")
-        (copy.folder / TRIALS / "m4.json").write_text("{}")
-        copy.send(f"{TRIALS}/m8.json")
+        (copy.local_path / TRIALS / "m8.json").write_text("{}")
+        (copy.local_path / TRIALS / "m4.json").write_text("{}")
+        copy.push(f"{TRIALS}/m8.json")
         with pytest.raises(UserError, match=r"Another process .* the search"), locked(place, "search"):
             pass
     with locked(place, "search") as copy:
-        assert [path.name for path in (copy.folder / TRIALS).iterdir()] == ["m8.json"]
+        assert [path.name for path in (copy.local_path / TRIALS).iterdir()] == ["m8.json"]
     assert read_config(place, SearchConfig).name == "one"
     with pytest.raises(UserError, match=r"machine\.db of s3://places/deep/one\S* is not on this machine"):
         resumed_parent(place, "search", IDENTITY)

@@ -10,7 +10,7 @@ import pytest
 
 from infra.device import hardware
 from infra.device.gpu import GpuState
-from infra.device.hardware import cpu_facts
+from infra.device.hardware import cpu_info
 from infra.errors import UserError
 from train.resolved import resolve
 from tune.config import SearchConfig
@@ -61,7 +61,7 @@ def test_a_parent_process_does_not_count_as_another_user_of_the_gpu(monkeypatch:
 
 def test_weights_gradients_and_optimizer_must_fit() -> None:
     """GPT-2 124M has 16 bytes a parameter of them: 2 GB."""
-    training = resolve(search("cpu").training, cpu_facts())
+    training = resolve(search("cpu").training, cpu_info())
     with pytest.raises(UserError, match=r"less than the 1\.99 GB"):
         device.memory_limit(19 * 10**8, training, 10**12)
     assert device.memory_limit(2 * 10**9, training, 10**12) == 2 * 10**9

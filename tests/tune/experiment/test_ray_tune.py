@@ -14,17 +14,17 @@ from typing import Any
 
 import pytest
 
-from infra.ray.cluster import connected
+from infra.ray.cluster import ray_session
 from infra.schema import to_json
 from train.config import Cycle, TrainConfig
 from train.model_config import ModelConfig
 from tune.config import SearchConfig
 from tune.experiment.machines import trial_nodes
-from tune.experiment.ray_tune import ATTEMPTS, Proposals, Running, drive, outcome
+from tune.experiment.ray_tune import ATTEMPTS, ExperimentSearcher, RunningTrial, run_trial, run_tuner
 from tune.experiment.search_plan import Search, make_search
 from tune.space import Candidate
 from tune.trial.row import Proposal, TrialRow, read_rows
-from tune.trial.run import Early, Request
+from tune.trial.run import StopRule, TrialRequest
 
 
 @pytest.fixture
@@ -42,16 +42,16 @@ def search(small_shards: Path, small_model: ModelConfig, tmp_path: Path) -> Sear
 HERE = "here"
 
 
-def proposals(search: Search, nodes: Mapping[str, str] | None = None) -> tuple[Proposals, list[Request]]:
+def proposals(search: Search, nodes: Mapping[str, str] | None = None) -> tuple[ExperimentSearcher, list[TrialRequest]]:
     """Of ``search`` on the machine ``HERE`` or on ``nodes``, and what is begun."""
-    begun: list[Request] = []
+    begun: list[TrialRequest] = []
     there = {HERE: "its id"} if nodes is None else nodes
     machines = tuple(replace(search.machines[0], name=name) for name in there)
     on = replace(search, machines=machines, config=replace(search.config, parallel=len(there)))
-    return Proposals(on, lambda: there, begun.append, lambda row, rows: None, lambda node: 3), begun
+    return ExperimentSearcher(on, lambda: there, begun.append, lambda row, rows: None, lambda node: 3), begun
 
 
-def row_of(request: Request, speed: float | None = None) -> TrialRow:
+def row_of(request: TrialRequest, speed: float | None = None) -> TrialRow:
     """What the trial of ``request`` sends when it ran, at ``speed`` tokens per second."""
     proposal = request.proposal
     return TrialRow(
@@ -69,7 +69,7 @@ def test_a_trial_is_asked_for_as_the_search_says(search: Search, capfd: pytest.C
     proposal = Proposal(Candidate(2), "probe")
     request = search.trial(proposal, HERE, 1, [])
     assert (request.key, request.number, request.node) == (proposal.key("one"), 1, HERE)
-    assert (request.memory_limit, request.early, request.patience) == (search.limit, Early(60.0, 0.01), 61.0)
+    assert (request.memory_limit, request.early, request.patience) == (search.limit, StopRule(60.0, 0.01), 61.0)
     trial = replace(search.space.config(Candidate(2)), data=str(search.data), steps=8, cycle=Cycle(1, 0))
     assert request.config == trial.to_json(), "however long the training is"
     assert request.proposal.predicted_memory == search.memory.prior(Candidate(2)) > 0
@@ -78,7 +78,7 @@ def test_a_trial_is_asked_for_as_the_search_says(search: Search, capfd: pytest.C
         "m1", 1, "probe", 0, Candidate(1), 2, "failed", "", 1.0, node=HERE, too_short=True, step_seconds=[9.0, 10.0]
     )  # fmt: skip
     again = search.trial(Proposal(Candidate(1), "probe", 1), HERE, 2, [row])
-    assert again.early == Early(140.0, 0.01)
+    assert again.early == StopRule(140.0, 0.01)
     assert "--trial-time was too short; this trial gets 2m20s" in capfd.readouterr().out
 
 
@@ -140,7 +140,7 @@ def test_the_driver_writes_a_trials_row_and_traceback(search: Search) -> None:
     searcher, begun = proposals(search)
     searcher.suggest("trial")
     broken = replace(begun[0], config=begun[0].config | {"data": str(search.folder / "elsewhere")})
-    result = outcome(broken)
+    result = run_trial(broken)
     assert list(search.trials.iterdir()) == []
     searcher.on_trial_complete("trial", result)
     (row,) = read_rows(search.trials)
@@ -196,10 +196,10 @@ def test_no_trial_is_proposed_twice_and_each_machine_has_its_own_control(search:
 def test_a_process_is_killed_when_its_time_is_up_and_never_after_its_end() -> None:
     killed = {"late": threading.Event(), "in time": threading.Event()}
     for name, patience in (("late", 0.05), ("in time", 2.0)):
-        trial = Running(Request("m1", 1, "m1", Proposal(Candidate(1), "probe"), {}, HERE, patience=patience))
+        trial = RunningTrial(TrialRequest("m1", 1, "m1", Proposal(Candidate(1), "probe"), {}, HERE, patience=patience))
         time.sleep(0.1)  # waiting for a process does not count
         assert not trial.overdue
-        trial.limit(killed[name].set)
+        trial.start_timeout(killed[name].set)
         if name == "in time":
             trial.ended()
         assert killed[name].wait(60 if name == "late" else 2.5) == trial.overdue == (name == "late")
@@ -207,37 +207,37 @@ def test_a_process_is_killed_when_its_time_is_up_and_never_after_its_end() -> No
 
 def test_a_trial_on_a_slower_machine_is_expected_to_be_as_slow(search: Search) -> None:
     """Both the speed that is predicted and the one below which it cannot win, by what the controls took there."""
-    first = row_of(Request("m1", 1, "m1", Proposal(Candidate(1), "probe"), {}, "w1"), 1000.0)
-    control = row_of(Request("c2", 2, "m1", Proposal(Candidate(1), "control"), {}, "w2"), 500.0)
-    proposal = Proposal(Candidate(2), "probe", predicted_speed=1200.0, bar=1100.0)
+    first = row_of(TrialRequest("m1", 1, "m1", Proposal(Candidate(1), "probe"), {}, "w1"), 1000.0)
+    control = row_of(TrialRequest("c2", 2, "m1", Proposal(Candidate(1), "control"), {}, "w2"), 500.0)
+    proposal = Proposal(Candidate(2), "probe", predicted_speed=1200.0, speed_threshold=1100.0)
     for node, factor in (("w1", 1), ("w2", 2), ("w3", 1)):
         found = search.trial(proposal, node, 3, [first, control]).proposal
-        assert (found.predicted_speed, found.bar) == (1200.0 / factor, 1100.0 / factor), node
+        assert (found.predicted_speed, found.speed_threshold) == (1200.0 / factor, 1100.0 / factor), node
 
 
 @pytest.mark.slow
 def test_a_trial_that_does_not_end_is_killed_and_one_that_was_killed_runs_again(search: Search, cluster: str) -> None:
     """The first step of one takes hours, as a compilation may; the other's process is killed from outside, once."""
-    begun: list[Request] = []
+    begun: list[TrialRequest] = []
 
     class Slow(Search):
-        def trial(self, proposal: Proposal, machine: str, number: int, rows: Sequence[TrialRow]) -> Request:
+        def trial(self, proposal: Proposal, machine: str, number: int, rows: Sequence[TrialRow]) -> TrialRequest:
             request = super().trial(proposal, machine, number, rows)
             if proposal.candidate.micro_batch == 1:
                 return replace(request, config=request.config | {"global_batch": 10**6}, patience=2.0)
             return replace(request, patience=201.0)
 
-    class Disturbed(Proposals):
+    class Disturbed(ExperimentSearcher):
         def on_trial_result(self, trial_id: str, result: dict[str, Any]) -> None:
             super().on_trial_result(trial_id, result)
             if len(begun) == 2:
                 os.kill(result["pid"], signal.SIGKILL)
 
-    with connected(cluster):
+    with ray_session(cluster):
         resources = search.resources()
         nodes = partial(trial_nodes, resources)
         slowed = Slow(**{field.name: getattr(search, field.name) for field in fields(search)})
-        drive(Disturbed(slowed, nodes, begun.append, lambda row, rows: None), resources)
+        run_tuner(Disturbed(slowed, nodes, begun.append, lambda row, rows: None), resources)
     slow, other = read_rows(search.trials)
     assert (slow.key, slow.outcome) == (begun[0].key, "failed")
     assert re.search(r"killed after 2s.*--compile-time", slow.reason)

@@ -8,16 +8,16 @@ from pathlib import Path
 
 import pytest
 
-from infra.device.hardware import A100, cpu_facts
+from infra.device.hardware import A100, cpu_info
 from infra.errors import UserError
 from infra.storage.directory import WorkingCopy
-from infra.tracking.run_ref import RunKey
+from infra.tracking.run_ref import RunRef
 from pipeline.encoding.tokenizer import read_vocabulary
 from pipeline.shards import VOCABULARY_FILE
 from pipeline.vocabulary import VocabularyConfig
 from pipeline.vocabulary import main as train_vocabulary
 from train.config import Compile, TrainConfig
-from train.estimate.gpu_rates import planned
+from train.estimate.gpu_rates import load_gpu_rates
 from train.launch.job import RunPlan
 from train.model_config import PRESETS, parse_model
 from train.resolved import resolve
@@ -57,13 +57,13 @@ def test_a_gpu_that_is_not_here_is_planned_for(small_shards: Path, capfd: pytest
     config = SearchConfig(training=training, gpu="A100", knobs=("compile=off",), dry_run=True, out="none")
     search = make_search(config)
     assert (search.device, search.limit) == ("cuda", 40 * 2**30)
-    found = predicted_speeds_table(search, search.space.combinations, planned("A100"))
-    speeds = [line[2] for line in found.lines]
+    found = predicted_speeds_table(search, search.space.combinations, load_gpu_rates("A100"))
+    speeds = [line[2] for line in found.rows]
     known = [float(speed.split()[0].replace(",", "")) for speed in speeds if speed != "-"]
     assert known == sorted(known, reverse=True)
     whole, off = search.space.combinations
     for knobs, count in ((whole, len(known)), (off, speeds.count("-"))):
-        fitting = [Candidate(size, knobs) for size in search.space.sizes_of(knobs)]
+        fitting = [Candidate(size, knobs) for size in search.space.micro_batches_for(knobs)]
         assert count == sum(map(search.memory.curves([]).fits, fitting)) > 0, "eager execution has no prediction"
     print_plan(search)
     assert "not measured" in capfd.readouterr().out
@@ -77,7 +77,7 @@ def test_a_gpu_to_plan_for_is_no_gpu_to_search_on() -> None:
 def test_the_limit_holds_on_every_machine(small_shards: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     """Without --memory-limit it is what the smallest one has."""
     training = TrainConfig(data=str(small_shards), device="cpu", global_batch=8, micro_batch=8)
-    machines = [Machine(f"w{size}", cpu_facts(), size * 10**9) for size in (8, 4, 16)]
+    machines = [Machine(f"w{size}", cpu_info(), size * 10**9) for size in (8, 4, 16)]
     monkeypatch.setattr("tune.experiment.search_plan.trial_machines", lambda *_, **__: tuple(machines))
     together = make_search(SearchConfig(training=training, dry_run=True)).limit
     monkeypatch.setattr("tune.experiment.search_plan.trial_machines", lambda *_, **__: tuple(machines[1:2]))
@@ -92,13 +92,13 @@ def test_a_search_that_is_continued_keeps_its_limit(
     config = SearchConfig(training=training, name="one", out=str(tmp_path))
 
     def search_on(size: int, config: SearchConfig) -> Search:
-        machines = (Machine("w1", cpu_facts(), size * 10**9),)
+        machines = (Machine("w1", cpu_info(), size * 10**9),)
         monkeypatch.setattr("tune.experiment.search_plan.trial_machines", lambda *_, **__: machines)
         return make_search(config)
 
     before = search_on(4, config)
     before.folder.mkdir()
-    write_record(WorkingCopy.of(before.place, fresh=True), config, before.identity(), RunKey("", "", ""))
+    write_record(WorkingCopy.of(before.directory, empty=True), config, before.identity(), RunRef("", "", ""))
     assert search_on(16, replace(config, name=None, resume="one")).limit == before.limit
 
 
@@ -136,10 +136,10 @@ def test_a_search_and_a_ladder_follow_the_vocabulary_of_the_data(small_shards: P
 
 
 def test_optunas_budget_grows_with_the_grid_within_bounds() -> None:
-    space = make_space(resolve(TrainConfig(global_batch=2, micro_batch=2), cpu_facts()), ())
+    space = make_space(resolve(TrainConfig(global_batch=2, micro_batch=2), cpu_info()), ())
     assert optuna_trials(space) == 8
-    assert optuna_trials(replace(space, sizes=tuple(range(1, 2)) * 120)) == 30
-    assert optuna_trials(replace(space, sizes=(1, 2) * 200)) == 50
+    assert optuna_trials(replace(space, micro_batches=tuple(range(1, 2)) * 120)) == 30
+    assert optuna_trials(replace(space, micro_batches=(1, 2) * 200)) == 50
 
 
 @pytest.mark.parametrize("limit", [None, 12 * 10**9])
@@ -149,7 +149,7 @@ def test_a_search_begins_with_what_the_run_itself_would_be_under_the_limit(
     """The control's micro-batch and loss are decided for the memory that is asked for, not for all that there is."""
     training = TrainConfig(data=str(small_shards), model=PRESETS["gpt2-124m"], global_batch=40)
     search = make_search(SearchConfig(training=training, gpu="A100", memory_limit=limit, dry_run=True, out="none"))
-    run = resolve(replace(training, device="cuda"), A100.within(limit))
+    run = resolve(replace(training, device="cuda"), A100.with_memory_limit(limit))
     control = search.space.config(search.space.control)
     assert (control.micro_batch, control.loss) == (run.micro_batch, run.loss)
     assert (search.limit, search.memory.limit) == (limit or A100.memory, limit or A100.memory)

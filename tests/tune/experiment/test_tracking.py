@@ -12,7 +12,7 @@ from mlflow.tracking import MlflowClient
 
 from infra.cli.units import GB
 from infra.tracking import tracker
-from infra.tracking.names import MOST
+from infra.tracking.names import MAX_TOP_LEVEL_METRICS
 from infra.tracking.saved_views import COLUMNS, FIRST, VIEWS
 from infra.tracking.tracker import Tracker
 from train.config import TrainConfig
@@ -23,7 +23,7 @@ from tune.experiment.tracking import TRIAL_METRICS, ExperimentRecorder, metrics,
 from tune.reporting.report import SEARCH_METRICS, publish, summary_metrics
 from tune.space import Candidate
 from tune.trial.row import Proposal, TrialRow
-from tune.trial.run import Request
+from tune.trial.run import TrialRequest
 
 
 @pytest.fixture
@@ -90,7 +90,7 @@ def test_pages_of_trials_and_searches_begin_with_few_numbers(search: Search) -> 
     for kind, data, names in (("search", whole, SEARCH_METRICS), ("trial", trial, TRIAL_METRICS)):
         first = {name for name in data.metrics if not name.startswith("detail/")}
         assert first <= set(names), kind
-        assert len(first) <= MOST, kind
+        assert len(first) <= MAX_TOP_LEVEL_METRICS, kind
         assert {"detail/result/tokens_per_second_low", "detail/result/tokens_per_second_high"} <= data.metrics.keys()
     assert set(TRIAL_METRICS) <= trial.metrics.keys()
     curve = client.get_metric_history(
@@ -129,8 +129,8 @@ def test_a_store_that_goes_away_between_trials_gets_them_later(
     search.folder.mkdir()
     first, second = (replace(finished(size, 100.0 * size, step_seconds=[0.1] * 3), number=size) for size in (1, 2))
 
-    def request(row: TrialRow) -> Request:
-        return Request(row.key, row.number, "m1", Proposal(row.candidate, "probe"), {}, "here")
+    def request(row: TrialRow) -> TrialRequest:
+        return TrialRequest(row.key, row.number, "m1", Proposal(row.candidate, "probe"), {}, "here")
 
     parent = open_parent(replace(search, config=replace(search.config, tracking_uri=database)))
     evidence = ExperimentRecorder(search, parent)

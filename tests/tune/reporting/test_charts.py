@@ -19,7 +19,7 @@ from tune.reporting.charts import draw
 from tune.space import make_space
 from tune.strategy.memory_aware import MemorySearcher
 from tune.strategy.ranking import rank
-from tune.trial.row import Stage, TrialOutcome, TrialRow, feasible
+from tune.trial.row import Stage, TrialOutcome, TrialRow, rows_with_speed
 
 BASE = TrainConfig(model=PRESETS["gpt2-124m"], global_batch=480, micro_batch=16, compile="whole", attention="sdpa")
 
@@ -62,7 +62,7 @@ def test_the_leaderboard_begins_with_the_winner(
     axes = charts["leaderboard"].axes[0]
     ranked = rank(rows)
     assert [text.get_text() for text in axes.get_yticklabels()] == [
-        memory.space.label(entry.candidate) for entry in ranked[:20]
+        memory.space.short_label(entry.candidate) for entry in ranked[:20]
     ]
     speeds = [x for x, _ in path(axes.lines[0])]
     assert speeds == [entry.speed.middle for entry in ranked[:20]]
@@ -87,7 +87,7 @@ def test_the_predicted_line_runs_through_what_was_measured(
     search: tuple[list[TrialRow], MemorySearcher], charts: dict[str, Figure]
 ) -> None:
     rows, memory = search
-    own = [row for row in feasible(rows) if row.candidate.knobs == memory.space.control.knobs and row.memory]
+    own = [row for row in rows_with_speed(rows) if row.candidate.knobs == memory.space.control.knobs and row.memory]
     predicted = dict(path(charts["memory_by_micro_batch"].axes[0].lines[0]))
     for row in own:
         assert predicted[row.candidate.micro_batch] == pytest.approx((row.memory or 0) / 1e9, rel=0.05)
@@ -99,7 +99,7 @@ def test_speeds_stand_with_their_intervals_and_the_zone_that_does_not_fit(
     rows, _ = search
     figure = charts["speed_by_micro_batch"]
     heights = {round(y, 2) for line in figure.axes[0].lines for _, y in path(line)}
-    assert {round(row.tokens_per_second or 0, 2) for row in feasible(rows)} <= heights
+    assert {round(row.tokens_per_second or 0, 2) for row in rows_with_speed(rows)} <= heights
     assert "does not fit" in labels(figure)
 
 
@@ -143,5 +143,5 @@ def test_one_knob_at_a_time(search: tuple[list[TrialRow], MemorySearcher], chart
     assert names
     widths = [bar.get_width() for bar in axes.patches if isinstance(bar, Rectangle)]
     assert len(widths) == len(names)
-    expected = min(widths) > 1 if memory.space.free else min(widths) < -3
+    expected = min(widths) > 1 if memory.space.is_accumulation_searched else min(widths) < -3
     assert expected, "in the simulation accumulating gains some percent of the speed, and checkpointing costs some"

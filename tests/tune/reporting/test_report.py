@@ -12,37 +12,37 @@ from typing import Any
 import pytest
 
 from infra.cli.units import format_duration
-from infra.device.hardware import A100, cpu_facts
+from infra.device.hardware import A100, cpu_info
 from infra.storage.directory import StorageDir
 from pipeline.shards import Manifest
 from train.config import TrainConfig
 from train.intervals import Estimate
 from train.resolved import resolve
-from train.search_reference import Confirmed, confirmed_by
+from train.search_reference import SearchReference, read_search_reference
 from tune.config import SearchConfig
 from tune.experiment.search_plan import Search
-from tune.experiment.session import progress
+from tune.experiment.session import format_progress
 from tune.reporting.report import (
-    FREE,
-    TIE,
+    ACCUMULATION_NOTE,
+    TIE_NOTE,
     best_json,
     csv_text,
     failures,
     headings,
     leaderboard,
-    never_run,
     no_winner,
     search_report,
+    untried_candidates,
     write_files,
 )
 from tune.space import Candidate, Space, make_space
-from tune.strategy.base import Grid
+from tune.strategy.base import GridStrategy
 from tune.strategy.memory_aware import MemorySearcher
-from tune.strategy.ranking import fit_to_win
+from tune.strategy.ranking import eligible_rows
 from tune.trial.row import Stage, TrialOutcome, TrialRow
 
 SPACE = make_space(
-    resolve(TrainConfig(global_batch=16, micro_batch=4), cpu_facts()), ("checkpointing=none,selective,full",)
+    resolve(TrainConfig(global_batch=16, micro_batch=4), cpu_info()), ("checkpointing=none,selective,full",)
 )
 OWN = SPACE.control.knobs
 
@@ -66,7 +66,7 @@ def planned(limit: float, space: Space = SPACE) -> Search:
     control = space.config(space.control)
     place = StorageDir.of("runs/one")
     config = SearchConfig(memory_limit=int(limit))
-    return Search(config, place, (), manifest, control, int(limit), space, memory, Grid(space))
+    return Search(config, place, (), manifest, control, int(limit), space, memory, GridStrategy(space))
 
 
 SEARCH = planned(4e9)
@@ -133,7 +133,7 @@ def test_a_search_is_told_in_three_lines_above_its_table() -> None:
     what, numbers, following = first.split("  \n")
     assert re.search("16 sequences .* 4GB: micro-batch 8 x 2; 3 trials in 30s", what)
     assert re.search("150 .*149 to 152.* 8.00 GB of 4.00 GB .*1.500", numbers)
-    assert f"--config {SEARCH.place}/best.json" in following
+    assert f"--config {SEARCH.directory}/best.json" in following
     assert table.splitlines()[2] == "| 8 x 2 | 150 | ±1.0% | x1.500 | 8.00 | 1 | winner |"
     assert table.splitlines()[-1].endswith("| oom |")
     assert "- micro-batch 16 x 1: oom: tried | to <allocate>" in rest
@@ -142,12 +142,12 @@ def test_a_search_is_told_in_three_lines_above_its_table() -> None:
 
 def test_a_tie_is_marked_and_named() -> None:
     rows = [row(4, speed=100.0), row(8, speed=101.0), row(1, speed=50.0)]
-    assert TIE in search_report(SEARCH, rows).markdown()
+    assert TIE_NOTE in search_report(SEARCH, rows).markdown()
     assert [line[-1] for line in leaderboard(SEARCH, rows)] == ["winner, tie", "tie, control", ""]
     best = best_json(SEARCH, rows)
     assert best
     assert best["measured"]["tied_with"] == ["m4"]
-    assert TIE not in search_report(SEARCH, rows[::2]).markdown()
+    assert TIE_NOTE not in search_report(SEARCH, rows[::2]).markdown()
 
 
 def test_the_table_fits_a_terminal_without_breaking_words(
@@ -171,18 +171,18 @@ def test_the_table_fits_a_terminal_without_breaking_words(
 def test_the_best_so_far_is_of_complete_rounds() -> None:
     rows = [row(4, speed=100.0), row(8, speed=150.0)]
     left = len(SPACE.candidates()) - len(rows)
-    told = progress(SEARCH, rows)
+    told = format_progress(SEARCH, rows)
     assert all(known in told for known in ("8 x 2, 150 tokens/s", "20s", format_duration(10.0 * left)))
     two_at_a_time = replace(SEARCH, config=replace(SEARCH.config, parallel=2))
-    assert format_duration(5.0 * left) in progress(two_at_a_time, rows)
+    assert format_duration(5.0 * left) in format_progress(two_at_a_time, rows)
     rows += [row(4, speed=200.0, stage="confirm", round=1)]
-    assert "8 x 2, 150 tokens/s" in progress(SEARCH, rows)
-    assert "none" in progress(SEARCH, [row(4, "failed")])
+    assert "8 x 2, 150 tokens/s" in format_progress(SEARCH, rows)
+    assert "none" in format_progress(SEARCH, [row(4, "failed")])
 
 
 def test_a_search_that_lost_its_winner_leaves_none(tmp_path: Path) -> None:
     """As one that is resumed with a row less may."""
-    search = replace(SEARCH, place=StorageDir.of(tmp_path))
+    search = replace(SEARCH, directory=StorageDir.of(tmp_path))
     won = [tmp_path / name for name in ("trials.csv", "best.json")]
     assert write_files(search, [row(4, speed=100.0)]) == [path.name for path in won]
     assert all(path.stat().st_size for path in won)
@@ -202,8 +202,8 @@ def test_a_search_of_two_axes_shows_each_global_batch_and_the_best_of_each_accum
         "8 x 2": ("16", "winner, fastest with x 2"), "4 x 2": ("8", ""), "8 x 1": ("8", "fastest with x 1"),
         "4 x 1": ("4", "control"),
     }  # fmt: skip
-    assert FREE in search_report(free, rows).pieces
-    assert FREE not in search_report(SEARCH, [row(4, speed=100.0)]).pieces
+    assert ACCUMULATION_NOTE in search_report(free, rows).sections
+    assert ACCUMULATION_NOTE not in search_report(SEARCH, [row(4, speed=100.0)]).sections
     best = best_json(free, rows)
     assert best
     assert (best["study"], best["config"]["micro_batch"], best["config"]["global_batch"]) == (
@@ -214,17 +214,17 @@ def test_a_search_of_two_axes_shows_each_global_batch_and_the_best_of_each_accum
 
 
 def test_each_candidate_that_never_ran_has_its_reason() -> None:
-    said = never_run(planned(6e9), [row(4, "oom"), row(1, speed=100.0)])
+    said = untried_candidates(planned(6e9), [row(4, "oom"), row(1, speed=100.0)])
     assert "micro-batch 8, 16: a smaller micro-batch did not fit" in said
     assert "micro-batch 8, 16 with 2 combinations of knobs: predicted not to fit" in said
-    failed = never_run(planned(6e9), [row(4, "failed", "no driver")])
+    failed = untried_candidates(planned(6e9), [row(4, "failed", "no driver")])
     assert "micro-batch 1, 2: the search ended because no trial had a speed" in failed
 
 
 def test_a_combination_whose_only_trial_failed_is_not_called_slow() -> None:
     other = SPACE.combinations[1]
     rows = [row(4, speed=100.0), replace(row(16, "failed", "no kernel"), candidate=Candidate(16, other))]
-    said = never_run(planned(32e9), rows)
+    said = untried_candidates(planned(32e9), rows)
     label = SPACE.knobs_label(other)
     assert f"micro-batch 1, 2, 4, 8 with {label}: another micro-batch with the same knobs failed" in said
 
@@ -245,10 +245,10 @@ def test_a_ratio_to_the_control_is_in_brackets_where_no_difference_is_shown() ->
             low=speed * (1 - width), high=speed * (1 + width), memory=1, node="w1",
         )  # fmt: skip
 
-    space = make_space(resolve(TrainConfig(global_batch=8, micro_batch=2), cpu_facts()), ())
+    space = make_space(resolve(TrainConfig(global_batch=8, micro_batch=2), cpu_info()), ())
 
     def ratios(*rows: TrialRow) -> dict[str, str]:
-        assert len(fit_to_win(rows)) == len(rows)
+        assert len(eligible_rows(rows)) == len(rows)
         return {cells[0].split()[0]: cells[3] for cells in leaderboard(planned(8e9, space), rows)}
 
     fast, close = row(8, 1500, 0.02), row(4, 1020, 0.02)
@@ -264,7 +264,7 @@ def test_what_the_trials_measured_is_what_a_later_run_is_compared_with(
 
     The other machine is half as fast, of which the reference knows nothing.
     """
-    search = replace(SEARCH, place=StorageDir.of(tmp_path / "fast"))
+    search = replace(SEARCH, directory=StorageDir.of(tmp_path / "fast"))
     search.folder.mkdir()
     base = distinct(
         TrialRow, candidate=Candidate(8, OWN), stage="probe", outcome="ok", number=1, round=0, memory=3 * 10**9,
@@ -286,10 +286,10 @@ def test_what_the_trials_measured_is_what_a_later_run_is_compared_with(
     kept = json.loads((search.folder / "best.json").read_text())
     assert kept["measured"]["memory_bytes"] == 4 * 10**9, "the most that it took in any of its own trials"
     assert kept["measured"]["runs"] == len([again])
-    found = confirmed_by(str(search.folder / "best.json"), search.space.config(base.candidate))
+    found = read_search_reference(str(search.folder / "best.json"), search.space.config(base.candidate))
     assert found
     assert found.speed.middle == pytest.approx(150.0, rel=0.01), "as on the first machine"
-    assert found == Confirmed(
+    assert found == SearchReference(
         name="fast", speed=found.speed, device=base.device, machines=("w1", "w2"),
         data_wait_fraction=(base.data_wait_fraction + 0.5) / 2, telemetry={"clock": 1600.0, "power": 300.0},
     )  # fmt: skip

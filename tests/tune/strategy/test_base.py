@@ -7,18 +7,18 @@ from pathlib import Path
 
 import pytest
 
-from infra.device.hardware import cpu_facts
+from infra.device.hardware import cpu_info
 from train.config import Cycle, TrainConfig
 from train.model_config import ModelConfig
 from train.resolved import resolve
 from tune.config import FEWEST
 from tune.space import Candidate, make_space
-from tune.strategy.base import Confirmed, Grid, Retrying, enough_seconds
+from tune.strategy.base import ConfirmBest, GridStrategy, RetryShortTrials, trial_time_limit
 from tune.strategy.memory_aware import MemorySearcher
 from tune.trial.row import Proposal, Stage, TrialRow
-from tune.trial.run import Early, Request, run
+from tune.trial.run import StopRule, TrialRequest, run
 
-SPACE = make_space(resolve(TrainConfig(global_batch=8, micro_batch=8), cpu_facts()), ())
+SPACE = make_space(resolve(TrainConfig(global_batch=8, micro_batch=8), cpu_info()), ())
 
 
 def row(size: int, *, stage: Stage = "probe", round: int = 0, speed: float = 100.0) -> TrialRow:
@@ -40,14 +40,14 @@ def test_a_trial_with_too_little_time_runs_once_more_with_enough(
 ) -> None:
     """Real trials, the first with no time at all: the search continues with the other sizes."""
     config = TrainConfig(data=str(small_shards), model=small_model, global_batch=4, micro_batch=1, device="cpu")
-    space = make_space(resolve(config, cpu_facts()), ())
-    strategy = Retrying(MemorySearcher(space, lambda candidate: 1e9, 8e9))
+    space = make_space(resolve(config, cpu_info()), ())
+    strategy = RetryShortTrials(MemorySearcher(space, lambda candidate: 1e9, 8e9))
     rows: list[TrialRow] = []
     while (proposal := strategy.propose(rows)) is not None:
         trial = replace(space.config(proposal.candidate), steps=20, cycle=Cycle(1, 0)).to_json()
-        most = enough_seconds(rows, 0.0)
+        most = trial_time_limit(rows, 0.0)
         key, number = proposal.key("search"), len(rows) + 1
-        row, _ = run(Request(key, number, "m1", proposal, trial, "here", 8 * 10**9, Early(most, 0.01)))
+        row, _ = run(TrialRequest(key, number, "m1", proposal, trial, "here", 8 * 10**9, StopRule(most, 0.01)))
         rows.append(row)
         assert most == (0.0 if len(rows) == 1 else 2 * (FEWEST + 2) * statistics.median(rows[0].step_seconds[1:]))
     first, second, *others = rows
@@ -61,7 +61,7 @@ def test_a_trial_with_too_little_time_runs_once_more_with_enough(
 
 
 def test_a_trial_is_repeated_once() -> None:
-    strategy = Retrying(Grid(SPACE))
+    strategy = RetryShortTrials(GridStrategy(SPACE))
     first = strategy.propose([short(1)])
     assert first
     assert (first.candidate, first.stage, first.round) == (Candidate(1), "probe", 1)
@@ -73,25 +73,25 @@ def test_a_trial_is_repeated_once() -> None:
 
 
 def test_a_trial_that_failed_for_another_reason_is_not_repeated() -> None:
-    proposal = Retrying(Grid(SPACE)).propose([replace(short(1), too_short=False)])
+    proposal = RetryShortTrials(GridStrategy(SPACE)).propose([replace(short(1), too_short=False)])
     assert proposal
     assert (proposal.candidate, proposal.round) == (Candidate(2), 0)
 
 
 def test_a_search_whose_time_stays_too_short_ends() -> None:
-    strategy = Confirmed(Retrying(MemorySearcher(SPACE, lambda candidate: 1e9, 8e9)), SPACE, 1)
+    strategy = ConfirmBest(RetryShortTrials(MemorySearcher(SPACE, lambda candidate: 1e9, 8e9)), SPACE, 1)
     assert strategy.propose([short(8), short(8, round=1)]) is None
 
 
 def test_the_longest_time_that_trials_needed_holds_for_the_rest() -> None:
-    assert enough_seconds([row(1)], 60.0) == 60.0
-    assert enough_seconds([row(1), short(2, step=10.0), short(2, round=1, step=20.0)], 60.0) == 280.0
-    assert enough_seconds([short(2)], 60.0) == 60.0
+    assert trial_time_limit([row(1)], 60.0) == 60.0
+    assert trial_time_limit([row(1), short(2, step=10.0), short(2, round=1, step=20.0)], 60.0) == 280.0
+    assert trial_time_limit([short(2)], 60.0) == 60.0
 
 
 def test_every_second_round_of_confirmations_runs_in_the_opposite_order() -> None:
     """Also each has keys of its own, so that no round's rows replace another's."""
-    strategy = Confirmed(Grid(SPACE), SPACE, 3)
+    strategy = ConfirmBest(GridStrategy(SPACE), SPACE, 3)
     rows = [row(size, speed=speed) for size, speed in ((1, 80), (2, 100), (4, 101), (8, 99))]
     keys: dict[int, list[str]] = {}
     order: dict[int, list[int]] = {}
@@ -112,12 +112,12 @@ def test_the_exploration_does_not_see_confirmations() -> None:
     """They would take the places of its refinements, and their drift would bend its curves."""
 
     @dataclass(frozen=True)
-    class Watched(Grid):
+    class Watched(GridStrategy):
         def propose(self, rows: Sequence[TrialRow]) -> Proposal | None:
             assert {row.stage for row in rows} <= {"probe"}
             return super().propose(rows)
 
-    strategy = Confirmed(Watched(SPACE), SPACE, 2)
+    strategy = ConfirmBest(Watched(SPACE), SPACE, 2)
     rows = [row(size) for size in (1, 2, 4, 8)]
     rows.append(row(1, stage="confirm", round=1))
     assert strategy.propose(rows)
@@ -126,7 +126,7 @@ def test_the_exploration_does_not_see_confirmations() -> None:
 
 @pytest.mark.parametrize("rounds", [0, 1, 2])
 def test_as_many_rounds_as_were_asked_for(rounds: int) -> None:
-    strategy = Confirmed(Grid(SPACE), SPACE, rounds)
+    strategy = ConfirmBest(GridStrategy(SPACE), SPACE, rounds)
     rows = [row(size) for size in (1, 2, 4, 8)]
     ran = []
     while (proposal := strategy.propose(rows)) is not None:

@@ -5,15 +5,15 @@ from typing import Any
 
 import pytest
 
-from infra.device.hardware import cpu_facts
+from infra.device.hardware import cpu_info
 from train.config import TrainConfig
 from train.resolved import resolve
 from tune.space import Candidate, make_space
-from tune.strategy.curves import BACK_OFF, MARGIN, Curves
+from tune.strategy.curves import BACK_OFF_FACTOR, MARGIN, FittedCurves
 from tune.trial.row import TrialOutcome, TrialRow
 
 SPACE = make_space(
-    resolve(TrainConfig(global_batch=64, micro_batch=8), cpu_facts()), ("checkpointing=none,selective,full",)
+    resolve(TrainConfig(global_batch=64, micro_batch=8), cpu_info()), ("checkpointing=none,selective,full",)
 )
 OWN, OTHER = SPACE.control.knobs, SPACE.combinations[1]
 
@@ -29,9 +29,9 @@ def row(
     )  # fmt: skip
 
 
-def curves(*rows: TrialRow, limit: float = 100e9) -> Curves:
+def curves(*rows: TrialRow, limit: float = 100e9) -> FittedCurves:
     """Of a prior that says one gigabyte a sequence."""
-    return Curves(SPACE, lambda candidate: candidate.micro_batch * 1e9, limit, rows)
+    return FittedCurves(SPACE, lambda candidate: candidate.micro_batch * 1e9, limit, rows)
 
 
 def test_what_is_predicted_at_exactly_the_margin_fits() -> None:
@@ -45,10 +45,10 @@ def test_what_is_predicted_at_exactly_the_margin_fits() -> None:
 def test_nothing_above_four_fifths_of_the_smallest_that_did_not_fit(
     sizes: tuple[int, int], outcome: TrialOutcome
 ) -> None:
-    assert BACK_OFF == 0.8
+    assert BACK_OFF_FACTOR == 0.8
     known = curves(*(row(size, speed=None, outcome=outcome) for size in sizes))
-    assert known.ceiling(OWN) == 0.8 * 16
-    assert [size for size in SPACE.sizes_of(OWN) if known.fits(Candidate(size, OWN))] == [1, 2, 4, 8]
+    assert known.max_micro_batch(OWN) == 0.8 * 16
+    assert [size for size in SPACE.micro_batches_for(OWN) if known.fits(Candidate(size, OWN))] == [1, 2, 4, 8]
     assert known.fits(Candidate(64, OTHER)), "of other knobs this says nothing"
 
 
@@ -98,8 +98,8 @@ def test_accumulations_share_the_curves_of_memory_and_speed() -> None:
         fast = size * times / (times * (size + 4) + 8)
         return replace(row(size, memory=2e9 + size * 1e9, speed=fast), candidate=pair(size, times), **other)
 
-    def known(*rows: TrialRow) -> Curves:
-        return Curves(space, lambda candidate: candidate.micro_batch * 1e9, 100e9, rows)
+    def known(*rows: TrialRow) -> FittedCurves:
+        return FittedCurves(space, lambda candidate: candidate.micro_batch * 1e9, 100e9, rows)
 
     one, two = known(ran(4, 1), ran(16, 1)), known(ran(4, 1), ran(16, 1), ran(16, 2))
     assert one.speed(pair(8, 1)) == pytest.approx(8 / 20)
@@ -108,7 +108,9 @@ def test_accumulations_share_the_curves_of_memory_and_speed() -> None:
     assert one.memory(pair(32, 4)) == pytest.approx(34e9)
     unfit = ran(24, 2, outcome="oom", tokens_per_second=None)
     assert [known(unfit).fits(pair(size, 1)) for size in (16, 24)] == [True, False]
-    assert known(*two.rows, unfit).ceiling(pair(1, 4).knobs) == 23, "closer than four fifths, as the line is known"
+    assert known(*two.rows, unfit).max_micro_batch(pair(1, 4).knobs) == 23, (
+        "closer than four fifths, as the line is known"
+    )
 
 
 def test_a_stopped_trial_counts_as_measured_and_one_that_did_not_fit_does_not() -> None:

@@ -8,14 +8,14 @@ from typing import Any
 
 import pytest
 
-from infra.device.hardware import A100, cpu_facts
+from infra.device.hardware import A100, cpu_info
 from train.config import TrainConfig
 from train.model_config import PRESETS
 from train.resolved import resolve
 from tune.space import Candidate, Space, make_space
-from tune.strategy.base import Confirmed, Grid
-from tune.strategy.memory_aware import HOPELESS, REFINEMENTS, MemorySearcher
-from tune.strategy.ranking import UNFIT
+from tune.strategy.base import ConfirmBest, GridStrategy
+from tune.strategy.memory_aware import MAX_CONTROL_LIMIT_MULTIPLE, REFINEMENTS, MemorySearcher
+from tune.strategy.ranking import DOES_NOT_FIT
 from tune.trial.row import TrialOutcome, TrialRow
 
 BASE = TrainConfig(model=PRESETS["gpt2-124m"], global_batch=480, micro_batch=16, compile="whole", attention="sdpa")
@@ -58,12 +58,12 @@ def test_the_next_trial_follows_from_the_rows_alone(compare: ModuleType, space: 
 
 
 def test_no_more_trials_are_announced_than_there_are_candidates() -> None:
-    space = make_space(resolve(TrainConfig(global_batch=8, micro_batch=8), cpu_facts()), (CHECKPOINTING,))
+    space = make_space(resolve(TrainConfig(global_batch=8, micro_batch=8), cpu_info()), (CHECKPOINTING,))
     few = [Candidate(size, space.control.knobs) for size in (1, 2)]
     searcher = MemorySearcher(space, lambda candidate: 1e9 if candidate in few else 60e9, 40e9)
     assert searcher.remaining([]) == 2
-    assert Confirmed(searcher, space, 1).remaining([]) == 4
-    assert Confirmed(searcher, space, 0).remaining([]) == 2
+    assert ConfirmBest(searcher, space, 1).remaining([]) == 4
+    assert ConfirmBest(searcher, space, 0).remaining([]) == 2
 
 
 @pytest.mark.parametrize("seed", [3, 16])
@@ -80,7 +80,7 @@ def test_what_was_not_run_has_a_true_reason(compare: ModuleType, space: Space, s
         ran = [row for row in rows if row.candidate.knobs == candidate.knobs]
         sizes = {row.candidate.micro_batch: row for row in ran}
         if reason == "a smaller micro-batch did not fit":
-            return any(size < candidate.micro_batch and row.outcome in UNFIT for size, row in sizes.items())
+            return any(size < candidate.micro_batch and row.outcome in DOES_NOT_FIT for size, row in sizes.items())
         if reason == "predicted not to fit":
             return machine.memory(candidate) > 0.95 * machine.limit
         if reason == "none of its neighbors (one knob away) was ever the fastest":
@@ -96,7 +96,7 @@ def test_what_was_not_run_has_a_true_reason(compare: ModuleType, space: Space, s
 
     seen = {row.candidate for row in rows}
     given = {
-        candidate: searcher.why_not(curves, candidate) for candidate in space.candidates() if candidate not in seen
+        candidate: searcher.skip_reason(curves, candidate) for candidate in space.candidates() if candidate not in seen
     }
     assert [(candidate, why) for candidate, why in given.items() if not is_true(why, candidate)] == []
     assert len(set(given.values())) >= 6, "nearly all reasons are met"
@@ -105,7 +105,7 @@ def test_what_was_not_run_has_a_true_reason(compare: ModuleType, space: Space, s
 def test_nothing_fits(space: Space) -> None:
     searcher = MemorySearcher(space, lambda candidate: 60e9, 40e9)
     assert searcher.propose([]) is None
-    assert "predicted not to fit" in searcher.why_not(searcher.curves([]), space.control)
+    assert "predicted not to fit" in searcher.skip_reason(searcher.curves([]), space.control)
 
 
 def finished(size: int, outcome: TrialOutcome, **measured: Any) -> TrialRow:
@@ -115,7 +115,7 @@ def finished(size: int, outcome: TrialOutcome, **measured: Any) -> TrialRow:
 
 def plain(*knobs: str, batch: int = 64) -> MemorySearcher:
     """A search of sizes, and of ``knobs``, all of which are predicted to fit."""
-    space = make_space(resolve(TrainConfig(global_batch=batch, micro_batch=8), cpu_facts()), knobs)
+    space = make_space(resolve(TrainConfig(global_batch=batch, micro_batch=8), cpu_info()), knobs)
     return MemorySearcher(space, lambda candidate: 1e9, 40e9)
 
 
@@ -135,7 +135,9 @@ def test_the_bar_is_the_best_lower_end_of_an_interval() -> None:
         finished(64, "ok", tokens_per_second=102.0, low=90.0, high=115.0),
         finished(32, "stopped", tokens_per_second=101.0, low=100.0, high=102.0),
     ]
-    assert [proposal and proposal.bar for proposal in (plain().propose(rows[:1]), plain().propose(rows))] == [99, 99]
+    assert [
+        proposal and proposal.speed_threshold for proposal in (plain().propose(rows[:1]), plain().propose(rows))
+    ] == [99, 99]
 
 
 def test_nothing_above_four_fifths_of_the_smaller_of_two_that_failed_is_proposed() -> None:
@@ -151,7 +153,7 @@ def test_nothing_above_four_fifths_of_the_smaller_of_two_that_failed_is_proposed
 def test_the_grid_runs_everything_once(compare: ModuleType) -> None:
     space = make_space(resolve(BASE, A100), ())
     machine = compare.Simulated(space, 0)
-    rows = compare.drive(Grid(space), machine, race=False)
+    rows = compare.drive(GridStrategy(space), machine, race=False)
     assert [row.candidate for row in rows] == space.candidates()
     assert {"ok", "oom"} <= {row.outcome for row in rows}
 
@@ -202,7 +204,7 @@ def test_what_is_expected_far_behind_the_best_is_not_tried() -> None:
     ends = [finished(size, "ok", tokens_per_second=speed) for size, speed in ((4, 50.0), (32, 99.0), (64, 100.0))]
     assert plain().propose(ends) is None
     curves = plain().curves(ends)
-    assert plain().why_not(curves, Candidate(16)) == "predicted to be more than 3% slower than the fastest"
+    assert plain().skip_reason(curves, Candidate(16)) == "predicted to be more than 3% slower than the fastest"
 
 
 def test_a_combination_far_behind_the_best_is_tried_once_and_its_neighbours_not_at_all() -> None:
@@ -224,20 +226,22 @@ def test_a_better_neighbour_is_followed_to_its_own() -> None:
 
 def test_a_control_that_is_predicted_a_little_too_large_is_tried_anyway() -> None:
     space = plain().space
-    large = MemorySearcher(space, lambda candidate: 1e9 * candidate.micro_batch, 8e9 / HOPELESS)
+    large = MemorySearcher(space, lambda candidate: 1e9 * candidate.micro_batch, 8e9 / MAX_CONTROL_LIMIT_MULTIPLE)
     assert large.propose([]) == replace(large.propose([]), candidate=space.control)  # type: ignore[type-var]
-    hopeless = replace(large, limit=7.9e9 / HOPELESS).propose([])
+    hopeless = replace(large, limit=7.9e9 / MAX_CONTROL_LIMIT_MULTIPLE).propose([])
     assert hopeless
     assert hopeless.candidate == Candidate(4)
 
 
 def test_a_control_that_fits_after_all_runs_to_its_end() -> None:
     """It was taken for too large until another size took less; no bar ends what all are compared with."""
-    searcher = MemorySearcher(plain().space, lambda candidate: 1e9 * candidate.micro_batch, 7.9e9 / HOPELESS)
+    searcher = MemorySearcher(
+        plain().space, lambda candidate: 1e9 * candidate.micro_batch, 7.9e9 / MAX_CONTROL_LIMIT_MULTIPLE
+    )
     row = finished(4, "ok", tokens_per_second=100.0, low=99.0, high=101.0, memory=10**9)
     proposal = searcher.propose([row])
     assert proposal
-    assert (proposal.candidate, proposal.bar) == (searcher.space.control, None)
+    assert (proposal.candidate, proposal.speed_threshold) == (searcher.space.control, None)
 
 
 def test_knobs_whose_trial_failed_are_given_up() -> None:

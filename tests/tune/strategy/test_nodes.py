@@ -6,7 +6,7 @@ from dataclasses import replace
 import pytest
 
 from tune.space import Candidate
-from tune.strategy.nodes import control_of, control_speeds, scaled_to_first_node, times_slower
+from tune.strategy.nodes import control_speeds, normalize_speeds, pending_control, slowdown_factor
 from tune.trial.row import Proposal, Stage, TrialRow
 
 
@@ -21,7 +21,7 @@ def row(number: int, node: str, size: int, speed: float | None, stage: Stage = "
 
 def test_a_machine_that_is_slower_throughout_ranks_no_candidate_lower() -> None:
     rows = [row(1, "w1", 1, 1000.0), row(2, "w2", 1, 500.0, "control"), row(3, "w2", 2, 600.0), row(4, "w2", 4, None)]
-    first, scaled, failed = scaled_to_first_node(rows)
+    first, scaled, failed = normalize_speeds(rows)
     assert first == rows[0]
     assert failed == rows[3]
     assert scaled.tokens_per_second == pytest.approx(1200.0)
@@ -33,24 +33,24 @@ def test_a_machine_that_is_slower_throughout_ranks_no_candidate_lower() -> None:
 
 def test_what_was_predicted_of_a_machine_stays_as_far_from_what_was_measured_there() -> None:
     measured = replace(row(3, "w2", 2, 600.0), predicted_speed=660.0)
-    _, scaled = scaled_to_first_node([row(1, "w1", 1, 1000.0), row(2, "w2", 1, 500.0, "control"), measured])
+    _, scaled = normalize_speeds([row(1, "w1", 1, 1000.0), row(2, "w2", 1, 500.0, "control"), measured])
     assert scaled.predicted_speed == pytest.approx(1320.0)
     assert scaled.tokens_per_second == pytest.approx(1200.0)
 
 
 def test_one_machine_needs_no_other_control_and_its_rows_stay_as_they_are() -> None:
     rows = [row(1, "w1", 1, None), row(2, "w1", 2, 900.0)]
-    assert scaled_to_first_node(rows) == rows
-    assert control_of("w1", rows) is None
+    assert normalize_speeds(rows) == rows
+    assert pending_control("w1", rows) is None
 
 
 def test_another_machine_first_runs_what_the_first_one_ran() -> None:
     rows = [row(1, "w1", 8, None), row(2, "w1", 4, 900.0)]
-    control = control_of("w2", rows)
+    control = pending_control("w2", rows)
     assert control == Proposal(Candidate(4), "control", node="w2")
     assert control is not None
     assert control.key("one") != Proposal(Candidate(4), "control", node="w3").key("one")
-    assert control_of("w2", rows[:1]) is None, "nothing to compare with"
+    assert pending_control("w2", rows[:1]) is None, "nothing to compare with"
     assert "w2" not in control_speeds([*rows, row(3, "w2", 4, None, "control")])
-    assert times_slower("w2", [*rows, row(3, "w2", 4, 450.0, "control")]) == pytest.approx(2.0)
-    assert times_slower("w2", rows) == times_slower("w2", []) == 1.0
+    assert slowdown_factor("w2", [*rows, row(3, "w2", 4, 450.0, "control")]) == pytest.approx(2.0)
+    assert slowdown_factor("w2", rows) == slowdown_factor("w2", []) == 1.0

@@ -20,7 +20,7 @@ from infra.tracking.store import store_uri
 from pipeline.stream import EncodedBook, Stream, encoded_books
 from train.config import TrainConfig, load_config
 from train.estimate.memory import predict_peak
-from train.loop.memory_limit import Limit
+from train.loop.memory_limit import MemoryLimit
 from train.model_config import ModelConfig, format_model, parse_model
 from tune import ladder
 from tune.config import LadderConfig
@@ -61,8 +61,8 @@ REFUSED = {"tensor cores", "max-autotune", "fp16"} | (set() if find_spec("torcha
 class Inline(Stream):
     """A stream whose books are encoded in this process and not ahead by Ray Data."""
 
-    def read(self, epoch: int, piece: int = 0) -> Iterator[EncodedBook]:
-        return (book for each in self.order(epoch)[piece:] for book in encoded_books(each, "train"))
+    def read(self, epoch: int, partition: int = 0) -> Iterator[EncodedBook]:
+        return (book for each in self.order(epoch)[partition:] for book in encoded_books(each, "train"))
 
 
 @pytest.mark.parametrize("suite", RUNGS)
@@ -149,13 +149,13 @@ def test_each_rung_gets_the_batch_that_fits_and_the_last_what_a_search_found(
     assert base["predicted_memory"] <= limit * 10**6
 
 
-IMPOSE = Limit.impose
+IMPOSE = MemoryLimit.apply
 
 
 def limits(monkeypatch: pytest.MonkeyPatch, *sizes: float) -> None:
     """Impose limits of these sizes on the next trials, and none on those after them."""
     waiting = iter(sizes)
-    monkeypatch.setattr(Limit, "impose", lambda _, device: IMPOSE(int(next(waiting, 10**12)), device))
+    monkeypatch.setattr(MemoryLimit, "apply", lambda _, device: IMPOSE(int(next(waiting, 10**12)), device))
 
 
 def test_a_rung_over_the_limit_has_failed(
@@ -185,7 +185,7 @@ def test_a_rung_streams_books_against_shards(
     for number in range(8):
         text = "".join(f"It was day {day} of year {number}, and the {day}th man said so.\n" for day in range(60))
         (tmp_path / "books" / f"{number}.txt").write_text(text)
-    monkeypatch.setattr(trial, "stream_of", lambda config: Inline(config.stream, config.seed, config.reading))
+    monkeypatch.setattr(trial, "open_stream", lambda config: Inline(config.stream, config.seed, config.reading))
     model = "tiny,layers=1,heads=2,width=32,context_length=32"
     flags = ["--suite", "loader", "--data", str(data), "--model", model, "--device", "cpu", "--name", "streamed"]
     flags += ["--rungs", "1 thread", "streaming", "--stream", "books", "--steps", "8", "--cycle", "8+1"]
@@ -235,7 +235,7 @@ def test_an_interrupted_ladder_says_how_to_continue_it(
 ) -> None:  # fmt: skip
     run = trial.run
 
-    def interrupted(request: trial.Request) -> object:
+    def interrupted(request: trial.TrialRequest) -> object:
         if request.proposal.stage == "rung":
             raise KeyboardInterrupt
         return run(request)
@@ -308,7 +308,9 @@ def test_a_ladder_in_object_storage_is_continued_from_what_was_sent(
     capfd.readouterr()
     assert command(ladder.main, "--resume", "one", "--out", out) == 0
     assert "3 finished trials" in capfd.readouterr().out
-    assert {"best.json", "ladder.json", "loss.png", "speed.png", "standings.json", "summary.md"} <= set(place.files())
+    assert {"best.json", "ladder.json", "loss.png", "speed.png", "standings.json", "summary.md"} <= set(
+        place.list_files()
+    )
 
 
 def test_a_damaged_ladder_to_compare_with_is_named(refused: Callable[..., str]) -> None:
@@ -350,8 +352,8 @@ def test_two_ladders_stand_side_by_side_with_their_commits() -> None:
     before = ladder("old", "0123456789abcdef", baseline=100.0, compile=None)
     now = ladder("new", "", baseline=150.0, compile=300.0, flash=400.0)
     told = report.comparison(before, now)
-    assert told.heading == ("rung", "tokens/s: old (cpu, 012345678)", "tokens/s: new (cpu)", "speedup")
-    assert told.lines == [
+    assert told.columns == ("rung", "tokens/s: old (cpu, 012345678)", "tokens/s: new (cpu)", "speedup")
+    assert told.rows == [
         ("baseline", "100", "150", "x1.50"),
         ("compile", "-", "300", "-"),
         ("flash", "-", "400", "-"),

@@ -13,19 +13,19 @@ from train.config import TrainConfig
 from tune.reporting.charts import band
 from tune.space import Candidate
 from tune.suite.results import (
-    closing,
+    compare_rungs,
+    effects_table,
     equal_work,
+    format_ratio,
     held_out,
-    helps,
     legend,
     loss_at,
     parts,
-    standings,
+    results_table,
     summary_fields,
-    times,
     utilisation,
 )
-from tune.suite.runs import Measured
+from tune.suite.runs import RungResult
 from tune.suite.suites import AA, SUITES, Rung, Suite
 from tune.trial.compare import Difference
 from tune.trial.row import TrialRow
@@ -36,7 +36,7 @@ FLAT = replace(CUMULATIVE, cumulative=False)
 
 def measured(
     name: str, speed: float, batch: int = 4, reach: float = 10.0, gigabytes: float = 2.0, **changes: Any
-) -> Measured:
+) -> RungResult:
     """A rung of ten steps, whose loss at each step is its number; ``changes`` are of its row or of the rung."""
     config = TrainConfig(global_batch=changes.pop("global_batch", batch), micro_batch=batch, device="cpu")
     row = TrialRow(
@@ -45,7 +45,7 @@ def measured(
         losses=[float(step) for step in range(1, 11)],
     )  # fmt: skip
     of_row = {field: changes.pop(field) for field in [*changes] if field in TrialRow.__annotations__}
-    return Measured(name, row=replace(row, **of_row), config=config, **changes)
+    return RungResult(name, row=replace(row, **of_row), config=config, **changes)
 
 
 def test_a_ladder_is_told_in_five_lines() -> None:
@@ -65,11 +65,11 @@ def test_each_rung_is_compared_with_its_own_controls(tmp_path: Path) -> None:
     controls = [measured("baseline", 1000), measured("control-1", 1000), measured("control-2", 2000)]
     rungs = [
         measured("first", 3000, step_tokens=64),
-        Measured("refused", "no such GPU"),
+        RungResult("refused", "no such GPU"),
         measured("second", 2000, changes_numerics=True),
     ]
-    base, first, refused, second = standings(controls, rungs, StorageDir.of(tmp_path))
-    assert refused == Measured("refused", "no such GPU")
+    base, first, refused, second = compare_rungs(controls, rungs, StorageDir.of(tmp_path))
+    assert refused == RungResult("refused", "no such GPU")
     assert (base.name, base.step, base.total) == ("baseline", None, None)
     assert first.total is not None
     assert second.total is not None
@@ -96,25 +96,25 @@ def test_the_band_ends_with_the_shortest_control() -> None:
 
 
 def test_a_ratio_that_may_be_none_is_in_brackets() -> None:
-    assert times(None) == ""
-    assert times(Difference(1.5, 1.2, 1.8)) == "x1.50 ±20%"
-    assert times(Difference(1.1, 0.9, 1.3)) == "(x1.10)"
-    assert times(Difference(3.81, 3.4, 4.3, control_width=1.7)) == "(x3.81)"
+    assert format_ratio(None) == ""
+    assert format_ratio(Difference(1.5, 1.2, 1.8)) == "x1.50 ±20%"
+    assert format_ratio(Difference(1.1, 0.9, 1.3)) == "(x1.10)"
+    assert format_ratio(Difference(3.81, 3.4, 4.3, control_width=1.7)) == "(x3.81)"
 
 
 ROWS = [
     measured("baseline", 1000.0, gigabytes=10, low=990.0, high=1003.0, step_tokens=250),
     measured("first", 1500.0, 2, gigabytes=9, predicted_memory=8.5 * GB, step=Difference(1.5, 1.4, 1.6),
              total=Difference(1.5, 1.4, 1.6), mfu=0.5, flops_per_second=1e12, loss=3.25, changes_numerics=True),
-    Measured("refused", "no such GPU"),
+    RungResult("refused", "no such GPU"),
     measured("second", 1500.0, 2, gigabytes=9.95, step=Difference(1.0, 0.9, 1.1), attention="cudnn",
              total=Difference(1.5, 1.2, 1.9, control_width=0.4)),
 ]  # fmt: skip
 
 
 def test_a_row_is_told_under_its_headings() -> None:
-    told = closing(CUMULATIVE, ROWS)
-    base, first, refused, second = (dict(zip(told.heading, line, strict=True)) for line in told.lines)
+    told = results_table(CUMULATIVE, ROWS)
+    base, first, refused, second = (dict(zip(told.columns, line, strict=True)) for line in told.rows)
     assert first == {
         "rung": "first*", "batch (sequences)": "2", "tokens/s": "1,500", "± tokens/s": "10", "vs previous": "x1.50 ±7%",
         "vs baseline": "x1.50 ±7%", "s/step": "0.0213", "peak memory (GB)": "9.00", "predicted (GB)": "8.50",
@@ -128,7 +128,7 @@ def test_a_row_is_told_under_its_headings() -> None:
 
 def test_a_column_that_is_empty_here_is_left_out() -> None:
     """Each rung is over the baseline, and all ran the same kernel of attention."""
-    assert closing(FLAT, [replace(row, loss=None) for row in ROWS[:3]]).heading == (
+    assert results_table(FLAT, [replace(row, loss=None) for row in ROWS[:3]]).columns == (
         "rung", "batch (sequences)", "tokens/s", "± tokens/s", "vs baseline", "s/step", "peak memory (GB)",
         "predicted (GB)",
     )  # fmt: skip
@@ -142,10 +142,8 @@ def test_the_batch_is_shown_with_its_accumulation_and_with_one_that_did_not_fit(
 def test_the_closing_table_times_as_many_steps_as_the_study() -> None:
     timed = {}
     for suite in SUITES.values():
-        shown = closing(suite, ROWS[:1])
-        timed[suite.name] = next(
-            cell for cell in zip(shown.heading, shown.lines[0], strict=True) if cell[0][:2] == "s/"
-        )
+        shown = results_table(suite, ROWS[:1])
+        timed[suite.name] = next(cell for cell in zip(shown.columns, shown.rows[0], strict=True) if cell[0][:2] == "s/")
     assert timed.pop("loop") == ("s/2 steps", "0.500")
     assert set(timed.values()) == {("s/step", "0.250")}
 
@@ -172,21 +170,21 @@ TWICE = [
              changes_numerics=True),
     measured("flash, same batch", 440.0, 48, gigabytes=19, step=Difference(2.0, 1.9, 2.1),
              total=Difference(4.4, 4.1, 4.6)),
-    Measured("flash", "oom"),
+    RungResult("flash", "oom"),
 ]  # fmt: skip
 
 
 def test_a_rung_with_a_larger_batch_shows_both() -> None:
     """First the memory that the change frees and the speed that it gains at equal work, then what the batch adds."""
-    assert equal_work(TWICE, cumulative=True).lines == [
+    assert equal_work(TWICE, cumulative=True).rows == [
         ("compile", "28", "-50%", "x2.00 ±5%", "48", "+90%", "x1.10 ±9%"),
         ("flash", "48", "-50%", "x2.00 ±5%", "not run", "", ""),
     ]
-    failed = [TWICE[0], Measured("refused", "no such GPU"), *TWICE[1:]]
+    failed = [TWICE[0], RungResult("refused", "no such GPU"), *TWICE[1:]]
     assert equal_work(failed, cumulative=True) == equal_work(TWICE, cumulative=True), "over what ran before"
-    (_, *over_baseline) = equal_work(TWICE, cumulative=False).lines[1]
+    (_, *over_baseline) = equal_work(TWICE, cumulative=False).rows[1]
     assert over_baseline[:3] == ["48", "-52%", "x4.40 ±5%"]
-    assert [tuple(line[:2]) for line in closing(CUMULATIVE, TWICE).lines[1:4]] == [
+    assert [tuple(line[:2]) for line in results_table(CUMULATIVE, TWICE).rows[1:4]] == [
         ("compile", "28"),
         ("compile*", "48"),
         ("flash", "48"),
@@ -198,44 +196,44 @@ def test_a_rung_with_a_larger_batch_shows_both() -> None:
 def test_a_precision_is_judged_by_the_held_out_losses_of_all_seeds() -> None:
     """Student's interval of three paired differences: 4.303 standard errors."""
     rows = [
-        Measured("baseline"),
-        Measured("noise", held_out=((3.0, 3.01), (3.1, 3.09), (3.2, 3.21))),
-        Measured("close", held_out=((3.0, 3.01), (3.1, 3.12), (3.2, 3.23))),
-        Measured("worse, same batch", held_out=((3.0, 3.1), (3.1, 3.201), (3.2, 3.299))),
-        Measured("better", held_out=((3.0, 2.9), (3.1, 2.999), (3.2, 3.101))),
-        Measured("one seed", held_out=((3.0, 2.0),)),
+        RungResult("baseline"),
+        RungResult("noise", held_out=((3.0, 3.01), (3.1, 3.09), (3.2, 3.21))),
+        RungResult("close", held_out=((3.0, 3.01), (3.1, 3.12), (3.2, 3.23))),
+        RungResult("worse, same batch", held_out=((3.0, 3.1), (3.1, 3.201), (3.2, 3.299))),
+        RungResult("better", held_out=((3.0, 2.9), (3.1, 2.999), (3.2, 3.101))),
+        RungResult("one seed", held_out=((3.0, 2.0),)),
     ]
-    assert held_out(FLAT, rows).lines == [
+    assert held_out(FLAT, rows).rows == [
         ("noise", "3.1033", "+0.0033 ±0.0287", "not significant"),
         ("close", "3.1200", "+0.0200 ±0.0248", "not significant"),
         ("worse", "3.2000", "+0.1000 ±0.0025", "higher"),
         ("better", "3.0000", "-0.1000 ±0.0025", "lower"),
     ]
     (part,) = [part for part in parts(replace(FLAT, seeds=3), [*ROWS, *rows[1:2]]) if "3 seeds" in part.title]
-    assert part.lines == held_out(FLAT, rows[1:2]).lines
+    assert part.rows == held_out(FLAT, rows[1:2]).rows
 
 
 def test_what_is_computed_again_counts_as_arithmetic_of_the_hardware() -> None:
     plain = measured("plain", 1.0, flops_per_second=100e12, mfu=0.4, matmul_rate=200e12)
     again = measured("checkpointing", 1.0, flops_per_second=80e12, mfu=0.32, hfu=0.4)
-    assert utilisation([plain, again, Measured("refused", "oom")]).lines == [
+    assert utilisation([plain, again, RungResult("refused", "oom")]).rows == [
         ("plain", "100", "40.0%", "-", "50.0%"),
         ("checkpointing", "80", "32.0%", "40.0%", "-"),
     ]
-    assert not utilisation([measured("plain", 1.0, flops_per_second=1e9)]).lines, "a CPU that the doctor has not seen"
+    assert not utilisation([measured("plain", 1.0, flops_per_second=1e9)]).rows, "a CPU that the doctor has not seen"
     arithmetic = parts(FLAT, [ROWS[0], plain])[-1]
-    assert ("plain", "100", "40.0%", "50.0%") in arithmetic.lines, "without an empty column"
+    assert ("plain", "100", "40.0%", "50.0%") in arithmetic.rows, "without an empty column"
 
 
 def test_what_helps_memory_and_what_helps_speed_is_said_with_its_number() -> None:
-    def rung(name: str, gigabytes: float, ratio: float, spread: float, control_width: float = 0.0) -> Measured:
+    def rung(name: str, gigabytes: float, ratio: float, spread: float, control_width: float = 0.0) -> RungResult:
         total = Difference(ratio, ratio - spread, ratio + spread, control_width)
         return measured(name, 1.0, gigabytes=gigabytes, total=total)
 
     rungs = [ROWS[0], rung("smaller", 6.0, 0.8, 0.1), rung("faster", 9.99, 1.5, 0.1), rung("noise", 10.5, 1.1, 0.2),
-             rung("doubtful", 9.0, 3.81, 0.4, 1.7), Measured("refused", "no such GPU")]  # fmt: skip
-    assert ("first", "yes (-10.0%)", "yes (+50.0%)") in parts(FLAT, ROWS)[0].lines
-    assert helps(rungs).lines == [
+             rung("doubtful", 9.0, 3.81, 0.4, 1.7), RungResult("refused", "no such GPU")]  # fmt: skip
+    assert ("first", "yes (-10.0%)", "yes (+50.0%)") in parts(FLAT, ROWS)[0].rows
+    assert effects_table(rungs).rows == [
         ("smaller", "yes (-40.0%)", "no (-20.0%)"),
         ("faster", "no (-0.1%)", "yes (+50.0%)"),
         ("noise", "no (+5.0%)", "no (+10.0%)"),

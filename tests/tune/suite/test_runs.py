@@ -7,36 +7,38 @@ from typing import Any
 
 import pytest
 
-from infra.device.hardware import A100, DeviceFacts, cpu_facts
+from infra.device.hardware import A100, DeviceInfo, cpu_info
 from infra.errors import UserError
 from infra.storage.directory import StorageDir
 from pipeline.shards import read_manifest
 from train.config import AUTO, TrainConfig, config_from_json
-from train.estimate.memory import most, predict_peak
-from train.loop.memory_limit import UNMEASURED
+from train.estimate.memory import peak_with_margin, predict_peak
+from train.loop.memory_limit import RESERVED_OUTSIDE_ALLOCATOR
 from train.model_config import ModelConfig
 from train.resolved import resolve
 from tune.config import LadderConfig
 from tune.experiment.machines import Machine
-from tune.suite.runs import Ladder, Measured, check_baseline_speed, check_suits_device, largest_batch
-from tune.suite.suites import AA, STREAMING, SUITES, Rung, Suite, short_form, streamed
+from tune.suite.runs import Ladder, RungResult, check_baseline_speed, check_suits_device, largest_batch
+from tune.suite.suites import AA, STREAMING, SUITES, Rung, Suite, for_cpu, streaming_rung
 from tune.trial.row import TrialRow
-from tune.trial.run import Request, unmeasured
+from tune.trial.run import TrialRequest, unmeasured
 
-Made = Callable[[Request, TrainConfig], TrialRow]
+Made = Callable[[TrialRequest, TrainConfig], TrialRow]
 
 
-def well(request: Request, config: TrainConfig, **more: Any) -> TrialRow:
+def well(request: TrialRequest, config: TrainConfig, **more: Any) -> TrialRow:
     """The row of a run of eight steps at 1,000 tokens per second."""
     speed = {"tokens_per_second": 1000.0, "low": 990.0, "high": 1010.0, "step_seconds": [1.0] * 8}
     return replace(unmeasured(request, "ok", "reached 8 steps", 1.0), **speed | more)
 
 
-def too_large(request: Request) -> TrialRow:
+def too_large(request: TrialRequest) -> TrialRow:
     return unmeasured(request, "oom", "more than that", 1.0)
 
 
-def climbed(ladder: Ladder, made: Made = well) -> tuple[list[Measured], list[Measured], list[tuple[str, TrainConfig]]]:
+def climbed(
+    ladder: Ladder, made: Made = well
+) -> tuple[list[RungResult], list[RungResult], list[tuple[str, TrainConfig]]]:
     """Controls, rungs, and the runs in order, by where they stand; each leaves the row that is ``made`` of it."""
     rows: list[TrialRow] = []
     ran: list[tuple[str, TrainConfig]] = []
@@ -45,15 +47,15 @@ def climbed(ladder: Ladder, made: Made = well) -> tuple[list[Measured], list[Mea
         rows.append(made(request, config))
         ran.append((request.key.rpartition("-")[0], config))
     assert ladder.is_finished(rows)
-    return *ladder.measured(rows), ran
+    return *ladder.replay_results(rows), ran
 
 
 @pytest.fixture
 def ladder_of(small_shards: Path, tmp_path: Path) -> Callable[..., Ladder]:
     """A ladder of a suite from a config on, on a made-up device."""
 
-    def make(suite: Suite, start: TrainConfig, facts: DeviceFacts | None = None, **options: Any) -> Ladder:
-        machine = Machine("here", facts or cpu_facts(), 10**12)
+    def make(suite: Suite, start: TrainConfig, facts: DeviceInfo | None = None, **options: Any) -> Ladder:
+        machine = Machine("here", facts or cpu_info(), 10**12)
         return Ladder(
             LadderConfig(**options), StorageDir.of(tmp_path), (machine,), read_manifest(small_shards),
             resolve(start, machine.device), options.get("memory_limit"), suite, start,
@@ -85,7 +87,7 @@ RUNGS = (
 )
 
 
-def sizes(measured: list[Measured]) -> dict[str, int]:
+def sizes(measured: list[RungResult]) -> dict[str, int]:
     return {rung.name: rung.config.micro_batch for rung in measured if rung.config}
 
 
@@ -135,10 +137,10 @@ REFUSED = {
 def test_a_cpu_runs_every_rung_but_those_for_other_hardware(
     suite: Suite, native: bool, base: TrainConfig, ladder_of: Make
 ) -> None:
-    short = replace(short_form(suite), seeds=1)
+    short = replace(for_cpu(suite), seeds=1)
     short = replace(short, base={name: value for name, value in short.base.items() if name != "model"})
     base = replace(base, model=replace(base.model, width=48))  # which 6, 16 and 24 heads divide
-    _, rungs, _ = climbed(ladder_of(short, base, DeviceFacts("cpu", "cpu", bf16=native)))
+    _, rungs, _ = climbed(ladder_of(short, base, DeviceInfo("cpu", "cpu", bf16=native)))
     expected = REFUSED[suite.name] | (set() if native else BF16.get(suite.name, set()))
     assert {rung.name for rung in rungs if rung.reason} == expected
 
@@ -189,7 +191,7 @@ def test_a_fitted_rung_is_first_run_at_the_batch_before_it(base: TrainConfig, la
     assert larger.config.checkpointing == "full"
 
 
-@pytest.mark.parametrize(("beyond", "fitted"), [(UNMEASURED, 64), (UNMEASURED - 1, 56)])
+@pytest.mark.parametrize(("beyond", "fitted"), [(RESERVED_OUTSIDE_ALLOCATOR, 64), (RESERVED_OUTSIDE_ALLOCATOR - 1, 56)])
 def test_a_gpus_limit_leaves_room_for_what_is_not_predicted(
     beyond: int, fitted: int, base: TrainConfig, ladder_of: Make
 ) -> None:
@@ -210,7 +212,7 @@ RETRIED = (
 def misjudged(most: int) -> Made:
     """Batches above ``most`` do not fit, whatever was predicted; twice as large ones do with checkpointing."""
 
-    def made(request: Request, config: TrainConfig) -> TrialRow:
+    def made(request: TrialRequest, config: TrainConfig) -> TrialRow:
         beyond = config.micro_batch > most * (2 if config.checkpointing == "full" else 1)
         return too_large(request) if beyond else well(request, config)
 
@@ -242,7 +244,7 @@ def test_smaller_batches_are_tried_a_few_times_only(base: TrainConfig, ladder_of
     suite = Suite("mine", "Mine", {}, (Rung("checkpointing", {"checkpointing": "full"}),))
     tried: list[int] = []
 
-    def hopeless(request: Request, config: TrainConfig) -> TrialRow:
+    def hopeless(request: TrialRequest, config: TrainConfig) -> TrialRow:
         tried.append(config.micro_batch)
         return too_large(request)
 
@@ -259,7 +261,7 @@ def test_smaller_batches_are_tried_a_few_times_only(base: TrainConfig, ladder_of
 def test_other_numerics_are_run_with_several_seeds(cumulative: bool, base: TrainConfig, ladder_of: Make) -> None:
     """And so is the rung before, at the same batch; losses are paired by seed."""
 
-    def made(request: Request, config: TrainConfig) -> TrialRow:
+    def made(request: TrialRequest, config: TrainConfig) -> TrialRow:
         loss = 3.0 + config.seed / 10 + 0.5 * (config.precision == "bf16") + 0.25 * (config.optimizer == "adafactor")
         return well(request, config, val_loss=loss)
 
@@ -267,10 +269,10 @@ def test_other_numerics_are_run_with_several_seeds(cumulative: bool, base: Train
         Rung("rate", {"checkpointing": "full"}),
         Rung("bf16", {"precision": "bf16", "batch": 8}, changes_numerics=True),
         Rung("Adafactor", {"optimizer": "adafactor"}, changes_numerics=True),
-        streamed(["books"]),
+        streaming_rung(["books"]),
     )
     suite = Suite("mine", "Mine", {"batch": 4}, rungs, cumulative, seeds=3)
-    modern = DeviceFacts("cpu", "cpu", bf16=True)
+    modern = DeviceInfo("cpu", "cpu", bf16=True)
     _, measured, ran = climbed(ladder_of(suite, base, modern), made)
     pairs = {rung.name: rung.held_out for rung in measured}
     assert pairs["rate"] == pairs["bf16"] == (), "equal numerics, and another batch, whose loss may differ anyway"
@@ -290,7 +292,7 @@ def test_other_numerics_are_run_with_several_seeds(cumulative: bool, base: Train
 
 
 def test_a_ladder_ends_where_its_control_does(base: TrainConfig, ladder_of: Make) -> None:
-    def made(request: Request, config: TrainConfig) -> TrialRow:
+    def made(request: TrialRequest, config: TrainConfig) -> TrialRow:
         return too_large(request) if request.name == "control" else well(request, config)
 
     with pytest.raises(UserError, match=r"control .* after 'chunks': oom"):
@@ -301,14 +303,14 @@ def test_a_ladder_is_continued_on_the_machine_of_its_first_run_from_what_did_not
     base: TrainConfig, ladder_of: Make
 ) -> None:
     ladder = ladder_of(Suite("mine", "Mine", {}, RUNGS), base)
-    assert ladder.usable({"here", "there"}, []) == {"here", "there"}
+    assert ladder.usable_machines({"here", "there"}, []) == {"here", "there"}
     request = ladder.request("here", 1, [], [])
     assert request is not None
     row = well(request, base)
-    assert ladder.usable({"here", "there"}, [row]) == {"here"}
-    assert ladder.is_kept(row)
-    assert ladder.is_kept(too_large(request))
-    assert not ladder.is_kept(unmeasured(request, "failed", "its process died", 1.0))
+    assert ladder.usable_machines({"here", "there"}, [row]) == {"here"}
+    assert ladder.is_reusable(row)
+    assert ladder.is_reusable(too_large(request))
+    assert not ladder.is_reusable(unmeasured(request, "failed", "its process died", 1.0))
     other = ladder_of(ladder.suite, replace(base, seed=1)).request("here", 1, [row], [])
     assert other is not None
     assert other.proposal.stage == "baseline", "the row of another config does not count"
@@ -327,8 +329,8 @@ def test_a_baseline_without_a_speed_says_what_to_do(base: TrainConfig, ladder_of
     request = ladder_of(AA, base).request("here", 1, [], [])
     assert request is not None
 
-    def baseline(row: TrialRow) -> Measured:
-        return Measured("baseline", "" if row.speed else row.reason, row, base)
+    def baseline(row: TrialRow) -> RungResult:
+        return RungResult("baseline", "" if row.speed else row.reason, row, base)
 
     check_baseline_speed(baseline(well(request, base)))
     with pytest.raises(UserError, match=r"7 steps in 3\.0 s; a rung needs 8 .* --time-budget 4s or more"):
@@ -341,7 +343,7 @@ def test_a_baseline_without_a_speed_says_what_to_do(base: TrainConfig, ladder_of
 
 
 def test_what_a_machine_cannot_show_is_refused(base: TrainConfig) -> None:
-    modern, old = DeviceFacts("cpu", "cpu", bf16=True), DeviceFacts("cpu", "cpu", bf16=False)
+    modern, old = DeviceInfo("cpu", "cpu", bf16=True), DeviceInfo("cpu", "cpu", bf16=False)
     habits = replace(base, device="auto", ablate=("pages", "sync"))
     check_suits_device(habits, replace(habits, ablate=()), Rung("habits", {"ablate": ()}), A100)
     with pytest.raises(UserError, match=r"large pages .* CPU memory"):
@@ -360,7 +362,7 @@ def test_a_micro_batch_that_is_left_open_is_decided_within_the_ladders_limit(
 ) -> None:
     """Once for each config, in the baseline as in a rung that needs less, and the limit is that of every run."""
     open_base = replace(base, micro_batch=AUTO, model=replace(base.model, context_length=256))
-    limit = most(replace(open_base, micro_batch=size, attention="sdpa"))
+    limit = peak_with_margin(replace(open_base, micro_batch=size, attention="sdpa"))
     suite = Suite("mine", "Mine", {}, (Rung("seed", {"seed": 1}), Rung("leaner", {"checkpointing": "full"})))
     ladder = ladder_of(suite, open_base, memory_limit=limit)
     request = ladder.request("here", 1, [], [])

@@ -7,14 +7,14 @@ from typing import Any
 import pytest
 
 from train.config import TrainConfig
-from train.estimate.roofline import SHARE
+from train.estimate.roofline import REACHED_FRACTION_RANGE
 from tune.space import Candidate
-from tune.suite.runs import Measured
+from tune.suite.runs import RungResult
 from tune.suite.study import (
     A100_MATMUL,
-    DRAWN,
     EFFECTS,
     GIB,
+    PICTURED_RUNGS,
     STUDY,
     VALIDATION,
     compare,
@@ -22,19 +22,19 @@ from tune.suite.study import (
     kinds,
     memory,
     rooflines,
-    studied,
+    study_rungs,
     textbook,
     verdict,
 )
-from tune.suite.suites import A100, LOOP, MEMORY, apply
+from tune.suite.suites import A100, LOOP, MEMORY, apply_changes
 from tune.trial.compare import Difference
 from tune.trial.row import TrialRow
 
 ROOT = Path(__file__).parents[3]
-CONFIGS = dict(studied()) | {"baseline": apply(TrainConfig(device="cuda", steps=10), A100.base)}
+CONFIGS = dict(study_rungs()) | {"baseline": apply_changes(TrainConfig(device="cuda", steps=10), A100.base)}
 
 
-def row(name: str, *, faster: float = 1.0, card: float = 1.0, **changes: Any) -> Measured:
+def row(name: str, *, faster: float = 1.0, card: float = 1.0, **changes: Any) -> RungResult:
     """The study's rung ``name`` on a card that multiplies ``card`` times as fast, ``faster`` than that makes it."""
     published, rate = STUDY[name], card * A100_MATMUL[kinds()[name]]
     speed = published.speed / VALIDATION * card * faster
@@ -43,13 +43,13 @@ def row(name: str, *, faster: float = 1.0, card: float = 1.0, **changes: Any) ->
         name, 1, "rung", 0, Candidate(published.batch), 1, "ok", "", 1.0, memory=round(published.gib * GIB),
         tokens_per_second=speed, low=0.99 * speed, high=1.01 * speed, node="w1",
     )  # fmt: skip
-    made = Measured(name, row=trial, config=CONFIGS[name], matmul_rate=rate)
+    made = RungResult(name, row=trial, config=CONFIGS[name], matmul_rate=rate)
     compared = None if name == "baseline" else Difference(total, 0.9 * total, 1.1 * total)
     return replace(made, total=compared, **changes)
 
 
 def test_the_studys_rungs_are_those_of_the_suite() -> None:
-    configs = dict(studied())
+    configs = dict(study_rungs())
     assert list(configs) == list(STUDY)
     assert {name: config.micro_batch for name, config in configs.items()} == {
         name: published.batch for name, published in STUDY.items()
@@ -61,11 +61,11 @@ def test_the_studys_rungs_are_those_of_the_suite() -> None:
 
 def test_the_study_agrees_with_itself() -> None:
     (memory, _, speed), said = compare("a100", [row(name) for name in STUDY])
-    assert memory.lines[0] == ("baseline", "28", "37.0", "37.0", "22.3", "37.0", "28")
-    assert memory.lines[5] == ("compile, same batch", "32", "25.4", "26.9", "16.1", "-", "-")
-    assert memory.lines[6] == ("compile", "48", "37.4", "37.2", "22.8", "37.4", "48")
-    assert speed.lines[0] == ("baseline", "16,950 / 15,923", "", "x1.00 / x1.00", "4.60 / 4.78", "100%")
-    assert speed.lines[4] == ("compile", "112,200 / 105,400", "x2.57 / x2.57", "x6.62 / x6.62", "33.7 / 31.6", "100%")
+    assert memory.rows[0] == ("baseline", "28", "37.0", "37.0", "22.3", "37.0", "28")
+    assert memory.rows[5] == ("compile, same batch", "32", "25.4", "26.9", "16.1", "-", "-")
+    assert memory.rows[6] == ("compile", "48", "37.4", "37.2", "22.8", "37.4", "48")
+    assert speed.rows[0] == ("baseline", "16,950 / 15,923", "", "x1.00 / x1.00", "4.60 / 4.78", "100%")
+    assert speed.rows[4] == ("compile", "112,200 / 105,400", "x2.57 / x2.57", "x6.62 / x6.62", "33.7 / 31.6", "100%")
     assert "No rung" in said[3]
     assert said[-1].count("x8.7") == 2
 
@@ -75,7 +75,7 @@ def test_the_first_rung_that_is_too_slow_for_the_card_is_named() -> None:
     slow = {"compile": 0.8, "flash attention": 0.5}
     rows = [row(name, card=2.9, faster=slow.get(name, 1.0)) for name in STUDY]
     *_, speed = compare("a100", rows)[0]
-    assert [line[-1] for line in speed.lines][3:7] == ["100%", "80%", "50%", "100%"]
+    assert [line[-1] for line in speed.rows][3:7] == ["100%", "80%", "50%", "100%"]
     assert "'compile', with 80%" in verdict(rows)
     assert "786 TFLOP/s" in verdict(rows)
     within = [row(name, faster=0.995) for name in STUDY]
@@ -83,16 +83,16 @@ def test_the_first_rung_that_is_too_slow_for_the_card_is_named() -> None:
 
 
 def test_what_was_not_measured_is_left_open() -> None:
-    rows = [row("baseline"), replace(row("compile"), matmul_rate=None), Measured("flash attention", "oom")]
+    rows = [row("baseline"), replace(row("compile"), matmul_rate=None), RungResult("flash attention", "oom")]
     assert rows[1].row is not None
     rows.insert(1, replace(rows[1], name="compile, same batch", row=replace(rows[1].row, memory=20 * GIB)))
     (memory, _, speed), _ = compare("a100", rows)
-    assert [line[5:] for line in memory.lines[4:9]] == [
+    assert [line[5:] for line in memory.rows[4:9]] == [
         ("-", "-"), ("20.0", "48"), ("37.4", "48"), ("-", "-"), ("-", "-"),
     ]  # fmt: skip
-    assert speed.lines[4][2] == "x2.57 / -", "the rung before was not run here"
-    assert speed.lines[4][-1] == "-"
-    assert speed.lines[1] == ("tensor cores", "40,950 / -", "x2.42 / -", "x2.42 / -", "12.3 / -", "-")
+    assert speed.rows[4][2] == "x2.57 / -", "the rung before was not run here"
+    assert speed.rows[4][-1] == "-"
+    assert speed.rows[1] == ("tensor cores", "40,950 / -", "x2.42 / -", "x2.42 / -", "12.3 / -", "-")
     assert "infra.doctor" in verdict([replace(rows[0], matmul_rate=None)])
 
 
@@ -100,7 +100,7 @@ def test_a_rung_that_lacks_what_came_before_it_has_no_expected_speed() -> None:
     """Such as compile in TF32, where fp16 could not be run: its matrix products are not those of the study."""
     slow = row("compile", faster=0.5, config=replace(CONFIGS["compile"], precision="tf32"))
     (*_, speed), said = compare("a100", [slow if name == "compile" else row(name) for name in STUDY])
-    assert [line[-1] for line in speed.lines][3:6] == ["100%", "-", "100%"]
+    assert [line[-1] for line in speed.rows][3:6] == ["100%", "-", "100%"]
     assert "compile (precision tf32, not fp16)" in said[3]
     assert "No rung" in said[4]
 
@@ -113,13 +113,13 @@ def test_the_other_studies_figures_stand_beside_those_measured_here() -> None:
     half = replace(half, name="checkpointing", row=replace(half.row, memory=round(18.5 * GIB)))
     half = replace(half, total=Difference(0.8, 0.7, 0.9))
     (table,), said = compare("loop", [base, half])
-    assert table.lines == [
+    assert table.rows == [
         ("accumulation", "x0.44 / -", "- / -"), ("checkpointing", "x0.50 / x0.50", "x1.25 / x1.25"),
         ("asynchronous copies", "- / -", "x0.75 / -"), ("compile", "- / -", "x0.50 / -"),
         ("max-autotune", "- / -", "x0.30 / -"),
     ]  # fmt: skip
     assert said
-    assert effects("memory", []).lines == [("all together", "x0.33 / -", "x1.00 / -")]
+    assert effects("memory", []).rows == [("all together", "x0.33 / -", "x1.00 / -")]
 
 
 def test_a_textbooks_loop_needs_what_the_study_says() -> None:
@@ -129,7 +129,7 @@ def test_a_textbooks_loop_needs_what_the_study_says() -> None:
         "compile, same batch": 26.9, "compile": 37.2, "flash attention, same batch": 31.1, "flash attention": 37.9,
         "padded vocabulary": 37.9, "tied weights": 37.7, "data-loading workers": 37.7,
     }, abs=0.06)  # fmt: skip
-    lines = memory({}).lines
+    lines = memory({}).rows
     assert {line[0] for line in lines} == textbook().keys()
     for _, batch, study, needed, predicted in lines:
         assert float(needed) == pytest.approx(float(study), rel=0.06)
@@ -138,7 +138,7 @@ def test_a_textbooks_loop_needs_what_the_study_says() -> None:
 
 def test_the_study_reached_a_share_of_its_textbooks_roofline() -> None:
     """The share that is expected of other cards and models is that of its compiled rungs."""
-    lines = {line[0]: line for line in rooflines().lines}
+    lines = {line[0]: line for line in rooflines().rows}
     assert list(lines) == list(STUDY)
     reached = {name: float(line[-1].rstrip("%")) / 100 for name, line in lines.items()}
     assert reached == pytest.approx({
@@ -148,7 +148,7 @@ def test_the_study_reached_a_share_of_its_textbooks_roofline() -> None:
     }, abs=0.006)  # fmt: skip
     compiled = list(STUDY)[list(STUDY).index("compile") :]
     shares = [reached[name] for name in compiled]
-    assert (min(shares), max(shares)) == SHARE
+    assert (min(shares), max(shares)) == REACHED_FRACTION_RANGE
     for _, study, allowed, ours, expected, _ in lines.values():
         speeds = [float(speed.replace(",", "")) for speed in (study, allowed, ours, expected)]
         assert speeds[3] / speeds[2] == pytest.approx(speeds[0] / speeds[1], rel=1e-3)
@@ -158,7 +158,7 @@ def test_the_study_reached_a_share_of_its_textbooks_roofline() -> None:
 def test_the_picture_of_the_readme_has_these_numbers() -> None:
     """``python -P tests/benchmarks/study_picture.py tune/pictures/study.svg`` draws it anew."""
     drawn = (ROOT / "tune" / "pictures" / "study.svg").read_text(encoding="utf-8")
-    needs, speeds = ({line[0]: line for line in table.lines} for table in (memory({}), rooflines()))
-    for name in DRAWN:
+    needs, speeds = ({line[0]: line for line in table.rows} for table in (memory({}), rooflines()))
+    for name in PICTURED_RUNGS:
         for number in (*needs[name][2:5], speeds[name][1], speeds[name][2], speeds[name][4]):
             assert f">{number}<" in drawn, (name, number)

@@ -7,7 +7,7 @@ import numpy as np
 import pytest
 
 from train.intervals import Estimate, median_interval
-from tune.trial.compare import Difference, Interleaved, over
+from tune.trial.compare import Difference, InterleavedRuns, ratio_of
 
 
 def exact(*speeds: float) -> list[Estimate]:
@@ -19,7 +19,7 @@ def within(speed: float, reach: float) -> Estimate:
     return Estimate(speed, speed - reach, speed + reach)
 
 
-def verdict(ladder: Interleaved, rung: int = 0) -> Difference:
+def verdict(ladder: InterleavedRuns, rung: int = 0) -> Difference:
     found = ladder.over_control(rung)
     assert found is not None
     return found
@@ -27,65 +27,69 @@ def verdict(ladder: Interleaved, rung: int = 0) -> Difference:
 
 def test_drift_is_not_mistaken_for_a_speedup() -> None:
     drifting = exact(*(1000 * 0.97**n for n in range(9)))
-    ladder = Interleaved(drifting[::2], drifting[1::2])
+    ladder = InterleavedRuns(drifting[::2], drifting[1::2])
     for rung in range(4):
         found = verdict(ladder, rung)
         assert found.ratio == pytest.approx(1)
-        assert not found.different
+        assert not found.is_significant
 
 
 def test_a_rung_twice_as_fast_is_called_different() -> None:
     controls = exact(1000.0, 1010.0, 995.0, 1004.0)
     same, faster = exact(1001.0, 2003.0)
-    ladder = Interleaved(controls, [same, None, faster])
-    assert not verdict(ladder, 0).different
+    ladder = InterleavedRuns(controls, [same, None, faster])
+    assert not verdict(ladder, 0).is_significant
     assert ladder.over_control(1) is None
     assert ladder.over_rung(1, 0) is None
-    assert verdict(ladder, 2).different
+    assert verdict(ladder, 2).is_significant
     assert verdict(ladder, 2).ratio == pytest.approx(2.0, rel=0.01)
     step = ladder.over_rung(2, 0)
     assert step is not None
-    assert step.different
+    assert step.is_significant
 
 
 def test_a_ratio_to_a_control_that_is_hardly_known_is_unclear() -> None:
     """A baseline of 701 tokens/s, known to within 825, once gave a firm 3.81 ± 13%."""
     control = Estimate(701.0, 322.0, 1526.0)
-    found = verdict(Interleaved([control, control._replace(middle=703.0)], [within(2675.0, 90.0)]))
+    found = verdict(InterleavedRuns([control, control._replace(middle=703.0)], [within(2675.0, 90.0)]))
     assert found.ratio == pytest.approx(3.81, abs=0.01)
-    assert found.unclear
-    assert not found.different
+    assert found.is_inconclusive
+    assert not found.is_significant
     assert found.high / found.low > 1526 / 701, "the ratio is known no better than what it divides by"
     assert found.control_width == pytest.approx((1526 - 322) / 702, rel=0.01)
 
 
 def test_the_control_may_be_as_wide_as_a_quarter_of_its_speed() -> None:
     at_the_limit = Difference(2.0, 1.5, 2.5, control_width=0.25)
-    assert at_the_limit.different
-    assert replace(at_the_limit, control_width=0.26).unclear
-    assert not replace(at_the_limit, control_width=0.26).different
-    apart = Interleaved(exact(1000.0, 1300.0), exact(4000.0))
+    assert at_the_limit.is_significant
+    assert replace(at_the_limit, control_width=0.26).is_inconclusive
+    assert not replace(at_the_limit, control_width=0.26).is_significant
+    apart = InterleavedRuns(exact(1000.0, 1300.0), exact(4000.0))
     assert verdict(apart).control_width == pytest.approx(300 / math.sqrt(1.3e6)), "its drift makes it wide, too"
-    around = Interleaved([Estimate(1000.0, 900.0, 1300.0), Estimate(1000.0, 950.0, 1100.0)], exact(4000.0))
+    around = InterleavedRuns([Estimate(1000.0, 900.0, 1300.0), Estimate(1000.0, 950.0, 1100.0)], exact(4000.0))
     assert around.control_around(0) == Estimate(1000.0, 900.0, 1300.0), "as wide as both"
-    drifted = Interleaved(exact(1000.0, 1300.0, 1310.0), exact(4000.0, 4000.0))
+    drifted = InterleavedRuns(exact(1000.0, 1300.0, 1310.0), exact(4000.0, 4000.0))
     step = drifted.over_rung(1, 0)
     assert step is not None
-    assert (verdict(drifted, 0).unclear, verdict(drifted, 1).unclear, step.unclear) == (True, False, True)
+    assert (verdict(drifted, 0).is_inconclusive, verdict(drifted, 1).is_inconclusive, step.is_inconclusive) == (
+        True,
+        False,
+        True,
+    )
 
 
 def test_two_speeds_alone_are_compared_by_their_intervals() -> None:
-    found = over(within(3000.0, 1500.0), within(1000.0, 20.0))
+    found = ratio_of(within(3000.0, 1500.0), within(1000.0, 20.0))
     assert (found.ratio, found.control_width) == (pytest.approx(3), 0.04)
-    assert found.different
-    assert not over(within(3000.0, 10.0), within(1000.0, 200.0)).different, "the control is 40% wide"
-    assert not over(within(1010.0, 10.0), within(1000.0, 20.0)).different
+    assert found.is_significant
+    assert not ratio_of(within(3000.0, 10.0), within(1000.0, 200.0)).is_significant, "the control is 40% wide"
+    assert not ratio_of(within(1010.0, 10.0), within(1000.0, 20.0)).is_significant
 
 
 def test_an_interval_carries_those_of_all_its_runs() -> None:
     """With controls that agree, only the runs' own intervals are left: of logarithms, by the root of their squares."""
     control, rung = within(1000.0, 30.0), within(1200.0, 24.0)
-    found = verdict(Interleaved([control, control], [rung]))
+    found = verdict(InterleavedRuns([control, control], [rung]))
     low = math.hypot(math.log(1200 / 1176), 0.5 * math.log(1030 / 1000), 0.5 * math.log(1030 / 1000))
     high = math.hypot(math.log(1224 / 1200), 0.5 * math.log(1000 / 970), 0.5 * math.log(1000 / 970))
     assert found.low == pytest.approx(1.2 * math.exp(-low))
@@ -96,12 +100,12 @@ def test_neighbours_share_a_control_that_cancels() -> None:
     """Its interval and its scatter leave the ratio of the rungs around it, and no other's."""
     sure, vague = within(1000.0, 1.0), within(1000.0, 100.0)
     rungs = exact(1200.0, 1200.0, 1200.0)
-    ladder = Interleaved([sure, vague, sure, sure], rungs)
+    ladder = InterleavedRuns([sure, vague, sure, sure], rungs)
     neighbours, apart = ladder.over_rung(1, 0), ladder.over_rung(2, 0)
     assert neighbours is not None
     assert apart is not None
     assert neighbours.high < 1.002 < apart.high
-    scattered = Interleaved(exact(1000.0, 1010.0, 1000.0, 1010.0), rungs)
+    scattered = InterleavedRuns(exact(1000.0, 1010.0, 1000.0, 1010.0), rungs)
     reaches = [
         math.log(found.high / found.ratio)
         for found in (scattered.over_control(1), scattered.over_rung(1, 0), scattered.over_rung(2, 0))
@@ -112,8 +116,11 @@ def test_neighbours_share_a_control_that_cancels() -> None:
 
 def test_the_scatter_of_few_controls_counts_for_little() -> None:
     """Two controls leave one degree of freedom, and three fewer than two, as neighbours share one."""
-    two, three = Interleaved(exact(1000, 1010), exact(1000)), Interleaved(exact(1000, 1010, 1000), exact(1000, 1000))
-    assert (two.freedom, three.freedom) == (1.0, 1.6)
+    two, three = (
+        InterleavedRuns(exact(1000, 1010), exact(1000)),
+        InterleavedRuns(exact(1000, 1010, 1000), exact(1000, 1000)),
+    )
+    assert (two.degrees_of_freedom, three.degrees_of_freedom) == (1.0, 1.6)
     assert math.log(verdict(two).high / verdict(two).ratio) == pytest.approx(
         12.7062 * math.sqrt(1.5 * math.log(1.01) ** 2 / 2), rel=1e-4
     )
@@ -121,7 +128,7 @@ def test_the_scatter_of_few_controls_counts_for_little() -> None:
 
 def simulated(
     random: np.random.Generator, rungs: int, ratio: float, *, between: float, within: float, steps: int, drift: float
-) -> Interleaved:
+) -> InterleavedRuns:
     """A session of runs whose logs scatter, wander and drift, each known by ``steps`` batches of steps that scatter."""
     runs = []
     wander = np.cumsum(random.normal(0, between / 3, 2 * rungs + 1))
@@ -130,7 +137,7 @@ def simulated(
         batches = seconds * np.exp(random.normal(0, within, steps))
         middle, fast, slow = median_interval(batches.tolist())
         runs.append(Estimate(1 / middle, 1 / slow, 1 / max(fast, batches.min())))
-    return Interleaved(runs[::2], runs[1::2])
+    return InterleavedRuns(runs[::2], runs[1::2])
 
 
 MACHINES = {
@@ -147,7 +154,7 @@ MACHINES = {
 def test_at_most_one_equal_rung_in_twenty_is_called_different(machine: str, rungs: int) -> None:
     random = np.random.default_rng(3)
     ladders = [simulated(random, rungs, 1.0, **MACHINES[machine]) for _ in range(600 // rungs)]
-    alarms = [verdict(ladder, rung).different for ladder in ladders for rung in range(rungs)]
+    alarms = [verdict(ladder, rung).is_significant for ladder in ladders for rung in range(rungs)]
     assert sum(alarms) <= 0.05 * len(alarms)
 
 
@@ -159,7 +166,7 @@ def test_a_real_effect_is_found(machine: str, rungs: int, ratio: float) -> None:
     random = np.random.default_rng(4)
     ladders = [simulated(random, rungs, ratio, **MACHINES[machine]) for _ in range(200 // rungs)]
     verdicts = [verdict(ladder, rung) for ladder in ladders for rung in range(rungs)]
-    found = [each.different and (each.ratio > 1) is (ratio > 1) for each in verdicts]
+    found = [each.is_significant and (each.ratio > 1) is (ratio > 1) for each in verdicts]
     assert sum(found) >= 0.9 * len(found)
     held = [each.low <= ratio <= each.high for each in verdicts]
     assert sum(held) >= 0.95 * len(held)

@@ -4,7 +4,7 @@ from dataclasses import replace
 from pathlib import Path
 
 from tune.space import Candidate
-from tune.trial.row import Proposal, TrialRow, feasible, read_rows, write_row
+from tune.trial.row import Proposal, TrialRow, read_rows, rows_with_speed, write_row
 
 PROPOSAL = Proposal(Candidate(8, (("compile", "off"),)), "confirm", 1)
 
@@ -30,7 +30,7 @@ def test_every_trial_has_a_key_of_its_own() -> None:
 
 def test_a_trial_keeps_its_key_whatever_was_predicted_of_it() -> None:
     """A resumed search predicts anew, and must find the trial's run in MLflow again."""
-    predicted = replace(PROPOSAL, predicted_memory=1e9, predicted_speed=5.0, bar=4.0)
+    predicted = replace(PROPOSAL, predicted_memory=1e9, predicted_speed=5.0, speed_threshold=4.0)
     assert predicted.key("search") == PROPOSAL.key("search")
 
 
@@ -46,4 +46,4 @@ def test_only_what_ran_within_the_limit_can_win() -> None:
     ok = row(PROPOSAL, 1)
     stopped = replace(ok, outcome="stopped")
     unfit = [replace(ok, outcome=outcome) for outcome in ("over_limit", "oom", "thrash", "failed")]
-    assert feasible([ok, *unfit, stopped, replace(ok, tokens_per_second=None)]) == [ok, stopped]
+    assert rows_with_speed([ok, *unfit, stopped, replace(ok, tokens_per_second=None)]) == [ok, stopped]

@@ -11,8 +11,8 @@ import torch
 from infra.device import telemetry
 from infra.errors import UserError
 from train.config import Cycle, Precision, TrainConfig
-from train.estimate.flops import palm
-from train.loop.memory_limit import Limit
+from train.estimate.flops import palm_flops
+from train.loop.memory_limit import MemoryLimit
 from train.loop.throughput import steady_state
 from train.loop.trainer import Trainer
 from train.model_config import ModelConfig
@@ -20,7 +20,7 @@ from train.result import CycleReport, RunResult
 from tune.space import Candidate
 from tune.trial import early_stop
 from tune.trial.row import Proposal, TrialOutcome, TrialRow, read_rows, write_row
-from tune.trial.run import Early, Request, Watch, judge, make_row, run, unmeasured
+from tune.trial.run import StopRule, TrialMonitor, TrialRequest, classify_outcome, make_row, run, unmeasured
 
 
 @pytest.fixture(scope="module")
@@ -32,7 +32,7 @@ def attempt(training: TrainConfig, folder: Path, *, limit: float = 8e9, steps: i
     folder.mkdir(exist_ok=True)
     proposal = Proposal(Candidate(training.micro_batch), "probe")
     trial = replace(training, steps=steps, cycle=Cycle(1, 0)).to_json()
-    row, trace = run(Request("m1", 1, "m4", proposal, trial, "here", int(limit), Early(60.0, 0.001)))
+    row, trace = run(TrialRequest("m1", 1, "m4", proposal, trial, "here", int(limit), StopRule(60.0, 0.001)))
     assert trace is None, "a traceback is for our bugs"
     write_row(folder, row)
     assert read_rows(folder) == [row]
@@ -67,8 +67,8 @@ def test_a_trial_that_cannot_win_stops(eight_steps: RunResult, bar: float, verdi
     assert watch.verdict == verdict
     if verdict:
         assert len(watch.seconds) < 12
-        assert judge(eight_steps, watch)[0] == "stopped"
-        assert judge(eight_steps, watch)[1].startswith("cannot reach 200 tokens/s after ")
+        assert classify_outcome(eight_steps, watch)[0] == "stopped"
+        assert classify_outcome(eight_steps, watch)[1].startswith("cannot reach 200 tokens/s after ")
 
 
 def test_a_failure_is_an_outcome(training: TrainConfig, tmp_path: Path) -> None:
@@ -99,7 +99,7 @@ def test_running_out_of_memory_while_the_model_is_built_is_an_outcome(training: 
 
 def test_exactly_the_limit_is_within_it(eight_steps: RunResult) -> None:
     @dataclass(frozen=True)
-    class Told(Limit):
+    class Told(MemoryLimit):
         """A limit on a process of known size."""
 
         peak: int = 0
@@ -110,7 +110,7 @@ def test_exactly_the_limit_is_within_it(eight_steps: RunResult) -> None:
     for peak, verdict, outcome in ((10**9, "", "ok"), (10**9 + 1, "over the limit", "over_limit")):
         watch = watched([1.0] * 8, retries=[0] * 9)
         watch.limit = Told(10**9, torch.device("cpu"), 0, peak)
-        assert judge(eight_steps, watch)[0] == outcome
+        assert classify_outcome(eight_steps, watch)[0] == outcome
         watch.seconds = []
         watch.should_stop()
         assert watch.verdict == verdict
@@ -119,7 +119,7 @@ def test_exactly_the_limit_is_within_it(eight_steps: RunResult) -> None:
 def test_a_run_that_diverged_failed_whatever_it_measured(eight_steps: RunResult) -> None:
     watch = watched([1.0] * 8, retries=[0] * 9)
     diverged = replace(eight_steps, outcome="diverged", reason="the loss is nan")
-    assert judge(diverged, watch) == ("failed", "the loss is nan")
+    assert classify_outcome(diverged, watch) == ("failed", "the loss is nan")
 
 
 def test_an_impossible_speed_fails_its_trial_which_is_not_repeated(
@@ -127,7 +127,7 @@ def test_an_impossible_speed_fails_its_trial_which_is_not_repeated(
 ) -> None:
     watch = watched([1.0] * 8, retries=[0] * 9)
     impossible = replace(eight_steps, impossible="1,088% of the peak", throughput=None)
-    for followed, outcome in ((watch, judge(impossible, watch)), (None, judge(impossible))):
+    for followed, outcome in ((watch, classify_outcome(impossible, watch)), (None, classify_outcome(impossible))):
         assert outcome == ("failed", "1,088% of the peak")
         row = make_row(row_of(*outcome), training, impossible, followed)
         assert (row.speed, row.mfu, row.too_short) == (None, None, False)
@@ -140,7 +140,7 @@ def test_only_a_trial_whose_time_ended_it_was_too_short(
     """A search repeats such a trial with more time, which would not help one that ran all its steps."""
     watch = watched([9.0, 1.0], retries=[0] * 3)
     watch.verdict = verdict
-    outcome, reason = judge(eight_steps, watch)
+    outcome, reason = classify_outcome(eight_steps, watch)
     assert outcome == "failed"
     assert ("--trial-time" in reason) == (verdict == "time")
     assert make_row(row_of(outcome, reason), training, eight_steps, watch).too_short == (verdict == "time")
@@ -180,7 +180,7 @@ def test_utilisation_is_of_one_device_at_the_trials_precision(
     watch = watched([1.0] * 8, retries=[0] * 9)
     row = make_row(row_of(), replace(training, precision=precision), on_gpu, watch)
     peak = {"fp32": 19.5e12, "tf32": 156e12, "bf16": 312e12}[precision]
-    assert row.mfu == pytest.approx((row.tokens_per_second or 0.0) * palm(training.shape) / peak)
+    assert row.mfu == pytest.approx((row.tokens_per_second or 0.0) * palm_flops(training.gpt2_config) / peak)
 
 
 def test_a_damaged_row_is_named(training: TrainConfig, tmp_path: Path) -> None:
@@ -198,12 +198,14 @@ def eight_steps(training: TrainConfig) -> RunResult:
 def row_of(outcome: TrialOutcome = "ok", reason: str = "") -> TrialRow:
     """The row of a trial of which nothing else is known."""
     config = {"global_batch": 1, "micro_batch": 1}
-    return unmeasured(Request("m1", 1, "m1", Proposal(Candidate(1), "probe"), config, "here"), outcome, reason, 0.0)
+    return unmeasured(
+        TrialRequest("m1", 1, "m1", Proposal(Candidate(1), "probe"), config, "here"), outcome, reason, 0.0
+    )
 
 
-def watched(steps: Sequence[float], *, retries: Sequence[int], bar: float | None = None) -> Watch:
+def watched(steps: Sequence[float], *, retries: Sequence[int], bar: float | None = None) -> TrialMonitor:
     """A trial of these steps, with the allocator's retries after the launch of each and at the end."""
-    watch = Watch(Early(60.0, 0.001), bar, step_tokens=100, limit=Limit(10**12, torch.device("cpu"), 0))
+    watch = TrialMonitor(StopRule(60.0, 0.001), bar, step_tokens=100, limit=MemoryLimit(10**12, torch.device("cpu"), 0))
     watch.seconds = list(steps)
     watch.retries = list(retries)
     return watch
@@ -214,12 +216,12 @@ def test_a_step_in_which_the_allocator_freed_its_cache_is_left_out(eight_steps: 
     watch = watched([9.0, 8.0, 1.0, 1.0, 1.0, 1.0, 5.0, 1.0], retries=[1, 2, 2, 2, 2, 2, 3, 3, 3])
     assert watch.rejected() == {6}
     assert watch.counted() == [9.0, 8.0, 1.0, 1.0, 1.0, 1.0, 1.0]
-    assert judge(eight_steps, watch) == ("ok", "completed 8 steps; 1 step excluded")
+    assert classify_outcome(eight_steps, watch) == ("ok", "completed 8 steps; 1 step excluded")
 
 
 def test_an_allocator_that_lives_off_its_cache_thrashes(eight_steps: RunResult) -> None:
     watch = watched([1.0] * 8, retries=[0, 3, 3, 3, 4, 4, 5, 5, 5])
-    assert judge(eight_steps, watch) == ("thrash", "the allocator freed its cache in 2 steps")
+    assert classify_outcome(eight_steps, watch) == ("thrash", "the allocator freed its cache in 2 steps")
 
 
 @pytest.mark.parametrize("slow", [2, 7, 18])
@@ -253,7 +255,7 @@ def test_speed_counts_the_tokens_of_whole_steps(training: TrainConfig, tmp_path:
 
 
 @dataclass(frozen=True)
-class Known(Limit):
+class Known(MemoryLimit):
     """A limit on a process that has used a known amount."""
 
     def used(self) -> tuple[int, str]:
@@ -277,7 +279,7 @@ def test_what_a_run_measured_is_in_the_row_of_its_trial_by_the_same_name(
     assert len(shared) >= 13
     assert {name: getattr(row, name) for name in shared} == {name: measured[name] for name in shared}
     assert (row.memory, row.memory_source) == (result.memory.process, result.memory.process_source)
-    assert row.flops_per_second == result.throughput.tokens_per_second * palm(training.shape)
+    assert row.flops_per_second == result.throughput.tokens_per_second * palm_flops(training.gpt2_config)
     assert row.mfu == pytest.approx((row.flops_per_second or 0.0) / 312e12)
     limited = make_row(row_of(), config, result, limit=Known(10**10, torch.device("cpu"), 0))
     assert limited == replace(row, memory=5 * 10**9, memory_source="device"), "as the limit is checked"
@@ -288,7 +290,7 @@ def test_what_a_run_measured_is_in_the_row_of_its_trial_by_the_same_name(
 
 
 def test_what_was_asked_of_a_trial_is_in_its_row_by_the_same_name(distinct: Callable[..., Any]) -> None:
-    request = distinct(Request, config={"global_batch": 24, "micro_batch": 4}, early=None)
+    request = distinct(TrialRequest, config={"global_batch": 24, "micro_batch": 4}, early=None)
     row = unmeasured(request, "failed", "for a reason", 2.5)
     asked = vars(request.proposal) | vars(request)
     shared = {field.name for field in fields(TrialRow)} & asked.keys()
@@ -302,10 +304,10 @@ def test_a_rung_is_measured_like_the_run_of_its_config(training: TrainConfig) ->
     config = replace(training, steps=9, cycle=Cycle(4, 1), seed=3)
     trainer = Trainer(config)
     expected = trainer.run()
-    request = Request("m4", 1, "rung", Proposal(Candidate(4), "rung"), config.to_json(), "here")
+    request = TrialRequest("m4", 1, "rung", Proposal(Candidate(4), "rung"), config.to_json(), "here")
     row, _ = run(request)
     assert (row.outcome, row.train_loss, row.val_loss) == ("ok", expected.train_loss, expected.val_loss)
-    assert row.losses == [loss for report in trainer.spent.reports for loss in report.step_losses]
+    assert row.losses == [loss for report in trainer.times.reports for loss in report.step_losses]
     assert [seen for seen, _ in row.curve] == [number * config.step_tokens for number in range(1, 10)]
     assert (len(row.step_seconds), row.step_tokens, row.attention) == (9, config.step_tokens, expected.attention)
     over, _ = run(replace(request, memory_limit=10**6))
