@@ -150,7 +150,7 @@ class TokenizeConfig(ReadingConfig, JoinsRay):
             raise UserError(f"--shard-size {self.shard_size}B is too small for a task: give 1MB or more.")
 
     def identity(self) -> dict[str, Any]:
-        """The settings named in ``IDENTITY``, for the manifest and for telling runs apart."""
+        """The settings named in ``IDENTITY_SETTINGS``, for the manifest and for telling runs apart."""
         values = {name: getattr(self, name) for name in IDENTITY_SETTINGS}
         return values | {"sources": sorted(set(self.sources)), "languages": sorted(set(self.languages))}
 

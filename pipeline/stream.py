@@ -77,7 +77,7 @@ class Stream:
         self.settings = replace(self.settings, val_fraction=self._reachable_fraction())
 
     def _reachable_fraction(self) -> float:
-        """``HELD_OUT``, raised to take one book where a small collection has none below it.
+        """``VAL_FRACTION``, raised to take one book where a small collection has none below it.
 
         Only for collections whose books are all known beforehand, one a file; others are large.
         """
@@ -88,7 +88,8 @@ class Stream:
         return max(VAL_FRACTION, math.nextafter(min(split_hash(file.id) for file in files), 1))
 
     def validation_books(self, tokens: int) -> list[EncodedBook]:
-        """Books for validation, by id, until they have ``tokens`` tokens or ``SEARCHED`` bytes have been read."""
+        """Books for validation, by id, until they have ``tokens`` tokens or ``MAX_SEARCH_BYTES`` bytes have been
+        read."""
         books: list[EncodedBook] = []
         searched = 0
         partitions = make_partitions(self.inventory, self.settings, self.vocabulary_sha256)

@@ -15,7 +15,7 @@ from infra.schema import strict
 @strict
 @dataclass(frozen=True)
 class ModelInfo:
-    """What was found of a custom model by running it once: see :func:`train.models.custom.look`."""
+    """What was found of a custom model by running it once: see :func:`train.models.custom.inspect_model`."""
 
     parameters: int
     flops_per_token: float

@@ -188,11 +188,12 @@ def _read(value: Any) -> Any:
 AnyModel = ModelConfig | CustomModel
 """What is trained. The rest of the system asks it for ``context_length``, ``vocabulary`` and ``end_of_text``, and:
 
-- ``lacks(setting, value)``: why a value of a setting of a run or a rung does not apply to it; empty where it does
-- ``with_vocabulary(ids, end_of_text, source)``: it with the ids of the data at ``source``, or ``UserError``
-- ``writes``: whether it gives logits, from which text can be written
-- ``code``: files and folders that it is imported from, unless they are installed
-- ``described``: what was found of it by running it, in words; empty where formulas know it
+- ``unsupported_reason(setting, value)``: why a value of a setting of a run or a rung does not apply to it; empty where
+  it does
+- ``with_vocab_size(ids, end_of_text, source)``: it with the ids of the data at ``source``, or ``UserError``
+- ``has_logits``: whether it gives logits, from which text can be written
+- ``source_paths``: files and folders that it is imported from, unless they are installed
+- ``summary``: what was found of it by running it, in words; empty where formulas know it
 
 Only its arithmetic (:mod:`train.estimate.flops`), its memory (:mod:`train.estimate.memory`) and the module itself
 (:mod:`train.loop.execution`, :mod:`train.reporting.hugging_face`) differ by its type.

@@ -169,7 +169,8 @@ def _interrupt_where_it_is_safe() -> None:
 
 @contextmanager
 def _exit_deadline() -> Iterator[None]:
-    """End this process ``LEAVING_SECONDS`` after the first Ctrl-C, SIGTERM or SIGHUP that arrives during the block.
+    """End this process ``EXIT_TIMEOUT_SECONDS`` after the first Ctrl-C, SIGTERM or SIGHUP that arrives during the
+    block.
 
     Python's C handler writes to the descriptor even if the main thread does not return from a call into Ray, and
     whichever handlers Ray Tune has installed in place of ours.

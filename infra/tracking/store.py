@@ -100,7 +100,7 @@ def create_run(
 ) -> RunRef:
     """Create a run (and the store and experiment when they are new), pass its key to ``keep``, and return it.
 
-    ``run_dir`` is the folder that this command holds (:meth:`StorageDir.locked`), by its absolute path or address;
+    ``run_dir`` is the folder that this command holds (:meth:`StorageDir.lock`), by its absolute path or address;
     that of the ``parent`` if there is one. While it is held the run is known to be alive: if this process is killed,
     the next command closes it. ``keep`` writes the key to disk for a command that continues the run. Ctrl-C and SIGTERM
     are delayed until it has.

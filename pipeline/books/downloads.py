@@ -133,7 +133,8 @@ def _no_text(response: "Response") -> str | None:
 
 
 def _unless_too_large(response: "Response") -> bytes | None:
-    """The body of ``response``; None, and no more of it is received, above ``MOST`` bytes once decompressed."""
+    """The body of ``response``; None, and no more of it is received, above ``MAX_BOOK_BYTES`` bytes once
+    decompressed."""
     data = bytearray()
     with response:
         for block in response.iter_content(1 << 20):

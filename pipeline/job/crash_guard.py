@@ -3,7 +3,7 @@
 A piece whose worker died is done again, without end for the same book. A worker therefore notes what it is
 about to do on its machine's disk before every book: this takes two microseconds, and a note in the page
 cache outlives the process. A task that finds the note of a dead worker counts a crash of that book, and
-after ``DEATHS`` of them the book is skipped. Notes are kept per command, so that a killed command or a
+after ``MAX_CRASHES`` of them the book is skipped. Notes are kept per command, so that a killed command or a
 machine that lost power is not counted against any book.
 """
 

@@ -25,7 +25,7 @@ def embed_local_files(partitions: list[Partition]) -> list[Partition]:
     """``partitions`` as every machine of the connected Ray can do them: with the bytes of local files, if one lacks
     them.
 
-    Raises ``UserError`` when these are more than ``CARRIED`` bytes.
+    Raises ``UserError`` when these are more than ``MAX_EMBEDDED_BYTES`` bytes.
     """
     local = [part.file for partition in partitions for part in partition.parts if _is_local(part)]
     versions = sorted({(file.uri, file.size, file.modified) for file in local})

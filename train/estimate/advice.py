@@ -23,7 +23,7 @@ class MemorySaving:
     peak: int
     """Predicted peak memory with the flags, in bytes."""
     arithmetic: float
-    """Additional FLOPs that the device executes, as a fraction, by :func:`train.estimate.flops.hardware`."""
+    """Additional FLOPs that the device executes, as a fraction, by :func:`train.estimate.flops.hardware_flops`."""
     cost: str
     """The cost in speed as a text."""
 

@@ -47,8 +47,8 @@ class WorkerUpdates:
     """What has happened since the driver asked last."""
 
     messages: list[tuple[str, Any]] = field(default_factory=list)
-    """(kind, content): ``begun`` with facts about the worker, ``say`` with a line for the terminal, ``cycle``,
-    ``system`` with a second and the metrics of a machine."""
+    """(kind, content): ``worker_started`` with information about the worker, ``print_line`` with a line for the terminal,
+    ``cycle`` with the report of a cycle, ``system`` with a second and the metrics of a machine."""
     silence: float | None = None
     """Seconds since the worker that trains was heard from; None while there is none."""
     activity: tuple[str, int] | None = None
@@ -89,7 +89,7 @@ class Channel:
         """
         self._starts.append(step)
         self._heard = time.monotonic()
-        self._messages.append(("begun", about))
+        self._messages.append(("worker_started", about))
         return len(self._starts), self._last, self._telemetry_second
 
     def listen(self, number: int, activity: tuple[str, int] | None = None) -> str:
@@ -117,7 +117,7 @@ class Channel:
         return self._telemetry_second
 
     def print_line(self, line: str) -> None:
-        self._messages.append(("say", line))
+        self._messages.append(("print_line", line))
 
     def flush(self) -> None:
         """Answer: what the caller has sent before has arrived."""
@@ -145,7 +145,7 @@ class Channel:
         return WorkerUpdates(messages, None if self._heard is None else time.monotonic() - self._heard, self._activity)
 
 
-_SENT = ("cycle", "system", "say", "stop")
+_SENT = ("cycle", "system", "print_line", "stop")
 """Methods whose end nobody waits for."""
 
 

@@ -60,7 +60,7 @@ class Listener:
             elif kind == "system":
                 at, metrics = content
                 self._tracker.log_metrics(metrics, at)
-            elif kind == "begun":
+            elif kind == "worker_started":
                 self.group.on_workers_started(content)
             else:
                 console.print(content, markup=False)

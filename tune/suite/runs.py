@@ -277,7 +277,7 @@ class SuiteReplay:
         return replace(result, too_large=too_large), config, memory
 
     def _run_or_pending(self, label: str, rung: Rung, config: TrainConfig, stage: Stage | None = None) -> RungResult:
-        """The result of the run of ``config`` with this ``label``. Raises ``NotRun`` if it has no row."""
+        """The result of the run of ``config`` with this ``label``. Raises ``PendingRun`` if it has no row."""
         config = resolve(config, self.device_info)
         key = f"{label}-{hashlib.sha256(json.dumps(config.to_json()).encode()).hexdigest()[:8]}"
         row = self.row_of(key)

@@ -23,7 +23,7 @@ def test_the_driver_is_told_everything_once_and_in_order() -> None:
     channel.print_line("w2 fetches s3://lab/tokens")
     channel.cycle(cycle(10))
     news = channel.take_updates()
-    assert [kind for kind, _ in news.messages] == ["begun", "say", "cycle"]
+    assert [kind for kind, _ in news.messages] == ["worker_started", "print_line", "cycle"]
     assert news.silence is not None
     assert channel.take_updates().messages == []
 
