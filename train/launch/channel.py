@@ -47,7 +47,8 @@ class WorkerUpdates:
     """What has happened since the driver asked last."""
 
     messages: list[tuple[str, Any]] = field(default_factory=list)
-    """(kind, content): ``worker_started`` with information about the worker, ``print_line`` with a line for the terminal,
+    """(kind, content): ``worker_started`` with information about the worker, ``print_line`` with a line for the
+    terminal,
     ``cycle`` with the report of a cycle, ``system`` with a second and the metrics of a machine."""
     silence: float | None = None
     """Seconds since the worker that trains was heard from; None while there is none."""

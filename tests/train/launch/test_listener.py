@@ -67,7 +67,12 @@ def test_what_a_worker_says_is_recorded_and_passed_on(
     """But for what MLflow has already: a cycle that is repeated, and the losses of its steps."""
     listener, recorded, cycles = listener_of(run, {"loss/step": 11, "loss/train": 12})
     about = {"hosts": ["w1"], "nodes": ["a"], "machine": {"host": "w1", "gpu": "H100"}}
-    news = [("worker_started", about), ("print_line", "w1 [fetches] it"), ("cycle", cycle), ("system", (40, {"system/cpu": 5.0}))]
+    news = [
+        ("worker_started", about),
+        ("print_line", "w1 [fetches] it"),
+        ("cycle", cycle),
+        ("system", (40, {"system/cpu": 5.0})),
+    ]
     shown: Any = Recorded()
     listener.take(WorkerUpdates(news, activity=("loading the data", 0)), shown)
     assert cycles == [cycle]
