@@ -48,8 +48,7 @@ class WorkerUpdates:
 
     messages: list[tuple[str, Any]] = field(default_factory=list)
     """(kind, content): ``worker_started`` with information about the worker, ``print_line`` with a line for the
-    terminal,
-    ``cycle`` with the report of a cycle, ``system`` with a second and the metrics of a machine."""
+    terminal, ``cycle`` with the report of a cycle, ``system`` with a second and the metrics of a machine."""
     silence: float | None = None
     """Seconds since the worker that trains was heard from; None while there is none."""
     activity: tuple[str, int] | None = None
