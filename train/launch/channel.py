@@ -145,7 +145,7 @@ class Channel:
         return WorkerUpdates(messages, None if self._heard is None else time.monotonic() - self._heard, self._activity)
 
 
-_SENT = ("cycle", "system", "say", "stop")
+_SENT = ("cycle", "system", "print_line", "stop")
 """Methods whose end nobody waits for."""
 
 
