@@ -84,7 +84,7 @@ def run_training(assignment: WorkerJob, listener: Listener, reported: int, telem
                     raise KeyboardInterrupt
             shown.update("ending")
             listener.take(ray.get(updates), shown)
-            listener.take(channel.news(), shown)
+            listener.take(channel.take_updates(), shown)
     if listener.failure:
         raise listener.failure
     if isinstance(done[0], RayActorError):
