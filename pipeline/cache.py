@@ -10,7 +10,7 @@ from pathlib import Path
 from infra.errors import UserError
 from infra.storage.directory import StorageDir, scratch
 from infra.storage.files import lock
-from pipeline.shards import MANIFEST, VOCABULARY_FILE, Manifest, read_manifest
+from pipeline.shards import MANIFEST, TOKENIZER_FILE, Manifest, read_manifest
 
 LOCK_TIMEOUT_SECONDS = 24 * 3600.0
 """Seconds to wait for another process of this machine that is fetching the same data set."""
@@ -39,8 +39,8 @@ def ensure_local(data: StorageDir, on_shard: Callable[[Manifest, int], None] = l
                     raise UserError(
                         f"{data / shard.path} is missing: run 'python -m pipeline.tokenize --out {data}' again."
                     ) from None
-        if data.exists(VOCABULARY_FILE):
-            data.download(VOCABULARY_FILE, folder / VOCABULARY_FILE)
+        if data.exists(TOKENIZER_FILE):
+            data.download(TOKENIZER_FILE, folder / TOKENIZER_FILE)
         if not (folder / MANIFEST).exists():
             manifest.write(folder)
     return folder

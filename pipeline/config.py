@@ -66,11 +66,11 @@ class ReadingConfig(CleaningConfig):
 
     flag_groups: ClassVar[dict[str, tuple[str, ...]]] = {
         "book reading": (
-            "vocabulary", "languages", "min_chars", "join_lines", "text_field", "text_column", "doc_separator",
+            "tokenizer", "languages", "min_chars", "join_lines", "text_field", "text_column", "doc_separator",
         ),
     }  # fmt: skip
 
-    vocabulary: Annotated[str | None, tyro.conf.arg(metavar="FILE")] = None
+    tokenizer: Annotated[str | None, tyro.conf.arg(metavar="FILE")] = None
     """Tokenizer file: the tokenizer.json of a byte-level BPE, or a .tiktoken file whose name contains its split pattern
     (gpt2, cl100k or o200k), local or in object storage; python -m pipeline.vocabulary trains one.
     By default GPT-2's tokenizer."""
@@ -81,7 +81,7 @@ class TokenizeConfig(ReadingConfig, JoinsRay):
     """Turn books into token shards. After an interruption, the same command finishes the data set."""
 
     main_flags: ClassVar[tuple[str, ...]] = (
-        "sources", "out", "workers", "val_fraction", "duplicates", "languages", "vocabulary", "dry_run", "overwrite",
+        "sources", "out", "workers", "val_fraction", "duplicates", "languages", "tokenizer", "dry_run", "overwrite",
     )  # fmt: skip
     flag_groups: ClassVar[dict[str, tuple[str, ...]]] = {
         **ReadingConfig.flag_groups,
@@ -109,7 +109,7 @@ class TokenizeConfig(ReadingConfig, JoinsRay):
     encoder: Literal["gigatoken", "tiktoken"] = "gigatoken"
     """Tokenizer. Both give the same ids.
     - gigatoken: about 15 times as fast; a sample of the books is checked by the other
-    - tiktoken: OpenAI's, or Hugging Face's tokenizers for a --vocabulary of theirs"""
+    - tiktoken: OpenAI's, or Hugging Face's tokenizers for a --tokenizer of theirs"""
 
     mirror: str = MIRROR
     """Robot-friendly mirror for 'gutenberg:' numbers."""

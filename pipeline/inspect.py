@@ -20,8 +20,8 @@ from infra.cli.table import Table
 from infra.device.host import cpu_count
 from infra.errors import UserError
 from infra.storage.directory import StorageDir
-from pipeline.encoding.tokenizer import VOCABULARY_SHA256, load_from
-from pipeline.shards import MANIFEST, SPLITS, VOCABULARY_FILE, Manifest, Shard, ShardInfo, read_manifest
+from pipeline.encoding.tokenizer import GPT2_SHA256, load_from
+from pipeline.shards import MANIFEST, SPLITS, TOKENIZER_FILE, Manifest, Shard, ShardInfo, read_manifest
 
 
 @dataclass(frozen=True)
@@ -49,9 +49,9 @@ def main(config: InspectConfig) -> int:
     data_dir = StorageDir.of(config.data)
     manifest = read_manifest(data_dir)
     _show(data_dir, manifest)
-    vocabulary_fault = _vocabulary_fault(data_dir, manifest) if config.verify else None
+    tokenizer_fault = _tokenizer_fault(data_dir, manifest) if config.verify else None
     damaged = list(verify(data_dir, manifest)) if config.verify else []
-    for sentence in (*damaged, *filter(None, [vocabulary_fault])):
+    for sentence in (*damaged, *filter(None, [tokenizer_fault])):
         errors.print(escape(sentence), style="red")
     if damaged:
         errors.print(
@@ -59,7 +59,7 @@ def main(config: InspectConfig) -> int:
             f"'python -m pipeline.tokenize' with --out {data_dir} as before to make them again.",
             markup=False,
         )
-    if damaged or vocabulary_fault:
+    if damaged or tokenizer_fault:
         return 1
     if config.verify:
         console.print(f"All {len(manifest.shards):,} shards match their checksums in {MANIFEST}.")
@@ -85,27 +85,27 @@ def verify(data_dir: StorageDir, manifest: Manifest) -> Iterator[str]:
         yield from (sentence for sentence in pool.map(check, manifest.shards) if sentence)
 
 
-def _vocabulary_fault(data_dir: StorageDir, manifest: Manifest) -> str | None:
+def _tokenizer_fault(data_dir: StorageDir, manifest: Manifest) -> str | None:
     """A sentence when the data set's own vocabulary is missing or differs from the manifest."""
-    if manifest.vocabulary_sha256 == VOCABULARY_SHA256:
+    if manifest.tokenizer_sha256 == GPT2_SHA256:
         return None
-    file = data_dir / VOCABULARY_FILE
+    file = data_dir / TOKENIZER_FILE
     try:
-        digest = hashlib.sha256(data_dir.read(VOCABULARY_FILE)).hexdigest()
+        digest = hashlib.sha256(data_dir.read(TOKENIZER_FILE)).hexdigest()
     except FileNotFoundError:
         fault = "is missing"
     else:
-        if digest == manifest.vocabulary_sha256:
+        if digest == manifest.tokenizer_sha256:
             return None
-        fault = f"has sha256 {digest[:12]} instead of {manifest.vocabulary_sha256[:12]}"
-    return f"{file} {fault}. Copy the file that was given with --vocabulary there."
+        fault = f"has sha256 {digest[:12]} instead of {manifest.tokenizer_sha256[:12]}"
+    return f"{file} {fault}. Copy the file that was given with --tokenizer there."
 
 
 def passages(data_dir: StorageDir, manifest: Manifest, count: int, length: int) -> Iterator[tuple[str, str]]:
     """``count`` passages of at most ``length`` tokens, from the middle of evenly spaced books: title and text."""
     books = sum(info.rows for info in manifest.shards)
     wanted = {int(place) for place in np.linspace(0, books - 1, count)} if books else set()
-    tokenizer = load_from(data_dir, manifest.vocabulary_sha256)
+    tokenizer = load_from(data_dir, manifest.tokenizer_sha256)
     first = 0
     for info in manifest.shards:
         for row in sorted(place - first for place in wanted if first <= place < first + info.rows):

@@ -2,7 +2,7 @@
 
 A data set is a folder: ``train/*.arrow``, ``val/*.arrow``, ``quarantine.jsonl`` and ``manifest.json``, beside which
 ``tracking.json`` names the run in MLflow that made it, and so is the one file that differs when it is made again.
-A data set of another vocabulary than GPT-2's holds that, too, as ``vocabulary.json``.
+A data set of another vocabulary than GPT-2's holds that, too, as ``tokenizer.json``.
 A shard is one uncompressed Arrow IPC file with one record batch and one row per book; the child buffer
 of ``tokens`` is therefore the shard's contiguous token stream, which a memory map slices without a
 copy, and the list offsets are the book boundaries. The manifest is written last: a folder without one
@@ -32,7 +32,7 @@ FORMAT_VERSION = 1
 MANIFEST = "manifest.json"
 QUARANTINE = "quarantine.jsonl"
 TRACKING = "tracking.json"
-VOCABULARY_FILE = "vocabulary.json"
+TOKENIZER_FILE = "tokenizer.json"
 PARTITIONS = "pieces"
 """The folder that records which part of the work is done."""
 SETTINGS_FILE = f"{PARTITIONS}/settings.json"
@@ -106,7 +106,7 @@ class Manifest:
     """A finished data set: how and from what it was made, and a checksum for every shard."""
 
     config: dict[str, Any]
-    vocabulary_sha256: str
+    tokenizer_sha256: str
     shards: list[ShardInfo]
     inputs: dict[str, Any]
     """The sources: number, bytes and a hash over their ids and sizes."""
@@ -124,19 +124,19 @@ class Manifest:
         shards: Iterable[ShardInfo],
         *,
         config: dict[str, Any],
-        vocabulary_sha256: str,
+        tokenizer_sha256: str,
         inputs: dict[str, Any],
         report: dict[str, Any],
     ) -> "Manifest":
         """The manifest of these shards, in path order, with its totals and fingerprint."""
         ordered = sorted(shards, key=lambda shard: shard.path)
-        identity = json.dumps([[s.split, s.path, s.checksum] for s in ordered] + [vocabulary_sha256])
+        identity = json.dumps([[s.split, s.path, s.checksum] for s in ordered] + [tokenizer_sha256])
         splits = {split: {"shards": 0, "books": 0, "tokens": 0, "chars": 0} for split in SPLITS}
         for shard in ordered:
             for name, count in (("shards", 1), ("books", shard.rows), ("tokens", shard.tokens), ("chars", shard.chars)):
                 splits[shard.split][name] += count
         fingerprint = hashlib.sha256(identity.encode()).hexdigest()
-        return cls(config, vocabulary_sha256, ordered, inputs, report, fingerprint, splits=splits)
+        return cls(config, tokenizer_sha256, ordered, inputs, report, fingerprint, splits=splits)
 
     def write(self, data_dir: StorageDir | Path) -> None:
         """Finish the data set at ``data_dir``."""

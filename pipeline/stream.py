@@ -19,7 +19,7 @@ from infra.errors import UserError
 from pipeline.books.readers import DroppedBook, FileRange, RawBook
 from pipeline.books.sources import Inventory, build_inventory
 from pipeline.config import ReadingConfig, TokenizeConfig
-from pipeline.encoding.tokenizer import read_vocabulary
+from pipeline.encoding.tokenizer import read_tokenizer
 from pipeline.job.executor import run_tasks
 from pipeline.job.plan import Partition, is_one_book, make_partitions, split_hash
 from pipeline.job.report import Stopwatch
@@ -65,14 +65,14 @@ class Stream:
 
     def __init__(self, sources: Sequence[str], seed: int, reading: ReadingConfig) -> None:
         self.seed = seed
-        tokenizer = read_vocabulary(reading.vocabulary)
-        self.vocabulary_sha256 = tokenizer.sha256
+        tokenizer = read_tokenizer(reading.tokenizer)
+        self.tokenizer_sha256 = tokenizer.sha256
         self.settings = TokenizeConfig(tuple(sources), val_fraction=VAL_FRACTION, shard_size=PIECE, **asdict(reading))
         if not tokenizer.is_gpt2:
             tokenizer.check_encoders(self.settings.encoder)
         self.inventory = build_inventory(sources)
         identity = self.settings.identity() | {"sources": self.inventory.summary()["sha256"]}
-        everything = json.dumps([identity, self.vocabulary_sha256], sort_keys=True)
+        everything = json.dumps([identity, self.tokenizer_sha256], sort_keys=True)
         self.fingerprint = hashlib.sha256(everything.encode()).hexdigest()
         self.settings = replace(self.settings, val_fraction=self._reachable_fraction())
 
@@ -92,7 +92,7 @@ class Stream:
         read."""
         books: list[EncodedBook] = []
         searched = 0
-        partitions = make_partitions(self.inventory, self.settings, self.vocabulary_sha256)
+        partitions = make_partitions(self.inventory, self.settings, self.tokenizer_sha256)
         for partition in sorted(partitions, key=lambda piece: piece.split != "val"):
             if partition.split == "train":
                 continue
@@ -119,7 +119,7 @@ class Stream:
             return xxhash.xxh3_64_intdigest(f"{epoch}/{name}".encode(), seed=self.seed)
 
         files = sorted(self.inventory.files, key=lambda file: chance(file.id))
-        partitions = make_partitions(Inventory(files), self.settings, self.vocabulary_sha256)
+        partitions = make_partitions(Inventory(files), self.settings, self.tokenizer_sha256)
         partitions.sort(key=lambda piece: chance(str(piece.index)))
         return [replace(partition, index=index) for index, partition in enumerate(partitions)]
 

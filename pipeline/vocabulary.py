@@ -1,6 +1,6 @@
-"""Train a vocabulary on books: ``python -m pipeline.vocabulary BOOKS --size 4096 --out data/vocabulary.json``.
+"""Train a vocabulary on books: ``python -m pipeline.vocabulary BOOKS --size 4096 --out data/tokenizer.json``.
 
-It is the ``tokenizer.json`` of a byte-level BPE, for ``python -m pipeline.tokenize --vocabulary``. The same books and
+It is the ``tokenizer.json`` of a byte-level BPE, for ``python -m pipeline.tokenize --tokenizer``. The same books and
 settings give the same file: they are read in an order of their own, and the trainer breaks ties by id.
 """
 
@@ -53,7 +53,7 @@ class VocabularyConfig(CleaningConfig):
     sample: Bytes = 100_000_000
     """Text to learn from, at least 1kB, in pieces spread over the books."""
 
-    out: str = "data/vocabulary.json"
+    out: str = "data/tokenizer.json"
     """The file to write, also in object storage."""
 
     def __post_init__(self) -> None:
@@ -77,7 +77,7 @@ def main(config: VocabularyConfig) -> int:
     console.print(
         f"{config.out}: {len(tokenizer):,} ids, sha256 {tokenizer.sha256[:12]}; encode books with 'python -m "
         "pipeline.tokenize "
-        f"... --vocabulary {config.out}'",
+        f"... --tokenizer {config.out}'",
         markup=False,
     )
     return 0

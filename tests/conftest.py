@@ -38,7 +38,7 @@ os.environ["RAY_worker_niceness"] = "0"  # noqa: SIM112 with the default, 15, a 
 settings.register_profile("any machine", deadline=None, suppress_health_check=[HealthCheck.too_slow])
 settings.load_profile("any machine")  # how long an example takes says nothing of what it shows
 
-SMALL_VOCABULARY = 257
+SMALL_VOCAB_SIZE = 257
 """GPT-2's own 50,257 make the head 97% of a small model's work; tests of the loop do without."""
 
 
@@ -81,14 +81,14 @@ def write_small_shards(folder: Path, *, books: int = 12, tokens: int = 4000, see
     for number in range(books):
         words = [random.integers(0, 256, 5) for _ in range(20)]
         text = np.concatenate([words[i] for i in random.integers(0, len(words), tokens // 5)])
-        stream = np.append(text, SMALL_VOCABULARY - 1).astype(np.uint16)
+        stream = np.append(text, SMALL_VOCAB_SIZE - 1).astype(np.uint16)
         rows.append(ShardRow(f"book-{number}", f"Book {number}", None, "en", "made", "0" * 64, len(text), stream))
     shards = [
         write_shard(folder, "train/000000-000.arrow", "train", rows[: books // 2]),
         write_shard(folder, "train/000001-000.arrow", "train", rows[books // 2 : -1]),
         write_shard(folder, "val/000000-000.arrow", "val", rows[-1:]),
     ]
-    Manifest.of(shards, config={}, vocabulary_sha256="small", inputs={}, report={}).write(folder)
+    Manifest.of(shards, config={}, tokenizer_sha256="small", inputs={}, report={}).write(folder)
     return folder
 
 
@@ -108,7 +108,7 @@ def small_shards(tmp_path_factory: pytest.TempPathFactory) -> Path:
 def small_model() -> ModelConfig:
     """A two-layer model whose step takes milliseconds on a CPU."""
     return ModelConfig(
-        layers=2, heads=2, width=32, context_length=32, vocabulary=SMALL_VOCABULARY, padded_vocabulary=320
+        layers=2, heads=2, width=32, context_length=32, vocab_size=SMALL_VOCAB_SIZE, padded_vocab_size=320
     )
 
 

@@ -17,10 +17,10 @@ from infra.device.hardware import cpu_info
 from infra.errors import UserError
 from infra.ray.cluster import ray_session
 from infra.storage.files import write_json
-from pipeline.encoding.tokenizer import read_vocabulary
-from pipeline.shards import MANIFEST, VOCABULARY_FILE
+from pipeline.encoding.tokenizer import read_tokenizer
+from pipeline.shards import MANIFEST, TOKENIZER_FILE
 from pipeline.vocabulary import VocabularyConfig
-from pipeline.vocabulary import main as train_vocabulary
+from pipeline.vocabulary import main as train_tokenizer
 from train import export, generate, plan, run
 from train.config import Cycle, TrainConfig, load_config
 from train.custom_model import CustomModel
@@ -38,7 +38,7 @@ from train.resolved import resolve
 from tune import ladder, search
 
 MODELS = Path(__file__).parent / "models"
-SIZES = "context_length=32,vocabulary=257"
+SIZES = "context_length=32,vocab_size=257"
 NAMES = ("gpt2", "llama", "qwen", "Encoder")
 
 
@@ -99,7 +99,7 @@ def doors(small_shards: Path) -> tuple[TrainConfig, TrainConfig]:
     """GPT-2 of one shape by our own code and by that of transformers."""
     theirs = config_of(small_shards, "gpt2")
     shape = ModelConfig(
-        layers=2, heads=2, width=64, context_length=32, vocabulary=257, padded_vocabulary=257, bias=True
+        layers=2, heads=2, width=64, context_length=32, vocab_size=257, padded_vocab_size=257, bias=True
     )
     return dataclasses.replace(theirs, model=shape), theirs
 
@@ -122,8 +122,8 @@ def test_its_memory_is_measured_as_the_formulas_know_it(doors: tuple[TrainConfig
     The same probes measure the GPT-2 here. Both vary by 3% from one measurement to the next, because the C library
     keeps what it frees, and are up to a tenth above the formulas, which know of tensors.
     """
-    shape = ModelConfig(layers=4, heads=4, width=256, context_length=256, vocabulary=8192, padded_vocabulary=8192)
-    words = "own_models:gpt2,width=256,layers=4,heads=4,context_length=256,vocabulary=8192"
+    shape = ModelConfig(layers=4, heads=4, width=256, context_length=256, vocab_size=8192, padded_vocab_size=8192)
+    words = "own_models:gpt2,width=256,layers=4,heads=4,context_length=256,vocab_size=8192"
     ours = resolve(dataclasses.replace(doors[0], model=shape, global_batch=32), cpu_info())
     theirs = resolve(dataclasses.replace(ours, model=parse_model(words)), cpu_info())
     for micro_batch in (16, 32):
@@ -180,7 +180,7 @@ def unimportable(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
 def test_a_mistake_is_one_sentence_before_anything_is_made(
     refused: Callable[..., str], small_shards: Path, model: str, flags: list[str], named: str
 ) -> None:
-    sizes = SIZES if "context_length" not in model else "vocabulary=257"
+    sizes = SIZES if "context_length" not in model else "vocab_size=257"
     flags = ["--model", f"{model},{sizes}", "--data", str(small_shards), "--device", "cpu", *flags]
     assert named in refused(run.main, *flags, "--global-batch", "2", "--micro-batch", "1", "--steps", "1")
     assert not list(Path().glob("runs/*"))
@@ -211,12 +211,12 @@ def test_where_a_model_fails_that_could_be_built_is_told_and_what_was_trained_is
 def test_a_loss_that_is_no_mean_and_an_evaluation_without_numbers_are_told(
     command: Callable[..., int], small_shards: Path, tmp_path: Path, capfd: pytest.CaptureFixture[str]
 ) -> None:
-    """On data with a vocabulary, so that the model is asked for a text; its result is kept without one."""
+    """On data with a tokenizer, so that the model is asked for a text; its result is kept without one."""
     data = shutil.copytree(small_shards, tmp_path / "data")
-    file = data / VOCABULARY_FILE
-    train_vocabulary(VocabularyConfig(size=300, sample=100_000, out=str(file)))
+    file = data / TOKENIZER_FILE
+    train_tokenizer(VocabularyConfig(size=300, sample=100_000, out=str(file)))
     manifest = json.loads((data / MANIFEST).read_bytes())
-    write_json(data / MANIFEST, manifest | {"vocabulary_sha256": read_vocabulary(str(file)).sha256})
+    write_json(data / MANIFEST, manifest | {"tokenizer_sha256": read_tokenizer(str(file)).sha256})
     flags = ["--data", str(data), "--device", "cpu", "--global-batch", "2", "--micro-batch", "2", "--steps", "2"]
     flags += ["--cycle", "1+1", "--spike", "0"]
     for name, part, said_at_once, told in (
@@ -319,7 +319,7 @@ def test_a_model_that_needs_values_is_looked_at_on_the_cpu(monkeypatch: pytest.M
         "        return super().forward(inputs, targets)\n"
     )
     monkeypatch.syspath_prepend(str(tmp_path))
-    found = custom.inspect_model(dataclasses.replace(parse_model("asking:Asking"), vocabulary=20, context_length=4))
+    found = custom.inspect_model(dataclasses.replace(parse_model("asking:Asking"), vocab_size=20, context_length=4))
     assert (found.parameters, found.logits) == (400, True)
 
 
@@ -332,7 +332,7 @@ def test_a_model_may_print_and_is_trained_whatever_mode_it_comes_in(
         "    def forward(self, inputs, targets):\n"
         "        print('called')\n"
         "        return super().forward(inputs, targets)\n\n"
-        "def evaluated(vocabulary):\n    return Loud(vocabulary).eval()\n"
+        "def evaluated(vocab_size):\n    return Loud(vocab_size).eval()\n"
     )
     monkeypatch.syspath_prepend(str(tmp_path))
     config = dataclasses.replace(config_of(small_shards, "gpt2"), model=parse_model(f"loud:evaluated,{SIZES}"))

@@ -31,8 +31,8 @@ class ModelInfo:
 
 
 MAX_SIZES = {
-    "layers": 2**16, "heads": 2**16, "width": 2**20, "context_length": 2**26, "vocabulary": 2**31,
-    "padded_vocabulary": 2**31,
+    "layers": 2**16, "heads": 2**16, "width": 2**20, "context_length": 2**26, "vocab_size": 2**31,
+    "padded_vocab_size": 2**31,
 }  # fmt: skip
 """Sizes beyond any model that can be trained, with which the number of a matrix's bytes still fits 64 bits."""
 
@@ -66,7 +66,7 @@ class CustomModel:
     """A model of the user's: a callable that returns an ``nn.Module``, with arguments.
 
     Its forward takes ``(inputs, targets)``, ids of shape (batch, time), and returns the mean loss, or logits when
-    ``targets`` is None. The callable gets ``context_length`` and ``vocabulary`` as well, if it takes them.
+    ``targets`` is None. The callable gets ``context_length`` and ``vocab_size`` as well, if it takes them.
     """
 
     callable: str
@@ -76,7 +76,7 @@ class CustomModel:
     source_sha256: str = ""
     """Of the module's file, which must not change while a run is continued."""
     context_length: int = 1024
-    vocabulary: int = 50257
+    vocab_size: int = 50257
     end_of_text: int = -1
     found: ModelInfo | None = field(default=None, compare=False)
 
@@ -139,13 +139,13 @@ class CustomModel:
 
     def with_vocab_size(self, ids: int, end_of_text: int, source: str) -> "CustomModel":
         """The default vocabulary gives way."""
-        if self.vocabulary not in (CustomModel.vocabulary, ids):
+        if self.vocab_size not in (CustomModel.vocab_size, ids):
             raise UserError(
-                f"{source} has {ids:,} token ids and --model has vocabulary={self.vocabulary:,}: leave it out, or give "
-                "data that were made with another --vocabulary."
+                f"{source} has {ids:,} token ids and --model has vocab_size={self.vocab_size:,}: leave it out, or give "
+                "data that were made with another --tokenizer."
             )
-        changed = self.found if self.vocabulary == ids else None
-        return replace(self, vocabulary=ids, end_of_text=end_of_text, found=changed)
+        changed = self.found if self.vocab_size == ids else None
+        return replace(self, vocab_size=ids, end_of_text=end_of_text, found=changed)
 
 
 def _value(text: str) -> bool | int | float | str:

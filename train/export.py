@@ -68,7 +68,7 @@ def export(config: ExportConfig) -> int:
             from infra.tracking.views import page_link
 
             trained = f"Trained by {page_link(run_ref, name, store=run_ref.store)}, {progress.step:,} steps"
-            model = (config.register, register(run_ref, config.register, config.to, kind.vocabulary, trained))
+            model = (config.register, register(run_ref, config.register, config.to, kind.vocab_size, trained))
         console.print(f"registered: mlflow.pyfunc.load_model('models:/{'/'.join(model)}')")
     with status("recording the export in MLflow"):
         from train.reporting.tracking import record_export

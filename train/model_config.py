@@ -23,16 +23,16 @@ class ModelConfig:
     heads: int = 12
     width: int = 768
     context_length: int = 1024
-    vocabulary: int = 50257
-    padded_vocabulary: int = 50304
+    vocab_size: int = 50257
+    padded_vocab_size: int = 50304
     """Rows of the embedding and the head; a multiple of 64 fills whole tensor-core tiles. Ids past
-    ``vocabulary`` never occur."""
+    ``vocab_size`` never occur."""
     dropout: float = 0.0
     bias: bool = True
     tied: bool = True
     """Share the token embedding with the head."""
     end_of_text: int = -1
-    """Id of the token that ends a book, by the vocabulary of the data; -1 is the last."""
+    """Id of the token that ends a book, by the tokenizer of the data; -1 is the last."""
     start: str = ""
     """Folder, in Hugging Face's format, with whose weights a run begins; empty: random ones."""
 
@@ -40,12 +40,12 @@ class ModelConfig:
         check_sizes(self)
         if self.width % self.heads:
             raise UserError(f"model width={self.width} is not divisible by heads={self.heads}.")
-        if self.padded_vocabulary < self.vocabulary:
+        if self.padded_vocab_size < self.vocab_size:
             raise UserError(
-                f"model padded_vocabulary={self.padded_vocabulary} is smaller than vocabulary={self.vocabulary}."
+                f"model padded_vocab_size={self.padded_vocab_size} is smaller than vocab_size={self.vocab_size}."
             )
-        if not -1 <= self.end_of_text < self.vocabulary:
-            raise UserError(f"model end_of_text={self.end_of_text} is not an id below vocabulary={self.vocabulary}.")
+        if not -1 <= self.end_of_text < self.vocab_size:
+            raise UserError(f"model end_of_text={self.end_of_text} is not an id below vocab_size={self.vocab_size}.")
         if not 0 <= self.dropout < 1:
             raise UserError(f"model dropout={self.dropout} must be at least 0 and below 1.")
 
@@ -64,13 +64,13 @@ class ModelConfig:
     def with_vocab_size(self, ids: int, end_of_text: int, source: str) -> "ModelConfig":
         """The default vocabulary gives way, padded to a multiple of 64 if it was padded."""
         padded, model = -(-ids // 64) * 64, self
-        if self.vocabulary == ModelConfig.vocabulary != ids and not self.start:
-            pads = self.padded_vocabulary > self.vocabulary
-            model = replace(self, vocabulary=ids, padded_vocabulary=padded if pads else ids)
-        if model.vocabulary != ids:
+        if self.vocab_size == ModelConfig.vocab_size != ids and not self.start:
+            pads = self.padded_vocab_size > self.vocab_size
+            model = replace(self, vocab_size=ids, padded_vocab_size=padded if pads else ids)
+        if model.vocab_size != ids:
             raise UserError(
-                f"{source} has {ids:,} token ids and --model has vocabulary={self.vocabulary:,}: give --model with "
-                f"vocabulary={ids},padded_vocabulary={padded}, or data that were made with another --vocabulary."
+                f"{source} has {ids:,} token ids and --model has vocab_size={self.vocab_size:,}: give --model with "
+                f"vocab_size={ids},padded_vocab_size={padded}, or data that were made with another --tokenizer."
             )
         return replace(model, end_of_text=end_of_text)
 
@@ -81,7 +81,7 @@ PRESETS: dict[str, ModelConfig] = {
     "gpt2-774m": ModelConfig(layers=36, heads=20, width=1280),
     "gpt2-1558m": ModelConfig(layers=48, heads=25, width=1600),
     "small": ModelConfig(layers=4, heads=4, width=256, context_length=512),
-    "edu-3m": ModelConfig(layers=4, heads=4, width=256, context_length=512, vocabulary=512, padded_vocabulary=512),
+    "edu-3m": ModelConfig(layers=4, heads=4, width=256, context_length=512, vocab_size=512, padded_vocab_size=512),
     "tiny": ModelConfig(layers=2, heads=2, width=64, context_length=128),
 }
 """The four published GPT-2 sizes, and three that train on a CPU.
@@ -93,7 +93,7 @@ and not the head decide time and memory.
 
 _PUBLISHED = {
     "layers": "n_layer", "heads": "n_head", "width": "n_embd", "context_length": "n_positions",
-    "vocabulary": "vocab_size",
+    "vocab_size": "vocab_size",
 }  # fmt: skip
 """The fields of GPT2Config that are ours under another name."""
 
@@ -123,8 +123,8 @@ def _read_hf_config(folder: str) -> ModelConfig:
         sizes = {name: int(hf_config[hf_name]) for name, hf_name in _PUBLISHED.items()}
     except (OSError, ValueError, KeyError, TypeError) as damage:
         raise UserError(f"--model hf:{folder}: no config.json of a GPT-2 can be read there ({damage!r}).") from damage
-    padded, tied = -(-sizes["vocabulary"] // 64) * 64, bool(hf_config.get("tie_word_embeddings", True))
-    return replace(ModelConfig(tied=tied, start=str(where)), **sizes, padded_vocabulary=padded)
+    padded, tied = -(-sizes["vocab_size"] // 64) * 64, bool(hf_config.get("tie_word_embeddings", True))
+    return replace(ModelConfig(tied=tied, start=str(where)), **sizes, padded_vocab_size=padded)
 
 
 def _apply_changes(model: ModelConfig, text: str, changes: list[str], names: Sequence[str]) -> ModelConfig:
@@ -143,7 +143,7 @@ def _apply_changes(model: ModelConfig, text: str, changes: list[str], names: Seq
 
 
 def _parse_custom(name: str, changes: list[str]) -> CustomModel:
-    sizes = {"context_length": CustomModel.context_length, "vocabulary": CustomModel.vocabulary}
+    sizes = {"context_length": CustomModel.context_length, "vocab_size": CustomModel.vocab_size}
     for change in changes:
         size, _, value = change.partition("=")
         if size in sizes:
@@ -151,13 +151,13 @@ def _parse_custom(name: str, changes: list[str]) -> CustomModel:
                 raise UserError(f"--model {name}: {value!r} is not a value for {size}.")
             sizes[size] = int(value)
     arguments = ",".join(change for change in changes if change.partition("=")[0] not in sizes)
-    return CustomModel(name, arguments, source_sha256(name), sizes["context_length"], sizes["vocabulary"])
+    return CustomModel(name, arguments, source_sha256(name), sizes["context_length"], sizes["vocab_size"])
 
 
 def format_model(model: "AnyModel") -> str:
     """The shortest text that :func:`parse_model` turns into ``model``."""
     if isinstance(model, CustomModel):
-        sizes = [f"{size}={getattr(model, size)}" for size in ("context_length", "vocabulary")
+        sizes = [f"{size}={getattr(model, size)}" for size in ("context_length", "vocab_size")
                  if getattr(model, size) != getattr(CustomModel, size)]  # fmt: skip
         return ",".join(filter(None, [model.callable, model.arguments, *sizes]))
     if model.start:
@@ -186,7 +186,7 @@ def _read(value: Any) -> Any:
 
 
 AnyModel = ModelConfig | CustomModel
-"""What is trained. The rest of the system asks it for ``context_length``, ``vocabulary`` and ``end_of_text``, and:
+"""What is trained. The rest of the system asks it for ``context_length``, ``vocab_size`` and ``end_of_text``, and:
 
 - ``unsupported_reason(setting, value)``: why a value of a setting of a run or a rung does not apply to it; empty where
   it does

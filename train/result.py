@@ -185,7 +185,7 @@ class RunResult:
     val_perplexity: float | None = None
     """exp of the validation loss: per token, so it is comparable only within one vocabulary."""
     val_bits_per_byte: float | None = None
-    """Validation loss per UTF-8 byte of the text of the validation windows; None without a vocabulary."""
+    """Validation loss per UTF-8 byte of the text of the validation windows; None without a tokenizer."""
     val_bits_per_character: float | None = None
     """The same per character."""
     sample: str | None = None

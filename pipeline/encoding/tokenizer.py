@@ -35,10 +35,10 @@ from pipeline.encoding.formats import (
     tokens_of_json,
     tokens_of_ranks,
 )
-from pipeline.shards import VOCABULARY_FILE
+from pipeline.shards import TOKENIZER_FILE
 
-VOCABULARY = Path(__file__).parents[1] / "gpt2.tiktoken"
-VOCABULARY_SHA256 = "306cd27f03c1a714eca7108e03d66b7dc042abe8c258b44c199a7ed9838dd930"
+GPT2_RANKS = Path(__file__).parents[1] / "gpt2.tiktoken"
+GPT2_SHA256 = "306cd27f03c1a714eca7108e03d66b7dc042abe8c258b44c199a7ed9838dd930"
 
 VERIFIED_BYTES = 300_000
 """Bytes of a book that are compared: tiktoken takes 0.2 s for them."""
@@ -137,7 +137,7 @@ class Tokenizer:
     @property
     def is_gpt2(self) -> bool:
         """Whether it is GPT-2's, which every installation has."""
-        return self.sha256 == VOCABULARY_SHA256
+        return self.sha256 == GPT2_SHA256
 
     @cached_property
     def dtype(self) -> type[np.unsignedinteger]:
@@ -284,18 +284,18 @@ class Tokenizer:
 @cache
 def gpt2() -> Tokenizer:
     """GPT-2's vocabulary; raises ``UserError`` when its table is not the published one."""
-    table = VOCABULARY.read_bytes()
+    table = GPT2_RANKS.read_bytes()
     digest = hashlib.sha256(table).hexdigest()
-    if digest != VOCABULARY_SHA256:
+    if digest != GPT2_SHA256:
         raise UserError(
-            f"{VOCABULARY} is not GPT-2's vocabulary (its sha256 is {digest}): install this program again with "
+            f"{GPT2_RANKS} is not GPT-2's vocabulary (its sha256 is {digest}): install this program again with "
             "'pip install --force-reinstall --no-deps .' in its folder."
         )
-    return Tokenizer(table, str(VOCABULARY))
+    return Tokenizer(table, str(GPT2_RANKS))
 
 
-def read_vocabulary(address: str | None) -> Tokenizer:
-    """The vocabulary that ``--vocabulary`` names, here or in object storage; GPT-2's for None. Raises ``UserError``."""
+def read_tokenizer(address: str | None) -> Tokenizer:
+    """The vocabulary that ``--tokenizer`` names, here or in object storage; GPT-2's for None. Raises ``UserError``."""
     if address is None:
         return gpt2()
     file = StorageDir.of(address)
@@ -303,10 +303,10 @@ def read_vocabulary(address: str | None) -> Tokenizer:
         content = file.parent.read(file.name)
     except OSError as missing:
         raise UserError(
-            f"--vocabulary {address} cannot be read ({missing.strerror or 'there is no such file'}): name a .tiktoken "
+            f"--tokenizer {address} cannot be read ({missing.strerror or 'there is no such file'}): name a .tiktoken "
             "file or a tokenizer.json, in object storage for the machines of a cluster."
         ) from missing
-    name = f"--vocabulary {address}"
+    name = f"--tokenizer {address}"
     if content.lstrip().startswith(b"{") or not file.name.endswith(".tiktoken"):
         return Tokenizer(content, name)
     named = re.search("|".join(["r50k", *PATTERNS]), file.name)
@@ -317,7 +317,7 @@ def read_vocabulary(address: str | None) -> Tokenizer:
         )
     pattern = named[0].replace("r50k", "gpt2")
     ranks = "".join(f"{line}\n" for line in content.decode(errors="replace").splitlines() if line.strip())
-    if pattern == "gpt2" and hashlib.sha256(ranks.encode()).hexdigest() == VOCABULARY_SHA256:
+    if pattern == "gpt2" and hashlib.sha256(ranks.encode()).hexdigest() == GPT2_SHA256:
         return gpt2()
     return Tokenizer(json.dumps({"pattern": pattern, "ranks": ranks}).encode(), name)
 
@@ -328,9 +328,9 @@ def load_by_hash(sha256: str, address: str | None) -> Tokenizer:
 
     Raises ``UserError`` when another is there.
     """
-    if sha256 == VOCABULARY_SHA256:
+    if sha256 == GPT2_SHA256:
         return gpt2()
-    tokenizer = read_vocabulary(address)
+    tokenizer = read_tokenizer(address)
     if tokenizer.sha256 != sha256:
         raise UserError(
             f"{address} has changed (sha256 {tokenizer.sha256[:12]}, not {sha256[:12]}): put the vocabulary of "
@@ -342,5 +342,5 @@ def load_by_hash(sha256: str, address: str | None) -> Tokenizer:
 
 def load_from(directory: StorageDir, sha256: str) -> Tokenizer | None:
     """The vocabulary of the data set or checkpoint at ``directory``; None where it has ids without one."""
-    known = sha256 == VOCABULARY_SHA256 or directory.exists(VOCABULARY_FILE)
-    return load_by_hash(sha256, (directory / VOCABULARY_FILE).address) if known else None
+    known = sha256 == GPT2_SHA256 or directory.exists(TOKENIZER_FILE)
+    return load_by_hash(sha256, (directory / TOKENIZER_FILE).address) if known else None

@@ -32,8 +32,8 @@ from pipeline.shards import (
     SETTINGS_FILE,
     SHARD,
     SPLITS,
+    TOKENIZER_FILE,
     TRACKING,
-    VOCABULARY_FILE,
     Manifest,
     read_manifest,
 )
@@ -192,7 +192,7 @@ def finish(job: Job, tell: Callable[[str], None] = lambda sentence: None) -> Man
     manifest = Manifest.of(
         [shard for record in records.values() for shard in record.shards],
         config=job.identity(),
-        vocabulary_sha256=job.tokenizer.sha256,
+        tokenizer_sha256=job.tokenizer.sha256,
         inputs=job.inventory.summary(),
         report=counts,
     )
@@ -255,7 +255,7 @@ def mark_unfinished(job: Job, todo: Iterable[str]) -> None:
     mark_undone(job.out_dir, todo)
     remove_half_written(job.out_dir, *SPLITS, PARTITIONS, ".")
     if not job.tokenizer.is_gpt2:
-        job.out_dir.write(VOCABULARY_FILE, job.tokenizer.content)
+        job.out_dir.write(TOKENIZER_FILE, job.tokenizer.content)
     _note_settings(job)
 
 
@@ -267,7 +267,7 @@ def clear(out_dir: StorageDir) -> None:
     """
     stored_files = _files(out_dir)
     out_dir.remove(filter(_RECORD.fullmatch, stored_files))
-    out_dir.remove([MANIFEST, QUARANTINE, TRACKING, VOCABULARY_FILE])
+    out_dir.remove([MANIFEST, QUARANTINE, TRACKING, TOKENIZER_FILE])
     out_dir.remove(filter(SHARD.fullmatch, stored_files))
     remove_half_written(out_dir, *SPLITS)
     if not out_dir.is_remote:

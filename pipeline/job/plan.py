@@ -16,8 +16,8 @@ from infra.storage.directory import StorageDir
 from pipeline.books.readers import DAMAGE, FileRange, members
 from pipeline.books.sources import Inventory, SourceFile, build_inventory
 from pipeline.config import TokenizeConfig
-from pipeline.encoding.tokenizer import VOCABULARY_SHA256, Tokenizer, load_by_hash, read_vocabulary
-from pipeline.shards import FORMAT_VERSION, VOCABULARY_FILE, Split
+from pipeline.encoding.tokenizer import GPT2_SHA256, Tokenizer, load_by_hash, read_tokenizer
+from pipeline.shards import FORMAT_VERSION, TOKENIZER_FILE, Split
 
 PARTS_PER_PIECE = 4096
 """Limits the number of tiny files in a piece, so that a crash repeats seconds of work and not minutes."""
@@ -35,12 +35,12 @@ class Partition:
     index: int
     parts: tuple[FileRange, ...]
     settings: TokenizeConfig
-    vocabulary_sha256: str = VOCABULARY_SHA256
+    tokenizer_sha256: str = GPT2_SHA256
 
     @property
     def tokenizer(self) -> Tokenizer:
         """What its books are encoded with. Raises ``UserError`` when another is at the place that the settings name."""
-        return load_by_hash(self.vocabulary_sha256, self.settings.vocabulary)
+        return load_by_hash(self.tokenizer_sha256, self.settings.tokenizer)
 
     @property
     def name(self) -> str:
@@ -69,7 +69,7 @@ class Partition:
             for file in [part.file]
         ]
         settings = self.settings.identity() | {"sources": []}
-        everything = [FORMAT_VERSION, self.vocabulary_sha256, self.index, settings, parts]
+        everything = [FORMAT_VERSION, self.tokenizer_sha256, self.index, settings, parts]
         return hashlib.sha256(json.dumps(everything, sort_keys=True).encode()).hexdigest()
 
 
@@ -77,12 +77,12 @@ class Job:
     """One run of the command: its settings, where its output goes, its inputs, and the pieces they are split into."""
 
     def __init__(self, config: TokenizeConfig) -> None:
-        self.tokenizer = read_vocabulary(config.vocabulary)
+        self.tokenizer = read_tokenizer(config.tokenizer)
         self.out_dir = StorageDir.of(config.out)
         if not self.tokenizer.is_gpt2:
             self.tokenizer.check_encoders(config.encoder)
             config = replace(
-                config, vocabulary=(self.out_dir / VOCABULARY_FILE).address
+                config, tokenizer=(self.out_dir / TOKENIZER_FILE).address
             )  # every worker can read it there
         self.config = config
         self.inventory = build_inventory(config.sources, config.mirror)
@@ -90,11 +90,11 @@ class Job:
 
     def identity(self) -> dict[str, Any]:
         """What decides the bytes of the shards: the settings, and the vocabulary by its hash."""
-        return self.config.identity() | {"vocabulary": self.tokenizer.sha256}
+        return self.config.identity() | {"tokenizer": self.tokenizer.sha256}
 
 
 def make_partitions(
-    inventory: Inventory, config: TokenizeConfig, vocabulary_sha256: str = VOCABULARY_SHA256
+    inventory: Inventory, config: TokenizeConfig, tokenizer_sha256: str = GPT2_SHA256
 ) -> list[Partition]:
     """Pieces of about ``shard_size`` bytes of text. A book is never split: one that is larger is a piece of its own.
 
@@ -109,7 +109,7 @@ def make_partitions(
                 room = config.shard_size
             groups[-1].append(part)
             room -= part.size
-    return [Partition(index, tuple(parts), config, vocabulary_sha256) for index, parts in enumerate(groups)]
+    return [Partition(index, tuple(parts), config, tokenizer_sha256) for index, parts in enumerate(groups)]
 
 
 def split_file(file: SourceFile, config: TokenizeConfig) -> list[FileRange]:

@@ -33,7 +33,7 @@ from infra.device.provenance import commit
 from infra.storage.files import write_json
 from pipeline.shards import Manifest, ShardRow, write_shard
 
-MODEL = "tiny,layers=2,heads=2,width=32,context_length=32,vocabulary=257,padded_vocabulary=320"
+MODEL = "tiny,layers=2,heads=2,width=32,context_length=32,vocab_size=257,padded_vocab_size=320"
 SEARCH = ["--model", MODEL, "--device", "cpu", "--memory-limit", "8GB"]
 TEN = ["--global-batch", "48", "--searcher", "grid", "--confirm", "0", "--trial-steps", "8"]
 KILLS, SEARCHES = 10, 15
@@ -82,7 +82,7 @@ def write_books(folder: Path) -> None:
         write_shard(folder, "train/000000-000.arrow", "train", rows[:2]),
         write_shard(folder, "val/000000-000.arrow", "val", rows[2:]),
     ]
-    Manifest.of(shards, config={}, vocabulary_sha256="small", inputs={}, report={}).write(folder)
+    Manifest.of(shards, config={}, tokenizer_sha256="small", inputs={}, report={}).write(folder)
 
 
 def start(folder: Path, flags: list[str]) -> subprocess.Popen[str]:

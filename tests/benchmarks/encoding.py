@@ -1,4 +1,4 @@
-"""How fast does each kind of vocabulary encode, beside the library that it is written for?
+"""How fast does each kind of tokenizer encode, compared with the library that it is written for?
 
     python -P tests/benchmarks/encoding.py BOOKS [--size 8MB] [--record FILE.json]
 
@@ -36,12 +36,12 @@ def main() -> None:
         if sum(map(len, texts)) < options.size:
             texts.append(file.read_bytes().decode(errors="replace").encode())
     size = sum(map(len, texts))
-    with status("training a vocabulary") as told:
+    with status("training a tokenizer") as told:
         own = Tokenizer(train(VocabularyConfig(size=4096), told), "tokenizer.json")
     found: dict[str, list[float]] = {}
     for turn in range(ROUNDS + 1):
-        for name, vocabulary in (("GPT-2's ranks", gpt2()), ("tokenizer.json of 4,096 ids", own)):
-            for encoder, encode in ways(vocabulary).items():
+        for name, tokenizer in (("GPT-2's ranks", gpt2()), ("tokenizer.json of 4,096 ids", own)):
+            for encoder, encode in ways(tokenizer).items():
                 began = time.perf_counter()
                 for text in texts:
                     encode(text)
@@ -59,9 +59,9 @@ def main() -> None:
         write_json(options.record, record)
 
 
-def ways(vocabulary: Tokenizer) -> dict[str, Callable[[bytes], object]]:
-    """The fast encoder and the vocabulary's own library."""
-    return {"gigatoken": vocabulary.encode, vocabulary.library: lambda text: vocabulary.encode(text, "tiktoken")}
+def ways(tokenizer: Tokenizer) -> dict[str, Callable[[bytes], object]]:
+    """The fast encoder and the tokenizer's own library."""
+    return {"gigatoken": tokenizer.encode, tokenizer.library: lambda text: tokenizer.encode(text, "tiktoken")}
 
 
 if __name__ == "__main__":

@@ -89,7 +89,7 @@ def ours(tokens: np.ndarray, folder: Path) -> Next:
     for number, part in enumerate(np.array_split(tokens, 4)):
         row = ShardRow(f"b{number}", None, None, None, "made", "0" * 64, len(part), part)
         shards.append(write_shard(folder, f"train/{number:06d}-000.arrow", "train", [row]))
-    Manifest.of(shards, config={}, vocabulary_sha256="made", inputs={}, report={}).write(folder)
+    Manifest.of(shards, config={}, tokenizer_sha256="made", inputs={}, report={}).write(folder)
     windows = Windows(TokenShards(folder).streams("train"), LENGTH, 0)
     loader = BatchLoader(windows, micro_batch=BATCH, accumulation=1, position=0, device=torch.device("cpu"))
     return loader.next

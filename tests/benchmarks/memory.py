@@ -34,7 +34,7 @@ ENVIRONMENT = {
 }  # fmt: skip
 """What a process that is measured must be started with; of its own a folder for Inductor's cache."""
 BATCHES = {
-    "gpt2-355m,layers=2,vocabulary=8192,padded_vocabulary=8192": 2,
+    "gpt2-355m,layers=2,vocab_size=8192,padded_vocab_size=8192": 2,
     "small,layers=2": 4,
     "tiny": 20,
 }
@@ -128,7 +128,7 @@ def training(**settings: Any) -> dict[str, Any]:
         tokens = np.random.default_rng(0).integers(0, 256, 20_000).astype(np.uint16)
         row = ShardRow("book", "Book", None, "en", "made", "0" * 64, len(tokens), tokens)
         shard = write_shard(Path(folder), "train/000000-000.arrow", "train", [row])
-        manifest = Manifest.of([shard], config={}, vocabulary_sha256="made", inputs={}, report={})
+        manifest = Manifest.of([shard], config={}, tokenizer_sha256="made", inputs={}, report={})
         manifest.write(Path(folder))
         before: list[int] = []
 

@@ -137,7 +137,7 @@ def measured(**row: Any) -> dict[str, Any]:
             Path(folder), "train/000000-000.arrow", "train",
             [ShardRow("book", "Book", None, "en", "made", "0" * 64, len(tokens), tokens)],
         )  # fmt: skip
-        Manifest.of([shard], config={}, vocabulary_sha256="made", inputs={}, report={}).write(Path(folder))
+        Manifest.of([shard], config={}, tokenizer_sha256="made", inputs={}, report={}).write(Path(folder))
         result = Trainer(config(Path(folder), row), should_stop=after_a_step).run()
     memory = result.memory
     return {

@@ -243,7 +243,7 @@ def huggingface(options: argparse.Namespace, device: Any) -> Peer:
 
     shape = TrainConfig(model=parse_model(options.model)).gpt2_config
     sizes: dict[str, Any] = {
-        "vocab_size": shape.padded_vocabulary, "n_positions": shape.context_length, "n_embd": shape.width,
+        "vocab_size": shape.padded_vocab_size, "n_positions": shape.context_length, "n_embd": shape.width,
         "n_layer": shape.layers, "n_head": shape.heads,
     }  # fmt: skip
     plain: dict[str, Any] = {"resid_pdrop": 0.0, "embd_pdrop": 0.0, "attn_pdrop": 0.0, "use_cache": False}
@@ -267,7 +267,7 @@ def nanogpt(options: argparse.Namespace, device: Any) -> Peer:
     theirs = definitions(options.nanogpt / "model.py")
     shape = TrainConfig(model=parse_model(options.model)).gpt2_config
     config = theirs.GPTConfig(
-        block_size=shape.context_length, vocab_size=shape.padded_vocabulary, n_layer=shape.layers,
+        block_size=shape.context_length, vocab_size=shape.padded_vocab_size, n_layer=shape.layers,
         n_head=shape.heads, n_embd=shape.width, dropout=0.0, bias=True,
     )  # fmt: skip
     model = theirs.GPT(config).to(device)
@@ -281,7 +281,7 @@ def build_nanogpt(options: argparse.Namespace, device: Any) -> Peer:
     theirs = definitions(options.build_nanogpt / "train_gpt2.py", master_process=False)
     shape = TrainConfig(model=parse_model(options.model)).gpt2_config
     config = theirs.GPTConfig(
-        block_size=shape.context_length, vocab_size=shape.padded_vocabulary, n_layer=shape.layers,
+        block_size=shape.context_length, vocab_size=shape.padded_vocab_size, n_layer=shape.layers,
         n_head=shape.heads, n_embd=shape.width,
     )  # fmt: skip
     model = theirs.GPT(config).to(device)

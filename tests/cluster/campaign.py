@@ -29,7 +29,7 @@ SECONDS = 420.0
 
 MACHINES = ("w1", "w2")
 
-MODEL = "tiny,layers=2,heads=2,width=32,context_length=32,vocabulary=257,padded_vocabulary=320"
+MODEL = "tiny,layers=2,heads=2,width=32,context_length=32,vocab_size=257,padded_vocab_size=320"
 STEPS = 1500
 TOKENIZE = "pipeline.tokenize s3://lab/books --shard-size 1MB --out s3://lab"
 TRAIN = (

@@ -47,7 +47,7 @@ from infra.storage.directory import StorageDir
 StorageDir.of("s3://lab/tokens").remove(["train/000001-000.arrow"])
 """
 
-MODEL = "tiny,layers=2,heads=2,width=32,context_length=32,vocabulary=257,padded_vocabulary=320"
+MODEL = "tiny,layers=2,heads=2,width=32,context_length=32,vocab_size=257,padded_vocab_size=320"
 FLAGS = (
     f"--data s3://lab/small --out s3://lab/runs --accelerator A100 --model {MODEL} --global-batch 8 --micro-batch 4 "
     "--cycle 10+1 --checkpoint-every 15 --schedule constant"
@@ -101,9 +101,9 @@ from torch import nn
 
 
 class Bigram(nn.Module):
-    def __init__(self, vocabulary):
+    def __init__(self, vocab_size):
         super().__init__()
-        self.rows = nn.Embedding(vocabulary, vocabulary)
+        self.rows = nn.Embedding(vocab_size, vocab_size)
 
     def forward(self, inputs, targets=None):
         logits = self.rows(inputs)
@@ -246,7 +246,7 @@ def test_a_model_of_ones_own_travels_to_the_machine_that_trains_it(lab: Any) -> 
     """Its file is on ``head`` alone, in a folder outside the project's."""
     lab.receive("mkdir ~/own && cat > ~/own/mine.py", MINE.encode())
     there = f"cd ~/own && PYTHONPATH=~/project {lab.python} -m"
-    flags = "--model mine:Bigram,vocabulary=257,context_length=32 --data s3://lab/small --global-batch 2 --device cpu"
+    flags = "--model mine:Bigram,vocab_size=257,context_length=32 --data s3://lab/small --global-batch 2 --device cpu"
     lab(
         "on",
         "head",

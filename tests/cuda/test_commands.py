@@ -28,7 +28,7 @@ LIMIT = 3 * 10**9
 
 @pytest.fixture
 def config(small_shards: Path) -> TrainConfig:
-    model = ModelConfig(layers=2, heads=2, width=64, context_length=32, vocabulary=257, padded_vocabulary=320)
+    model = ModelConfig(layers=2, heads=2, width=64, context_length=32, vocab_size=257, padded_vocab_size=320)
     return TrainConfig(
         data=str(small_shards), model=model, micro_batch=4, global_batch=8, steps=6, cycle=Cycle(3, 0), warmup_steps=2,
         device="cuda", compile="off",
@@ -62,7 +62,7 @@ def test_a_trial_is_judged_by_the_memory_of_its_process(config: TrainConfig) -> 
 
 
 def test_a_trial_above_its_limit_is_no_failure(config: TrainConfig) -> None:
-    wide = replace(config, model=replace(config.model, padded_vocabulary=2**20))
+    wide = replace(config, model=replace(config.model, padded_vocab_size=2**20))
     assert trial(replace(wide, micro_batch=8), LIMIT).outcome == "oom"
 
 

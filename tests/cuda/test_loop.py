@@ -36,7 +36,7 @@ BF16, FP16 = 2e-3, 1e-3
 
 @pytest.fixture
 def config(small_shards: Path) -> TrainConfig:
-    model = ModelConfig(layers=2, heads=2, width=64, context_length=32, vocabulary=257, padded_vocabulary=320)
+    model = ModelConfig(layers=2, heads=2, width=64, context_length=32, vocab_size=257, padded_vocab_size=320)
     return TrainConfig(
         data=str(small_shards), model=model, micro_batch=4, global_batch=8, steps=12, cycle=Cycle(4, 1),
         learning_rate=3e-3, warmup_steps=2, precision="fp32", device="cuda", compile="off", spike=0.0,

@@ -41,7 +41,7 @@ class Rung:
     precision: str = "fp32"
     compile: bool = False
     flash: bool = False
-    vocabulary: int = 50257
+    vocab_size: int = 50257
     tied: bool = False
 
 
@@ -49,7 +49,7 @@ BASELINE = Rung(28)
 FP16 = Rung(32, "fp16")
 COMPILED = Rung(48, "fp16", compile=True)
 FLASH = Rung(64, "fp16", compile=True, flash=True)
-PADDED = replace(FLASH, vocabulary=50304)
+PADDED = replace(FLASH, vocab_size=50304)
 RUNGS = {
     "baseline": BASELINE,
     "tensor cores": replace(BASELINE, precision="tf32"),
@@ -134,12 +134,12 @@ class Textbook(nn.Module):
 
     def __init__(self, rung: Rung) -> None:
         super().__init__()
-        self.tokens = nn.Embedding(rung.vocabulary, WIDTH)
+        self.tokens = nn.Embedding(rung.vocab_size, WIDTH)
         self.positions = nn.Embedding(CONTEXT, WIDTH)
         self.dropout = nn.Dropout(DROPOUT)
         self.blocks = nn.Sequential(*(Block(rung) for _ in range(LAYERS)))
         self.norm = Norm()
-        self.head = nn.Linear(WIDTH, rung.vocabulary, bias=False)
+        self.head = nn.Linear(WIDTH, rung.vocab_size, bias=False)
         if rung.tied:
             self.head.weight = self.tokens.weight
 
@@ -211,7 +211,7 @@ def ours(name: str, counted: "StepTime") -> dict[str, Any]:
             Path(folder), "train/000000-000.arrow", "train",
             [ShardRow("book", "Book", None, "en", "made", "0" * 64, len(tokens), tokens)],
         )  # fmt: skip
-        Manifest.of([shard], config={}, vocabulary_sha256="made", inputs={}, report={}).write(Path(folder))
+        Manifest.of([shard], config={}, tokenizer_sha256="made", inputs={}, report={}).write(Path(folder))
         config = dict(study_rungs())[name]
         config = replace(config, data=folder, steps=4, cycle=Cycle(4, 0), keep_checkpoints=0, spike=0.0)
         Trainer(config, should_stop=after_a_step).run()

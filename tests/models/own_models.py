@@ -28,40 +28,40 @@ class Causal(nn.Module):
         return logits if targets is None else F.cross_entropy(logits.flatten(0, 1).float(), targets.flatten())
 
 
-def gpt2(vocabulary: int, context_length: int, width: int = 64, layers: int = 2, heads: int = 2) -> nn.Module:
+def gpt2(vocab_size: int, context_length: int, width: int = 64, layers: int = 2, heads: int = 2) -> nn.Module:
     return Causal(GPT2LMHeadModel(GPT2Config(
-        vocab_size=vocabulary, n_positions=context_length, n_embd=width, n_layer=layers, n_head=heads,
+        vocab_size=vocab_size, n_positions=context_length, n_embd=width, n_layer=layers, n_head=heads,
         resid_pdrop=0.0, embd_pdrop=0.0, attn_pdrop=0.0, bos_token_id=0, eos_token_id=0,
         activation_function="gelu_pytorch_tanh",
     )))  # fmt: skip
 
 
-def _sizes(vocabulary: int, context_length: int) -> dict[str, Any]:
+def _sizes(vocab_size: int, context_length: int) -> dict[str, Any]:
     return {
-        "vocab_size": vocabulary, "max_position_embeddings": context_length, "hidden_size": 64,
+        "vocab_size": vocab_size, "max_position_embeddings": context_length, "hidden_size": 64,
         "intermediate_size": 128, "num_hidden_layers": 2, "num_attention_heads": 4, "num_key_value_heads": 2,
         "pad_token_id": 0, "bos_token_id": 0, "eos_token_id": 0,
     }  # fmt: skip
 
 
-def llama(vocabulary: int, context_length: int) -> nn.Module:
-    return Causal(LlamaForCausalLM(LlamaConfig(**_sizes(vocabulary, context_length))))
+def llama(vocab_size: int, context_length: int) -> nn.Module:
+    return Causal(LlamaForCausalLM(LlamaConfig(**_sizes(vocab_size, context_length))))
 
 
-def qwen(vocabulary: int, context_length: int) -> nn.Module:
-    return Causal(Qwen2ForCausalLM(Qwen2Config(**_sizes(vocabulary, context_length))))
+def qwen(vocab_size: int, context_length: int) -> nn.Module:
+    return Causal(Qwen2ForCausalLM(Qwen2Config(**_sizes(vocab_size, context_length))))
 
 
 class Encoder(nn.Module):
     """torch's own encoder under a causal mask, which gives no logits without targets."""
 
-    def __init__(self, vocabulary: int, context_length: int, width: int = 64) -> None:
+    def __init__(self, vocab_size: int, context_length: int, width: int = 64) -> None:
         super().__init__()
-        self.embedding = nn.Embedding(vocabulary, width)
+        self.embedding = nn.Embedding(vocab_size, width)
         self.positions = nn.Parameter(torch.zeros(context_length, width))
         layer = nn.TransformerEncoderLayer(width, 2, 4 * width, dropout=0.1, batch_first=True, norm_first=True)
         self.encoder = nn.TransformerEncoder(layer, 2, enable_nested_tensor=False)
-        self.head = nn.Linear(width, vocabulary)
+        self.head = nn.Linear(width, vocab_size)
 
     def forward(self, inputs: Tensor, targets: Tensor) -> Tensor:
         mask = nn.Transformer.generate_square_subsequent_mask(inputs.size(1), device=inputs.device)

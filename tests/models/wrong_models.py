@@ -11,9 +11,9 @@ from torch import Tensor, nn
 class Bigram(nn.Module):
     """A model of one matrix, which is right."""
 
-    def __init__(self, vocabulary: int) -> None:
+    def __init__(self, vocab_size: int) -> None:
         super().__init__()
-        self.rows = nn.Embedding(vocabulary, vocabulary)
+        self.rows = nn.Embedding(vocab_size, vocab_size)
 
     def forward(self, inputs: Tensor, targets: Tensor | None) -> Tensor:
         logits = self.rows(inputs)
@@ -70,17 +70,17 @@ class Empty(nn.Module):
 class Idle(Bigram):
     """Can be trained: what has no part in its loss stays as it is."""
 
-    def __init__(self, vocabulary: int) -> None:
-        super().__init__(vocabulary)
+    def __init__(self, vocab_size: int) -> None:
+        super().__init__(vocab_size)
         self.spare = nn.Linear(1, 1)
 
 
 class Short(Bigram):
     """Has too few positions, which nothing tells that does not compute."""
 
-    def __init__(self, vocabulary: int) -> None:
-        super().__init__(vocabulary)
-        self.positions = nn.Embedding(16, vocabulary)
+    def __init__(self, vocab_size: int) -> None:
+        super().__init__(vocab_size)
+        self.positions = nn.Embedding(16, vocab_size)
 
     def forward(self, inputs: Tensor, targets: Tensor | None) -> Tensor:
         places = self.positions(torch.arange(inputs.size(1), device=inputs.device))
@@ -90,9 +90,9 @@ class Short(Bigram):
 class Whole(Bigram):
     """Takes texts of one length alone."""
 
-    def __init__(self, vocabulary: int, context_length: int) -> None:
-        super().__init__(vocabulary)
-        self.positions = nn.Parameter(torch.zeros(context_length, vocabulary))
+    def __init__(self, vocab_size: int, context_length: int) -> None:
+        super().__init__(vocab_size)
+        self.positions = nn.Parameter(torch.zeros(context_length, vocab_size))
 
     def forward(self, inputs: Tensor, targets: Tensor | None) -> Tensor:
         logits = self.rows(inputs) + self.positions
@@ -144,64 +144,64 @@ class Spoiled(Bigram):
 class ByData(Bigram):
     """Ties its head to its embedding by its memory alone."""
 
-    def __init__(self, vocabulary: int) -> None:
-        super().__init__(vocabulary)
-        self.head = nn.Linear(vocabulary, vocabulary, bias=False)
+    def __init__(self, vocab_size: int) -> None:
+        super().__init__(vocab_size)
+        self.head = nn.Linear(vocab_size, vocab_size, bias=False)
         self.head.weight.data = self.rows.weight.data
 
 
-def positional(vocabulary: int, /) -> nn.Module:
-    return Bigram(vocabulary)
+def positional(vocab_size: int, /) -> nn.Module:
+    return Bigram(vocab_size)
 
 
-def leaving(vocabulary: int) -> nn.Module:
+def leaving(vocab_size: int) -> nn.Module:
     raise SystemExit("by itself")
 
 
 model = Bigram(257)
 
 
-def again(vocabulary: int) -> nn.Module:
+def again(vocab_size: int) -> nn.Module:
     return model
 
 
-def half(vocabulary: int) -> nn.Module:
-    return Bigram(vocabulary).half()
+def half(vocab_size: int) -> nn.Module:
+    return Bigram(vocab_size).half()
 
 
-def turned(vocabulary: int) -> nn.Module:
-    model = Bigram(vocabulary)
+def turned(vocab_size: int) -> nn.Module:
+    model = Bigram(vocab_size)
     model.register_parameter("turn", nn.Parameter(torch.ones(2, dtype=torch.complex64)))
     return model
 
 
-def nothing(vocabulary: int) -> None:
+def nothing(vocab_size: int) -> None:
     return None
 
 
-def few(vocabulary: int) -> nn.Module:
-    return Bigram(vocabulary - 1)
+def few(vocab_size: int) -> nn.Module:
+    return Bigram(vocab_size - 1)
 
 
-def sparse(vocabulary: int) -> nn.Module:
-    model = Bigram(vocabulary)
+def sparse(vocab_size: int) -> nn.Module:
+    model = Bigram(vocab_size)
     model.rows.sparse = True
     return model
 
 
-def double(vocabulary: int) -> nn.Module:
-    return Bigram(vocabulary).to(torch.float64)
+def double(vocab_size: int) -> nn.Module:
+    return Bigram(vocab_size).to(torch.float64)
 
 
-def lazy(vocabulary: int) -> nn.Module:
-    model = Bigram(vocabulary)
+def lazy(vocab_size: int) -> nn.Module:
+    model = Bigram(vocab_size)
     model.add_module("late", nn.LazyLinear(3))
     return model
 
 
-def frozen(vocabulary: int) -> nn.Module:
-    return Bigram(vocabulary).requires_grad_(False)
+def frozen(vocab_size: int) -> nn.Module:
+    return Bigram(vocab_size).requires_grad_(False)
 
 
-def broken(vocabulary: int) -> nn.Module:
+def broken(vocab_size: int) -> nn.Module:
     raise RuntimeError("it cannot be built")

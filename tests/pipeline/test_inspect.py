@@ -13,7 +13,7 @@ from infra.errors import UserError
 from infra.storage.directory import StorageDir
 from pipeline.books.sources import build_inventory
 from pipeline.config import TokenizeConfig
-from pipeline.encoding.tokenizer import VOCABULARY_SHA256
+from pipeline.encoding.tokenizer import GPT2_SHA256
 from pipeline.inspect import InspectConfig, main, passages, verify
 from pipeline.job.partition_result import read_record
 from pipeline.job.plan import make_partitions
@@ -32,9 +32,7 @@ def tokens(tmp_path_factory: pytest.TempPathFactory, write_books: Callable[..., 
     record = read_record(folder / "tokens", "000000")
     assert record
     assert len(record.shards) == 2
-    made = Manifest.of(
-        record.shards, config={}, vocabulary_sha256=VOCABULARY_SHA256, inputs={}, report={"books_dropped": {}}
-    )
+    made = Manifest.of(record.shards, config={}, tokenizer_sha256=GPT2_SHA256, inputs={}, report={"books_dropped": {}})
     made.write(folder / "tokens")
     return folder / "tokens"
 
@@ -92,9 +90,7 @@ def test_brackets_and_names_between_colons_are_printed_as_they_are(
     do_piece(piece, StorageDir.of(tmp_path / "tokens"), f"test-{uuid.uuid4()}")
     record = read_record(tmp_path / "tokens", piece.name)
     assert record
-    Manifest.of(record.shards, config={}, vocabulary_sha256=VOCABULARY_SHA256, inputs={}, report={}).write(
-        tmp_path / "tokens"
-    )
+    Manifest.of(record.shards, config={}, tokenizer_sha256=GPT2_SHA256, inputs={}, report={}).write(tmp_path / "tokens")
     assert main(InspectConfig(str(tmp_path / "tokens"), length=400)) == 0
     said = capsys.readouterr().out
     assert "[b] [a=b].txt, from token" in said
@@ -122,7 +118,7 @@ def test_each_split_is_shown_with_what_it_holds(
     sizes = {"train": 5_340_000, "val": 1_260_000}
     shards = [replace(info, bytes=sizes[info.split]) for info in read_manifest(tokens).shards]
     report = {"books_dropped": {"empty": 1200, "language": 1}}
-    Manifest.of(shards, config={}, vocabulary_sha256=VOCABULARY_SHA256, inputs={}, report=report).write(tmp_path)
+    Manifest.of(shards, config={}, tokenizer_sha256=GPT2_SHA256, inputs={}, report=report).write(tmp_path)
     assert main(InspectConfig(str(tmp_path), passages=0)) == 0
     lines = [" ".join(line.replace("│", " ").split()) for line in capsys.readouterr().out.splitlines()]
     for info, size in zip(shards, ("5.3 MB", "1.3 MB"), strict=True):

@@ -79,8 +79,8 @@ def test_a_data_set_that_is_made_again_while_it_is_opened_is_refused(
 def test_a_manifest_depends_on_its_shards_and_not_on_their_order(tokens: Path) -> None:
     made = read_manifest(tokens)
 
-    def of(shards: list[ShardInfo], vocabulary: str = "small") -> Manifest:
-        return Manifest.of(shards, config={}, vocabulary_sha256=vocabulary, inputs={}, report={})
+    def of(shards: list[ShardInfo], tokenizer: str = "small") -> Manifest:
+        return Manifest.of(shards, config={}, tokenizer_sha256=tokenizer, inputs={}, report={})
 
     assert of(made.shards[::-1]) == made
     train, val = made.shards[:2], made.shards[2]

@@ -180,6 +180,6 @@ def test_a_user_mistake_is_one_sentence_and_exit_code_two(
     for arguments, named in (
         (("nowhere",), "nowhere"),
         (("sample", "--out", "file/tokens"), "file/tokens"),
-        (("sample", "--vocabulary", "holes.gpt2.tiktoken"), "holes.gpt2.tiktoken"),
+        (("sample", "--tokenizer", "holes.gpt2.tiktoken"), "holes.gpt2.tiktoken"),
     ):
         assert named in refused(partial(run, main, TokenizeConfig, "pipeline.tokenize"), *arguments)

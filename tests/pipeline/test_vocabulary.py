@@ -1,4 +1,4 @@
-"""A vocabulary of one's own: trained, read from either kind of file, and exact by the library it is written for."""
+"""A tokenizer of one's own: trained, read from either kind of file, and exact by the library it is written for."""
 
 import base64
 import json
@@ -21,9 +21,9 @@ from infra.storage.directory import StorageDir
 from pipeline import inspect, tokenize, vocabulary
 from pipeline.config import ReadingConfig, TokenizeConfig
 from pipeline.encoding.formats import PATTERNS
-from pipeline.encoding.tokenizer import EncoderName, Tokenizer, gpt2, load_from, read_vocabulary
+from pipeline.encoding.tokenizer import EncoderName, Tokenizer, gpt2, load_from, read_tokenizer
 from pipeline.inspect import InspectConfig, passages
-from pipeline.shards import VOCABULARY_FILE, TokenShards, read_manifest
+from pipeline.shards import TOKENIZER_FILE, TokenShards, read_manifest
 from pipeline.stream import Stream
 from pipeline.vocabulary import VocabularyConfig
 
@@ -42,8 +42,8 @@ def ranks(tokens: list[bytes]) -> bytes:
 
 @pytest.fixture(scope="module")
 def trained(tmp_path_factory: pytest.TempPathFactory) -> Path:
-    """A small vocabulary of the sample."""
-    out = tmp_path_factory.mktemp("vocabulary") / "own.json"
+    """A small tokenizer, trained on the sample."""
+    out = tmp_path_factory.mktemp("tokenizer") / "own.json"
     assert vocabulary.main(VocabularyConfig(size=700, out=str(out))) == 0
     return out
 
@@ -70,7 +70,7 @@ def kinds(trained: Path, tmp_path_factory: pytest.TempPathFactory) -> dict[str, 
         (folder / name).write_text(json.dumps(content))
     for pattern in PATTERNS:
         (folder / f"own.{pattern}.tiktoken").write_bytes(ranks(own.tokens[:-1]))
-    found = {file.name: read_vocabulary(str(file)) for file in folder.iterdir()}
+    found = {file.name: read_tokenizer(str(file)) for file in folder.iterdir()}
     for each in found.values():
         each.check_encoders("gigatoken")
     return found
@@ -126,7 +126,7 @@ def test_training_is_deterministic_and_within_its_sample(trained: Path, tmp_path
 
 @pytest.fixture
 def large(tmp_path: Path) -> Path:
-    """A vocabulary of all pairs of bytes, of which those of the last letters have ids above 65,535."""
+    """A tokenizer of all pairs of bytes, of which those of the last letters have ids above 65,535."""
     single = [bytes([byte]) for byte in range(256)]
     pairs = [first + second for first in single for second in single]
     pairs.sort(key=lambda pair: (pair.isalpha() and pair.islower(), pair))
@@ -139,10 +139,10 @@ def test_more_than_65_536_ids_take_four_bytes_from_book_to_batch(
     large: Path, tmp_path: Path, store: str, write_books: Callable[..., Path]
 ) -> None:
     books = write_books(tmp_path / "books", 3)
-    config = TokenizeConfig((str(books),), out=str(tmp_path / "out"), vocabulary=str(large), tracking_uri=store)
+    config = TokenizeConfig((str(books),), out=str(tmp_path / "out"), tokenizer=str(large), tracking_uri=store)
     tokenize.main(config)
     place = StorageDir.of(tmp_path / "out")
-    found = load_from(place, read_manifest(place).vocabulary_sha256)
+    found = load_from(place, read_manifest(place).tokenizer_sha256)
     assert found
     assert len(found) == 256 + 65_536 + 1
     shards = TokenShards(tmp_path / "out")
@@ -158,7 +158,7 @@ def test_more_than_65_536_ids_take_four_bytes_from_book_to_batch(
     assert max(ids[:-1].max() for ids in read.values()) > 65_535
     assert all(text for _, text in passages(place, shards.manifest, 3, 20))
 
-    stream = Stream([str(books)], 0, ReadingConfig(vocabulary=str(large)))
+    stream = Stream([str(books)], 0, ReadingConfig(tokenizer=str(large)))
     streamed = {book.book: book for book in stream.validation_books(10**9)}
     assert streamed
     for book in streamed.values():
@@ -175,32 +175,32 @@ def test_a_data_set_carries_its_vocabulary_and_refuses_another(
     capsys: pytest.CaptureFixture[str],
 ) -> None:
     config = TokenizeConfig(
-        (str(write_books(tmp_path / "books", 3)),), out=str(tmp_path / "out"), vocabulary=str(trained),
+        (str(write_books(tmp_path / "books", 3)),), out=str(tmp_path / "out"), tokenizer=str(trained),
         tracking_uri=store,
     )  # fmt: skip
     tokenize.main(config)
-    assert (tmp_path / "out" / VOCABULARY_FILE).read_bytes() == trained.read_bytes()
+    assert (tmp_path / "out" / TOKENIZER_FILE).read_bytes() == trained.read_bytes()
     before = read_manifest(tmp_path / "out")
-    tokenize.main(replace(config, vocabulary=str(tmp_path / "out" / VOCABULARY_FILE)))
+    tokenize.main(replace(config, tokenizer=str(tmp_path / "out" / TOKENIZER_FILE)))
     assert read_manifest(tmp_path / "out") == before, "the same, wherever it is"
-    file = tmp_path / "out" / VOCABULARY_FILE
+    file = tmp_path / "out" / TOKENIZER_FILE
     for content in (b"", trained.read_bytes()[:-9], None):
         if content is None:
             file.unlink()
         else:
             file.write_bytes(content)
         assert inspect.main(InspectConfig(str(tmp_path / "out"), verify=True)) == 1
-        assert VOCABULARY_FILE in capsys.readouterr().err
+        assert TOKENIZER_FILE in capsys.readouterr().err
     file.write_bytes(trained.read_bytes())
     assert inspect.main(InspectConfig(str(tmp_path / "out"), verify=True)) == 0
     other = tmp_path / "first.json"
     other.write_bytes(kinds["first.json"].content)
     for changed in (None, str(other)):
-        with pytest.raises(UserError, match=r"vocabulary was .*--overwrite"):
-            tokenize.main(replace(config, vocabulary=changed))
-    tokenize.main(replace(config, vocabulary=None, overwrite=True))
-    assert not (tmp_path / "out" / VOCABULARY_FILE).exists()
-    assert read_manifest(tmp_path / "out").vocabulary_sha256 == gpt2().sha256
+        with pytest.raises(UserError, match=r"tokenizer was .*--overwrite"):
+            tokenize.main(replace(config, tokenizer=changed))
+    tokenize.main(replace(config, tokenizer=None, overwrite=True))
+    assert not (tmp_path / "out" / TOKENIZER_FILE).exists()
+    assert read_manifest(tmp_path / "out").tokenizer_sha256 == gpt2().sha256
 
 
 def test_a_word_of_any_length_is_learned_from_in_parts_and_others_whole(tmp_path: Path) -> None:
@@ -236,14 +236,14 @@ def test_no_file_is_opened_once_the_sample_is_full(tmp_path: Path) -> None:
 
 
 def refusal_of(content: bytes, name: str, encoder: EncoderName) -> str:
-    """Why ``encoder`` cannot be used with a vocabulary of this content, in one sentence; empty where it can."""
+    """Why ``encoder`` cannot be used with a tokenizer of this content, in one sentence; empty where it can."""
     try:
-        Tokenizer(content, f"--vocabulary {name}").check_encoders(encoder)
+        Tokenizer(content, f"--tokenizer {name}").check_encoders(encoder)
     except UserError as refused:
         sentence = str(refused)
     else:
         return ""
-    assert re.fullmatch(rf"--vocabulary {re.escape(name)} .*\.", sentence), sentence
+    assert re.fullmatch(rf"--tokenizer {re.escape(name)} .*\.", sentence), sentence
     return sentence
 
 
@@ -344,10 +344,10 @@ def test_a_panic_of_an_encoder_is_one_sentence_and_the_other_encoder_works(kinds
 def test_empty_lines_in_a_rank_file_change_nothing(tmp_path: Path, kinds: dict[str, Tokenizer]) -> None:
     content = ranks(kinds["own.json"].tokens[:-1])
     (tmp_path / "whole.gpt2.tiktoken").write_bytes(content)
-    whole = read_vocabulary(str(tmp_path / "whole.gpt2.tiktoken"))
+    whole = read_tokenizer(str(tmp_path / "whole.gpt2.tiktoken"))
     for changed in (content + b"\n", content + b"\r\n \n", b"\n" + content, content.replace(b"\n", b"\r\n")):
         (tmp_path / "other.gpt2.tiktoken").write_bytes(changed)
-        found = read_vocabulary(str(tmp_path / "other.gpt2.tiktoken"))
+        found = read_tokenizer(str(tmp_path / "other.gpt2.tiktoken"))
         found.check_encoders("gigatoken")
         assert (found.sha256, len(found), found.end_of_text) == (whole.sha256, len(whole), whole.end_of_text)
 
@@ -382,15 +382,15 @@ def test_what_is_no_vocabulary_is_refused_by_name(trained: Path, kinds: dict[str
     }
     for name, (content, said) in wrong.items():
         (tmp_path / name).write_bytes(content)
-        with pytest.raises(UserError, match="--vocabulary ") as refused:
-            read_vocabulary(str(tmp_path / name)).check_encoders("gigatoken")
+        with pytest.raises(UserError, match="--tokenizer ") as refused:
+            read_tokenizer(str(tmp_path / name)).check_encoders("gigatoken")
         sentence = str(refused.value)
         assert said in sentence, sentence
         assert name in sentence
         assert sentence.endswith(".")
         assert "\n" not in sentence
-    with pytest.raises(UserError, match=r"--vocabulary .*gone\.json cannot be read"):
-        read_vocabulary(str(tmp_path / "gone.json"))
+    with pytest.raises(UserError, match=r"--tokenizer .*gone\.json cannot be read"):
+        read_tokenizer(str(tmp_path / "gone.json"))
     splits = [{"type": "Split", "pattern": {"Regex": r"\w+|\W"}, "behavior": "Isolated", "invert": False}]
     splits.append(pre | {"use_regex": False})
     odd = Tokenizer(without(values, pre_tokenizer={"type": "Sequence", "pretokenizers": splits}), "odd.json")

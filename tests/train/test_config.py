@@ -51,12 +51,12 @@ def test_a_models_changes_are_read_as_their_types() -> None:
 
 def test_a_size_that_no_model_has_is_named() -> None:
     for name, value in (
-        ("vocabulary", 0), ("context_length", 0), ("dropout", 1.0), ("dropout", float("nan")),
-        ("padded_vocabulary", 50256), ("context_length", 10**30), ("width", 2**20 + 1), ("layers", 10**30),
+        ("vocab_size", 0), ("context_length", 0), ("dropout", 1.0), ("dropout", float("nan")),
+        ("padded_vocab_size", 50256), ("context_length", 10**30), ("width", 2**20 + 1), ("layers", 10**30),
     ):  # fmt: skip
         with pytest.raises(UserError, match=f"{name}.*{value}"):
             dataclasses.replace(PRESETS["tiny"], **{name: value})
-    assert dataclasses.replace(PRESETS["tiny"], padded_vocabulary=50257)
+    assert dataclasses.replace(PRESETS["tiny"], padded_vocab_size=50257)
 
 
 def test_a_searchs_best_is_read_by_its_config(tmp_path: Path) -> None:

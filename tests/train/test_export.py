@@ -17,7 +17,7 @@ from transformers import GPT2LMHeadModel, PreTrainedTokenizerFast
 from infra.errors import UserError
 from infra.tracking.store import create_run
 from infra.tracking.tracker import NOTE, Tracker
-from pipeline.encoding.tokenizer import VOCABULARY_SHA256, gpt2
+from pipeline.encoding.tokenizer import GPT2_SHA256, gpt2
 from pipeline.shards import checksum
 from train.config import Cycle, TrainConfig, config_from_json
 from train.data.tokenizer import tokenizer_files
@@ -133,7 +133,7 @@ def as_gpt2s(saved: Path, folder: Path) -> Path:
     save_file(weights, changed / "model.safetensors")
     config = config_from_json(progress.config, "test")
     told = dataclasses.replace(
-        progress, config=dataclasses.replace(config, model=model).to_json(), vocabulary_sha256=VOCABULARY_SHA256,
+        progress, config=dataclasses.replace(config, model=model).to_json(), tokenizer_sha256=GPT2_SHA256,
         files={"model.safetensors": checksum(changed / "model.safetensors")},
     )  # fmt: skip
     (changed / "progress.json").write_text(json.dumps(dataclasses.asdict(told)))
@@ -156,7 +156,7 @@ def test_the_card_tells_what_the_model_is_and_nothing_of_who_trained_it(saved: P
 def test_the_card_names_what_a_model_was_trained_from_and_not_where_that_was(saved: Path) -> None:
     progress = read_progress(saved)
     model = progress.config["model"] | {"start": "/home/me/published"}
-    changes = {"model": model, "stream": ["/home/me/books"], "reading": {"vocabulary": "/home/me/own.json"}, "steps": 5}
+    changes = {"model": model, "stream": ["/home/me/books"], "reading": {"tokenizer": "/home/me/own.json"}, "steps": 5}
     card = model_card(dataclasses.replace(progress, config=progress.config | changes), saved)
     assert "/home/me" not in card
     assert "from the weights of published" in card

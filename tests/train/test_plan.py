@@ -13,10 +13,10 @@ from infra.cli.console import console
 from infra.device.hardware import cpu_info
 from infra.errors import UserError
 from infra.storage.files import write_json
-from pipeline.encoding.tokenizer import read_vocabulary
-from pipeline.shards import MANIFEST, VOCABULARY_FILE
+from pipeline.encoding.tokenizer import read_tokenizer
+from pipeline.shards import MANIFEST, TOKENIZER_FILE
 from pipeline.vocabulary import VocabularyConfig
-from pipeline.vocabulary import main as train_vocabulary
+from pipeline.vocabulary import main as train_tokenizer
 from train.config import TrainConfig
 from train.estimate.forecast import arithmetic_rows, epoch_tokens, limit_rows, memory_rows, parameter_rows, time_rows
 from train.estimate.memory import published_activations
@@ -24,7 +24,7 @@ from train.model_config import PRESETS, ModelConfig
 from train.plan import PlanOptions, plan
 from train.resolved import resolve_for_plan
 
-PUBLISHED = replace(PRESETS["gpt2-124m"], padded_vocabulary=50257)
+PUBLISHED = replace(PRESETS["gpt2-124m"], padded_vocab_size=50257)
 
 
 def test_gpt2_has_its_published_parameters() -> None:
@@ -104,11 +104,11 @@ def test_the_published_formula_of_activations_stands_below_the_prediction() -> N
 
 
 def test_a_plan_is_of_the_model_that_its_data_make(small_shards: Path, tmp_path: Path) -> None:
-    """``small`` follows the vocabulary of the data; where there are none, or of another model, it is as it is named."""
-    data, vocabulary = shutil.copytree(small_shards, tmp_path / "data"), tmp_path / "data" / VOCABULARY_FILE
-    train_vocabulary(VocabularyConfig(size=300, sample=100_000, out=str(vocabulary)))
+    """``small`` follows the tokenizer of the data; where there are none, or of another model, it is as it is named."""
+    data, tokenizer = shutil.copytree(small_shards, tmp_path / "data"), tmp_path / "data" / TOKENIZER_FILE
+    train_tokenizer(VocabularyConfig(size=300, sample=100_000, out=str(tokenizer)))
     manifest = json.loads((data / MANIFEST).read_bytes())
-    write_json(data / MANIFEST, manifest | {"vocabulary_sha256": read_vocabulary(str(vocabulary)).sha256})
+    write_json(data / MANIFEST, manifest | {"tokenizer_sha256": read_tokenizer(str(tokenizer)).sha256})
 
     def embedded(model: str, data: str) -> str:
         with console.capture() as printed:

@@ -24,7 +24,7 @@ from infra.storage.directory import StorageDir
 from infra.storage.files import write_json
 from infra.tracking.store import store_uri
 from pipeline.encoding.tokenizer import gpt2
-from pipeline.shards import MANIFEST, VOCABULARY_FILE, read_manifest
+from pipeline.shards import MANIFEST, TOKENIZER_FILE, read_manifest
 from train import run, train
 from train.config import Cycle, TrainConfig, config_from_json
 from train.launch import driver, worker
@@ -39,7 +39,7 @@ from train.run_files.run_folder import RunFolder
 pytestmark = pytest.mark.usefixtures("working_folder")
 ROOT = Path(__file__).parents[2]
 FLAGS = [
-    "--model", "tiny,layers=2,heads=2,width=32,context_length=32,vocabulary=257,padded_vocabulary=320",
+    "--model", "tiny,layers=2,heads=2,width=32,context_length=32,vocab_size=257,padded_vocab_size=320",
     "--global-batch", "8", "--micro-batch", "4", "--cycle", "10+2", "--learning-rate", "3e-3", "--device", "cpu",
 ]  # fmt: skip
 
@@ -96,7 +96,7 @@ def test_one_run(
     for again, named in (
         (["--data", str(small_shards), "--name", "one", *FLAGS], "--resume one"),
         (["--resume", "one"], "step 25 of 25"),
-        (["--resume", "one", "--steps", "30", "--model", "tiny"], "vocabulary=257, not 50257"),
+        (["--resume", "one", "--steps", "30", "--model", "tiny"], "vocab_size=257, not 50257"),
         (["--resume", "one", "--steps", "30", "--data", "other"], "other data"),
     ):
         assert named in refused(run.main, *again)
@@ -135,7 +135,7 @@ def test_no_worker_waits_for_what_has_no_part_in_the_loss(
     monkeypatch.syspath_prepend(str(ROOT / "tests" / "models"))
     model = [
         "--model",
-        "wrong_models:Idle,context_length=32,vocabulary=257",
+        "wrong_models:Idle,context_length=32,vocab_size=257",
         "--global-batch",
         "4",
         "--micro-batch",
@@ -153,8 +153,8 @@ def test_no_worker_waits_for_what_has_no_part_in_the_loss(
 def test_memory_that_runs_out_in_one_of_two_workers_ends_the_run_with_the_reason(
     command: Callable[..., int], small_shards: Path, capfd: pytest.CaptureFixture[str]
 ) -> None:
-    sizes = f"padded_vocabulary={2**31},width={2**19}"
-    vast = [flag.replace("width=32,", "").replace("padded_vocabulary=320", sizes) for flag in FLAGS]
+    sizes = f"padded_vocab_size={2**31},width={2**19}"
+    vast = [flag.replace("width=32,", "").replace("padded_vocab_size=320", sizes) for flag in FLAGS]
     code = command(run.main, "--data", str(small_shards), "--name", "vast", "--workers", "2", "--steps", "2", *vast)
     printed = capfd.readouterr()
     assert code == 1, printed.err
@@ -180,8 +180,8 @@ def test_a_step_that_is_too_large_is_refused_with_both_numbers(refused: Callable
 @pytest.mark.parametrize(
     ("model", "named"),
     [
-        ("tiny,vocabulary=200,padded_vocabulary=256", "vocabulary=257"),
-        ("tiny,context_length=90000,vocabulary=257", "one window needs 90,001"),
+        ("tiny,vocab_size=200,padded_vocab_size=256", "vocab_size=257"),
+        ("tiny,context_length=90000,vocab_size=257", "one window needs 90,001"),
     ],
 )
 def test_data_that_do_not_fit_the_model_are_refused(
@@ -195,14 +195,14 @@ def test_data_whose_vocabulary_is_another_than_their_manifests_are_refused(
     refused: Callable[..., str], small_shards: Path
 ) -> None:
     shutil.copytree(small_shards, "other")
-    Path("other", VOCABULARY_FILE).write_text(gpt2().tokenizer_json())
+    Path("other", TOKENIZER_FILE).write_text(gpt2().tokenizer_json())
     said = refused(run.main, "--data", "other", "--steps", "1", *FLAGS)
-    assert VOCABULARY_FILE in said
+    assert TOKENIZER_FILE in said
     assert "--overwrite" in said
-    Path("other", VOCABULARY_FILE).unlink()
+    Path("other", TOKENIZER_FILE).unlink()
     manifest = Path("other", MANIFEST)
-    manifest.write_text(json.dumps(json.loads(manifest.read_text()) | {"config": {"vocabulary": "another"}}))
-    assert VOCABULARY_FILE in refused(run.main, "--data", "other", "--steps", "1", *FLAGS), "which is lost"
+    manifest.write_text(json.dumps(json.loads(manifest.read_text()) | {"config": {"tokenizer": "another"}}))
+    assert TOKENIZER_FILE in refused(run.main, "--data", "other", "--steps", "1", *FLAGS), "which is lost"
 
 
 def test_the_first_signal_asks_and_the_second_leaves() -> None:

@@ -158,7 +158,7 @@ def test_a_run_that_is_executed_in_another_way_is_not_compared(best: Path) -> No
 
 
 def test_the_command_compares_with_the_file_that_it_was_given(best: Path, small_shards: Path, tmp_path: Path) -> None:
-    model = replace(TrainConfig().model, vocabulary=257)
+    model = replace(TrainConfig().model, vocab_size=257)
     config = TrainConfig(data=str(small_shards), model=model, global_batch=8)
     values = json.loads(best.read_text())
     best.write_text(json.dumps(values | {"config": config.to_json()}))

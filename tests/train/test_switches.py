@@ -49,8 +49,8 @@ def gradients(config: TrainConfig, tokens: torch.Tensor) -> tuple[float, dict[st
 
 
 def batch_of(model: ModelConfig) -> torch.Tensor:
-    tokens = torch.randint(0, model.vocabulary - 1, (4, model.context_length + 1))
-    tokens[0, 10] = tokens[1, 3] = tokens[1, 20] = model.vocabulary - 1
+    tokens = torch.randint(0, model.vocab_size - 1, (4, model.context_length + 1))
+    tokens[0, 10] = tokens[1, 3] = tokens[1, 20] = model.vocab_size - 1
     return tokens
 
 
@@ -79,7 +79,7 @@ def test_gradients_stay_the_same(config: TrainConfig, change: dict[str, Any]) ->
 
 
 def test_masked_attention_stays_within_a_book(config: TrainConfig) -> None:
-    end = config.model.vocabulary - 1
+    end = config.model.vocab_size - 1
     tokens = batch_of(config.gpt2_config)[1:2, :-1]
     assert book_numbers(tokens, end)[0, [0, 3, 4, 20, 21]].tolist() == [0, 0, 1, 1, 2]
     for attention in ("sdpa", "manual"):

@@ -36,7 +36,7 @@ from tune.experiment.search_plan import make_search
 from tune.strategy.ranking import NEGLIGIBLE_LOSS
 
 FLAGS = [
-    "--model", "tiny,layers=2,heads=2,width=32,context_length=32,vocabulary=257,padded_vocabulary=320",
+    "--model", "tiny,layers=2,heads=2,width=32,context_length=32,vocab_size=257,padded_vocab_size=320",
     "--device", "cpu", "--trial-steps", "8",
 ]  # fmt: skip
 

@@ -33,7 +33,7 @@ class TrainingData(Protocol):
 
     @property
     def manifest(self) -> Manifest:
-        """Fingerprint, vocabulary and totals; a stream's totals are estimates that sharpen as it is read."""
+        """Fingerprint, tokenizer and totals; a stream's totals are estimates that sharpen as it is read."""
         ...
 
     @property
@@ -81,9 +81,9 @@ class ShardData:
 
 def _check_token_ids(config: TrainConfig, streams: Iterable[np.ndarray]) -> None:
     """Raise ``UserError`` when a token of ``streams`` is none of the model's."""
-    largest, known = max(int(stream.max(initial=0)) for stream in streams), config.model.vocabulary
+    largest, known = max(int(stream.max(initial=0)) for stream in streams), config.model.vocab_size
     if largest >= known:
         raise UserError(
-            f"{config.source} has the token id {largest:,} and --model has vocabulary={known:,}: give --model with "
-            f"vocabulary={largest + 1} or more."
+            f"{config.source} has the token id {largest:,} and --model has vocab_size={known:,}: give --model with "
+            f"vocab_size={largest + 1} or more."
         )

@@ -16,8 +16,8 @@ def with_absolute_paths(config: TrainConfig) -> TrainConfig:
     """``config`` with absolute paths of local sources, because workers run in a folder of Ray's."""
     if not config.stream:
         return replace(config, data=StorageDir.of(config.data).address)
-    tokenizer = config.reading.vocabulary and StorageDir.of(config.reading.vocabulary).address
-    reading = replace(config.reading, vocabulary=tokenizer)
+    tokenizer = config.reading.tokenizer and StorageDir.of(config.reading.tokenizer).address
+    reading = replace(config.reading, tokenizer=tokenizer)
     return replace(config, stream=tuple(whole_path(source) for source in config.stream), reading=reading)
 
 
@@ -45,7 +45,7 @@ def estimate_manifest(
     }
     return Manifest(
         config=stream.settings.identity(),
-        vocabulary_sha256=stream.vocabulary_sha256,
+        tokenizer_sha256=stream.tokenizer_sha256,
         shards=[],
         inputs=summary,
         report={},

@@ -1,4 +1,4 @@
-"""The vocabulary of a run: that of its data, which the model follows, and the tokenizer of an exported model."""
+"""The tokenizer of a run, which is that of its data; the size of the model's vocabulary follows it."""
 
 import json
 from dataclasses import replace
@@ -6,21 +6,21 @@ from dataclasses import replace
 from infra.errors import UserError
 from infra.storage.directory import StorageDir
 from pipeline.encoding.tokenizer import Tokenizer, load_by_hash, load_from
-from pipeline.shards import VOCABULARY_FILE, Manifest
+from pipeline.shards import TOKENIZER_FILE, Manifest
 from train.config import TrainConfig
 
 
 def load_tokenizer(config: TrainConfig, manifest: Manifest) -> Tokenizer | None:
-    """The vocabulary of the data of ``config``; None for shards of ids without one.
+    """The tokenizer of the data of ``config``; None for shards of ids without one.
 
     Raises ``UserError`` if it is lost.
     """
     if config.stream:
-        return load_by_hash(manifest.vocabulary_sha256, config.reading.vocabulary)
-    tokenizer = load_from(StorageDir.of(config.data), manifest.vocabulary_sha256)
-    if tokenizer is None and "vocabulary" in manifest.config:
+        return load_by_hash(manifest.tokenizer_sha256, config.reading.tokenizer)
+    tokenizer = load_from(StorageDir.of(config.data), manifest.tokenizer_sha256)
+    if tokenizer is None and "tokenizer" in manifest.config:
         raise UserError(
-            f"{config.source} lacks the {VOCABULARY_FILE} of its ids: put it back, or make the data again with 'python "
+            f"{config.source} lacks the {TOKENIZER_FILE} of its ids: put it back, or make the data again with 'python "
             "-m pipeline.tokenize --overwrite'."
         )
     return tokenizer
@@ -40,7 +40,7 @@ def match_tokenizer(config: TrainConfig, manifest: Manifest) -> TrainConfig:
 
 
 def tokenizer_files(tokenizer: Tokenizer, context_length: int) -> dict[str, str]:
-    """The vocabulary as files of a tokenizer that transformers reads.
+    """The tokenizer as files that transformers reads.
 
     With ``truncation=True``, and in a warning without, it knows a model's ``context_length``.
     """

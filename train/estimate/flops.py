@@ -68,7 +68,7 @@ def matmul_parameters(model: ModelConfig) -> int:
 
     Embeddings are looked up and not multiplied. A tied head is multiplied once.
     """
-    return model.layers * 12 * model.width**2 + model.padded_vocabulary * model.width
+    return model.layers * 12 * model.width**2 + model.padded_vocab_size * model.width
 
 
 def palm_flops(model: ModelConfig) -> float:

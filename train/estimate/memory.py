@@ -149,7 +149,7 @@ def _of_formulas(config: TrainConfig) -> MemoryBreakdown:
         logits=logits,
         working=working,
         workspace=WORKSPACE[kind],
-        unused=2 * config.micro_batch * model.context_length * model.padded_vocabulary if hole else 0,
+        unused=2 * config.micro_batch * model.context_length * model.padded_vocab_size if hole else 0,
         context=CONTEXT[kind],
         moment=moment,
     )
@@ -158,7 +158,7 @@ def _of_formulas(config: TrainConfig) -> MemoryBreakdown:
 def _moments(config: TrainConfig) -> dict[str, tuple[float, float, float, float, float]]:
     """Bytes of (gradients, casts, activations, logits, working results) at each moment that can be the peak."""
     model, layers = config.gpt2_config, config.gpt2_config.layers
-    head_parameters = model.padded_vocabulary * model.width
+    head_parameters = model.padded_vocab_size * model.width
     tokens = config.micro_batch * model.context_length
     chunks = _pieces(config)
     sizes = token_sizes(config, config.device)
@@ -186,7 +186,7 @@ def _moments(config: TrainConfig) -> dict[str, tuple[float, float, float, float,
     # The fused loss accumulates the head's gradient in fp32 while it computes, and in 16 bits also a piece's share.
     summed = 4 * head_parameters if chunks else 0
     if chunks and product == 2:
-        logits = max(logits, tokens * product * model.padded_vocabulary / chunks + product * head_parameters)
+        logits = max(logits, tokens * product * model.padded_vocab_size / chunks + product * head_parameters)
     # A tied head's gradient waits for the embedding's; autograd adds the two, and both to what has been accumulated.
     # The fused loss's is a tensor of its own, to which the embedding's is added in place (can_accumulate_inplace in
     # torch/csrc/autograd/input_buffer.cpp).
@@ -197,7 +197,7 @@ def _moments(config: TrainConfig) -> dict[str, tuple[float, float, float, float,
         sums, at_the_end = head * model.tied, all_gradients + accumulated
     # Inductor computes a tied head's gradient last, in one operation that adds it to the embedding's.
     late = whole and not chunks and model.tied and product == one
-    kept_logits = tokens * product * (model.padded_vocabulary + model.width) * late
+    kept_logits = tokens * product * (model.padded_vocab_size + model.width) * late
     if late:
         waiting = 0
     # The gradients of the other blocks, where they do not go into what is accumulated.
@@ -293,7 +293,7 @@ def token_sizes(config: TrainConfig, kind: str) -> BytesPerToken:
         saved=saved,
         working=max(block_working, attention_working),
         head_inputs=stream * width + head_input * width + 16 + embedding,
-        loss=model.padded_vocabulary * logits,
+        loss=model.padded_vocab_size * logits,
     )
 
 

@@ -91,4 +91,4 @@ def triton_bytes(config: TrainConfig) -> float:
     rates, model, tokens = MOVED[config.precision], config.gpt2_config, config.micro_batch * config.model.context_length
     block = rates.per_block_token * model.width * tokens + rates.per_block_weight * 12 * model.width**2
     head = rates.per_logit * tokens + rates.per_head_weight * model.width
-    return model.layers * block + model.padded_vocabulary * head
+    return model.layers * block + model.padded_vocab_size * head

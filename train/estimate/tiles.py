@@ -37,7 +37,7 @@ def products(config: TrainConfig, multiprocessors: int) -> list[Waste]:
         "queries, keys, values": 3 * model.width,
         "projections to the width": model.width,
         "feed-forward up": 4 * model.width,
-        "head": model.padded_vocabulary,
+        "head": model.padded_vocab_size,
     }
     return [_waste(name, tokens, size, multiprocessors) for name, size in columns.items()]
 
@@ -56,17 +56,17 @@ def warnings(config: TrainConfig, multiprocessors: int) -> list[str]:
     align = 8 if config.precision in HALF_PRECISIONS else 4
     sizes = {
         "width": model.width, "width of a head": model.width // model.heads,
-        "padded vocabulary": model.padded_vocabulary,
+        "padded vocabulary": model.padded_vocab_size,
     }  # fmt: skip
     sentences = [
         f"{name} {size:,} is not a multiple of {align}, which tensor cores need for {config.precision}"
         for name, size in sizes.items()
         if size % align and config.precision != "fp32"  # fp32 does not use tensor cores.
     ]
-    if model.padded_vocabulary % 64:
-        padded = -(-model.padded_vocabulary // 64) * 64
+    if model.padded_vocab_size % 64:
+        padded = -(-model.padded_vocab_size // 64) * 64
         sentences.append(
-            f"padded vocabulary {model.padded_vocabulary:,} is not a multiple of 64; set padded_vocabulary={padded} in "
+            f"padded vocabulary {model.padded_vocab_size:,} is not a multiple of 64; set padded_vocab_size={padded} in "
             "--model to fill whole tiles"
         )
     for product in products(config, multiprocessors):

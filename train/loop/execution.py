@@ -148,7 +148,7 @@ def _dense(config: TrainConfig) -> MaskFunction:
 
 
 def _end_of_text(config: TrainConfig) -> int:
-    return config.model.end_of_text % config.model.vocabulary
+    return config.model.end_of_text % config.model.vocab_size
 
 
 def _to_fp8(model: nn.Module) -> None:

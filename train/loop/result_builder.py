@@ -102,12 +102,12 @@ def _held_out_losses(
 ) -> tuple[float | None, float | None, float | None]:
     """``val_loss`` per byte and per character of its text, and the least loss there of a model without inputs.
 
-    The first two are None where the vocabulary is not known, all of them without validation.
+    The first two are None where the tokenizer is not known, all of them without validation.
     """
     windows, tokenizer = data.validation, load_tokenizer(config, data.manifest)
     if val_loss is None or windows is None:
         return None, None, None
-    counts = id_counts(windows, window_count(windows, config), config.model.vocabulary)
+    counts = id_counts(windows, window_count(windows, config), config.model.vocab_size)
     if tokenizer is None:
         return None, None, unigram_loss(counts)
     text = Text.of(counts, tokenizer)

@@ -25,7 +25,7 @@ SAMPLE_TOKENS = 64
 
 
 def load_model(checkpoint: Path) -> tuple[Any, Tokenizer | None]:
-    """The model of a checkpoint, in evaluation mode, and its vocabulary, if it has one."""
+    """The model of a checkpoint, in evaluation mode, and its tokenizer, if it has one."""
     progress = read_progress(checkpoint)
     config = config_from_json(progress.config, str(checkpoint))
     fault = find_damage(checkpoint, file_name=WEIGHTS)
@@ -34,7 +34,7 @@ def load_model(checkpoint: Path) -> tuple[Any, Tokenizer | None]:
     device = torch.device("cuda" if torch.cuda.is_available() else "cpu")
     model = build_inference_model(config).to(device)
     load_weights(checkpoint, model, device)
-    return model, load_from(StorageDir.of(checkpoint), progress.vocabulary_sha256)
+    return model, load_from(StorageDir.of(checkpoint), progress.tokenizer_sha256)
 
 
 @torch.no_grad()
@@ -56,7 +56,7 @@ def sample(
     generator = torch.Generator(device).manual_seed(seed)
     tokens = torch.tensor([ids], device=device)
     for _ in range(count):
-        logits = model(tokens[:, -kind.context_length :], None)[:, -1, : kind.vocabulary].float()
+        logits = model(tokens[:, -kind.context_length :], None)[:, -1, : kind.vocab_size].float()
         if not torch.isfinite(logits.logsumexp(dim=-1)).all():
             raise UserError(
                 "The model gives logits that are infinite or not a number in evaluation mode. Check what its forward "
@@ -76,7 +76,7 @@ def _choose(logits: Tensor, temperature: float, top_k: int, generator: torch.Gen
 
 
 def closing_sample(trainer: Trainer, result: RunResult) -> str | None:
-    """Text that a model writes at the end of its run; None if it is sharded, gives no logits, or has no vocabulary."""
+    """Text that a model writes at the end of its run; None if it is sharded, gives no logits, or has no tokenizer."""
     tokenizer, kind = trainer.tokenizer, trainer.config.model
     if result.outcome != "finished" or trainer.config.shard or tokenizer is None or not kind.has_logits:
         return None

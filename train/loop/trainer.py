@@ -363,7 +363,7 @@ class Trainer:
         progress = Progress(
             **vars(self.state),
             data_fingerprint=self.data.manifest.fingerprint,
-            vocabulary_sha256=self.data.manifest.vocabulary_sha256,
+            tokenizer_sha256=self.data.manifest.tokenizer_sha256,
             config=self.config.to_json(),
             place=self.data.state_dict(self.state.position),
         )

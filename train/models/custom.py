@@ -42,7 +42,7 @@ def build_model(model: CustomModel) -> nn.Module:
         raise UserError(f"{named} does not tell its arguments ({untold}): name a function that calls it.") from None
     takes_all = any(parameter.kind is parameter.VAR_KEYWORD for parameter in parameters)
     takes_all = takes_all and getattr(build, "__init__", None) is not nn.Module.__init__  # which refuses all
-    sizes = {"context_length": model.context_length, "vocabulary": model.vocabulary}
+    sizes = {"context_length": model.context_length, "vocab_size": model.vocab_size}
     taken = {name: size for name, size in sizes.items() if takes_all or name in {each.name for each in parameters}}
     keyword_arguments = taken | model.values
     try:
@@ -136,11 +136,11 @@ def _inspect_on_device(model: CustomModel, device: torch.device) -> ModelInfo:
     with suppress(Exception), torch.no_grad():
         logits = module.eval()(tokens[:, :2], None)  # of a text that has just begun
     logits = logits if isinstance(logits, Tensor) and logits.dim() == 3 and logits.size(1) <= 2 else None
-    ids = min(filter(None, (calls.ids, logits is not None and logits.size(-1))), default=model.vocabulary)
-    if ids < model.vocabulary:
+    ids = min(filter(None, (calls.ids, logits is not None and logits.size(-1))), default=model.vocab_size)
+    if ids < model.vocab_size:
         raise UserError(
-            f"{named} has {ids:,} ids, and the data have {model.vocabulary:,}: make it as large; the callable gets the "
-            "number as its argument 'vocabulary'."
+            f"{named} has {ids:,} ids, and the data have {model.vocab_size:,}: make it as large; the callable gets the "
+            "number as its argument 'vocab_size'."
         )
     return ModelInfo(
         parameters=sum(parameter.numel() for parameter in module.parameters()),

@@ -99,11 +99,11 @@ class GPT(nn.Module):
         self.loss: Loss = loss
         self.loss_chunks = loss_chunks
         self.activations = activations
-        self.token_embedding = nn.Embedding(config.padded_vocabulary, config.width)
+        self.token_embedding = nn.Embedding(config.padded_vocab_size, config.width)
         self.position_embedding = nn.Embedding(config.context_length, config.width)
         self.blocks = nn.ModuleList(Block(config, attention) for _ in range(config.layers))
         self.norm = LayerNorm(config.width, bias=config.bias)
-        self.head = Linear(config.width, config.padded_vocabulary, bias=False)
+        self.head = Linear(config.width, config.padded_vocab_size, bias=False)
         self.apply(self._init_weights)
         for name, parameter in self.named_parameters():
             if name.endswith("projection.weight"):  # GPT-2, section 2.3: residual layers scaled by 1/sqrt(N)
@@ -155,7 +155,7 @@ class GPT(nn.Module):
         """
         hidden, head = self.norm(x), self.head.weight
         chunks = chunk_count(self.loss, self.loss_chunks, targets.numel())
-        ids = None if self.training else self.config.vocabulary
+        ids = None if self.training else self.config.vocab_size
         return fused(hidden, head, targets, chunks, ids) if chunks else plain(hidden, head, targets, ids)
 
 
@@ -166,5 +166,5 @@ def parameter_count(config: ModelConfig) -> int:
     """
     width, norms = config.width, (1 + config.bias) * config.width * (2 * config.layers + 1)
     block = 12 * width**2 + config.bias * 9 * width
-    embeddings = (config.padded_vocabulary * (1 if config.tied else 2) + config.context_length) * width
+    embeddings = (config.padded_vocab_size * (1 if config.tied else 2) + config.context_length) * width
     return embeddings + config.layers * block + norms

@@ -38,7 +38,7 @@ def to_hf_state_dict(model: GPT) -> dict[str, Tensor]:
     for name, value in model.state_dict().items():
         value = value.detach().float().cpu()
         if name in _BY_ID:
-            value = value[: config.vocabulary]
+            value = value[: config.vocab_size]
         if name != "head.weight" or not config.tied:
             weights[_published(name)] = (value.T if _is_transposed(name) else value).contiguous()
     if not config.bias:  # the format always has biases
@@ -62,7 +62,7 @@ def load_hf_weights(model: GPT, folder: Path) -> None:
         for name, parameter in model.named_parameters():
             published = _published(name)
             value = weights.get(published.removeprefix(prefix))
-            rows = parameter[: model.config.vocabulary] if name in _BY_ID else parameter
+            rows = parameter[: model.config.vocab_size] if name in _BY_ID else parameter
             shape = rows.T.shape if _is_transposed(name) else rows.shape
             if value is None or value.shape != shape:
                 problem = "missing" if value is None else f"of shape {tuple(value.shape)}, not {tuple(shape)}"
@@ -85,7 +85,7 @@ def _is_transposed(name: str) -> bool:
 
 def to_hf_config(config: ModelConfig) -> dict[str, Any]:
     """The model's shape as transformers' ``GPT2Config`` reads it."""
-    end_of_text = config.end_of_text % config.vocabulary
+    end_of_text = config.end_of_text % config.vocab_size
     return {
         "model_type": "gpt2",
         "architectures": ["GPT2LMHeadModel"],
@@ -93,7 +93,7 @@ def to_hf_config(config: ModelConfig) -> dict[str, Any]:
         "n_head": config.heads,
         "n_embd": config.width,
         "n_positions": config.context_length,
-        "vocab_size": config.vocabulary,
+        "vocab_size": config.vocab_size,
         "tie_word_embeddings": config.tied,
         "activation_function": "gelu_new",
         "layer_norm_epsilon": 1e-5,

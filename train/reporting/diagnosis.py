@@ -28,11 +28,11 @@ _TOLERANCE = 0.03
 
 def first_loss_fault(config: TrainConfig, loss: float | None) -> str:
     """Why the ``loss`` of the first step of a custom model is not a mean over its ids; empty where it can be one."""
-    guess = math.log(config.model.vocabulary)
+    guess = math.log(config.model.vocab_size)
     if not isinstance(config.model, CustomModel) or loss is None or loss <= 2 * guess:
         return ""
     return (
-        f"the first loss is {loss:,.1f}, and a guess among {config.model.vocabulary:,} ids has {guess:.1f}: check that "
+        f"the first loss is {loss:,.1f}, and a guess among {config.model.vocab_size:,} ids has {guess:.1f}: check that "
         f"--model {config.model.callable} returns the mean over all targets and not a sum, and that its initial "
         "weights are small"
     )
@@ -64,7 +64,7 @@ def _no_progress(config: TrainConfig, result: RunResult) -> str:
     losses = [loss for _, loss, _ in half]
     if not half or half[-1][0] - half[0][0] < LEARNING_STEPS:
         return ""
-    without_inputs = result.unigram_loss or math.log(config.model.vocabulary)
+    without_inputs = result.unigram_loss or math.log(config.model.vocab_size)
     if losses[-1] < (1 - _TOLERANCE) * max(losses) or min(losses) < (1 - _TOLERANCE) * without_inputs:
         return ""
     return (

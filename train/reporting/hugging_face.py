@@ -76,13 +76,13 @@ def model_card(progress: Progress, checkpoint: Path, run: str = "") -> str:
         ("steps", f"{progress.step:,}"),
         ("training tokens", f"{progress.step * config.step_tokens:,}"),
         ("data fingerprint", progress.data_fingerprint),
-        ("vocabulary sha256", progress.vocabulary_sha256),
+        ("tokenizer sha256", progress.tokenizer_sha256),
     ]
     custom = isinstance(config.model, CustomModel)
-    ids = config.model.vocabulary if custom else config.gpt2_config.padded_vocabulary
+    ids = config.model.vocab_size if custom else config.gpt2_config.padded_vocab_size
     names = {
         "train_loss": f"training loss (nats/token, over {ids:,} token ids)",
-        "val_loss": f"validation loss (nats/token, over {config.model.vocabulary:,} token ids)",
+        "val_loss": f"validation loss (nats/token, over {config.model.vocab_size:,} token ids)",
         "val_perplexity": "validation perplexity",
         "val_bits_per_byte": "validation bits per byte",
         "val_bits_per_character": "validation bits per character",
@@ -108,9 +108,9 @@ def _without_paths(config: TrainConfig) -> TrainConfig:
     model = config.model
     if isinstance(model, ModelConfig):
         model = replace(model, start=Path(model.start).name)
-    tokenizer = config.reading.vocabulary and StorageDir.of(config.reading.vocabulary).name
+    tokenizer = config.reading.tokenizer and StorageDir.of(config.reading.tokenizer).name
     return replace(
         config, model=model, data=StorageDir.of(config.data).name,
         stream=tuple(StorageDir.of(source).name for source in config.stream),
-        reading=replace(config.reading, vocabulary=tokenizer),
+        reading=replace(config.reading, tokenizer=tokenizer),
     )  # fmt: skip

@@ -135,7 +135,7 @@ def detail_rows(config: TrainConfig, result: RunResult) -> list[tuple[str, str]]
     if result.val_perplexity is not None:
         bits = [("byte", result.val_bits_per_byte), ("character", result.val_bits_per_character)]
         bits_text = "".join(f"; {value:.3f} bits per {unit}" for unit, value in bits if value is not None)
-        perplexity = f"perplexity {result.val_perplexity:,.1f} over {config.model.vocabulary:,} token ids"
+        perplexity = f"perplexity {result.val_perplexity:,.1f} over {config.model.vocab_size:,} token ids"
         rows.append(("validation", perplexity + bits_text))
     total = result.train_tokens + result.val_tokens
     tokens = f"{result.train_tokens:,} training + {result.val_tokens:,} validation = {total:,} in total"

@@ -23,7 +23,7 @@ from infra.schema import to_json
 from infra.storage.directory import StorageDir
 from infra.storage.files import TEMPORARY, sync_folder, write_json
 from pipeline.encoding.tokenizer import Tokenizer
-from pipeline.shards import VOCABULARY_FILE, checksum
+from pipeline.shards import TOKENIZER_FILE, checksum
 from train.models.parallel import full_tensor, shard_like
 from train.run_files.progress import PROGRESS, Progress, checkpoints_in, find_damage
 from train.run_files.uploads import CYCLES, upload
@@ -202,8 +202,8 @@ def write(folder: Path, snapshot: Snapshot, progress: Progress, tokenizer: Token
     torch.save(snapshot.state, temporary / _STATE)
     names = [WEIGHTS, _STATE]
     if tokenizer and not tokenizer.is_gpt2:
-        names.append(VOCABULARY_FILE)
-        (temporary / VOCABULARY_FILE).write_bytes(tokenizer.content)
+        names.append(TOKENIZER_FILE)
+        (temporary / TOKENIZER_FILE).write_bytes(tokenizer.content)
     for file in names:
         with (temporary / file).open("rb") as opened:
             os.fsync(opened.fileno())

@@ -42,7 +42,7 @@ class Progress(RunState):
     """The part of a checkpoint that is not tensors."""
 
     data_fingerprint: str
-    vocabulary_sha256: str
+    tokenizer_sha256: str
     config: dict[str, Any]
     """The run as it was resolved."""
     place: dict[str, Any] | None = None
@@ -121,10 +121,10 @@ _FIXED_SETTINGS = ("seed", "global_batch", "optimizer", "mask_books")
 def check_same_run(path: Path | str, progress: Progress, config: TrainConfig, manifest: Manifest) -> None:
     """Raise ``UserError`` when ``config`` on this data is not the run that wrote the checkpoint at ``path``."""
     flag = "--stream" if config.stream else "--data"
-    if progress.vocabulary_sha256 != manifest.vocabulary_sha256:
+    if progress.tokenizer_sha256 != manifest.tokenizer_sha256:
         raise UserError(
-            f"{path} was trained on another vocabulary (sha256 {progress.vocabulary_sha256[:12]}) than that of "
-            f"{flag} {config.source} ({manifest.vocabulary_sha256[:12]}): start a new run with --name."
+            f"{path} was trained with another tokenizer (sha256 {progress.tokenizer_sha256[:12]}) than that of "
+            f"{flag} {config.source} ({manifest.tokenizer_sha256[:12]}): start a new run with --name."
         )
     old_config = config_from_json(progress.config, str(path))
     if progress.data_fingerprint != manifest.fingerprint:

@@ -151,7 +151,7 @@ def list_deviations(name: str, config: TrainConfig) -> list[str]:
             "ablate": " ".join(sorted(each.ablate)) or "nothing",
             "head": "tied" if each.gpt2_config.tied else "not tied",
             "vocabulary": "padded"
-            if each.gpt2_config.padded_vocabulary > each.gpt2_config.vocabulary
+            if each.gpt2_config.padded_vocab_size > each.gpt2_config.vocab_size
             else "not padded",
         }
         for each in (config, dict(study_rungs())[name])

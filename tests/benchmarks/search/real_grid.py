@@ -35,7 +35,7 @@ from tune.space import make_space
 from tune.trial.row import Proposal, TrialRow
 from tune.trial.run import StopRule, TrialRequest, run
 
-MODEL = ModelConfig(layers=2, heads=2, width=64, context_length=64, vocabulary=512, padded_vocabulary=512)
+MODEL = ModelConfig(layers=2, heads=2, width=64, context_length=64, vocab_size=512, padded_vocab_size=512)
 KNOBS = ("checkpointing=none,selective,full",)
 STEPS = 12
 THREADS = "1"
@@ -100,10 +100,10 @@ def own_peak() -> int:
 
 def write_data(folder: Path) -> None:
     """Token shards of one book of random ids of the model's vocabulary."""
-    tokens = np.random.default_rng(0).integers(0, MODEL.vocabulary, 200_000).astype(np.uint16)
+    tokens = np.random.default_rng(0).integers(0, MODEL.vocab_size, 200_000).astype(np.uint16)
     rows = [ShardRow("book", "", None, "en", "made", "0" * 64, len(tokens), tokens)]
     shards = [write_shard(folder, f"{split}/000000-000.arrow", split, rows) for split in ("train", "val")]
-    Manifest.of(shards, config={}, vocabulary_sha256="made", inputs={}, report={}).write(folder)
+    Manifest.of(shards, config={}, tokenizer_sha256="made", inputs={}, report={}).write(folder)
 
 
 if __name__ == "__main__":

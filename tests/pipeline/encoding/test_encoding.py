@@ -158,10 +158,10 @@ def test_the_fast_encoder_keeps_its_ids_and_its_memory_when_it_is_made_again() -
     assert int(done.stdout) < 300_000
 
 
-def test_another_vocabulary_is_refused(tmp_path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_an_altered_rank_table_is_refused(tmp_path, monkeypatch: pytest.MonkeyPatch) -> None:
     altered = tmp_path / "gpt2.tiktoken"
-    altered.write_bytes(tokenizer.VOCABULARY.read_bytes()[:-2])
-    monkeypatch.setattr(tokenizer, "VOCABULARY", altered)
+    altered.write_bytes(tokenizer.GPT2_RANKS.read_bytes()[:-2])
+    monkeypatch.setattr(tokenizer, "GPT2_RANKS", altered)
     with pytest.raises(UserError, match="not GPT-2's vocabulary"):
         gpt2.__wrapped__()
 

@@ -161,8 +161,8 @@ def test_the_settings_in_a_data_sets_identity_have_not_changed() -> None:
         "duplicates": "drop", "shard_size": 16_000_000,
     }  # fmt: skip
     assert {field.name for field in fields(TokenizeConfig)} - set(IDENTITY_SETTINGS) == {
-        "out", "workers", "mirror", "dry_run", "overwrite", "tracking_uri", "address", "vocabulary"
-    }, "a new setting either decides the bytes of shards, as the vocabulary does by its hash, or does not"  # fmt: skip
+        "out", "workers", "mirror", "dry_run", "overwrite", "tracking_uri", "address", "tokenizer"
+    }, "a new setting either decides the bytes of shards, as the tokenizer does by its hash, or does not"  # fmt: skip
 
 
 def tokenize(config: TokenizeConfig, workers_out: Path | None = None, *, pieces: int = 1000) -> Manifest:

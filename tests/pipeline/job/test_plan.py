@@ -38,7 +38,7 @@ def test_what_decides_a_shard_is_in_its_key_and_nothing_else(monkeypatch: pytest
         "join_lines": True, "languages": ("en",),
     }  # fmt: skip
     keys = [other(name, value).key() for name, value in decides.items()]
-    keys.append(replace(PIECE, vocabulary_sha256="0").key())
+    keys.append(replace(PIECE, tokenizer_sha256="0").key())
     with monkeypatch.context() as patch:
         patch.setattr(plan, "FORMAT_VERSION", 2)
         keys.append(PIECE.key())

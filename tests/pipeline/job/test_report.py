@@ -64,7 +64,7 @@ def test_an_estimate_covers_the_remaining_work() -> None:
     assert numbers(pieces, pieces[:1], RECORDS[:1], 2, on_ray=False)[0] == "197.6", "2,001 of 8,100 bytes"
     assert numbers(pieces, [], RECORDS, 2, on_ray=False) == ["0.0", "0.0", "0s", "2"]
     wide = format_estimate(pieces, pieces[1:], [], 2, token_bytes=4, on_ray=False)
-    assert "600.0 million tokens, 2,400.0 MB" in wide, "of a vocabulary of more than 65,536 ids"
+    assert "600.0 million tokens, 2,400.0 MB" in wide, "of a tokenizer of more than 65,536 ids"
 
 
 def test_rates_are_of_this_run() -> None:

@@ -6,7 +6,7 @@ from pathlib import Path
 import pytest
 
 from infra.errors import UserError
-from pipeline.encoding.tokenizer import VOCABULARY_SHA256
+from pipeline.encoding.tokenizer import GPT2_SHA256
 from train.config import TrainConfig
 from train.loop.trainer import Trainer
 from train.model_config import ModelConfig
@@ -17,8 +17,8 @@ def test_data_of_one_vocabulary_and_a_model_of_another_are_refused(
 ) -> None:
     shutil.copytree(small_shards, tmp_path / "tokens")
     manifest = tmp_path / "tokens" / "manifest.json"
-    gpt2 = f'"vocabulary_sha256": "{VOCABULARY_SHA256}"'
-    manifest.write_text(manifest.read_text().replace('"vocabulary_sha256": "small"', gpt2))
+    gpt2 = f'"tokenizer_sha256": "{GPT2_SHA256}"'
+    manifest.write_text(manifest.read_text().replace('"tokenizer_sha256": "small"', gpt2))
     config = TrainConfig(data=str(tmp_path / "tokens"), model=small_model, global_batch=4, micro_batch=4, steps=1)
-    with pytest.raises(UserError, match=r"tokens has 50,257 token ids and --model has vocabulary=257"):
+    with pytest.raises(UserError, match=r"tokens has 50,257 token ids and --model has vocab_size=257"):
         Trainer(config)

@@ -1,4 +1,4 @@
-"""A data set of another vocabulary than GPT-2's: the model follows it, and the checkpoint carries it."""
+"""A data set of another tokenizer than GPT-2's: the model follows it, and the checkpoint carries it."""
 
 import json
 import shutil
@@ -13,7 +13,7 @@ from infra.storage.files import write_json
 from pipeline import tokenize, vocabulary
 from pipeline.config import TokenizeConfig
 from pipeline.encoding.tokenizer import gpt2
-from pipeline.shards import VOCABULARY_FILE, read_manifest
+from pipeline.shards import TOKENIZER_FILE, read_manifest
 from pipeline.vocabulary import VocabularyConfig
 from train.config import Cycle, TrainConfig
 from train.data.tokenizer import match_tokenizer
@@ -29,7 +29,7 @@ from train.run_files.run_folder import RunFolder
 
 @pytest.fixture(scope="module", params=["last", "first"])
 def own(request: pytest.FixtureRequest, empty_store: Path, tmp_path_factory: pytest.TempPathFactory) -> TrainConfig:
-    """A run on a data set whose vocabulary has the end of text as its last id, or as its first."""
+    """A run on a data set whose tokenizer has the end of text as its last id, or as its first."""
     folder = tmp_path_factory.mktemp("own")
     file = folder / "own.json"
     vocabulary.main(VocabularyConfig(size=600, sample=500_000, out=str(file)))
@@ -40,7 +40,7 @@ def own(request: pytest.FixtureRequest, empty_store: Path, tmp_path_factory: pyt
         values["model"]["vocab"] = {token: number for number, token in enumerate(everything)}
         file.write_text(json.dumps(values))
     store = f"sqlite:///{shutil.copy(empty_store, folder)}"
-    tokenize.main(TokenizeConfig(out=str(folder / "tokens"), vocabulary=str(file), tracking_uri=store))
+    tokenize.main(TokenizeConfig(out=str(folder / "tokens"), tokenizer=str(file), tracking_uri=store))
     model = ModelConfig(layers=1, heads=2, width=16, context_length=32)
     return TrainConfig(
         data=str(folder / "tokens"), model=model, global_batch=2, micro_batch=2, steps=2, cycle=Cycle(2, 1),
@@ -62,7 +62,7 @@ def test_it_is_trained_generated_from_and_exported_without_its_data(
     saved = Path(result.checkpoint)
     model, found = load_model(saved)
     assert found
-    assert (model.config.vocabulary, model.config.padded_vocabulary) == (len(found), 640) == (600, 640)
+    assert (model.config.vocab_size, model.config.padded_vocab_size) == (len(found), 640) == (600, 640)
     assert model.config.end_of_text % 600 == found.end_of_text
     assert generate(GenerateConfig(checkpoint=str(saved), prompt="In the", tokens=5)) == 0
     assert "In the" in capsys.readouterr().out
@@ -74,20 +74,20 @@ def test_it_is_trained_generated_from_and_exported_without_its_data(
     theirs = AutoModelForCausalLM.from_pretrained(tmp_path / "exported").config
     assert (theirs.vocab_size, theirs.eos_token_id) == (600, found.end_of_text)
     other = Path(shutil.copytree(saved, tmp_path / "other"))
-    (other / VOCABULARY_FILE).write_bytes(gpt2().content)
-    with pytest.raises(UserError, match=VOCABULARY_FILE):
+    (other / TOKENIZER_FILE).write_bytes(gpt2().content)
+    with pytest.raises(UserError, match=TOKENIZER_FILE):
         load_model(other)
 
 
 def test_the_models_vocabulary_follows_the_data_and_any_other_is_refused(own: TrainConfig, tmp_path: Path) -> None:
     manifest = read_manifest(own.data)
     plan = RunPlan.new(own, RunFolder(tmp_path))
-    assert (plan.requested.gpt2_config.vocabulary, plan.requested.gpt2_config.padded_vocabulary) == (600, 640)
+    assert (plan.requested.gpt2_config.vocab_size, plan.requested.gpt2_config.padded_vocab_size) == (600, 640)
     assert match_tokenizer(plan.requested, manifest) == plan.requested
-    unpadded = replace(own, model=replace(own.model, padded_vocabulary=50257))
-    assert match_tokenizer(unpadded, manifest).gpt2_config.padded_vocabulary == 600
-    for words in ("edu-3m", "tiny,vocabulary=599", "tiny,vocabulary=601"):
-        with pytest.raises(UserError, match=r"600 token ids .* vocabulary=600,padded_vocabulary=640"):
+    unpadded = replace(own, model=replace(own.model, padded_vocab_size=50257))
+    assert match_tokenizer(unpadded, manifest).gpt2_config.padded_vocab_size == 600
+    for words in ("edu-3m", "tiny,vocab_size=599", "tiny,vocab_size=601"):
+        with pytest.raises(UserError, match=r"600 token ids .* vocab_size=600,padded_vocab_size=640"):
             RunPlan.new(replace(own, model=parse_model(words)), RunFolder(tmp_path))
 
 
@@ -99,7 +99,7 @@ def test_the_size_of_the_small_model_with_its_own_vocabulary() -> None:
 
 
 def test_a_run_on_it_is_resumed(own: TrainConfig, tmp_path: Path) -> None:
-    """The run's settings name no vocabulary, and its checkpoint holds the model that followed from the data."""
+    """The run's settings name no tokenizer, and its checkpoint holds the model that followed from the data."""
     home = RunFolder(tmp_path / "one")
     straight = Trainer(replace(own, steps=3))
     whole = straight.run()
@@ -109,7 +109,7 @@ def test_a_run_on_it_is_resumed(own: TrainConfig, tmp_path: Path) -> None:
     plan = RunPlan.continued(replace(own, steps=3), "one", str(tmp_path))
     assert plan.progress
     assert plan.progress.step == 1
-    assert plan.requested.model.vocabulary == 600
+    assert plan.requested.model.vocab_size == 600
     rest = Trainer(plan.requested, checkpoints=home.checkpoints, resume=plan.run_folder.newest())
     result = rest.run()
     assert (result.outcome, result.steps) == ("finished", 3)

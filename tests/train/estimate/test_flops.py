@@ -13,7 +13,7 @@ from train.loop.trainer import Trainer
 from train.model_config import PRESETS, ModelConfig
 from train.models.gpt2 import GPT
 
-GPT2 = replace(PRESETS["gpt2-124m"], padded_vocabulary=50304)
+GPT2 = replace(PRESETS["gpt2-124m"], padded_vocab_size=50304)
 
 
 def test_hardware_flops_of_a_large_model_are_close_to_eight_thirds_of_a_forward() -> None:

@@ -30,8 +30,8 @@ from train.models.attention import ATTENTION
 from train.models.gpt2 import GPT, parameter_count
 from train.models.optimizer import make_optimizer
 
-MODEL = replace(PRESETS["small"], layers=2, context_length=256, vocabulary=8000, padded_vocabulary=8064)
-WIDE_HEAD = replace(MODEL, layers=1, context_length=16, vocabulary=20000, padded_vocabulary=20000)
+MODEL = replace(PRESETS["small"], layers=2, context_length=256, vocab_size=8000, padded_vocab_size=8064)
+WIDE_HEAD = replace(MODEL, layers=1, context_length=16, vocab_size=20000, padded_vocab_size=20000)
 """Its peak is where the embeddings' gradient meets the head's."""
 RECORD = Path(__file__).parents[2] / "benchmarks" / "records" / "memory-cuda.json"
 BASE = TrainConfig(
@@ -101,7 +101,7 @@ def test_gpt2_at_any_batch_is_what_the_tracker_found() -> None:
         assert predict_peak(config).allocated / 2**30 == pytest.approx(1.621 + 0.897 * size, rel=0.002)
 
 
-LAYER = ModelConfig(layers=1, heads=2, width=128, context_length=256, vocabulary=4096, padded_vocabulary=4096)
+LAYER = ModelConfig(layers=1, heads=2, width=128, context_length=256, vocab_size=4096, padded_vocab_size=4096)
 """Its activations and its logits both weigh enough that an error in either shows, and one in both as well."""
 
 

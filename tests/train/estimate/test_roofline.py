@@ -29,7 +29,7 @@ def test_the_bytes_are_those_of_the_recorded_kernels(name: str, precision: Preci
     """The coefficients come from GPT-2 124M; the larger model follows from its sizes."""
     model, size = PRESETS[preset], RECORD["sequences"]
     config = TrainConfig(model=model, micro_batch=size, global_batch=size, precision=precision)
-    gather = 2 * size * model.context_length * model.padded_vocabulary  # which a GPU does not read
+    gather = 2 * size * model.context_length * model.padded_vocab_size  # which a GPU does not read
     assert triton_bytes(config) == pytest.approx(RECORD["steps"][name]["of Triton"] * 1e9 - gather, rel=0.02)
 
 

@@ -16,14 +16,14 @@ GPT2 = TrainConfig(model=PRESETS["gpt2-124m"], device="cuda", precision="bf16", 
 
 
 def test_a_product_that_fills_its_tiles_and_waves_wastes_nothing() -> None:
-    model = replace(GPT2.model, width=2 * TILE[1], heads=8, padded_vocabulary=200 * TILE[1], context_length=TILE[0])
+    model = replace(GPT2.model, width=2 * TILE[1], heads=8, padded_vocab_size=200 * TILE[1], context_length=TILE[0])
     whole = products(replace(GPT2, model=model, micro_batch=54, global_batch=54), 108)
     assert [product.tiles for product in whole] == [0, 0, 0, 0]
     assert [product.waves for product in whole] == [0, 0, 0, 0]
 
 
 def test_a_row_too_many_costs_a_row_of_tiles_and_a_tile_too_many_a_wave() -> None:
-    model = replace(GPT2.model, width=TILE[1], heads=8, padded_vocabulary=200 * TILE[1], context_length=1)
+    model = replace(GPT2.model, width=TILE[1], heads=8, padded_vocab_size=200 * TILE[1], context_length=1)
     config = replace(GPT2, model=model, micro_batch=TILE[0] + 1, global_batch=TILE[0] + 1)
     *_, head = products(config, 100)
     assert head.tiles == pytest.approx(1 - 129 / 256)
@@ -38,8 +38,8 @@ def test_sizes_off_the_tensor_cores_multiples_are_warned_of() -> None:
         return " ".join(warnings(replace(GPT2, **changes, model=model), 108))
 
     assert warned() == ""
-    assert {*re.findall("50,257|padded_vocabulary=50304", warned(padded_vocabulary=50257))} == {
-        "50,257", "padded_vocabulary=50304"
+    assert {*re.findall("50,257|padded_vocab_size=50304", warned(padded_vocab_size=50257))} == {
+        "50,257", "padded_vocab_size=50304"
     }  # fmt: skip
     assert re.findall(r"width (?:of a head )?(\d+)", warned(width=780)) == ["780", "65"], "and that of its heads"
     assert re.findall(r"width (?:of a head )?(\d+)", warned(width=780, precision="tf32")) == ["65"], (

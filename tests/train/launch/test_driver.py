@@ -64,7 +64,7 @@ def worker(monkeypatch: pytest.MonkeyPatch, make_result: Callable[..., RunResult
 def test_a_worker_is_told_what_its_run_is(run: RunPlan, config: TrainConfig, worker: Worker) -> None:
     """Every field of what it is told, for a new run and for one that continues, whose numbers differ."""
     progress = Progress(
-        step=7, position=56, reported=5, elapsed=2.0, data_fingerprint="", vocabulary_sha256="", config={}
+        step=7, position=56, reported=5, elapsed=2.0, data_fingerprint="", tokenizer_sha256="", config={}
     )
     continued = replace(
         run, progress=progress, memory_limit=5 * 10**9, requested=replace(run.requested, micro_batch=config.micro_batch)
@@ -90,7 +90,7 @@ def test_what_is_left_of_an_earlier_run_is_removed_unless_it_is_continued(
     run: RunPlan, config: TrainConfig, worker: Worker
 ) -> None:
     checkpoint = run.run_folder.checkpoints / "step-00000007"
-    progress = Progress(step=7, data_fingerprint="", vocabulary_sha256="", config={})
+    progress = Progress(step=7, data_fingerprint="", tokenizer_sha256="", config={})
     with Tracker(create_run("train", "one")) as tracker:
         checkpoint.mkdir(parents=True)
         launch(replace(run, progress=progress), config, tracker)

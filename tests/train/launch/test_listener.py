@@ -97,7 +97,7 @@ def test_the_drivers_copy_of_a_remote_run_has_the_cycles_that_the_worker_keeps_e
 
 
 def test_the_time_that_is_left_counts_from_where_a_run_is_continued(run: RunPlan) -> None:
-    progress = Progress(step=7, elapsed=90.0, data_fingerprint="", vocabulary_sha256="", config={})
+    progress = Progress(step=7, elapsed=90.0, data_fingerprint="", tokenizer_sha256="", config={})
     for known, left in ((None, "2m left"), (progress, "30s left")):
         listener, _, _ = listener_of(replace(run, progress=known))
         shown: Any = Recorded()

@@ -22,7 +22,7 @@ from train.run_files.progress import checkpoints_in, newest
 from train.run_files.run_folder import RunFolder
 
 STEPS = 240
-MODEL = "tiny,layers=2,heads=2,width=32,context_length=32,vocabulary=257,padded_vocabulary=320,dropout=0.1"
+MODEL = "tiny,layers=2,heads=2,width=32,context_length=32,vocab_size=257,padded_vocab_size=320,dropout=0.1"
 
 
 def start(folder: Path, *flags: str) -> subprocess.Popen:

@@ -230,7 +230,7 @@ def test_a_worker_ends_when_its_driver_says_so(home: RunFolder, config: TrainCon
 
 def test_a_model_that_cannot_be_built_is_a_result_that_names_the_machine(home: RunFolder, config: TrainConfig) -> None:
     """Of one worker; one of several ends them all, and is told apart when Ray has started them again."""
-    vast = replace(config, model=replace(config.model, padded_vocabulary=2**31, width=2**19))
+    vast = replace(config, model=replace(config.model, padded_vocab_size=2**31, width=2**19))
     result = train(home, vast, None)
     assert (result.outcome, result.machine, result.checkpoint) == ("oom", socket.gethostname(), None)
     assert result.shortage

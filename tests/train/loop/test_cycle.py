@@ -18,7 +18,7 @@ CONFIG = TrainConfig(
 )  # fmt: skip
 """40 tokens per step; validation batches of 20."""
 MANIFEST = Manifest(
-    config={}, vocabulary_sha256="", shards=[], inputs={}, report={}, fingerprint="",
+    config={}, tokenizer_sha256="", shards=[], inputs={}, report={}, fingerprint="",
     splits={"train": {"books": 6, "tokens": 2400}, "val": {"books": 1, "tokens": 400}},
 )  # fmt: skip
 

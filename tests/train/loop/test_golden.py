@@ -80,7 +80,7 @@ def test_checkpointing_repeats_the_dropout_of_the_forward_pass(plain: TrainConfi
 
 def test_padding_the_vocabulary_barely_moves_the_curve(plain: TrainConfig, golden: list[float]) -> None:
     """Ids that never occur add exp(0) each to the softmax at the start, until training has silenced them."""
-    exact = curve(replace(plain, model=replace(plain.model, padded_vocabulary=plain.model.vocabulary)))
+    exact = curve(replace(plain, model=replace(plain.model, padded_vocab_size=plain.model.vocab_size)))
     assert exact == pytest.approx(golden, abs=0.3)
 
 
@@ -125,7 +125,7 @@ def test_bf16_is_near_fp32_but_not_it(plain: TrainConfig, golden: list[float]) -
 
 
 SMALL: Mapping[str, Any] = {
-    "model.layers": 1, "model.width": 48, "model.context_length": 32, "model.vocabulary": 257, "device": "cpu",
+    "model.layers": 1, "model.width": 48, "model.context_length": 32, "model.vocab_size": 257, "device": "cpu",
     "learning_rate": 3e-3, "steps": STEPS, "cycle": f"{STEPS}+0", "keep_checkpoints": 0, "compile": "off",
 }  # fmt: skip
 """What a rung is tried with: compiled code has its own test."""
@@ -145,7 +145,7 @@ def on_a_cpu(config: TrainConfig, rung: Rung) -> TrainConfig:
     changes.pop("batch", None)
     changes.pop("model", None)
     if multiple := changes.pop("vocabulary_multiple", None):
-        changes["model.padded_vocabulary"] = -(-257 // multiple) * multiple
+        changes["model.padded_vocab_size"] = -(-257 // multiple) * multiple
     batch = {"global_batch": 8, "micro_batch": 2 if "micro_batch" in changes else 8}
     width = {name: changes[name] for name in ("model.width",) if name in changes}
     return apply_changes(config, {**changes, **SMALL, **width, **batch})
@@ -154,7 +154,7 @@ def on_a_cpu(config: TrainConfig, rung: Rung) -> TrainConfig:
 @pytest.mark.parametrize("suite", SUITES.values(), ids=SUITES)
 def test_a_rung_is_labelled_when_its_curve_is_another(suite: Suite, plain: TrainConfig) -> None:
     """By training: another curve than the baseline's in fp32. A rung with another batch is labelled when it is run."""
-    start = replace(plain, model=ModelConfig(vocabulary=257, padded_vocabulary=320))
+    start = replace(plain, model=ModelConfig(vocab_size=257, padded_vocab_size=320))
     base = replace(on_a_cpu(start, Rung("base", suite.base)), precision="fp32")
     expected = curve(base)
     for rung in suite.rungs:

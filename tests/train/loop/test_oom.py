@@ -75,7 +75,7 @@ def test_where_memory_ran_out(config: TrainConfig, arrange: Callable[[Trainer], 
     assert state >= optimizer_bytes(config, parameter_count(config.gpt2_config)) if "step 2" in during else state == 0
 
 
-VAST_SIZES = {"padded_vocabulary": 2**31, "width": 2**19}
+VAST_SIZES = {"padded_vocab_size": 2**31, "width": 2**19}
 """Sizes that a model may have, with an embedding of 2^52 bytes, which no machine has."""
 
 
@@ -173,7 +173,7 @@ def test_a_gpu_has_what_other_processes_leave(monkeypatch: pytest.MonkeyPatch) -
 @pytest.mark.gpu
 def test_a_gpu_that_is_full(config: TrainConfig) -> None:
     """A card's real message, for logits of half a terabyte or more."""
-    wide = replace(config.model, padded_vocabulary=2**22)
+    wide = replace(config.model, padded_vocab_size=2**22)
     result = Trainer(replace(config, device="cuda", model=wide, micro_batch=4096, global_batch=4096)).run()
     assert result.outcome == "oom"
     assert result.shortage

@@ -8,7 +8,7 @@ import pytest
 import torch
 
 from infra.errors import UserError
-from pipeline.encoding.tokenizer import VOCABULARY_SHA256, gpt2
+from pipeline.encoding.tokenizer import GPT2_SHA256, gpt2
 from train.config import Cycle, TrainConfig
 from train.loop.execution import build_inference_model
 from train.loop.sampling import SAMPLE_TOKENS, closing_sample, load_model, sample
@@ -23,8 +23,8 @@ def gpt2_shards(small_shards: Path, tmp_path_factory: pytest.TempPathFactory) ->
     folder = Path(shutil.copytree(small_shards, tmp_path_factory.mktemp("gpt2") / "tokens"))
     manifest = folder / "manifest.json"
     said = manifest.read_text()
-    assert '"vocabulary_sha256": "small"' in said
-    manifest.write_text(said.replace('"vocabulary_sha256": "small"', f'"vocabulary_sha256": "{VOCABULARY_SHA256}"'))
+    assert '"tokenizer_sha256": "small"' in said
+    manifest.write_text(said.replace('"tokenizer_sha256": "small"', f'"tokenizer_sha256": "{GPT2_SHA256}"'))
     return folder
 
 

@@ -198,7 +198,7 @@ def test_a_resumed_run_knows_what_a_spike_is(config: TrainConfig, tmp_path: Path
 
 
 def test_the_result_is_of_the_hardware_and_the_text(config: TrainConfig, monkeypatch: pytest.MonkeyPatch) -> None:
-    """Utilisation counts every worker's device; data without a vocabulary have no known bytes or characters."""
+    """Utilisation counts every worker's device; data without a tokenizer have no known bytes or characters."""
     monkeypatch.setattr(result_builder, "peak_flops", lambda name, precision: {"fp32": 1e12}[precision])
     trainer = Trainer(dataclasses.replace(config, steps=8, cycle=Cycle(8, 1)))
     alone = trainer.run()

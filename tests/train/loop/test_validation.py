@@ -11,7 +11,7 @@ import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from pipeline.encoding.tokenizer import VOCABULARY_SHA256, gpt2
+from pipeline.encoding.tokenizer import GPT2_SHA256, gpt2
 from pipeline.shards import Manifest, ShardRow, Split, write_shard
 from train.config import Cycle, TrainConfig
 from train.data.loader import BatchLoader
@@ -96,13 +96,13 @@ def test_runs_with_different_seeds_validate_on_the_same_windows(config: TrainCon
 
 def test_bits_are_of_the_text_that_was_read() -> None:
     """Tokens of one and of several bytes, a letter in two tokens, and the end of a book, which is no text."""
-    vocabulary = gpt2()
-    ids = vocabulary.encode("Once upon a time, 🦜 naïve".encode())
-    stream = np.concatenate([ids[:1], ids, [vocabulary.end_of_text], ids]).astype(np.uint16)
+    tokenizer = gpt2()
+    ids = tokenizer.encode("Once upon a time, 🦜 naïve".encode())
+    stream = np.concatenate([ids[:1], ids, [tokenizer.end_of_text], ids]).astype(np.uint16)
     windows = Windows([stream], len(ids) + 1, seed=0)
     text = "Once upon a time, 🦜 naïve"
-    counts = id_counts(windows, 1, len(vocabulary))
-    assert Text.of(counts, vocabulary) == Text(len(ids) + 1, len(text.encode()), len(text))
+    counts = id_counts(windows, 1, len(tokenizer))
+    assert Text.of(counts, tokenizer) == Text(len(ids) + 1, len(text.encode()), len(text))
     assert unigram_loss(np.array([2, 0, 1, 1])) == pytest.approx(1.5 * math.log(2))
     assert bits_per(2.0, 10, 4) == pytest.approx(2 * 1.442695 * 10 / 4)
     assert bits_per(2.0, 10, 0) is None
@@ -112,16 +112,16 @@ def test_bits_are_those_of_the_validation_split_and_not_of_the_training_split(
     small_model: ModelConfig, tmp_path: Path
 ) -> None:
     """Training text has long tokens, and the held-out text, a tenth as much of it, letters of one and of two bytes."""
-    vocabulary = gpt2()
+    tokenizer = gpt2()
     held_out = " x q z é j ü" * 32
     texts: dict[Split, str] = {"train": " government international development" * 300, "val": held_out}
     shards = []
     for split, text in texts.items():
-        ids = np.append(vocabulary.encode(text.encode()), vocabulary.end_of_text).astype(np.uint16)
+        ids = np.append(tokenizer.encode(text.encode()), tokenizer.end_of_text).astype(np.uint16)
         row = ShardRow(split, split, None, "en", "made", "0" * 64, len(text), ids)
         shards.append(write_shard(tmp_path, f"{split}/000000-000.arrow", split, [row]))
-    Manifest.of(shards, config={}, vocabulary_sha256=VOCABULARY_SHA256, inputs={}, report={}).write(tmp_path)
-    model = replace(small_model, context_length=8, vocabulary=50257, padded_vocabulary=50257)
+    Manifest.of(shards, config={}, tokenizer_sha256=GPT2_SHA256, inputs={}, report={}).write(tmp_path)
+    model = replace(small_model, context_length=8, vocab_size=50257, padded_vocab_size=50257)
     result = Trainer(
         TrainConfig(
             data=str(tmp_path),
@@ -135,16 +135,14 @@ def test_bits_are_those_of_the_validation_split_and_not_of_the_training_split(
             keep_checkpoints=0,
         )
     ).run()
-    tokens = len(vocabulary.encode(held_out.encode()))
+    tokens = len(tokenizer.encode(held_out.encode()))
     assert tokens % 8 == 0, "so that all but the first are predicted, and the end of the book"
     assert result.val_tokens == tokens
     assert result.val_loss
     bits, text = result.val_loss / math.log(2) * tokens, held_out.removeprefix(" x")
     assert result.val_bits_per_byte == pytest.approx(bits / len(text.encode()), rel=1e-6)
     assert result.val_bits_per_character == pytest.approx(bits / len(text), rel=1e-6)
-    counts = np.unique(np.append(vocabulary.encode(held_out.encode()), vocabulary.end_of_text)[1:], return_counts=True)[
-        1
-    ]
+    counts = np.unique(np.append(tokenizer.encode(held_out.encode()), tokenizer.end_of_text)[1:], return_counts=True)[1]
     assert result.unigram_loss == pytest.approx(-(counts / tokens * np.log(counts / tokens)).sum())
 
 

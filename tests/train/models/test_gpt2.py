@@ -15,7 +15,7 @@ from train.model_config import PRESETS, ModelConfig
 from train.models import recompute
 from train.models.gpt2 import GPT, parameter_count
 
-CONFIG = ModelConfig(layers=3, heads=4, width=48, context_length=40, vocabulary=211, padded_vocabulary=211)
+CONFIG = ModelConfig(layers=3, heads=4, width=48, context_length=40, vocab_size=211, padded_vocab_size=211)
 
 NAMES = {
     "token_embedding": "transformer.wte",
@@ -37,7 +37,7 @@ def reference(config: ModelConfig) -> GPT2LMHeadModel:
     model = GPT2LMHeadModel(
         GPT2Config(
             n_layer=config.layers, n_head=config.heads, n_embd=config.width, n_positions=config.context_length,
-            vocab_size=config.vocabulary, tie_word_embeddings=config.tied,
+            vocab_size=config.vocab_size, tie_word_embeddings=config.tied,
             attn_pdrop=0, embd_pdrop=0, resid_pdrop=0,
         )
     )  # fmt: skip
@@ -68,7 +68,7 @@ def test_logits_and_gradients_equal_transformers(tied: bool, attention: str) -> 
     ours = GPT(config, attention=ATTENTION[attention])
     weights = dict(other.state_dict())
     ours.load_state_dict({name: theirs(name, weights) for name in ours.state_dict()})
-    tokens = torch.randint(0, config.vocabulary, (3, config.context_length + 1))
+    tokens = torch.randint(0, config.vocab_size, (3, config.context_length + 1))
     inputs, targets = tokens[:, :-1], tokens[:, 1:]
 
     torch.testing.assert_close(ours(inputs), other(inputs).logits, atol=1e-5, rtol=1e-5)
@@ -88,11 +88,11 @@ def test_sizes_are_the_published_ones() -> None:
     published = {
         "gpt2-124m": 124_439_808, "gpt2-355m": 354_823_168, "gpt2-774m": 774_030_080, "gpt2-1558m": 1_557_611_200
     }  # fmt: skip
-    sizes = {name: replace(PRESETS[name], padded_vocabulary=50257) for name in published}
+    sizes = {name: replace(PRESETS[name], padded_vocab_size=50257) for name in published}
     assert {name: parameter_count(config) for name, config in sizes.items()} == published
 
 
-@pytest.mark.parametrize("change", [{}, {"tied": False}, {"bias": False}, {"padded_vocabulary": 50304, "layers": 1}])
+@pytest.mark.parametrize("change", [{}, {"tied": False}, {"bias": False}, {"padded_vocab_size": 50304, "layers": 1}])
 def test_parameters_are_those_of_the_model(change: dict[str, Any]) -> None:
     config = replace(PRESETS["tiny"], **change)
     assert parameter_count(config) == sum(p.numel() for p in GPT(config).parameters())
@@ -102,21 +102,21 @@ def test_parameters_are_those_of_the_model(change: dict[str, Any]) -> None:
 def test_the_first_loss_is_that_of_guessing(tied: bool) -> None:
     torch.manual_seed(0)
     config = ModelConfig(
-        layers=2, heads=2, width=64, context_length=64, vocabulary=50257, padded_vocabulary=50304, tied=tied
+        layers=2, heads=2, width=64, context_length=64, vocab_size=50257, padded_vocab_size=50304, tied=tied
     )
     model = GPT(config)
-    tokens = torch.randint(0, config.vocabulary, (2, 65))
+    tokens = torch.randint(0, config.vocab_size, (2, 65))
     with torch.no_grad():
         loss = model(tokens[:, :-1], tokens[:, 1:]).item()
-    assert loss == pytest.approx(math.log(config.padded_vocabulary), abs=0.1)
+    assert loss == pytest.approx(math.log(config.padded_vocab_size), abs=0.1)
 
 
 @pytest.mark.parametrize("loss", ["plain", "fused"])
 def test_the_loss_of_evaluation_is_that_of_the_model_without_padding(loss: Loss) -> None:
     torch.manual_seed(0)
-    config = ModelConfig(layers=1, heads=2, width=16, context_length=16, vocabulary=211, padded_vocabulary=256)
+    config = ModelConfig(layers=1, heads=2, width=16, context_length=16, vocab_size=211, padded_vocab_size=256)
     model = GPT(config, loss=loss)
-    tokens = torch.randint(0, config.vocabulary, (2, 17))
+    tokens = torch.randint(0, config.vocab_size, (2, 17))
     inputs, targets = tokens[:, :-1], tokens[:, 1:]
     with torch.no_grad():
         logits = model(inputs).flatten(0, 1)

@@ -39,7 +39,7 @@ def kernel(q: Tensor, k: Tensor, v: Tensor, dropout: float, mask: Any = None) ->
 def gradients(model: GPT) -> dict[str, Tensor]:
     """Of one batch, from the same weights and the same random numbers."""
     torch.manual_seed(7)
-    tokens = torch.randint(0, model.config.vocabulary, (2, model.config.context_length + 1))
+    tokens = torch.randint(0, model.config.vocab_size, (2, model.config.context_length + 1))
     model(tokens[:, :-1], tokens[:, 1:]).backward()
     return {name: p.grad for name, p in model.named_parameters() if p.grad is not None}
 
@@ -104,7 +104,7 @@ def test_compiled_code_keeps_to_a_budget_and_computes_the_same(small_model: Mode
 @pytest.mark.parametrize("attention", ["flash", "efficient", "sdpa"])
 @pytest.mark.parametrize("kind", ["full", "selective"])
 def test_a_gpu_repeats_its_dropout(kind: Any, attention: Any) -> None:
-    model = ModelConfig(layers=2, heads=2, width=128, context_length=128, vocabulary=257, padded_vocabulary=320,
+    model = ModelConfig(layers=2, heads=2, width=128, context_length=128, vocab_size=257, padded_vocab_size=320,
                         dropout=0.3)  # fmt: skip
     cuda = torch.device("cuda", torch.cuda.current_device())
 

@@ -22,7 +22,7 @@ from train.profile import __main__ as profile
 from train.profile import memory_timeline, record
 from train.profile.trace import FORWARD, Profile, analyze, attention_kernel, classify_kernel, findings, idle_gaps
 
-MODEL = "tiny,layers=2,heads=2,width=32,context_length=32,vocabulary=257,padded_vocabulary=320"
+MODEL = "tiny,layers=2,heads=2,width=32,context_length=32,vocab_size=257,padded_vocab_size=320"
 
 
 KINDS = {

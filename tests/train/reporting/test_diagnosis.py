@@ -155,7 +155,7 @@ def flat(*losses: float) -> list[tuple[int, float, float | None]]:
     return [(100 * number, loss, None) for number, loss in enumerate(losses, 1)]
 
 
-CUSTOM = TrainConfig(model=CustomModel("models:make", vocabulary=257), micro_batch=1, global_batch=1)
+CUSTOM = TrainConfig(model=CustomModel("models:make", vocab_size=257), micro_batch=1, global_batch=1)
 GUESS = 5.549
 """The loss of a guess among 257 ids."""
 

@@ -97,7 +97,7 @@ def test_a_page_begins_with_few_numbers_and_keeps_the_others(config: TrainConfig
 def test_what_was_changed_is_told_from_what_is_usual(config: TrainConfig, result: RunResult) -> None:
     """``asked``, not what it became on this device: ``auto`` is no change."""
     key, run = recorded(config, result, read_manifest(config.data))
-    text = "tiny,width=32,context_length=32,vocabulary=257,padded_vocabulary=320"
+    text = "tiny,width=32,context_length=32,vocab_size=257,padded_vocab_size=320"
     assert run.data.params == {
         "changed.model": text, "changed.micro_batch": "2", "changed.global_batch": "4", "changed.precision": "fp32",
         "changed.device": "cpu", "changed.compile": "off", "changed.loss": "plain", "compile": "off", "loss": "plain",

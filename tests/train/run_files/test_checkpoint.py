@@ -173,7 +173,7 @@ def taken(config: TrainConfig) -> tuple[Snapshot, Progress]:
     trainer.run()
     state = take_snapshot(trainer.model, trainer.optimizer, trainer.scaler, torch.tensor([5.0, 6.0]))
     progress = Progress(
-        2, 8, 0, None, 0, 1.0, data_fingerprint="fingerprint", vocabulary_sha256="vocabulary", config=config.to_json(),
+        2, 8, 0, None, 0, 1.0, data_fingerprint="fingerprint", tokenizer_sha256="vocab_size", config=config.to_json(),
     )  # fmt: skip
     return state, progress
 
@@ -188,7 +188,7 @@ def taken(config: TrainConfig) -> tuple[Snapshot, Progress]:
 def test_a_finished_run_continues_only_for_longer(
     config: TrainConfig, end: dict[str, float], longer: dict[str, float], said: str
 ) -> None:
-    progress = Progress(20, 80, 20, None, 0, 60.0, data_fingerprint="", vocabulary_sha256="", config={})
+    progress = Progress(20, 80, 20, None, 0, 60.0, data_fingerprint="", tokenizer_sha256="", config={})
     endless = dataclasses.replace(config, steps=None)
     with pytest.raises(UserError, match=said):
         check_not_finished("one", progress, dataclasses.replace(endless, **end))

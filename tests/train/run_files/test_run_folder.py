@@ -98,7 +98,7 @@ def checkpoint(run: Path, step: int) -> Path:
     """A checkpoint of a run, of which only the progress is looked at."""
     made = RunFolder(run).checkpoints / f"step-{step:08d}"
     made.mkdir(parents=True)
-    progress = Progress(step, data_fingerprint="", vocabulary_sha256="", config={})
+    progress = Progress(step, data_fingerprint="", tokenizer_sha256="", config={})
     write_json(made / "progress.json", asdict(progress))
     RunFolder(run).config.touch()
     return made

@@ -230,7 +230,7 @@ def test_training_does_not_wait_for_storage_that_does_not_respond(
     monkeypatch.setattr(object_storage, "RETRY_TIMEOUT_SECONDS", 0.0)
     trainer = Trainer(config)
     taken = checkpoint.take_snapshot(trainer.model, trainer.optimizer, trainer.scaler, torch.zeros(0))
-    progress = Progress(data_fingerprint="", vocabulary_sha256="", config=config.to_json())
+    progress = Progress(data_fingerprint="", tokenizer_sha256="", config=config.to_json())
     with socket.create_server(("127.0.0.1", 0)) as silent:
         endpoint = f"endpoint=http://127.0.0.1:{silent.getsockname()[1]}&region=us-east-1"
         checkpoints = Checkpoints(tmp_path, 1, StorageDir.of(f"s3://places/kept?{endpoint}"))

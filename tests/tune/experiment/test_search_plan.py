@@ -12,10 +12,10 @@ from infra.device.hardware import A100, cpu_info
 from infra.errors import UserError
 from infra.storage.directory import WorkingCopy
 from infra.tracking.run_ref import RunRef
-from pipeline.encoding.tokenizer import read_vocabulary
-from pipeline.shards import VOCABULARY_FILE
+from pipeline.encoding.tokenizer import read_tokenizer
+from pipeline.shards import TOKENIZER_FILE
 from pipeline.vocabulary import VocabularyConfig
-from pipeline.vocabulary import main as train_vocabulary
+from pipeline.vocabulary import main as train_tokenizer
 from train.config import Compile, TrainConfig
 from train.estimate.gpu_rates import load_gpu_rates
 from train.launch.job import RunPlan
@@ -104,7 +104,7 @@ def test_a_search_that_is_continued_keeps_its_limit(
 
 def test_a_split_without_a_window_is_refused_before_anything_is_made(small_shards: Path, tmp_path: Path) -> None:
     """The trials of a search do not validate, so that a short validation split is no reason to refuse one."""
-    longer, longest = (parse_model(f"tiny,context_length={n},vocabulary=257") for n in (5_000, 90_000))
+    longer, longest = (parse_model(f"tiny,context_length={n},vocab_size=257") for n in (5_000, 90_000))
     run = TrainConfig(data=str(small_shards), device="cpu", model=longer, global_batch=1, steps=1)
     for plan in (
         lambda: RunPlan.new(run, RunFolder(tmp_path)),
@@ -119,20 +119,20 @@ def test_a_split_without_a_window_is_refused_before_anything_is_made(small_shard
 
 def test_a_search_and_a_ladder_follow_the_vocabulary_of_the_data(small_shards: Path, tmp_path: Path) -> None:
     """What they predict and compare is the model that their trials train."""
-    data, vocabulary = shutil.copytree(small_shards, tmp_path / "data"), tmp_path / "own.json"
-    train_vocabulary(VocabularyConfig(size=300, sample=100_000, out=str(vocabulary)))
-    shutil.copy(vocabulary, data / VOCABULARY_FILE)
+    data, tokenizer = shutil.copytree(small_shards, tmp_path / "data"), tmp_path / "own.json"
+    train_tokenizer(VocabularyConfig(size=300, sample=100_000, out=str(tokenizer)))
+    shutil.copy(tokenizer, data / TOKENIZER_FILE)
     manifest = json.loads((data / "manifest.json").read_bytes())
     (data / "manifest.json").write_text(
-        json.dumps(manifest | {"vocabulary_sha256": read_vocabulary(str(vocabulary)).sha256})
+        json.dumps(manifest | {"tokenizer_sha256": read_tokenizer(str(tokenizer)).sha256})
     )
     training = TrainConfig(data=str(data), device="cpu", global_batch=8, micro_batch=8)
     search = make_search(SearchConfig(training=training, dry_run=True))
-    assert search.space.base.model.vocabulary == 300
+    assert search.space.base.model.vocab_size == 300
     ladder = make_ladder(LadderConfig(suite="loop", data=str(data), dry_run=True))
     request = ladder.request("here", 1, [], [])
     assert request
-    assert request.config["model"]["vocabulary"] == 300
+    assert request.config["model"]["vocab_size"] == 300
 
 
 def test_optunas_budget_grows_with_the_grid_within_bounds() -> None:

@@ -62,7 +62,7 @@ def row(
 def planned(limit: float, space: Space = SPACE) -> Search:
     """A search of every candidate that expects a gigabyte per sequence."""
     memory = MemorySearcher(space, lambda candidate: candidate.micro_batch * 1e9, limit)
-    manifest = Manifest.of([], config={}, vocabulary_sha256="", inputs={}, report={})
+    manifest = Manifest.of([], config={}, tokenizer_sha256="", inputs={}, report={})
     control = space.config(space.control)
     place = StorageDir.of("runs/one")
     config = SearchConfig(memory_limit=int(limit))

@@ -72,7 +72,7 @@ def test_a_suite_runs_in_its_short_form(
 ) -> None:  # fmt: skip
     """The real loop, store and statistics. tests/train/loop/test_golden.py trains every rung of every suite."""
     monkeypatch.setattr(torch, "compile", lambda model, **_: model)  # of which tests/train/test_switches.py is
-    model = "tiny,layers=1,heads=2,width=48,context_length=32,vocabulary=257,padded_vocabulary=257"
+    model = "tiny,layers=1,heads=2,width=48,context_length=32,vocab_size=257,padded_vocab_size=257"
     flags = ["--suite", suite, "--data", str(small_shards), "--model", model, "--device", "cpu", "--name", suite]
     rungs = RUNGS[suite]
     if suite == "a100":
@@ -129,7 +129,7 @@ def test_each_rung_gets_the_batch_that_fits_and_the_last_what_a_search_found(
     command: Callable[..., int], monkeypatch: pytest.MonkeyPatch, small_shards: Path
 ) -> None:
     limits(monkeypatch)
-    text = "tiny,layers=2,heads=2,width=32,context_length=32,vocabulary=257,padded_vocabulary=320"
+    text = "tiny,layers=2,heads=2,width=32,context_length=32,vocab_size=257,padded_vocab_size=320"
     config = TrainConfig(
         data=str(small_shards), model=parse_model(text), device="cpu", precision="fp32", attention="manual",
         micro_batch=64, global_batch=64, compile="off", loss="plain",

@@ -43,7 +43,7 @@ def test_the_study_is_repeated_as_it_was() -> None:
     assert batches["baseline"] == batches["tensor cores"] == 28
     assert (batches["mixed precision fp16"], batches["compile"], batches["flash attention"]) == (32, 48, 64)
     assert state.model == replace(PRESETS["gpt2-124m"], context_length=512)
-    assert apply_changes(START, A100.base).gpt2_config.padded_vocabulary == 50257
+    assert apply_changes(START, A100.base).gpt2_config.padded_vocab_size == 50257
     assert (state.optimizer, state.attention, state.compile, state.ablate) == (
         "adamw-fused", "auto", "max-autotune", (),
     )  # fmt: skip

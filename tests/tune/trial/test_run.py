@@ -91,7 +91,7 @@ def test_running_out_of_memory_is_an_outcome(
 
 def test_running_out_of_memory_while_the_model_is_built_is_an_outcome(training: TrainConfig, tmp_path: Path) -> None:
     """Its embedding would take more than a process has addresses for."""
-    vast = replace(training.model, padded_vocabulary=2**31, width=2**19)
+    vast = replace(training.model, padded_vocab_size=2**31, width=2**19)
     row = attempt(replace(training, model=vast), tmp_path)
     assert (row.outcome, row.step_seconds) == ("oom", [])
     assert "memory" in row.reason
