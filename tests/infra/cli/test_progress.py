@@ -31,7 +31,7 @@ with status("starting Ray") as shown:
     errors.print("a warning")
     with status("looking around"):
         time.sleep(0.6)
-    shown.now("training", "step 1 of 2 | " + "x" * 100)
+    shown.update("training", "step 1 of 2 | " + "x" * 100)
     time.sleep(0.6)
 console.print("the end")
 """

@@ -124,7 +124,7 @@ def test_the_cores_are_as_many_as_the_time_on_them_is_worth(
 
 def test_the_cores_are_those_of_the_affinity() -> None:
     """Of a real process, which the tokenizer's default of --workers follows."""
-    program = "from pipeline.config import TokenizeConfig\nprint(TokenizeConfig().parallelism)"
+    program = "from pipeline.config import TokenizeConfig\nprint(TokenizeConfig().num_workers)"
     core = min(os.sched_getaffinity(0))
     done = subprocess.run(
         [sys.executable, "-c", f"import os\nos.sched_setaffinity(0, {{{core}}})\n{program}"],

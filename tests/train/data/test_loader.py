@@ -155,16 +155,16 @@ def test_a_restored_position_continues_with_the_next_window(small_shards: Path, 
     assert torch.equal(inputs[:, 1:], targets[:, :-1])
 
 
-@pytest.mark.parametrize("ahead", [True, False])
+@pytest.mark.parametrize("prefetch", [True, False])
 @pytest.mark.parametrize("threads", [0, 1, 3])
-def test_batches_are_the_same_whoever_reads_them_and_when(small_shards: Path, threads: int, ahead: bool) -> None:
+def test_batches_are_the_same_whoever_reads_them_and_when(small_shards: Path, threads: int, prefetch: bool) -> None:
     windows = windows_of(small_shards)
 
     def batches(**how: Any) -> list[torch.Tensor]:
         loader = BatchLoader(windows, micro_batch=3, accumulation=2, position=6, device=CPU, **how)
         return [torch.cat(loader.next()) for _ in range(2 * windows.count)]  # behind what is planned at once
 
-    assert all(map(torch.equal, batches(threads=threads, ahead=ahead), batches()))
+    assert all(map(torch.equal, batches(threads=threads, prefetch=prefetch), batches()))
 
 
 def test_a_failure_of_a_reading_thread_is_the_loops(small_shards: Path) -> None:

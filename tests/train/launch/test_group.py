@@ -14,7 +14,7 @@ class Tags:
     def __init__(self) -> None:
         self.kept: dict[str, str] = {}
 
-    def tags(self, tags: dict[str, str]) -> None:
+    def set_tags(self, tags: dict[str, str]) -> None:
         self.kept |= tags
 
 

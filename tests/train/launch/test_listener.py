@@ -30,13 +30,13 @@ class Recorded:
         self.labels: dict[str, str] = {}
         self.line = ""
 
-    def metrics(self, values: dict[str, float | None], step: int = 0) -> None:
+    def log_metrics(self, values: dict[str, float | None], step: int = 0) -> None:
         self.points += [(step, name, value) for name, value in values.items() if value is not None]
 
-    def tags(self, values: dict[str, str]) -> None:
+    def set_tags(self, values: dict[str, str]) -> None:
         self.labels |= values
 
-    def now(self, what: str, more: str = "") -> None:
+    def update(self, what: str, more: str = "") -> None:
         self.line = f"{what} {more}"
 
 
@@ -53,7 +53,7 @@ def run(config: TrainConfig, tmp_path: Path) -> RunPlan:
 @pytest.fixture
 def cycle(distinct: Callable[..., Any]) -> dict[str, Any]:
     report = distinct(CycleReport, step=12, step_losses=[3.0, 2.0], val_loss=2.5, seconds=2.0)
-    return to_json(report) | {"line": report.line()}
+    return to_json(report) | {"line": report.format_line()}
 
 
 def listener_of(run: RunPlan, sent: dict[str, int] | None = None) -> tuple[Listener, Recorded, list[dict[str, Any]]]:

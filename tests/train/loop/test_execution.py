@@ -18,7 +18,7 @@ from train.model_config import ModelConfig
 from train.resolved import resolve
 
 
-@pytest.mark.parametrize("entry", ["choose_pages(config)", "(block := borrowed_process(config)).__enter__()"])
+@pytest.mark.parametrize("entry", ["enable_large_pages(config)", "(block := borrowed_process(config)).__enter__()"])
 def test_a_cpus_large_tensors_are_in_large_pages_unless_told_otherwise(entry: str) -> None:
     """Counted in page faults of a process that allocates 64 MB ten times: 16,384 small pages or 32 large ones each.
 

@@ -159,7 +159,7 @@ def test_the_grid_runs_everything_once(compare: ModuleType) -> None:
 
 
 def test_what_fails_everywhere_near_the_control_ends_the_search(compare: ModuleType, space: Space) -> None:
-    searcher = compare.ours(compare.Simulated(space, 3)).explore
+    searcher = compare.ours(compare.Simulated(space, 3)).explorer
     rows: list[TrialRow] = []
     while (proposal := searcher.propose(rows)) is not None:
         row = TrialRow(
