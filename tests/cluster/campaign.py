@@ -60,26 +60,26 @@ COPY = """
 from pathlib import Path
 from infra.storage.directory import StorageDir
 there, here = StorageDir.of("s3://lab/small"), Path.home() / "small"
-for name in StorageDir.of(here).files():
-    there.put(here / name, name)
+for name in StorageDir.of(here).list_files():
+    there.upload(here / name, name)
 """
 LEFT = {
     "tokenize": """
 import json, sys
 from infra.storage.directory import StorageDir
-place = StorageDir.of(f"s3://lab/{sys.argv[1]}")
-print(json.dumps({name: place.checksum(name) for name in place.files() if name.endswith(("arrow", "manifest.json"))}))
+directory = StorageDir.of(f"s3://lab/{sys.argv[1]}")
+print(json.dumps({name: directory.checksum(name) for name in directory.list_files() if name.endswith(("arrow", "manifest.json"))}))
 """,
     "train": """
 import json, sys
 from infra.storage.directory import StorageDir
 from infra.tracking.run_ref import RunRef
 from mlflow.tracking import MlflowClient
-place = StorageDir.of(f"s3://lab/runs/{sys.argv[1]}")
-key = json.loads(place.read("tracking.json"))
+directory = StorageDir.of(f"s3://lab/runs/{sys.argv[1]}")
+key = json.loads(directory.read("tracking.json"))
 client = MlflowClient(key["store"])
 points = client.get_metric_history(key["run_id"], "loss/step")
-cycles = [json.loads(line) for line in place.read("cycles.jsonl").splitlines()]
+cycles = [json.loads(line) for line in directory.read("cycles.jsonl").splitlines()]
 print(json.dumps({
     "losses": [loss for cycle in cycles for loss in cycle["step_losses"]],
     "validation": [cycle["val_loss"] for cycle in cycles],
@@ -91,12 +91,12 @@ print(json.dumps({
 import json, sys
 from infra.storage.directory import StorageDir
 from mlflow.tracking import MlflowClient
-place = StorageDir.of(f"s3://lab/searches/{sys.argv[1]}")
-parent = json.loads(place.read("search.json"))["parent"]
+directory = StorageDir.of(f"s3://lab/searches/{sys.argv[1]}")
+parent = json.loads(directory.read("search.json"))["parent"]
 client = MlflowClient(parent["store"])
 experiment = client.get_run(parent["run_id"]).info.experiment_id
 children = client.search_runs([experiment], f"tags.`mlflow.parentRunId` = '{parent['run_id']}'")
-rows = [json.loads(place.read(name)) for name in place.files() if name.startswith("trials/")]
+rows = [json.loads(directory.read(name)) for name in directory.list_files() if name.startswith("trials/")]
 trials = sorted([row["stage"], row["round"], row["candidate"]["micro_batch"], row["outcome"]] for row in rows)
 print(json.dumps({
     "probes": [trial for trial in trials if trial[0] == "probe"],
@@ -206,7 +206,7 @@ def ended(process: subprocess.Popen[str], began: float) -> int | None:
 def exists(lab: Any, command: str, name: str) -> str:
     """A shell command that says whether there is something to continue."""
     where = {"train": f"s3://lab/runs/{name}/checkpoints", "search": f"s3://lab/searches/{name}"}[command]
-    program = f"from infra.storage.directory import StorageDir; print(bool(StorageDir.of('{where}').files()))"
+    program = f"from infra.storage.directory import StorageDir; print(bool(StorageDir.of('{where}').list_files()))"
     return f'cd ~/project && {lab.python} -c "{program}"'
 
 

@@ -31,16 +31,16 @@ from pipeline.job.plan import Job
 from pipeline.job.task import do_piece
 job = Job(TokenizeConfig(("s3://lab/books",), out="alone", shard_size=1_000_000))
 output.mark_unfinished(job, ())
-for piece in job.pieces:
-    do_piece(piece, job.place, "alone")
+for partition in job.partitions:
+    do_piece(partition, job.out_dir, "alone")
 output.finish(job)
 """
 CONTENTS = """
 import json, sys
 from infra.storage.directory import StorageDir
-place = StorageDir.of(sys.argv[1])
-made = [name for name in place.files() if not name.endswith((".command", "tracking.json"))]
-print(json.dumps({name: place.checksum(name) for name in made}))
+directory = StorageDir.of(sys.argv[1])
+made = [name for name in directory.list_files() if not name.endswith((".command", "tracking.json"))]
+print(json.dumps({name: directory.checksum(name) for name in made}))
 """
 LOSE = """
 from infra.storage.directory import StorageDir
@@ -57,13 +57,13 @@ import json
 from infra.storage.directory import StorageDir
 from infra.tracking.run_ref import RunRef
 from mlflow.tracking import MlflowClient
-place = StorageDir.of("s3://lab/runs/one")
-key = json.loads(place.read("tracking.json"))
+directory = StorageDir.of("s3://lab/runs/one")
+key = json.loads(directory.read("tracking.json"))
 client = MlflowClient(key["store"])
 steps = [point.step for point in client.get_metric_history(key["run_id"], "loss/step")]
 run = client.get_run(key["run_id"])
-print(json.dumps({"files": sorted(place.files()), "steps": steps, "tags": run.data.tags, "status": run.info.status,
-                  "result": json.loads(place.read("result.json"))}))
+print(json.dumps({"files": sorted(directory.list_files()), "steps": steps, "tags": run.data.tags, "status": run.info.status,
+                  "result": json.loads(directory.read("result.json"))}))
 """
 
 SEARCH = (
@@ -77,8 +77,8 @@ import sys
 from pathlib import Path
 from infra.storage.directory import StorageDir
 there = StorageDir.of("s3://lab/small")
-for name in StorageDir.of(sys.argv[1]).files():
-    there.put(Path(sys.argv[1]) / name, name)
+for name in StorageDir.of(sys.argv[1]).list_files():
+    there.upload(Path(sys.argv[1]) / name, name)
 """
 
 
@@ -114,8 +114,8 @@ class Bigram(nn.Module):
 STORED = """
 import json, sys
 from infra.storage.directory import StorageDir
-place = StorageDir.of(sys.argv[1])
-print(json.dumps({n: place.read(n).decode() for n in place.files() if n.endswith(("json", "csv"))}))
+directory = StorageDir.of(sys.argv[1])
+print(json.dumps({n: directory.read(n).decode() for n in directory.list_files() if n.endswith(("json", "csv"))}))
 """
 
 
