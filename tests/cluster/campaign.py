@@ -68,7 +68,8 @@ LEFT = {
 import json, sys
 from infra.storage.directory import StorageDir
 directory = StorageDir.of(f"s3://lab/{sys.argv[1]}")
-print(json.dumps({name: directory.checksum(name) for name in directory.list_files() if name.endswith(("arrow", "manifest.json"))}))
+names = [name for name in directory.list_files() if name.endswith(("arrow", "manifest.json"))]
+print(json.dumps({name: directory.checksum(name) for name in names}))
 """,
     "train": """
 import json, sys

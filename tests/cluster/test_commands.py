@@ -62,8 +62,8 @@ key = json.loads(directory.read("tracking.json"))
 client = MlflowClient(key["store"])
 steps = [point.step for point in client.get_metric_history(key["run_id"], "loss/step")]
 run = client.get_run(key["run_id"])
-print(json.dumps({"files": sorted(directory.list_files()), "steps": steps, "tags": run.data.tags, "status": run.info.status,
-                  "result": json.loads(directory.read("result.json"))}))
+print(json.dumps({"files": sorted(directory.list_files()), "steps": steps, "tags": run.data.tags,
+                  "status": run.info.status, "result": json.loads(directory.read("result.json"))}))
 """
 
 SEARCH = (
