@@ -48,11 +48,11 @@ def importable(monkeypatch: pytest.MonkeyPatch) -> None:
 
 
 def config_of(data: Path, name: str, **changes: object) -> TrainConfig:
-    config = TrainConfig(
+    config = TrainConfig.of(
         data=str(data), model=parse_model(f"own_models:{name},{SIZES}"), global_batch=8, micro_batch=4, steps=8,
         cycle=Cycle(4, 1), precision="fp32", device="cpu", learning_rate=3e-3, schedule="constant",
     )  # fmt: skip
-    return dataclasses.replace(config, **changes)
+    return config.replace(**changes)
 
 
 def losses(trainer: Trainer) -> list[float]:
@@ -65,14 +65,14 @@ def test_a_model_of_others_trains_is_continued_and_is_recomputed(small_shards: P
     config = config_of(small_shards, name)
     straight = losses(Trainer(config))
     assert straight[-1] < straight[0]
-    first = Trainer(dataclasses.replace(config, steps=4), checkpoints=tmp_path / "checkpoints").run()
+    first = Trainer(config.replace(steps=4), checkpoints=tmp_path / "checkpoints").run()
     assert first.checkpoint
     assert losses(Trainer(config, resume=Path(first.checkpoint))) == straight[4:], "to the bit"
     for checkpointing in ("full", "alternate", "selective"):
-        again = losses(Trainer(dataclasses.replace(config, checkpointing=checkpointing)))
+        again = losses(Trainer(config.replace(checkpointing=checkpointing)))
         assert again == pytest.approx(straight, rel=1e-5), "dropout is drawn again as it was"
     if name != "Encoder":  # whose dropout draws other numbers in another kernel
-        assert losses(Trainer(dataclasses.replace(config, attention="manual"))) == pytest.approx(straight, rel=1e-4)
+        assert losses(Trainer(config.replace(attention="manual"))) == pytest.approx(straight, rel=1e-4)
 
 
 def test_recomputation_saves_memory(small_shards: Path) -> None:
@@ -101,7 +101,7 @@ def doors(small_shards: Path) -> tuple[TrainConfig, TrainConfig]:
     shape = ModelConfig(
         layers=2, heads=2, width=64, context_length=32, vocab_size=257, padded_vocab_size=257, bias=True
     )
-    return dataclasses.replace(theirs, model=shape), theirs
+    return theirs.replace(model=shape), theirs
 
 
 def test_gpt2_by_both_doors_is_one_model(doors: tuple[TrainConfig, TrainConfig]) -> None:
@@ -124,11 +124,11 @@ def test_its_memory_is_measured_as_the_formulas_know_it(doors: tuple[TrainConfig
     """
     shape = ModelConfig(layers=4, heads=4, width=256, context_length=256, vocab_size=8192, padded_vocab_size=8192)
     words = "own_models:gpt2,width=256,layers=4,heads=4,context_length=256,vocab_size=8192"
-    ours = resolve(dataclasses.replace(doors[0], model=shape, global_batch=32), cpu_info())
-    theirs = resolve(dataclasses.replace(ours, model=parse_model(words)), cpu_info())
+    ours = resolve(doors[0].replace(model=shape, global_batch=32), cpu_info())
+    theirs = resolve(ours.replace(model=parse_model(words)), cpu_info())
     for micro_batch in (16, 32):
-        known, found = (predict_peak(dataclasses.replace(config, micro_batch=micro_batch)) for config in (ours, theirs))
-        measured = measure_fit(dataclasses.replace(ours, micro_batch=micro_batch)).peak(micro_batch)
+        known, found = (predict_peak(config.replace(micro_batch=micro_batch)) for config in (ours, theirs))
+        measured = measure_fit(ours.replace(micro_batch=micro_batch)).peak(micro_batch)
         assert found.weights == known.weights
         assert found.total == pytest.approx(measured + known.context, rel=0.05)
         assert found.total == pytest.approx(known.total, rel=0.15)
@@ -296,7 +296,7 @@ def test_a_model_of_others_is_searched_profiled_and_climbs_a_ladder(
 @pytest.mark.parametrize("name", ["own_models:Encoder", "wrong_models:Whole"])
 def test_what_gives_no_logits_cannot_write(small_shards: Path, tmp_path: Path, name: str) -> None:
     folder, config = tmp_path / "runs" / "mute" / "checkpoints", config_of(small_shards, "gpt2", steps=4)
-    config = dataclasses.replace(config, model=parse_model(f"{name},{SIZES}"))
+    config = config.replace(model=parse_model(f"{name},{SIZES}"))
     saved = Trainer(config, checkpoints=folder).run().checkpoint
     with pytest.raises(UserError, match=rf"{name}.* cannot generate text.*logits"):
         generate.generate(generate.GenerateConfig(checkpoint=str(saved)))
@@ -335,7 +335,7 @@ def test_a_model_may_print_and_is_trained_whatever_mode_it_comes_in(
         "def evaluated(vocab_size):\n    return Loud(vocab_size).eval()\n"
     )
     monkeypatch.syspath_prepend(str(tmp_path))
-    config = dataclasses.replace(config_of(small_shards, "gpt2"), model=parse_model(f"loud:evaluated,{SIZES}"))
+    config = config_of(small_shards, "gpt2").replace(model=parse_model(f"loud:evaluated,{SIZES}"))
     config = resolve(config, cpu_info())
     assert build_model(config, torch.device("cpu")).training
     assert measure_fit(config).weights == 4 * 257 * 257
@@ -349,7 +349,7 @@ def test_weights_go_to_hugging_faces_format_and_back_to_the_bit(
     monkeypatch.chdir(tmp_path)
     shape: dict[str, Any] = {"n_layer": 2, "n_head": 2, "n_embd": 32, "n_positions": 32, "vocab_size": 257}
     GPT2LMHeadModel(GPT2Config(**shape, tie_word_embeddings=tied)).save_pretrained("theirs")
-    config = dataclasses.replace(config_of(small_shards, "gpt2", steps=2), model=parse_model("hf:theirs"))
+    config = config_of(small_shards, "gpt2", steps=2).replace(model=parse_model("hf:theirs"))
     trainer = Trainer(config, checkpoints=tmp_path / "checkpoints")
     before, after = load_file("theirs/model.safetensors"), to_hf_state_dict(trainer.model)
     assert before.keys() == after.keys()
@@ -361,7 +361,7 @@ def test_weights_go_to_hugging_faces_format_and_back_to_the_bit(
     write_model(Path(str(trainer.run().checkpoint)), Path("ours"))
     trained = to_hf_state_dict(trainer.model)
     assert not any(torch.equal(trained[name], before[name]) for name in before)
-    again = Trainer(dataclasses.replace(config, model=parse_model("hf:ours")))
+    again = Trainer(config.replace(model=parse_model("hf:ours")))
     GPT2LMHeadModel.from_pretrained("ours").save_pretrained("once more")
     for found in (
         load_file("ours/model.safetensors"), to_hf_state_dict(again.model), load_file("once more/model.safetensors")

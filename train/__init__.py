@@ -1,4 +1,4 @@
-"""Token shards in, one measured run out. From Python: ``train(TrainConfig(...), name="first")`` and ``open_shards``."""
+"""Token shards in, one measured run out. From Python: ``train(TrainConfig.of(...), name="first")``, ``open_shards``."""
 
 from typing import TYPE_CHECKING
 

@@ -1,6 +1,6 @@
 """Entry: ``python -m train.plan`` predicts the memory, arithmetic, time and cost of a run."""
 
-from dataclasses import dataclass, field, replace
+from dataclasses import dataclass, field
 from typing import Annotated, ClassVar
 
 import tyro
@@ -65,11 +65,11 @@ def plan(options: PlanOptions) -> None:
     gpu_rates = load_gpu_rates(options.gpu) if options.gpu else None
     info, gpu_name = gpu_rates.device_info if gpu_rates else device_info(), gpu_rates and gpu_rates.device_info.name
     if gpu_rates:
-        training, limit = replace(training, device="cuda"), info.with_memory_limit(limit).memory
+        training, limit = training.replace(device="cuda"), info.with_memory_limit(limit).memory
     config = resolve_for_plan(training, info, limit)
     size = format_setting("micro_batch", config, training)
-    batch = f"global batch {config.global_batch} = micro-batch {size} x accumulation {config.accumulation}"
-    workers = f"{config.workers} worker{'s' * (config.workers > 1)}"
+    batch = f"global batch {config.batch.global_batch} = micro-batch {size} x accumulation {config.batch.accumulation}"
+    workers = f"{config.batch.workers} worker{'s' * (config.batch.workers > 1)}"
     console.print(
         f"[bold]{format_model(config.model)}[/bold], context length {config.model.context_length:,} tokens; {batch} x "
         f"{workers}"
@@ -82,11 +82,11 @@ def plan(options: PlanOptions) -> None:
         ("Arithmetic", forecast.arithmetic_rows(config)),
         *(
             [("Tile and wave quantization (wasted fraction)", forecast.tile_rows(config, gpu_name))]
-            if config.device == "cuda"
+            if config.execution.device == "cuda"
             else []
         ),
         *([(f"Speed of one {gpu_name}", roofline.speed_rows(config, gpu_rates))] if gpu_rates else []),
-        *([("Network", network.network_rows(config, options.doctor))] if config.workers > 1 else []),
+        *([("Network", network.network_rows(config, options.doctor))] if config.batch.workers > 1 else []),
         ("Data, time and cost", forecast.time_rows(config, options.tokens_per_second, options.price)),
     ):
         table = Table(title=title, title_justify="left", show_header=False, box=None, padding=(0, 2, 0, 0))
@@ -101,7 +101,7 @@ def _with_tokenizer(training: TrainConfig) -> TrainConfig:
     from train.data.tokenizer import match_tokenizer
 
     try:
-        return match_tokenizer(training, read_manifest(training.data))
+        return match_tokenizer(training, read_manifest(training.dataset.data))
     except UserError:
         return training
 

@@ -36,35 +36,42 @@ def resolve(config: TrainConfig, device_info: DeviceInfo) -> TrainConfig:
     leaves nothing open is returned unchanged. Raises ``UserError`` when the device lacks what is asked for, or when a
     decision contradicts the rest of the config.
     """
-    kind = device_info.kind if config.device == "auto" else config.device
+    kind = device_info.kind if config.execution.device == "auto" else config.execution.device
     if kind == "cuda" and device_info.kind != "cuda":
         raise UserError("--device cuda was given, but there is no CUDA GPU: use --device auto or --device cpu.")
     cuda = kind == "cuda"
     config = with_model_info(config)
-    precision, attention = config.precision, config.attention
+    precision, attention = config.execution.precision, config.execution.attention
     if precision == "auto":
         precision = "bf16" if cuda and device_info.bf16 else "fp32"
-    if attention == "auto" and cuda and config.mask_books and not config.model.unsupported_reason("attention", "flex"):
+    if (
+        attention == "auto"
+        and cuda
+        and config.execution.mask_books
+        and not config.model.unsupported_reason("attention", "flex")
+    ):
         attention = "flex"
     elif attention == "auto" and (not cuda or config.model.unsupported_reason("attention", "flash")):
         attention = "sdpa"
-    if config.fp8 and device_info.capability < (8, 9):
+    if config.execution.fp8 and device_info.capability < (8, 9):
         raise UserError(f"--fp8 needs 8-bit matmuls, which {device_info.name} does not have: leave it out.")
-    compile = _compile(config, device_info) if config.compile == "auto" else config.compile
+    compile = _compile(config, device_info) if config.execution.compile == "auto" else config.execution.compile
     if compile != "off" and kind == device_info.kind and device_info.uncompilable:
         raise UserError(
             f"--compile {compile} cannot work on {device_info.name}: {device_info.uncompilable}; or use --compile off."
         )
-    allocator = ("expandable" if cuda else "default") if config.allocator == "auto" else config.allocator
-    decided = replace(
-        config, device=kind, precision=precision, attention=attention, compile=compile, allocator=allocator
+    allocator = (
+        ("expandable" if cuda else "default") if config.execution.allocator == "auto" else config.execution.allocator
+    )
+    decided = config.replace(
+        device=kind, precision=precision, attention=attention, compile=compile, allocator=allocator
     )
     decided = _choose_batch_and_loss(decided, device_info.memory)
-    if decided.accumulation > MAX_ACCUMULATION:
+    if decided.batch.accumulation > MAX_ACCUMULATION:
         raise UserError(
-            f"--global-batch {config.global_batch:,} is {decided.accumulation:,} micro-batches for one step, and at "
-            f"most {MAX_ACCUMULATION:,} are possible: give a smaller one, or a larger --micro-batch than "
-            f"{decided.micro_batch:,}."
+            f"--global-batch {config.batch.global_batch:,} is {decided.batch.accumulation:,} micro-batches for one "
+            f"step, and at most {MAX_ACCUMULATION:,} are possible: give a smaller one, or a larger --micro-batch than "
+            f"{decided.batch.micro_batch:,}."
         )
     return decided
 
@@ -81,17 +88,17 @@ def with_model_info(config: TrainConfig) -> TrainConfig:
         from train.models.custom import inspect_model
 
         model = replace(model, found=inspect_model(model))
-    return replace(config, model=model, loss="plain")
+    return config.replace(model=model, loss="plain")
 
 
 def _compile(config: TrainConfig, device_info: DeviceInfo) -> Compile:
     """What to compile where that is left open."""
-    if config.checkpointing == "budget":
+    if config.execution.checkpointing == "budget":
         return "whole"  # without which there is no budget
-    if config.device == "cpu" or device_info.kind == "cpu" or device_info.uncompilable:
+    if config.execution.device == "cpu" or device_info.kind == "cpu" or device_info.uncompilable:
         return "off"
-    if config.shard:  # for which a block's weights are gathered, so that the graph ends there
-        return "off" if config.checkpointing == "selective" else "blocks"
+    if config.execution.shard:  # for which a block's weights are gathered, so that the graph ends there
+        return "off" if config.execution.checkpointing == "selective" else "blocks"
     return "whole"
 
 
@@ -101,20 +108,24 @@ def _choose_batch_and_loss(config: TrainConfig, memory: int) -> TrainConfig:
     The plain loss is preferred where it allows the same, or enough. Where nothing is expected to fit, what needs least
     is tried.
     """
-    if config.micro_batch != AUTO and config.loss != "auto":
+    if config.batch.micro_batch != AUTO and config.execution.loss != "auto":
         return config
     from train.estimate.memory import peak_with_margin
 
-    sizes = config.micro_batches if config.micro_batch == AUTO else [config.micro_batch]
-    if config.device == "cpu" and config.micro_batch == AUTO:
+    sizes = config.micro_batches if config.batch.micro_batch == AUTO else [config.batch.micro_batch]
+    if config.execution.device == "cpu" and config.batch.micro_batch == AUTO:
         length = config.model.context_length
         sizes = [size for size in sizes if size * length <= CPU_TOKENS] or sizes[:1]
-    losses: list[Loss] = [config.loss]
-    if config.loss == "auto":
-        losses = ["fused"] if config.loss_chunks > 1 else ["plain", "fused"]
-    tried = [replace(config, micro_batch=size, loss=loss) for size in reversed(sizes) for loss in losses]
+    losses: list[Loss] = [config.execution.loss]
+    if config.execution.loss == "auto":
+        losses = ["fused"] if config.execution.loss_chunks > 1 else ["plain", "fused"]
+    tried = [config.replace(micro_batch=size, loss=loss) for size in reversed(sizes) for loss in losses]
     fitting = [candidate for candidate in tried if peak_with_margin(candidate) <= memory]
-    enough = (c for c in fitting if c.loss == "plain" and c.micro_batch * c.model.context_length >= SATURATION_TOKENS)
+    enough = (
+        c
+        for c in fitting
+        if c.execution.loss == "plain" and c.batch.micro_batch * c.model.context_length >= SATURATION_TOKENS
+    )
     return next(enough, None) or next(iter(fitting), None) or min(tried, key=peak_with_margin)
 
 
@@ -123,8 +134,8 @@ def next_smaller_micro_batch(config: TrainConfig, too_large: Sequence[int]) -> T
 
     Unchanged where none was; None where there is no smaller one.
     """
-    sizes = [size for size in config.micro_batches if size < min(too_large, default=config.micro_batch + 1)]
-    return replace(config, micro_batch=sizes[-1]) if sizes else None
+    sizes = [size for size in config.micro_batches if size < min(too_large, default=config.batch.micro_batch + 1)]
+    return config.replace(micro_batch=sizes[-1]) if sizes else None
 
 
 def keep_memory_decisions(requested: TrainConfig, saved_settings: Mapping[str, Any]) -> TrainConfig:
@@ -133,16 +144,16 @@ def keep_memory_decisions(requested: TrainConfig, saved_settings: Mapping[str, A
 
     A micro-batch that another number of workers rules out is decided anew.
     """
-    decisions = {name: saved_settings[name] for name in BY_MEMORY if getattr(requested, name) in (AUTO, "auto")}
+    decisions = {name: saved_settings[name] for name in BY_MEMORY if requested.setting(name) in (AUTO, "auto")}
     if decisions.get("micro_batch") not in requested.micro_batches:
         decisions.pop("micro_batch", None)
-    return replace(requested, **decisions)
+    return requested.replace(**decisions)
 
 
 def format_setting(name: str, config: TrainConfig, requested: TrainConfig) -> str:
     """A setting's value, and whether it was decided or ``requested`` for: ``whole (auto)``."""
-    value = getattr(config, name)
-    return f"{value} (auto)" if getattr(requested, name) in (AUTO, "auto") and value != "auto" else f"{value}"
+    value = config.setting(name)
+    return f"{value} (auto)" if requested.setting(name) in (AUTO, "auto") and value != "auto" else f"{value}"
 
 
 def describe_execution(config: TrainConfig, requested: TrainConfig) -> str:
@@ -153,11 +164,11 @@ def describe_execution(config: TrainConfig, requested: TrainConfig) -> str:
 
 def local_device_info(config: TrainConfig) -> DeviceInfo:
     """The device of this machine on which ``config`` would train. Raises ``UserError`` without its accelerator."""
-    info = cpu_info() if config.device == "cpu" else device_info()
-    if config.accelerator and config.accelerator not in info.name:
+    info = cpu_info() if config.execution.device == "cpu" else device_info()
+    if config.execution.accelerator and config.execution.accelerator not in info.name:
         raise UserError(
-            f"--accelerator {config.accelerator} is not in this machine, which has {info.name}: leave it out, or name "
-            "a cluster with --address."
+            f"--accelerator {config.execution.accelerator} is not in this machine, which has {info.name}: leave it "
+            "out, or name a cluster with --address."
         )
     return info
 
@@ -167,5 +178,5 @@ def resolve_for_plan(config: TrainConfig, device_info: DeviceInfo, memory_limit:
 
     A machine that only plans needs no compiler.
     """
-    device_info = A100 if config.device == "cuda" and device_info.kind == "cpu" else device_info
+    device_info = A100 if config.execution.device == "cuda" and device_info.kind == "cpu" else device_info
     return resolve(config, replace(device_info, uncompilable="").with_memory_limit(memory_limit))

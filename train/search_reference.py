@@ -78,7 +78,7 @@ def read_search_reference(file: str, config: TrainConfig) -> SearchReference | N
         )
     except (ValueError, UserError, KeyError, TypeError):
         return None
-    same_settings = all(getattr(searched, name) == getattr(config, name) for name in SPEED_SETTINGS)
+    same_settings = all(searched.setting(name) == config.setting(name) for name in SPEED_SETTINGS)
     return confirmed if same_settings else None
 
 
@@ -98,7 +98,7 @@ def diagnose_slowdown(result: RunResult, confirmed: SearchReference, config: Tra
     unknown = (
         f"unknown. Checked: {'; '.join(check.text for check in checks) or 'nothing, because nothing was recorded'}"
     )
-    if config.compile != "off":  # torch has no documented counter of recompilations.
+    if config.execution.compile != "off":  # torch has no documented counter of recompilations.
         unknown += ". Recompilations are not recorded; set TORCH_LOGS=recompiles to print them"
     return Diagnosis([*rows, ("likely cause", unknown)])
 

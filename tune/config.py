@@ -124,7 +124,7 @@ class SearchConfig(ExperimentConfig):
             raise UserError(f"--accumulations contains {repeated[0]} twice. Remove one of them.")
         if max(self.accumulations, default=1) >= 2**31:
             raise UserError(f"--accumulations {max(self.accumulations)} is too large. Use values below 2^31.")
-        if self.training.stream:
+        if self.training.dataset.stream:
             raise UserError("--stream is not supported by a search, whose trials read token shards. Use --data.")
         check_minimum(self, trial_steps=FEWEST + 2, parallel=1, confirm=0)
         check_numbers(self)
@@ -134,7 +134,7 @@ class SearchConfig(ExperimentConfig):
             )
 
     def to_json(self) -> dict[str, Any]:
-        training = self.training.to_json() | {"data": StorageDir.of(self.training.data).address}
+        training = self.training.to_json() | {"data": StorageDir.of(self.training.dataset.data).address}
         return super().to_json() | {"training": training, "config": None}
 
 
@@ -251,7 +251,7 @@ class LadderConfig(ExperimentConfig):
     def training(self) -> TrainConfig:
         """The run that the suite's baseline is derived from. Settings that a rung may change are set, never
         ``auto``."""
-        return TrainConfig(
+        return TrainConfig.of(
             micro_batch=BATCH, compile="off", loss="plain", data=StorageDir.of(self.data).address,
             model=self.model or TrainConfig.model, seed=self.seed, device=self.device, accelerator=self.accelerator,
             cycle=self.cycle, keep_checkpoints=0, within=self.within or None, steps=self.steps,

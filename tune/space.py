@@ -8,7 +8,7 @@ from typing import Any
 
 from infra.errors import UserError
 from infra.schema import strict
-from train.config import CHOICES, TrainConfig, divisors
+from train.config import CHOICES, SETTING_TYPES, TrainConfig, divisors
 
 KNOBS = (
     "allocator", "attention", "checkpointing", "compile", "fp8", "loader_workers", "loss", "loss_chunks", "optimizer",
@@ -54,19 +54,21 @@ class Space:
     def config(self, candidate: Candidate) -> TrainConfig:
         """The training config of ``candidate``. Raises ``UserError`` if its knobs do not allow its micro-batch."""
         size, batch = candidate.micro_batch, self.global_batch(candidate)
-        return replace(self.base, micro_batch=size, global_batch=batch, **dict(without_accumulation(candidate.knobs)))
+        return self.base.replace(micro_batch=size, global_batch=batch, **dict(without_accumulation(candidate.knobs)))
 
     def global_batch(self, candidate: Candidate) -> int:
         return (
             candidate.micro_batch * dict(candidate.knobs)[ACCUMULATION]
             if self.is_accumulation_searched
-            else self.base.global_batch
+            else self.base.batch.global_batch
         )
 
     @property
     def batch_label(self) -> str:
         """The global batch as a text."""
-        return f"{'any number of' if self.is_accumulation_searched else self.base.global_batch} sequences per step"
+        return (
+            f"{'any number of' if self.is_accumulation_searched else self.base.batch.global_batch} sequences per step"
+        )
 
     def micro_batches_for(self, knobs: KnobValues) -> list[int]:
         """Micro-batches that ``knobs`` allow, ascending."""
@@ -89,7 +91,8 @@ class Space:
         knobs = self.combinations[0]
         micro_batches = self.micro_batches_for(knobs)
         return Candidate(
-            max((size for size in micro_batches if size <= self.base.micro_batch), default=micro_batches[0]), knobs
+            max((size for size in micro_batches if size <= self.base.batch.micro_batch), default=micro_batches[0]),
+            knobs,
         )
 
     def knobs_label(self, knobs: Iterable[tuple[str, Any]]) -> str:
@@ -106,7 +109,7 @@ class Space:
 
     def long_label(self, candidate: Candidate) -> str:
         """A long label for reports: ``micro-batch 8 x 4, checkpointing=full``, with the accumulation."""
-        size = f"micro-batch {candidate.micro_batch} x {self.config(candidate).accumulation}"
+        size = f"micro-batch {candidate.micro_batch} x {self.config(candidate).batch.accumulation}"
         return ", ".join(filter(None, (size, self.knobs_label(without_accumulation(candidate.knobs)))))
 
     def neighbours(self, knobs: KnobValues) -> list[KnobValues]:
@@ -150,7 +153,7 @@ def parse_knobs(words: Sequence[str]) -> dict[str, tuple[Any, ...]]:
 
 
 def _value(name: str, text: str) -> Any:
-    kind = TrainConfig.__annotations__[name]
+    kind = SETTING_TYPES[name]
     if kind is int and text.isdecimal():
         return int(text)
     choices = {value: value for value in CHOICES.get(name, ()) if value not in NOT_SEARCHED}
@@ -169,22 +172,24 @@ def make_space(
     Without ``accumulations`` the global batch is fixed. With them a step may have up to ``max_global_batch`` sequences,
     by default as many as the base's. If they do not include the base's accumulation, the control has the first one.
     """
-    if base.workers != 1:
-        raise UserError(f"--workers {base.workers} is not supported: a search measures one device. Use --workers 1.")
-    searched = parse_knobs(knobs)
-    if "optimizer" in searched and base.optimizer in NOT_SEARCHED:
+    if base.batch.workers != 1:
         raise UserError(
-            f"--knobs optimizer cannot be combined with --optimizer {base.optimizer}: the other optimizers change the "
-            "training. Remove one of them."
+            f"--workers {base.batch.workers} is not supported: a search measures one device. Use --workers 1."
         )
-    axes = {name: dict.fromkeys([getattr(base, name), *values]) for name, values in searched.items()}
-    micro_batches = divisors(base.global_batch)
-    max_global_batch = (max_global_batch if accumulations else None) or base.global_batch
+    searched = parse_knobs(knobs)
+    if "optimizer" in searched and base.optimization.optimizer in NOT_SEARCHED:
+        raise UserError(
+            f"--knobs optimizer cannot be combined with --optimizer {base.optimization.optimizer}: the other "
+            "optimizers change the training. Remove one of them."
+        )
+    axes = {name: dict.fromkeys([base.setting(name), *values]) for name, values in searched.items()}
+    micro_batches = divisors(base.batch.global_batch)
+    max_global_batch = (max_global_batch if accumulations else None) or base.batch.global_batch
     if accumulations:
-        axes = {ACCUMULATION: sorted(accumulations, key=lambda number: number != base.accumulation), **axes}
+        axes = {ACCUMULATION: sorted(accumulations, key=lambda number: number != base.batch.accumulation), **axes}
         # Multiples of 8 up to 128, of 16 up to 256, and so on.
         tiles = {number << power for power in range(3, 31) for number in range(1, 17)}
-        micro_batches = [size for size in sorted({1, 2, 4, base.micro_batch, *tiles}) if size <= max_global_batch]
+        micro_batches = [size for size in sorted({1, 2, 4, base.batch.micro_batch, *tiles}) if size <= max_global_batch]
     combinations = product(*([(name, value) for value in axes[name]] for name in axes))
     full_space = Space(base, tuple(micro_batches), tuple(combinations), max_global_batch)
     space = replace(
@@ -200,5 +205,5 @@ def make_space(
     for name in searched:
         for value in axes[name]:
             if not any((name, value) in combination for combination in space.combinations):
-                replace(base, **{name: value})  # This raises UserError with the reason.
+                base.replace(**{name: value})  # This raises UserError with the reason.
     return space

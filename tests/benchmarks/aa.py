@@ -90,7 +90,7 @@ def main() -> None:
     torch.optim.AdamW([torch.zeros(1)])  # imports here once, as the next line, what takes longer than a run
     t_quantile(1)
     with tempfile.TemporaryDirectory() as folder, busy(asked.busy):
-        config = TrainConfig(
+        config = TrainConfig.of(
             data=str(shards(Path(folder))), model=ModelConfig(2, 2, 32, 32, 257, 320), micro_batch=8, global_batch=8,
             device="cpu", precision="fp32", steps=asked.steps, cycle=Cycle(50, 0), keep_checkpoints=0,
         )  # fmt: skip

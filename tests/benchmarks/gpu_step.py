@@ -12,7 +12,6 @@ import statistics
 import tempfile
 import time
 from collections.abc import Callable
-from dataclasses import replace
 from importlib.metadata import PackageNotFoundError, version
 from pathlib import Path
 from typing import Any
@@ -150,7 +149,9 @@ def train(options: argparse.Namespace) -> Found:
     if state:
         found["sm_clock"], found["throttle_reasons"] = state.sm_clock, state.throttle_reasons
     if result.outcome == "finished":
-        inputs = torch.zeros(config.micro_batch, config.model.context_length, dtype=torch.int64, device=trainer.device)
+        inputs = torch.zeros(
+            config.batch.micro_batch, config.model.context_length, dtype=torch.int64, device=trainer.device
+        )
 
         def once() -> None:
             torch.compiler.cudagraph_mark_step_begin()
@@ -175,12 +176,12 @@ def profile(options: argparse.Namespace) -> Found:
 def config_of(options: argparse.Namespace) -> TrainConfig:
     """The run of ``options``, resolved for this machine."""
     size = options.settings.get("micro_batch", 32)
-    config = TrainConfig(
+    config = TrainConfig.of(
         data=str(Path(options.data).resolve()), model=parse_model(options.model), global_batch=options.global_batch,
         micro_batch=size, steps=options.steps, cycle=Cycle(options.steps, 0), keep_checkpoints=0, compile="off",
         loss="plain",
     )  # fmt: skip
-    return resolve(replace(config, **options.settings), device_info())
+    return resolve(config.replace(**options.settings), device_info())
 
 
 def _kernel(work: Callable[[], object]) -> str:

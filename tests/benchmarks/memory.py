@@ -21,7 +21,6 @@ import sys
 import tempfile
 import time
 from collections.abc import Callable
-from dataclasses import replace
 from importlib.metadata import version
 from pathlib import Path
 from typing import Any
@@ -108,11 +107,11 @@ def config(data: Path, *, model: str, micro_batch: int, **settings: Any) -> Any:
     from train.config import Cycle, TrainConfig
     from train.model_config import parse_model
 
-    plain = TrainConfig(
+    plain = TrainConfig.of(
         data=str(data), model=parse_model(model), micro_batch=micro_batch, global_batch=micro_batch, device="cpu",
         steps=3, cycle=Cycle(3, 0), keep_checkpoints=0, compile="off", loss="plain",
     )  # fmt: skip
-    return replace(plain, **settings)
+    return plain.replace(**settings)
 
 
 def training(**settings: Any) -> dict[str, Any]:

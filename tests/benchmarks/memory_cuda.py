@@ -105,7 +105,7 @@ def config(data: Path, row: dict[str, Any]) -> Any:
     from train.config import Cycle, TrainConfig
     from train.model_config import parse_model
 
-    return TrainConfig(
+    return TrainConfig.of(
         data=str(data), model=replace(parse_model(row["model"]), context_length=row["context"]), device="cuda",
         micro_batch=row["micro_batch"], global_batch=row["micro_batch"] * row["accumulation"], attention="flash",
         precision=row["precision"], allocator=row["allocator"], compile=row["compile"], loss=row["loss"],

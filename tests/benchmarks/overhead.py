@@ -52,7 +52,7 @@ def main() -> None:
     parser.add_argument("--pairs", type=int, default=10)
     parser.add_argument("--side", choices=SIDES)
     options = parser.parse_args()
-    config = TrainConfig(
+    config = TrainConfig.of(
         data=str(options.data.resolve()), model=parse_model(options.model), steps=options.steps, cycle=Cycle(20, 1),
         global_batch=options.micro_batch, micro_batch=options.micro_batch, keep_checkpoints=0,
     )  # fmt: skip
@@ -121,7 +121,7 @@ def bare(config: TrainConfig) -> dict[str, float]:
     trainer = Trainer(config)
     trainer.run()
     start_up = imported - began + (trainer.times.first_step or 0.0) - trainer.times.steps[0]
-    counted = trainer.times.steps[config.cycle.train :]
+    counted = trainer.times.steps[config.duration.cycle.train :]
     return {
         "imports": imported - began,
         "start_up": start_up,

@@ -21,7 +21,7 @@ import statistics
 import subprocess
 import sys
 from collections.abc import Callable
-from dataclasses import dataclass, replace
+from dataclasses import dataclass
 from importlib.metadata import version
 from pathlib import Path
 from types import ModuleType, SimpleNamespace
@@ -76,7 +76,7 @@ def main() -> None:
     sides = [side for side in SIDES if side not in given or given[side]]
     sizes = dict.fromkeys(sides, largest(options.global_batch, options.micro_batch))
     if options.config:
-        sizes["ours"] = load_config(options.config).micro_batch
+        sizes["ours"] = load_config(options.config).batch.micro_batch
     journal = options.record and options.record.with_suffix(".rows.jsonl")
     rows: list[dict[str, Any]] = []
     if journal and journal.exists():
@@ -152,7 +152,7 @@ def measure(options: argparse.Namespace) -> dict[str, Any]:
     steady = seconds[max(1, len(seconds) // 3) :]
     return {
         "outcome": "ok",
-        "micro_batch": config.micro_batch,
+        "micro_batch": config.batch.micro_batch,
         "tokens_per_second": config.step_tokens / statistics.median(steady),
         "peak_bytes": limit.used()[0],
         "step_seconds": seconds,
@@ -162,16 +162,15 @@ def measure(options: argparse.Namespace) -> dict[str, Any]:
 
 def config_of(options: argparse.Namespace) -> TrainConfig:
     """What is trained: the same mathematics on every side; the execution is that of ``best.json`` or of the ladder."""
-    config = TrainConfig(
+    config = TrainConfig.of(
         data=str(options.data.resolve()), model=parse_model(options.model), compile=options.compile, loss="plain"
     )  # fmt: skip
     if options.side == "ours" and options.config:
-        config = replace(load_config(options.config), data=config.data)
+        config = load_config(options.config).replace(data=config.dataset.data)
     if options.side == "ladder":
         steps = {name: value for rung in A100.rungs for name, value in rung.changes.items() if name != "batch"}
         config = apply_changes(config, steps | {"compile": "max-autotune" if options.compile == "whole" else "off"})
-    return replace(
-        config, global_batch=options.global_batch, micro_batch=options.size, steps=options.steps,
+    return config.replace(global_batch=options.global_batch, micro_batch=options.size, steps=options.steps,
         cycle=Cycle(options.steps, 0), keep_checkpoints=0,
     )  # fmt: skip
 
@@ -200,27 +199,29 @@ def train_peer(
     from train.data.windows import Windows
     from train.loop.timing import mark, seconds_between, wait_for
 
-    torch.manual_seed(config.seed)
+    torch.manual_seed(config.dataset.seed)
     peer = make(options, device)
-    windows = Windows(TokenShards(Path(config.data)).streams("train"), config.model.context_length, config.seed)
+    windows = Windows(
+        TokenShards(Path(config.dataset.data)).streams("train"), config.model.context_length, config.dataset.seed
+    )
     loader = BatchLoader(
-        windows, micro_batch=config.micro_batch, accumulation=config.accumulation, position=0, device=device
+        windows, micro_batch=config.batch.micro_batch, accumulation=config.batch.accumulation, position=0, device=device
     )
     # On a CPU, where bf16 is emulated, all sides compute in fp32; it is a trial of this program, no comparison.
     cast = torch.autocast(device.type, torch.bfloat16, enabled=device.type == "cuda")
     marks, losses = [mark(device)], []
-    for step in range(config.steps or 0):
-        rate = config.learning_rate * min(1.0, (step + 1) / max(1, config.warmup_steps))
+    for step in range(config.duration.steps or 0):
+        rate = config.optimization.learning_rate * min(1.0, (step + 1) / max(1, config.optimization.warmup_steps))
         for group in peer.optimizer.param_groups:
             group["lr"] = rate
         total = torch.zeros((), device=device)
-        for _ in range(config.accumulation):
+        for _ in range(config.batch.accumulation):
             inputs, targets = (half.contiguous() for half in loader.next())  # which nanoGPT's view() needs
             with cast:
-                loss = peer.loss(inputs, targets) / config.accumulation
+                loss = peer.loss(inputs, targets) / config.batch.accumulation
             loss.backward()
             total += loss.detach()
-        torch.nn.utils.clip_grad_norm_(peer.model.parameters(), config.clip_norm)
+        torch.nn.utils.clip_grad_norm_(peer.model.parameters(), config.optimization.clip_norm)
         peer.optimizer.step()
         peer.optimizer.zero_grad(set_to_none=True)
         losses.append(total)
@@ -241,7 +242,7 @@ def huggingface(options: argparse.Namespace, device: Any) -> Peer:
     from transformers import AttentionInterface, GPT2Config, GPT2LMHeadModel
     from transformers.integrations.sdpa_attention import sdpa_attention_forward
 
-    shape = TrainConfig(model=parse_model(options.model)).gpt2_config
+    shape = TrainConfig.of(model=parse_model(options.model)).gpt2_config
     sizes: dict[str, Any] = {
         "vocab_size": shape.padded_vocab_size, "n_positions": shape.context_length, "n_embd": shape.width,
         "n_layer": shape.layers, "n_head": shape.heads,
@@ -265,7 +266,7 @@ def huggingface(options: argparse.Namespace, device: Any) -> Peer:
 def nanogpt(options: argparse.Namespace, device: Any) -> Peer:
     """nanoGPT's model and optimizer, compiled as its ``train.py`` does."""
     theirs = definitions(options.nanogpt / "model.py")
-    shape = TrainConfig(model=parse_model(options.model)).gpt2_config
+    shape = TrainConfig.of(model=parse_model(options.model)).gpt2_config
     config = theirs.GPTConfig(
         block_size=shape.context_length, vocab_size=shape.padded_vocab_size, n_layer=shape.layers,
         n_head=shape.heads, n_embd=shape.width, dropout=0.0, bias=True,
@@ -279,7 +280,7 @@ def nanogpt(options: argparse.Namespace, device: Any) -> Peer:
 def build_nanogpt(options: argparse.Namespace, device: Any) -> Peer:
     """build-nanogpt's model and optimizer, compiled, as its author's lecture does."""
     theirs = definitions(options.build_nanogpt / "train_gpt2.py", master_process=False)
-    shape = TrainConfig(model=parse_model(options.model)).gpt2_config
+    shape = TrainConfig.of(model=parse_model(options.model)).gpt2_config
     config = theirs.GPTConfig(
         block_size=shape.context_length, vocab_size=shape.padded_vocab_size, n_layer=shape.layers,
         n_head=shape.heads, n_embd=shape.width,

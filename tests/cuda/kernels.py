@@ -136,7 +136,7 @@ def lowered(
     compile_only() if by_triton else compile_nothing()
     chosen: dict[str, Any] = {"loss": "plain", "attention": "flash", "compile": "whole", "device": "cuda"} | settings
     shape = replace(parse_model(model), layers=layers, bias=bias)
-    config = TrainConfig(model=shape, micro_batch=SEQUENCES, global_batch=SEQUENCES, **chosen)
+    config = TrainConfig.of(model=shape, micro_batch=SEQUENCES, global_batch=SEQUENCES, **chosen)
     config = resolve(config, device_info())
     device = torch.device("cuda", 0)
     torch.set_float32_matmul_precision("high")

@@ -29,15 +29,15 @@ LIMIT = 3 * 10**9
 @pytest.fixture
 def config(small_shards: Path) -> TrainConfig:
     model = ModelConfig(layers=2, heads=2, width=64, context_length=32, vocab_size=257, padded_vocab_size=320)
-    return TrainConfig(
+    return TrainConfig.of(
         data=str(small_shards), model=model, micro_batch=4, global_batch=8, steps=6, cycle=Cycle(3, 0), warmup_steps=2,
         device="cuda", compile="off",
     )  # fmt: skip
 
 
 def trial(config: TrainConfig, limit: int) -> TrialRow:
-    proposal = Proposal(Candidate(config.micro_batch), "probe")
-    values = replace(config, steps=30, cycle=Cycle(1, 0), keep_checkpoints=0).to_json()
+    proposal = Proposal(Candidate(config.batch.micro_batch), "probe")
+    values = config.replace(steps=30, cycle=Cycle(1, 0), keep_checkpoints=0).to_json()
     try:
         row, trace = run(TrialRequest("m4", 1, "m4", proposal, values, "here", limit, StopRule(60.0, 0.001)))
     finally:
@@ -62,8 +62,8 @@ def test_a_trial_is_judged_by_the_memory_of_its_process(config: TrainConfig) -> 
 
 
 def test_a_trial_above_its_limit_is_no_failure(config: TrainConfig) -> None:
-    wide = replace(config, model=replace(config.model, padded_vocab_size=2**20))
-    assert trial(replace(wide, micro_batch=8), LIMIT).outcome == "oom"
+    wide = config.replace(model=replace(config.model, padded_vocab_size=2**20))
+    assert trial(wide.replace(micro_batch=8), LIMIT).outcome == "oom"
 
 
 @pytest.mark.parametrize("rung", [rung for rung in LOOP.rungs if "max-autotune" not in rung.changes.values()], ids=str)
@@ -91,8 +91,8 @@ print(len(replayed), len(set(replayed)))
 
 def test_the_steps_after_the_first_replay_cuda_graphs(config: TrainConfig) -> None:
     """In a process that compiles; a call that a capture forbids would end it."""
-    steps, micro = 6, config.global_batch // config.micro_batch
-    values = json.dumps(replace(config, compile="reduce-overhead", steps=steps).to_json())
+    steps, micro = 6, config.batch.global_batch // config.batch.micro_batch
+    values = json.dumps(config.replace(compile="reduce-overhead", steps=steps).to_json())
     done = subprocess.run([sys.executable, "-c", REPLAYS, values], capture_output=True, text=True, timeout=250)
     assert done.returncode == 0, done.stderr
     outcome, *counts = done.stdout.split()

@@ -8,7 +8,6 @@ import itertools
 import json
 import os
 from collections.abc import Callable, Mapping
-from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
@@ -37,7 +36,7 @@ BF16, FP16 = 2e-3, 1e-3
 @pytest.fixture
 def config(small_shards: Path) -> TrainConfig:
     model = ModelConfig(layers=2, heads=2, width=64, context_length=32, vocab_size=257, padded_vocab_size=320)
-    return TrainConfig(
+    return TrainConfig.of(
         data=str(small_shards), model=model, micro_batch=4, global_batch=8, steps=12, cycle=Cycle(4, 1),
         learning_rate=3e-3, warmup_steps=2, precision="fp32", device="cuda", compile="off", spike=0.0,
         keep_checkpoints=20,
@@ -94,8 +93,8 @@ def stop_at(step: int) -> Callable[[], bool]:
 def test_a_gpu_trains_as_the_cpu_does(
     config: TrainConfig, changes: Mapping[str, Any], on_cpu: Mapping[str, Any], tolerance: float
 ) -> None:
-    _, expected = train(replace(config, device="cpu", **on_cpu))
-    result, found = train(replace(config, **changes))
+    _, expected = train(config.replace(device="cpu", **on_cpu))
+    result, found = train(config.replace(**changes))
     assert result.outcome == "finished"
     assert curve(found) == pytest.approx(curve(expected), abs=tolerance, rel=tolerance)
 
@@ -109,7 +108,7 @@ def test_a_gpu_trains_as_the_cpu_does(
     ids=str,
 )  # fmt: skip
 def test_a_resumed_run_is_the_same_run(config: TrainConfig, tmp_path: Path, changes: Mapping[str, Any]) -> None:
-    config = replace(config, **changes)
+    config = config.replace(**changes)
     _, whole = train(config)
     interrupted = Trainer(config, checkpoints=tmp_path, should_stop=stop_at(6))
     saved = interrupted.run().checkpoint
@@ -123,10 +122,10 @@ def test_a_resumed_run_is_the_same_run(config: TrainConfig, tmp_path: Path, chan
 
 def test_a_checkpoint_holds_the_weights_of_its_step(config: TrainConfig, tmp_path: Path) -> None:
     """The next step is under way while they are copied."""
-    train(replace(config, checkpoint_every=1), checkpoints=tmp_path / "cuda")
-    train(replace(config, checkpoint_every=1, device="cpu"), checkpoints=tmp_path / "cpu")
+    train(config.replace(checkpoint_every=1), checkpoints=tmp_path / "cuda")
+    train(config.replace(checkpoint_every=1, device="cpu"), checkpoints=tmp_path / "cpu")
     names = sorted(path.name for path in (tmp_path / "cpu").iterdir())
-    assert len(names) == config.steps
+    assert len(names) == config.duration.steps
     for name in names:
         found, expected = (load_file(tmp_path / side / name / "model.safetensors") for side in ("cuda", "cpu"))
         for key, value in expected.items():
@@ -154,7 +153,7 @@ def test_no_step_after_the_first_waits_for_the_gpu(config: TrainConfig, changes:
         torch.cuda.set_sync_debug_mode("error")
         return False
 
-    trainer = Trainer(replace(config, **changes), should_stop=after_the_first)
+    trainer = Trainer(config.replace(**changes), should_stop=after_the_first)
     try:
         assert trainer.run().outcome == "finished"
     finally:
@@ -176,7 +175,7 @@ def test_what_the_host_reads_later_is_copied_to_pinned_memory(config: TrainConfi
     """A copy to other memory has the host wait, without torch's check noticing."""
     trainer = Trainer(config)
     trainer.run()
-    cycle = open_cycle(0, 1, config.cycle.train, [1.0], trainer.device)
+    cycle = open_cycle(0, 1, config.duration.cycle.train, [1.0], trainer.device)
     close_cycle(cycle, trainer.workers, trainer.device)
     assert cycle.host_values
     taken = take_snapshot(trainer.model, trainer.optimizer, trainer.scaler, cycle.losses)

@@ -32,7 +32,7 @@ from train.run import RunOptions, defaults
 )
 def test_a_contradiction_is_named(settings: dict, named: list[str]) -> None:
     with pytest.raises(UserError) as refusal:
-        TrainConfig(**settings)
+        TrainConfig.of(**settings)
     for part in named:
         assert part in str(refusal.value)
 
@@ -61,8 +61,8 @@ def test_a_size_that_no_model_has_is_named() -> None:
 
 def test_a_searchs_best_is_read_by_its_config(tmp_path: Path) -> None:
     path = tmp_path / "best.json"
-    path.write_text(json.dumps({"study": "fixed", "config": TrainConfig(seed=5).to_json()}))
-    assert load_config(path) == TrainConfig(seed=5)
+    path.write_text(json.dumps({"study": "fixed", "config": TrainConfig.of(seed=5).to_json()}))
+    assert load_config(path) == TrainConfig.of(seed=5)
 
 
 def test_an_unknown_model_is_refused() -> None:
@@ -83,12 +83,12 @@ def test_a_bad_config_file_is_refused_by_name(tmp_path: Path) -> None:
 
 
 def test_the_batch_arithmetic() -> None:
-    config = TrainConfig(micro_batch=8, workers=2)
-    assert config.accumulation == 30
+    config = TrainConfig.of(micro_batch=8, workers=2)
+    assert config.batch.accumulation == 30
     assert config.step_tokens == 491_520
-    assert dataclasses.replace(config, tokens=10**6).total_steps == 2
-    assert dataclasses.replace(config, steps=7).total_steps == 7
-    assert dataclasses.replace(config, micro_batch=4, global_batch=8).step_tokens == 8192
+    assert config.replace(tokens=10**6).total_steps == 2
+    assert config.replace(steps=7).total_steps == 7
+    assert config.replace(micro_batch=4, global_batch=8).step_tokens == 8192
 
 
 @pytest.mark.parametrize(
@@ -109,12 +109,12 @@ def test_a_files_values_are_of_their_fields_types(values: dict[str, object], nam
 
 
 def test_every_field_takes_back_what_it_gave() -> None:
-    full = TrainConfig(
+    full = TrainConfig.of(
         stream=("books",), reading=ReadingConfig(doc_separator="***", languages=("en", "fr")), steps=3, within=0.01,
         ablate=("sync",), accelerator="A100",
     )  # fmt: skip
-    tiny = TrainConfig(model=parse_model("tiny,layers=3,dropout=0.1,tied=false"), steps=7, cycle=Cycle(5, 1))
-    for config in (TrainConfig(), full, tiny, TrainConfig(time_budget=3), TrainConfig(learning_rate=1)):
+    tiny = TrainConfig.of(model=parse_model("tiny,layers=3,dropout=0.1,tied=false"), steps=7, cycle=Cycle(5, 1))
+    for config in (TrainConfig(), full, tiny, TrainConfig.of(time_budget=3), TrainConfig.of(learning_rate=1)):
         assert config_from_json(json.loads(json.dumps(config.to_json())), "a.json") == config
 
 
@@ -123,11 +123,11 @@ def test_how_a_stream_is_read_is_in_a_file_and_under_the_pipelines_flags(
 ) -> None:
     path = tmp_path / "config.json"
     path.write_text(
-        json.dumps(TrainConfig(stream=("a.jsonl",), steps=3, reading=ReadingConfig(text_field="body")).to_json())
+        json.dumps(TrainConfig.of(stream=("a.jsonl",), steps=3, reading=ReadingConfig(text_field="body")).to_json())
     )
     default = RunOptions(training=load_config(path))
     monkeypatch.setattr(sys, "argv", ["command", "--languages", "en", "fr", "--join-lines"])
-    assert parse_flags(RunOptions, "a command", default).training.reading == ReadingConfig(
+    assert parse_flags(RunOptions, "a command", default).training.dataset.reading == ReadingConfig(
         text_field="body", languages=("en", "fr"), join_lines=True
     )
     assert "reading" not in TrainConfig().to_json(), "which has no effect on shards"
@@ -135,8 +135,8 @@ def test_how_a_stream_is_read_is_in_a_file_and_under_the_pipelines_flags(
 
 def test_flags_win_over_a_file_also_with_their_default_values(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     path = tmp_path / "config.json"
-    path.write_text(json.dumps(TrainConfig(micro_batch=7, global_batch=14, fp8=True, steps=3).to_json()))
+    path.write_text(json.dumps(TrainConfig.of(micro_batch=7, global_batch=14, fp8=True, steps=3).to_json()))
     words = ["--micro-batch", "auto", "--workers", "7", "--no-fp8", "--steps", "None", "--tokens=100000", "--config"]
     monkeypatch.setattr(sys, "argv", ["command", *words, str(path)])
     found = parse_flags(RunOptions, "a command", defaults()).training
-    assert found == TrainConfig(global_batch=14, workers=7, tokens=100_000)
+    assert found == TrainConfig.of(global_batch=14, workers=7, tokens=100_000)

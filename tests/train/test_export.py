@@ -35,7 +35,7 @@ from train.run_files.run_folder import RunFolder
 
 
 def trained(data: Path, model: ModelConfig, folder: Path) -> Path:
-    config = TrainConfig(
+    config = TrainConfig.of(
         data=str(data), model=model, global_batch=4, micro_batch=4, steps=5, cycle=Cycle(5, 1), precision="fp32",
         device="cpu", learning_rate=1e-2,
     )  # fmt: skip
@@ -133,7 +133,7 @@ def as_gpt2s(saved: Path, folder: Path) -> Path:
     save_file(weights, changed / "model.safetensors")
     config = config_from_json(progress.config, "test")
     told = dataclasses.replace(
-        progress, config=dataclasses.replace(config, model=model).to_json(), tokenizer_sha256=GPT2_SHA256,
+        progress, config=config.replace(model=model).to_json(), tokenizer_sha256=GPT2_SHA256,
         files={"model.safetensors": checksum(changed / "model.safetensors")},
     )  # fmt: skip
     (changed / "progress.json").write_text(json.dumps(dataclasses.asdict(told)))

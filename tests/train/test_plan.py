@@ -28,14 +28,14 @@ PUBLISHED = replace(PRESETS["gpt2-124m"], padded_vocab_size=50257)
 
 
 def test_gpt2_has_its_published_parameters() -> None:
-    rows = dict(parameter_rows(TrainConfig(model=PUBLISHED)))
+    rows = dict(parameter_rows(TrainConfig.of(model=PUBLISHED)))
     assert "124,439,808" in rows["total"]
-    untied = dict(parameter_rows(TrainConfig(model=replace(PUBLISHED, tied=False))))
+    untied = dict(parameter_rows(TrainConfig.of(model=replace(PUBLISHED, tied=False))))
     assert "163,037,184" in untied["total"]
 
 
 def test_time_and_cost_follow_from_speed_and_price(small_shards: Path, small_model: ModelConfig) -> None:
-    config = TrainConfig(data=str(small_shards), model=small_model, micro_batch=4, global_batch=8, steps=100)
+    config = TrainConfig.of(data=str(small_shards), model=small_model, micro_batch=4, global_batch=8, steps=100)
     rows = dict(time_rows(config, 256, 36))
     tokens = epoch_tokens(str(small_shards))
     assert tokens is not None
@@ -43,11 +43,11 @@ def test_time_and_cost_follow_from_speed_and_price(small_shards: Path, small_mod
     assert "25,600 tokens" in rows["planned run"]
     assert "1m40s, cost 1.00" in rows["planned run"]
     assert f"{25600 / tokens:.3g} epochs" in rows["planned run"]
-    assert "1m40s, cost 2.00" in dict(time_rows(replace(config, workers=2), 256, 36))["planned run"]
+    assert "1m40s, cost 2.00" in dict(time_rows(config.replace(workers=2), 256, 36))["planned run"]
 
 
 def test_the_limit_names_a_batch_or_says_that_none_fits() -> None:
-    config = TrainConfig(
+    config = TrainConfig.of(
         device="cuda", precision="bf16", micro_batch=1, compile="off", loss="plain", allocator="expandable"
     )
 
@@ -59,9 +59,9 @@ def test_the_limit_names_a_batch_or_says_that_none_fits() -> None:
 
     assert numbers(config) == [32, 15, 480, 33], "the largest divisor of the global batch, and what would fit"
     assert "no micro-batch" in largest(config, 10**9)
-    assert numbers(replace(config, workers=2))[:2] == [30, 8]
-    assert numbers(replace(config, global_batch=28)) == [28, 1, 28, 34]
-    assert numbers(replace(config, global_batch=34)) == [34, 1], "which memory limits"
+    assert numbers(config.replace(workers=2))[:2] == [30, 8]
+    assert numbers(config.replace(global_batch=28)) == [28, 1, 28, 34]
+    assert numbers(config.replace(global_batch=34)) == [34, 1], "which memory limits"
 
 
 @pytest.mark.parametrize(
@@ -74,33 +74,33 @@ def test_the_limit_names_a_batch_or_says_that_none_fits() -> None:
 )
 def test_what_would_save_more_memory_is_tried(settings: dict[str, Any], variants: list[str]) -> None:
     named = {"micro_batch": 1, "device": "cpu", "precision": "fp32", "compile": "off", "loss": "plain"}
-    rows = limit_rows(TrainConfig(**named | settings), 40 * 10**9)
+    rows = limit_rows(TrainConfig.of(**named | settings), 40 * 10**9)
     assert [name for name, _ in rows] == ["limit", "as configured", *variants]
 
 
 def test_the_arithmetic_of_the_run_is_that_of_its_tokens() -> None:
     """GPT-2 124M on 491,520,000 tokens: 4.2e17 FLOP, of which a petaflop-day has 8.64e19."""
-    rows = dict(arithmetic_rows(TrainConfig(steps=1000)))
+    rows = dict(arithmetic_rows(TrainConfig.of(steps=1000)))
     assert rows["1,000 steps"] == "4.201e+17 FLOP = 0.004862 PF-days (PaLM)"
     assert "steps" not in " ".join(dict(arithmetic_rows(TrainConfig())))
 
 
 def test_the_whole_plan_is_printed() -> None:
     with console.capture() as printed:
-        plan(PlanOptions(TrainConfig(model=PRESETS["tiny"], micro_batch=8, global_batch=16, steps=10)))
+        plan(PlanOptions(TrainConfig.of(model=PRESETS["tiny"], micro_batch=8, global_batch=16, steps=10)))
     assert "Predicted peak memory" in printed.get()
 
 
 def test_the_published_formula_of_activations_stands_below_the_prediction() -> None:
     """GPT-3 175B takes 2.87 GB per layer and sequence in 16 bits, and fp32 twice that."""
     gpt3 = ModelConfig(layers=96, heads=96, width=12288, context_length=2048)
-    config = TrainConfig(
+    config = TrainConfig.of(
         model=gpt3, micro_batch=1, global_batch=1, device="cuda", precision="bf16", compile="off", loss="plain"
     )
     assert published_activations(config) == 96 * 2048 * 12288 * 114
-    assert published_activations(replace(config, precision="tf32")) == 2 * 96 * 2048 * 12288 * 114
+    assert published_activations(config.replace(precision="tf32")) == 2 * 96 * 2048 * 12288 * 114
     assert "96 x sbh(34 + 5as/h)" in dict(memory_rows(config))["published formula"]
-    assert "96 x 2sbh(34 + 5as/h)" in dict(memory_rows(replace(config, precision="fp32")))["published formula"]
+    assert "96 x 2sbh(34 + 5as/h)" in dict(memory_rows(config.replace(precision="fp32")))["published formula"]
 
 
 def test_a_plan_is_of_the_model_that_its_data_make(small_shards: Path, tmp_path: Path) -> None:
@@ -112,7 +112,7 @@ def test_a_plan_is_of_the_model_that_its_data_make(small_shards: Path, tmp_path:
 
     def embedded(model: str, data: str) -> str:
         with console.capture() as printed:
-            plan(PlanOptions(TrainConfig(model=PRESETS[model], data=data, device="cpu")))
+            plan(PlanOptions(TrainConfig.of(model=PRESETS[model], data=data, device="cpu")))
         found = re.search(r"token embedding +([\d,]+)", printed.get())
         assert found
         return found[1]
@@ -150,7 +150,7 @@ def test_a_plan_is_for_what_the_limit_leaves_of_the_gpu(
     gpu: str | None, limit: int | None, size: int, named: str
 ) -> None:
     """Which need not be here. The micro-batch of the run and that of the table are those of one limit."""
-    training = TrainConfig(data="nowhere", device="auto" if gpu else "cpu")
+    training = TrainConfig.of(data="nowhere", device="auto" if gpu else "cpu")
     with console.capture() as printed:
         plan(PlanOptions(training, gpu=gpu, memory_limit=limit))
     assert f"micro-batch {size} (auto) x accumulation {480 // size}" in printed.get()
@@ -160,6 +160,6 @@ def test_a_plan_is_for_what_the_limit_leaves_of_the_gpu(
 
 def test_a_plan_for_a_gpu_that_stands_in_has_the_limit_too() -> None:
     """--device cuda on a machine without one is planned for an A100."""
-    config = TrainConfig(device="cuda")
-    found = [resolve_for_plan(config, cpu_info(), limit).micro_batch for limit in (None, 20 * 10**9, 100 * 10**9)]
+    config = TrainConfig.of(device="cuda")
+    found = [resolve_for_plan(config, cpu_info(), limit).batch.micro_batch for limit in (None, 20 * 10**9, 100 * 10**9)]
     assert found == [80, 32, 80]

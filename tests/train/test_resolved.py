@@ -38,8 +38,8 @@ configs = st.builds(
 
 def made(values: dict) -> TrainConfig:
     dropout = values.pop("dropout")
-    config = TrainConfig(global_batch=8, micro_batch=4, **values)
-    return replace(config, model=replace(config.model, dropout=dropout))
+    config = TrainConfig.of(global_batch=8, micro_batch=4, **values)
+    return config.replace(model=replace(config.model, dropout=dropout))
 
 
 @pytest.mark.parametrize(
@@ -62,12 +62,23 @@ def test_what_a_run_is_that_is_given_no_flags(
 ) -> None:
     """GPT-2 124M at 480 sequences a step; without bf16 in hardware in fp32, and so on any CPU."""
     found = resolve(TrainConfig(), facts.with_memory_limit(limit))
-    assert (found.device, found.attention) == (facts.kind, "auto" if facts.kind == "cuda" else "sdpa")
-    assert (found.precision, found.compile, found.micro_batch, found.loss) == expected
+    assert (found.execution.device, found.execution.attention) == (
+        facts.kind,
+        "auto" if facts.kind == "cuda" else "sdpa",
+    )
+    assert (
+        found.execution.precision,
+        found.execution.compile,
+        found.batch.micro_batch,
+        found.execution.loss,
+    ) == expected
     assert peak_with_margin(found) <= min(facts.memory, limit or facts.memory)
-    if found.loss == "fused":
-        plain = resolve(TrainConfig(loss="plain"), facts.with_memory_limit(limit))
-        assert plain.micro_batch < found.micro_batch or peak_with_margin(plain) > facts.with_memory_limit(limit).memory
+    if found.execution.loss == "fused":
+        plain = resolve(TrainConfig.of(loss="plain"), facts.with_memory_limit(limit))
+        assert (
+            plain.batch.micro_batch < found.batch.micro_batch
+            or peak_with_margin(plain) > facts.with_memory_limit(limit).memory
+        )
 
 
 @given(
@@ -79,47 +90,51 @@ def test_the_micro_batch_is_the_largest_that_fits(
     facts: DeviceInfo, global_batch: int, workers: int, loss_chunks: int, limit: int
 ) -> None:
     """Of those by the plain loss where they are enough, to which a larger one by the fused loss is not preferred."""
-    asked = TrainConfig(global_batch=global_batch * workers, workers=workers, loss_chunks=loss_chunks)
+    asked = TrainConfig.of(global_batch=global_batch * workers, workers=workers, loss_chunks=loss_chunks)
     there = facts.with_memory_limit(limit)
     found = resolve(asked, there)
 
     def fits(size: int, loss: Loss) -> bool:
-        return peak_with_margin(replace(found, micro_batch=size, loss=loss)) <= there.memory
+        return peak_with_margin(found.replace(micro_batch=size, loss=loss)) <= there.memory
 
-    assert found.global_batch == asked.global_batch == found.micro_batch * found.accumulation * workers
+    assert (
+        found.batch.global_batch
+        == asked.batch.global_batch
+        == found.batch.micro_batch * found.batch.accumulation * workers
+    )
     sizes = found.micro_batches
-    if found.device == "cpu":
+    if found.execution.device == "cpu":
         sizes = [size for size in sizes if size * 1024 <= 4096]
-        assert found.micro_batch in (1, 2, 3, 4)
-    larger = [size for size in sizes if size > found.micro_batch]
+        assert found.batch.micro_batch in (1, 2, 3, 4)
+    larger = [size for size in sizes if size > found.batch.micro_batch]
     assert not any(fits(size, "plain") for size in larger if loss_chunks == 1)
     enough = [size for size in sizes if size * 1024 >= SATURATION_TOKENS and loss_chunks == 1 and fits(size, "plain")]
     if enough:
-        assert (found.micro_batch, found.loss) == (max(enough), "plain")
+        assert (found.batch.micro_batch, found.execution.loss) == (max(enough), "plain")
     else:
         assert not any(fits(size, "fused") for size in larger)
-        assert found.loss == "plain" or loss_chunks > 1 or not fits(found.micro_batch, "plain")
-    if not fits(found.micro_batch, found.loss):
-        assert peak_with_margin(found) == min(peak_with_margin(replace(found, micro_batch=size)) for size in sizes), (
+        assert found.execution.loss == "plain" or loss_chunks > 1 or not fits(found.batch.micro_batch, "plain")
+    if not fits(found.batch.micro_batch, found.execution.loss):
+        assert peak_with_margin(found) == min(peak_with_margin(found.replace(micro_batch=size)) for size in sizes), (
             "what needs least is tried"
         )
-    given_size = resolve(replace(asked, micro_batch=global_batch), there)
-    assert given_size.micro_batch == global_batch, "a size that was given is never changed"
+    given_size = resolve(asked.replace(micro_batch=global_batch), there)
+    assert given_size.batch.micro_batch == global_batch, "a size that was given is never changed"
 
 
 def test_a_size_that_did_not_fit_is_followed_by_the_next_smaller_one() -> None:
-    config = resolve(TrainConfig(workers=2, global_batch=24), A100)
-    assert (config.micro_batch, next_smaller_micro_batch(config, []), next_smaller_micro_batch(config, [1])) == (
+    config = resolve(TrainConfig.of(workers=2, global_batch=24), A100)
+    assert (config.batch.micro_batch, next_smaller_micro_batch(config, []), next_smaller_micro_batch(config, [1])) == (
         12,
         config,
         None,
     )
     smaller = next_smaller_micro_batch(config, [12, 6])
     assert smaller
-    assert (smaller.micro_batch, smaller.accumulation, smaller.global_batch) == (4, 3, 24)
-    prime = resolve(TrainConfig(global_batch=37), A100)
+    assert (smaller.batch.micro_batch, smaller.batch.accumulation, smaller.batch.global_batch) == (4, 3, 24)
+    prime = resolve(TrainConfig.of(global_batch=37), A100)
     assert [next_smaller_micro_batch(prime, sizes) for sizes in ([37], [37, 1])] == [
-        replace(prime, micro_batch=1),
+        prime.replace(micro_batch=1),
         None,
     ]
 
@@ -127,14 +142,14 @@ def test_a_size_that_did_not_fit_is_followed_by_the_next_smaller_one() -> None:
 def test_a_continued_run_keeps_what_it_found_and_what_is_given_wins() -> None:
     """The fused loss, too, where now the plain one would fit, which changes the sums."""
     asked = TrainConfig()
-    decided = replace(asked, micro_batch=24, loss="fused").to_json()
+    decided = asked.replace(micro_batch=24, loss="fused").to_json()
     found = resolve(keep_memory_decisions(asked, decided), H100)
-    assert (found.micro_batch, found.loss) == (24, "fused")
-    assert resolve(keep_memory_decisions(replace(asked, workers=80), decided), H100).micro_batch == 6, (
+    assert (found.batch.micro_batch, found.execution.loss) == (24, "fused")
+    assert resolve(keep_memory_decisions(asked.replace(workers=80), decided), H100).batch.micro_batch == 6, (
         "24 is no divisor there"
     )
-    assert keep_memory_decisions(replace(asked, micro_batch=8, loss="plain"), decided) == replace(
-        asked, micro_batch=8, loss="plain"
+    assert keep_memory_decisions(asked.replace(micro_batch=8, loss="plain"), decided) == asked.replace(
+        micro_batch=8, loss="plain"
     )
 
 
@@ -153,49 +168,61 @@ def test_a_continued_run_keeps_what_it_found_and_what_is_given_wins() -> None:
     ],
 )
 def test_what_is_compiled(settings: dict[str, Any], facts: DeviceInfo, expected: str) -> None:
-    assert resolve(TrainConfig(**settings), facts).compile == expected
+    assert resolve(TrainConfig.of(**settings), facts).execution.compile == expected
 
 
 @given(configs, st.sampled_from(DEVICES))
 def test_run_estimate_search_and_report_agree(values: dict, facts: DeviceInfo) -> None:
     asked = made(values)
-    if asked.device == "cuda" and facts.kind == "cpu":
+    if asked.execution.device == "cuda" and facts.kind == "cpu":
         with pytest.raises(UserError, match="there is no CUDA GPU"):
             resolve(asked, facts)
         return
     found = resolve(asked, facts)
-    assert "auto" not in (found.device, found.precision, found.compile, found.loss)
-    for given_value, decided in ((asked.device, found.device), (asked.precision, found.precision)):
+    assert "auto" not in (
+        found.execution.device,
+        found.execution.precision,
+        found.execution.compile,
+        found.execution.loss,
+    )
+    for given_value, decided in (
+        (asked.execution.device, found.execution.device),
+        (asked.execution.precision, found.execution.precision),
+    ):
         assert given_value in ("auto", decided), "what was asked for is not changed"
     assert resolve(found, facts) == found, "deciding twice is deciding once"
     assert resolve_for_plan(asked, facts) == found, "a plan speaks of the same run"
-    space = make_space(found, (f"precision={found.precision}",))
-    control = space.config(space.candidates()[space.micro_batches.index(found.micro_batch)])
+    space = make_space(found, (f"precision={found.execution.precision}",))
+    control = space.config(space.candidates()[space.micro_batches.index(found.batch.micro_batch)])
     assert control == found, "a search's control is that run"
-    in_bf16 = predict_peak(replace(found, precision="bf16"))
-    assert (predict_peak(found) == in_bf16) is (found.precision == "bf16"), "memory is predicted for what runs"
+    in_bf16 = predict_peak(found.replace(precision="bf16"))
+    assert (predict_peak(found) == in_bf16) is (found.execution.precision == "bf16"), (
+        "memory is predicted for what runs"
+    )
 
 
 def test_attention_within_books_is_flexible_where_it_can_be() -> None:
-    masked = TrainConfig(mask_books=True)
-    assert resolve(masked, A100).attention == "flex"
-    assert resolve(masked, NEW_CPU).attention == "sdpa"
-    with_dropout = replace(masked, model=replace(masked.model, dropout=0.1))
-    assert resolve(with_dropout, A100).attention == "auto", "FlexAttention has no dropout"
-    narrow = replace(masked, model=replace(masked.model, heads=96))
-    assert resolve(narrow, A100).attention == "auto", "its heads are at least 16 wide"
-    assert resolve(replace(masked, model=replace(masked.model, heads=48)), A100).attention == "flex", "as wide as that"
+    masked = TrainConfig.of(mask_books=True)
+    assert resolve(masked, A100).execution.attention == "flex"
+    assert resolve(masked, NEW_CPU).execution.attention == "sdpa"
+    with_dropout = masked.replace(model=replace(masked.model, dropout=0.1))
+    assert resolve(with_dropout, A100).execution.attention == "auto", "FlexAttention has no dropout"
+    narrow = masked.replace(model=replace(masked.model, heads=96))
+    assert resolve(narrow, A100).execution.attention == "auto", "its heads are at least 16 wide"
+    assert resolve(masked.replace(model=replace(masked.model, heads=48)), A100).execution.attention == "flex", (
+        "as wide as that"
+    )
 
 
 def test_what_a_device_lacks_is_refused() -> None:
     with pytest.raises(UserError, match=r"--compile whole .*install gcc"):
-        resolve(TrainConfig(compile="whole"), replace(A100, uncompilable="install gcc"))
-    plan = resolve_for_plan(TrainConfig(compile="whole"), replace(A100, uncompilable="install gcc"))
-    assert plan.compile == "whole", "what only plans needs no compiler"
+        resolve(TrainConfig.of(compile="whole"), replace(A100, uncompilable="install gcc"))
+    plan = resolve_for_plan(TrainConfig.of(compile="whole"), replace(A100, uncompilable="install gcc"))
+    assert plan.execution.compile == "whole", "what only plans needs no compiler"
     with pytest.raises(UserError, match=r"--fp8 .*A100"):
-        resolve(TrainConfig(fp8=True), A100)
-    assert resolve(TrainConfig(fp8=True), H100).fp8
-    assert resolve(TrainConfig(fp8=True), L4).fp8, "the first that has them"
+        resolve(TrainConfig.of(fp8=True), A100)
+    assert resolve(TrainConfig.of(fp8=True), H100).execution.fp8
+    assert resolve(TrainConfig.of(fp8=True), L4).execution.fp8, "the first that has them"
     with pytest.raises(UserError, match="--precision fp16 and --device cpu cannot be combined"):
-        resolve(TrainConfig(precision="fp16"), NEW_CPU)
-    assert resolve_for_plan(TrainConfig(device="cuda"), OLD_CPU).precision == "bf16", "an A100 stands in"
+        resolve(TrainConfig.of(precision="fp16"), NEW_CPU)
+    assert resolve_for_plan(TrainConfig.of(device="cuda"), OLD_CPU).execution.precision == "bf16", "an A100 stands in"

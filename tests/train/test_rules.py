@@ -43,7 +43,7 @@ SHARDED = {"shard": True, "workers": 2}
 )  # fmt: skip
 def test_a_pair_that_excludes_each_other_is_named(settings: dict[str, Any], first: str, second: str) -> None:
     with pytest.raises(UserError, match=r"cannot be combined|does not apply to") as refusal:
-        TrainConfig(**BATCH | settings)
+        TrainConfig.of(**BATCH | settings)
     assert first in str(refusal.value)
     assert second in str(refusal.value)
 
@@ -73,7 +73,7 @@ def test_a_pair_that_excludes_each_other_is_named(settings: dict[str, Any], firs
 )  # fmt: skip
 def test_a_setting_out_of_its_range_is_named(settings: dict[str, Any], named: str) -> None:
     with pytest.raises(UserError) as refusal:
-        TrainConfig(**BATCH | settings)
+        TrainConfig.of(**BATCH | settings)
     assert named in str(refusal.value)
 
 
@@ -96,7 +96,7 @@ def test_what_stands_just_inside_the_borders_is_allowed() -> None:
         {"steps": 2**63 - 1, "warmup_steps": 2**63 - 1, "keep_checkpoints": 2**63 - 1, "loader_workers": 1024},
     ]
     for settings in allowed:
-        TrainConfig(**BATCH | settings)
+        TrainConfig.of(**BATCH | settings)
 
 
 @pytest.mark.parametrize("text", ["10000001+1", "1+10000001", f"{10**30}+0"])

@@ -114,7 +114,7 @@ def test_two_workers(
     found = [json.loads(line) for line in home.cycles.read_text().splitlines()]
     config = config_from_json(json.loads(home.config.read_text()), "test")
     alone: list[CycleReport] = []
-    Trainer(dataclasses.replace(config, workers=1), on_cycle=alone.append).run()
+    Trainer(config.replace(workers=1), on_cycle=alone.append).run()
     for cycle, report in zip(found, alone, strict=True):
         assert cycle["step_losses"] == pytest.approx(report.step_losses, rel=1e-4)
         assert cycle["val_loss"] == pytest.approx(report.val_loss, rel=1e-4)
@@ -229,7 +229,7 @@ def test_a_program_continues_after_a_run_of_its_own_was_interrupted(
     small_shards: Path, small_model: ModelConfig
 ) -> None:
     """Its next Ctrl-C is its own, and does not exit at once as the second one of a command."""
-    config = TrainConfig(
+    config = TrainConfig.of(
         data=str(small_shards), model=small_model, micro_batch=2, global_batch=2, steps=10**6, cycle=Cycle(1, 0),
         device="cpu",
     )  # fmt: skip
@@ -268,7 +268,7 @@ def test_a_worker_begins_at_the_step_that_it_is_told_or_a_later_one(
     small_shards: Path, small_model: ModelConfig, tmp_path: Path
 ) -> None:
     home = RunFolder(tmp_path / "one")
-    config = TrainConfig(
+    config = TrainConfig.of(
         data=str(small_shards), model=small_model, micro_batch=4, global_batch=4, steps=6, checkpoint_every=3,
         device="cpu",
     )  # fmt: skip
@@ -307,7 +307,7 @@ def test_a_run_whose_checkpoint_the_worker_does_not_find_is_not_trained_anew(
 ) -> None:
     """As on a machine without the driver's disk: the folder that Ray's worker is told has another run's start."""
     home, elsewhere = RunFolder(Path("runs/one").resolve()), Path("elsewhere").resolve()
-    config = TrainConfig(
+    config = TrainConfig.of(
         data=str(small_shards), model=small_model, micro_batch=4, global_batch=4, steps=6, device="cpu"
     )
     Trainer(config, checkpoints=home.checkpoints).run()

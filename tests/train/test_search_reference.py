@@ -3,7 +3,7 @@
 import json
 import re
 from collections.abc import Callable
-from dataclasses import fields, replace
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
@@ -33,7 +33,7 @@ BARE = replace(CONFIRMED, machines=("w1", "w2"), data_wait_fraction=None, teleme
 """Of trials that were too short for telemetry."""
 
 
-EAGER = TrainConfig(compile="off")
+EAGER = TrainConfig.of(compile="off")
 
 
 def ran(make_result: Make, speed: float = 850.0, retries: int = 0, **changes: Any) -> RunResult:
@@ -85,7 +85,7 @@ def test_without_evidence_no_cause_is_named(make_result: Make, confirmed: Search
     ((_, text),) = found.rows[1:]
     assert text.startswith("unknown")
     assert all(number in text for number in ("1.0%", "1,755 MHz", "0.6", "0 times in 10 steps"))
-    compiled = diagnose_slowdown(ran(make_result), confirmed, replace(EAGER, compile="whole"))
+    compiled = diagnose_slowdown(ran(make_result), confirmed, EAGER.replace(compile="whole"))
     assert compiled
     assert "TORCH_LOGS=recompiles" in compiled.rows[1][1]
     on_cpu = ran(make_result, telemetry={}, device="cpu", memory=Memory(None, None, 2**30, "rss"))
@@ -136,7 +136,7 @@ def best(tmp_path: Path) -> Path:
 def test_what_a_search_found_is_read_from_its_file(best: Path) -> None:
     assert read_search_reference(str(best), TrainConfig()) == CONFIRMED
     assert (
-        read_search_reference(str(best), TrainConfig(learning_rate=1e-4, steps=7, data="elsewhere", seed=3))
+        read_search_reference(str(best), TrainConfig.of(learning_rate=1e-4, steps=7, data="elsewhere", seed=3))
         == CONFIRMED
     )
 
@@ -150,7 +150,7 @@ def test_it_is_also_read_from_object_storage(best: Path, bucket: str) -> None:
 
 def test_a_run_that_is_executed_in_another_way_is_not_compared(best: Path) -> None:
     for changes in ({"micro_batch": 16}, {"compile": "whole"}, {"loss": "fused"}, {"device": "cpu"}):
-        assert read_search_reference(str(best), replace(TrainConfig(), **changes)) is None
+        assert read_search_reference(str(best), TrainConfig().replace(**changes)) is None
     run = best.with_name("config.json")
     run.write_text(json.dumps(TrainConfig().to_json()))
     assert read_search_reference(str(run), TrainConfig()) is None
@@ -159,7 +159,7 @@ def test_a_run_that_is_executed_in_another_way_is_not_compared(best: Path) -> No
 
 def test_the_command_compares_with_the_file_that_it_was_given(best: Path, small_shards: Path, tmp_path: Path) -> None:
     model = replace(TrainConfig().model, vocab_size=257)
-    config = TrainConfig(data=str(small_shards), model=model, global_batch=8)
+    config = TrainConfig.of(data=str(small_shards), model=model, global_batch=8)
     values = json.loads(best.read_text())
     best.write_text(json.dumps(values | {"config": config.to_json()}))
     options = RunOptions(training=config, config=str(best), out=str(tmp_path))
@@ -168,7 +168,7 @@ def test_the_command_compares_with_the_file_that_it_was_given(best: Path, small_
 
 
 def test_it_is_in_the_result_of_the_run_and_after_memory(make_result: Make, small_shards: Path, tmp_path: Path) -> None:
-    config = TrainConfig(
+    config = TrainConfig.of(
         data=str(small_shards), precision="fp32", device="cpu", attention="sdpa", micro_batch=32, compile="off",
         loss="plain",
     )  # fmt: skip
@@ -194,7 +194,7 @@ LEARNING = {
 
 def test_every_setting_is_one_of_the_speed_or_of_what_is_learnt() -> None:
     """A new one has to be put on a side."""
-    settings = {field.name for field in fields(TrainConfig)}
+    settings = set(TrainConfig().flat())
     assert settings - LEARNING == set(SPEED_SETTINGS)
     assert settings > LEARNING
 

@@ -33,7 +33,7 @@ CPU = torch.device("cpu")
 
 @pytest.fixture(scope="module")
 def config(small_shards: Path, small_model: ModelConfig) -> TrainConfig:
-    return TrainConfig(
+    return TrainConfig.of(
         data=str(small_shards), model=small_model, global_batch=4, micro_batch=4, steps=2, cycle=Cycle(2, 1),
         precision="fp32", device="cpu", compile="off", loss="plain",
     )  # fmt: skip
@@ -69,10 +69,10 @@ def batch_of(model: ModelConfig) -> torch.Tensor:
 def test_gradients_stay_the_same(config: TrainConfig, change: dict[str, Any]) -> None:
     dropouts = (0.0,) if "attention" in change else (0.0, 0.2)  # another kernel draws other random numbers
     for dropout, tied in itertools.product(dropouts, (True, False)):
-        usual = dataclasses.replace(config, model=dataclasses.replace(config.model, dropout=dropout, tied=tied))
+        usual = config.replace(model=dataclasses.replace(config.model, dropout=dropout, tied=tied))
         tokens = batch_of(usual.gpt2_config)
         expected, plain = gradients(usual, tokens)
-        loss, changed = gradients(dataclasses.replace(usual, **change), tokens)
+        loss, changed = gradients(usual.replace(**change), tokens)
         assert loss == pytest.approx(expected, rel=1e-5)
         for name, gradient in plain.items():
             torch.testing.assert_close(changed[name], gradient, atol=1e-5, rtol=1e-4, msg=name)
@@ -83,7 +83,7 @@ def test_masked_attention_stays_within_a_book(config: TrainConfig) -> None:
     tokens = batch_of(config.gpt2_config)[1:2, :-1]
     assert book_numbers(tokens, end)[0, [0, 3, 4, 20, 21]].tolist() == [0, 0, 1, 1, 2]
     for attention in ("sdpa", "manual"):
-        masked = dataclasses.replace(config, mask_books=True, attention=attention)
+        masked = config.replace(mask_books=True, attention=attention)
         model = build_model(resolve(masked, cpu_info()), CPU).eval()
         changed = tokens.clone()
         changed[0, 5] = (changed[0, 5] + 1) % end
@@ -95,10 +95,10 @@ def test_masked_attention_stays_within_a_book(config: TrainConfig) -> None:
 
 def test_mask_books_is_the_same_in_both_attentions(config: TrainConfig) -> None:
     tokens = batch_of(config.gpt2_config)
-    masked = dataclasses.replace(config, mask_books=True)
+    masked = config.replace(mask_books=True)
     assert gradients(masked, tokens)[0] != gradients(config, tokens)[0]
-    expected = gradients(dataclasses.replace(masked, attention="manual"), tokens)[0]
-    assert gradients(dataclasses.replace(masked, attention="sdpa"), tokens)[0] == pytest.approx(expected, rel=1e-5)
+    expected = gradients(masked.replace(attention="manual"), tokens)[0]
+    assert gradients(masked.replace(attention="sdpa"), tokens)[0] == pytest.approx(expected, rel=1e-5)
 
 
 @pytest.mark.parametrize("compile", ["blocks", "whole"])
@@ -112,8 +112,8 @@ def test_compiled_code_computes_the_same(config: TrainConfig, compile: str) -> N
         assert reports[0].val_loss is not None
         return [*reports[0].step_losses, reports[0].val_loss]
 
-    config = dataclasses.replace(config, model=dataclasses.replace(config.model, layers=1), micro_batch=2)
-    changed = dataclasses.replace(config, compile=compile, loss_chunks=2)
+    config = config.replace(model=dataclasses.replace(config.model, layers=1), micro_batch=2)
+    changed = config.replace(compile=compile, loss_chunks=2)
     assert losses(changed) == pytest.approx(losses(config), rel=1e-4)
 
 
@@ -125,9 +125,9 @@ def test_the_allocator_is_chosen_unless_the_user_has(
         monkeypatch.delenv(name, raising=False)
     if setting:
         monkeypatch.setenv(setting, "max_split_size_mb:64")
-    configure_allocator(dataclasses.replace(config, allocator="default"))
+    configure_allocator(config.replace(allocator="default"))
     assert "PYTORCH_ALLOC_CONF" not in os.environ or setting
-    configure_allocator(dataclasses.replace(config, allocator="expandable"))
+    configure_allocator(config.replace(allocator="expandable"))
     expected = {None: "expandable_segments:True", "PYTORCH_ALLOC_CONF": "max_split_size_mb:64"}.get(setting)
     assert os.environ.get("PYTORCH_ALLOC_CONF") == expected
 
@@ -136,7 +136,7 @@ GROWING = """
 import sys, torch
 from train.config import TrainConfig
 from train.loop.execution import configure_allocator
-configure_allocator(TrainConfig(device="cuda", allocator=sys.argv[1]))
+configure_allocator(TrainConfig.of(device="cuda", allocator=sys.argv[1]))
 kept = torch.zeros(1, device="cuda")
 print(torch.cuda.memory_snapshot()[0]["is_expandable"])
 """
@@ -172,7 +172,7 @@ def test_what_was_compiled_for_one_precision_is_not_run_for_another(
     for precision, kind in AUTOCAST.items():
         torch.compiler.reset()
         counters.clear()
-        chosen = dataclasses.replace(config, compile="whole", precision=precision, device="cuda")
+        chosen = config.replace(compile="whole", precision=precision, device="cuda")
         with torch.autocast("cpu", kind):
             compile_model(layer, chosen)(torch.randn(8, 8)).float().sum().backward()
         found = counters["aot_autograd"]
@@ -209,7 +209,7 @@ def test_every_combination_trains_or_is_refused(
     config: TrainConfig, changes: dict[str, Any], shape: dict[str, Any]
 ) -> None:
     try:
-        wanted = dataclasses.replace(config, model=dataclasses.replace(config.model, **shape), **changes)
+        wanted = config.replace(model=dataclasses.replace(config.model, **shape), **changes)
         trainer = Trainer(wanted)
     except UserError as refusal:
         named = [name for name in changes if f"--{name.replace('_', '-')}" in str(refusal)]
@@ -223,18 +223,16 @@ def test_every_combination_trains_or_is_refused(
 
 @pytest.mark.parametrize("optimizer", ["adamw", "adamw-fused", "adafactor", "muon"])
 def test_every_optimizer_learns_and_resumes(config: TrainConfig, tmp_path: Path, optimizer: str) -> None:
-    config = dataclasses.replace(
-        config, optimizer=optimizer, steps=40, learning_rate=0.2 if optimizer == "adafactor" else 3e-3
-    )
+    config = config.replace(optimizer=optimizer, steps=40, learning_rate=0.2 if optimizer == "adafactor" else 3e-3)
     straight: list[CycleReport] = []
     Trainer(config, on_cycle=straight.append).run()
     assert straight[-1].train_loss < straight[0].train_loss - 0.1
-    halfway = dataclasses.replace(config, steps=20)
+    halfway = config.replace(steps=20)
     first = Trainer(halfway, checkpoints=tmp_path).run()
     assert first.checkpoint
     rest: list[CycleReport] = []
     # The schedule of 20 steps is not that of 40, so the second half alone is compared.
-    Trainer(dataclasses.replace(config, schedule="constant"), checkpoints=tmp_path, resume=Path(first.checkpoint),
+    Trainer(config.replace(schedule="constant"), checkpoints=tmp_path, resume=Path(first.checkpoint),
             on_cycle=rest.append).run()  # fmt: skip
     assert rest[0].step == 22
     assert rest[-1].step == 40
@@ -244,9 +242,7 @@ def test_every_optimizer_learns_and_resumes(config: TrainConfig, tmp_path: Path,
 @pytest.mark.slow
 def test_torchao_resumes_exactly_or_is_asked_for_by_name(config: TrainConfig, tmp_path: Path, optimizer: str) -> None:
     precision = "bf16-activations" if optimizer == "adamw-bf16" else "fp32"
-    config = dataclasses.replace(
-        config, optimizer=optimizer, precision=precision, steps=8, cycle=Cycle(4, 1), checkpoint_every=4
-    )
+    config = config.replace(optimizer=optimizer, precision=precision, steps=8, cycle=Cycle(4, 1), checkpoint_every=4)
     if importlib.util.find_spec("torchao"):
         straight: list[CycleReport] = []
         Trainer(config, checkpoints=tmp_path, on_cycle=straight.append).run()
@@ -259,10 +255,10 @@ def test_torchao_resumes_exactly_or_is_asked_for_by_name(config: TrainConfig, tm
 
 
 def test_the_schedules() -> None:
-    config = TrainConfig(learning_rate=1.0, warmup_steps=10)
+    config = TrainConfig.of(learning_rate=1.0, warmup_steps=10)
 
     def rates(schedule: str) -> list[float]:
-        chosen = dataclasses.replace(config, schedule=schedule)
+        chosen = config.replace(schedule=schedule)
         return [learning_rate(chosen, step, 1000, step / 1000) for step in range(1001)]
 
     for schedule in ("cosine", "wsd", "constant"):
@@ -277,7 +273,7 @@ def test_the_schedules() -> None:
 
 
 def test_a_tenth_of_a_short_time_warms_up() -> None:
-    config = TrainConfig(learning_rate=1.0, warmup_steps=100, schedule="constant")
+    config = TrainConfig.of(learning_rate=1.0, warmup_steps=100, schedule="constant")
     assert [learning_rate(config, step, None, step / 20) for step in range(3)] == pytest.approx([0.01, 0.5, 1.0])
 
 
@@ -304,12 +300,11 @@ def test_the_gpu_computes_the_same(config: TrainConfig, change: dict[str, Any]) 
     if change == {"fp8": True} and torch.cuda.get_device_capability() < (8, 9):
         pytest.skip("no 8-bit matmuls")
     model = dataclasses.replace(config.model, width=64, context_length=128)
-    base = dataclasses.replace(
-        config, model=model, device="cuda", precision="bf16", steps=10, cycle=Cycle(10, 1), micro_batch=2
+    base = config.replace(model=model, device="cuda", precision="bf16", steps=10, cycle=Cycle(10, 1), micro_batch=2
     )  # fmt: skip
     expected: list[CycleReport] = []
     Trainer(base, on_cycle=expected.append).run()
     found: list[CycleReport] = []
-    Trainer(dataclasses.replace(base, **change), on_cycle=found.append).run()
-    if not base.mask_books and "mask_books" not in change:
+    Trainer(base.replace(**change), on_cycle=found.append).run()
+    if not base.execution.mask_books and "mask_books" not in change:
         assert found[0].step_losses == pytest.approx(expected[0].step_losses, rel=2e-2)

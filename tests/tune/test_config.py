@@ -14,7 +14,7 @@ CONFIG = SearchConfig()
 
 def changed(change: dict[str, Any], training: dict[str, Any]) -> dict[str, Any]:
     """The identity of a search with these changes to itself and to what it trains."""
-    return replace(CONFIG, training=replace(TrainConfig(), **training), **change).identity()
+    return replace(CONFIG, training=TrainConfig().replace(**training), **change).identity()
 
 
 def test_what_makes_it_another_search() -> None:

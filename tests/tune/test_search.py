@@ -14,7 +14,6 @@ import threading
 import time
 from collections import Counter
 from collections.abc import Callable, Iterator
-from dataclasses import replace
 from pathlib import Path
 
 import pytest
@@ -145,8 +144,8 @@ def test_the_winner_trains(searched: Path) -> None:
     best = json.loads((searched / "best.json").read_text())
     assert best["measured"]["tokens_per_second"] > 0
     config = load_config(searched / "best.json")
-    assert config.micro_batch == best["config"]["micro_batch"]
-    assert Trainer(replace(config, steps=5, cycle=Cycle(5, 0))).run().outcome == "finished"
+    assert config.batch.micro_batch == best["config"]["micro_batch"]
+    assert Trainer(config.replace(steps=5, cycle=Cycle(5, 0))).run().outcome == "finished"
 
 
 @pytest.mark.usefixtures("in_this_process")
@@ -208,7 +207,7 @@ def test_a_search_that_cannot_be_resumed_yet_keeps_its_folder(
     refused: Callable[..., str], folder: Path, small_shards: Path
 ) -> None:
     """Although nothing has run: its driver was killed before the first trial, and its store is away now."""
-    training = TrainConfig(data=str(small_shards), model=PRESETS["tiny"], global_batch=2, device="cpu")
+    training = TrainConfig.of(data=str(small_shards), model=PRESETS["tiny"], global_batch=2, device="cpu")
     made = make_search(SearchConfig(training=training, name="early", memory_limit=8 * 10**9))
     made.folder.mkdir(parents=True)
     write_record(made.working_copy, made.config, made.identity(), RunRef("sqlite:////gone/mlflow.db", "1", "a"))
@@ -269,7 +268,7 @@ def test_a_search_from_python_that_is_interrupted_is_not_one_without_a_winner(
     folder: Path, small_shards: Path, small_model: ModelConfig
 ) -> None:
     """What it has found is kept, as after Ctrl-C in the command."""
-    training = TrainConfig(data=str(small_shards), model=small_model, global_batch=2, micro_batch=1, device="cpu")
+    training = TrainConfig.of(data=str(small_shards), model=small_model, global_batch=2, micro_batch=1, device="cpu")
     config = SearchConfig(training=training, searcher="grid", trial_steps=8, memory_limit=8 * 10**9, name="python")
     place = folder / "runs" / "python"
 

@@ -19,15 +19,15 @@ from tune.space import Candidate, make_space
 
 
 def test_every_factor_pair_is_a_candidate() -> None:
-    space = make_space(resolve(TrainConfig(global_batch=12, micro_batch=4), cpu_info()), ())
+    space = make_space(resolve(TrainConfig.of(global_batch=12, micro_batch=4), cpu_info()), ())
     assert [c.micro_batch for c in space.candidates()] == [1, 2, 3, 4, 6, 12]
-    assert {space.config(c).micro_batch * space.config(c).accumulation for c in space.candidates()} == {12}
+    assert {space.config(c).batch.micro_batch * space.config(c).batch.accumulation for c in space.candidates()} == {12}
     assert space.control == Candidate(4)
 
 
 def test_knobs_multiply_and_the_control_comes_first() -> None:
     space = make_space(
-        resolve(TrainConfig(global_batch=8, micro_batch=4), cpu_info()), ("compile=off,whole", "checkpointing=full")
+        resolve(TrainConfig.of(global_batch=8, micro_batch=4), cpu_info()), ("compile=off,whole", "checkpointing=full")
     )
     assert space.config(space.control) == space.base
     assert len(set(space.candidates())) == 4 * len(space.combinations)
@@ -42,18 +42,21 @@ def test_two_axes_have_every_pair_up_to_the_largest_step(
     batch: int, micro_batch: int, accumulations: tuple[int, ...], largest: int | None, control: tuple[int, int]
 ) -> None:
     """The control is the run that the flags describe, or the largest with the first accumulation."""
-    base = resolve(TrainConfig(global_batch=batch, micro_batch=micro_batch), cpu_info())
+    base = resolve(TrainConfig.of(global_batch=batch, micro_batch=micro_batch), cpu_info())
     space = make_space(base, (), accumulations, largest)
-    pairs = {(c.micro_batch, space.config(c).accumulation): space.config(c).global_batch for c in space.candidates()}
+    pairs = {
+        (c.micro_batch, space.config(c).batch.accumulation): space.config(c).batch.global_batch
+        for c in space.candidates()
+    }
     sizes = {1, 2, 4, 8, 16, 24, micro_batch}
     assert pairs == {(m, a): m * a for m in sizes for a in accumulations if m * a <= (largest or batch)}
     own = space.config(space.control)
-    assert (own.micro_batch, own.accumulation) == control
+    assert (own.batch.micro_batch, own.batch.accumulation) == control
     assert space.short_label(space.control) == f"m{control[0]}x{control[1]}"
 
 
 def test_micro_batches_that_fit_with_no_setting_are_left_out() -> None:
-    base = resolve(TrainConfig(global_batch=1, micro_batch=1), A100)
+    base = resolve(TrainConfig.of(global_batch=1, micro_batch=1), A100)
     space = make_space(base, ("checkpointing=full",), (1, 2), 10**6)
     kept = space.restrict(
         lambda candidate: candidate.micro_batch <= (64 if ("checkpointing", "full") in candidate.knobs else 8)
@@ -63,8 +66,8 @@ def test_micro_batches_that_fit_with_no_setting_are_left_out() -> None:
 
 
 def test_contradictions_are_left_out() -> None:
-    base = TrainConfig(global_batch=4, micro_batch=4)
-    short = replace(base, model=replace(base.model, context_length=12))
+    base = TrainConfig.of(global_batch=4, micro_batch=4)
+    short = base.replace(model=replace(base.model, context_length=12))
     space = make_space(resolve(short, cpu_info()), ("loss_chunks=1,8",))
     assert [c.micro_batch for c in space.candidates() if ("loss_chunks", 8) in c.knobs] == [2, 4]
     both = make_space(resolve(base, A100), ("attention=flash", "precision=fp32")).combinations
@@ -73,7 +76,7 @@ def test_contradictions_are_left_out() -> None:
 
 
 def test_the_values_to_try_follow_the_controls_own_and_those_of_other_numerics_have_a_star() -> None:
-    base = resolve(TrainConfig(global_batch=4), A100)
+    base = resolve(TrainConfig.of(global_batch=4), A100)
     space = make_space(base, ("optimizer=adamw,adamw-8bit", "loss-chunks=8,1", "precision=tf32", "fp8=true"))
     values = [dict.fromkeys(value for _, value in axis) for axis in zip(*space.combinations, strict=True)]
     assert [[*axis] for axis in values] == [
@@ -86,10 +89,10 @@ def test_the_values_to_try_follow_the_controls_own_and_those_of_other_numerics_h
 @pytest.mark.parametrize(
     ("base", "knob", "reason"),
     [
-        (TrainConfig(device="cpu"), "attention=flash", "--attention flash and --device cpu"),
-        (TrainConfig(device="cpu"), "loss_chunks=0", "--loss-chunks 0"),
-        (TrainConfig(device="cpu", optimizer="muon"), "optimizer=adamw", "--optimizer muon"),
-        (TrainConfig(device="cpu", workers=2), "compile=off", "--workers 2"),
+        (TrainConfig.of(device="cpu"), "attention=flash", "--attention flash and --device cpu"),
+        (TrainConfig.of(device="cpu"), "loss_chunks=0", "--loss-chunks 0"),
+        (TrainConfig.of(device="cpu", optimizer="muon"), "optimizer=adamw", "--optimizer muon"),
+        (TrainConfig.of(device="cpu", workers=2), "compile=off", "--workers 2"),
     ],
 )
 def test_what_no_candidate_can_be_is_refused(base: TrainConfig, knob: str, reason: str) -> None:
@@ -102,7 +105,7 @@ def test_settings_survive_their_file() -> None:
         knobs=("compile=whole",),
         accumulations=(1, 2),
         memory_limit=10**9,
-        training=TrainConfig(data=str(Path("/somewhere"))),
+        training=TrainConfig.of(data=str(Path("/somewhere"))),
     )
     assert from_json(SearchConfig, config.to_json(), "test") == config
     assert replace(config, resume="one", config="one.json").to_json() == config.to_json(), "of one command alone"

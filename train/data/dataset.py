@@ -59,15 +59,15 @@ class ShardData:
     def __init__(
         self, config: TrainConfig, on_download: Callable[[Manifest, int], None] = lambda manifest, number: None
     ) -> None:
-        if config.stream:
+        if config.dataset.stream:
             raise UserError("--stream is for 'python -m train.run' alone: here, give token shards with --data.")
-        shards = TokenShards(ensure_local(StorageDir.of(config.data), on_download))
+        shards = TokenShards(ensure_local(StorageDir.of(config.dataset.data), on_download))
         length = config.model.context_length
         self.manifest = shards.manifest
-        self.windows = Windows(shards.streams("train"), length, config.seed)
+        self.windows = Windows(shards.streams("train"), length, config.dataset.seed)
         self.epoch_windows = self.windows.count
         self.validation = None
-        if config.cycle.val:
+        if config.duration.cycle.val:
             self.validation = Windows(shards.streams("val"), length, VALIDATION_SEED, split="val")
         if load_tokenizer(config, self.manifest) is None:  # which would tell its ids
             _check_token_ids(config, [*self.windows.streams, *(self.validation.streams if self.validation else ())])
@@ -84,6 +84,6 @@ def _check_token_ids(config: TrainConfig, streams: Iterable[np.ndarray]) -> None
     largest, known = max(int(stream.max(initial=0)) for stream in streams), config.model.vocab_size
     if largest >= known:
         raise UserError(
-            f"{config.source} has the token id {largest:,} and --model has vocab_size={known:,}: give --model with "
-            f"vocab_size={largest + 1} or more."
+            f"{config.dataset.source} has the token id {largest:,} and --model has vocab_size={known:,}: give --model "
+            f"with vocab_size={largest + 1} or more."
         )

@@ -14,16 +14,16 @@ from train.data.windows import refuse_short
 
 def with_absolute_paths(config: TrainConfig) -> TrainConfig:
     """``config`` with absolute paths of local sources, because workers run in a folder of Ray's."""
-    if not config.stream:
-        return replace(config, data=StorageDir.of(config.data).address)
-    tokenizer = config.reading.tokenizer and StorageDir.of(config.reading.tokenizer).address
-    reading = replace(config.reading, tokenizer=tokenizer)
-    return replace(config, stream=tuple(whole_path(source) for source in config.stream), reading=reading)
+    if not config.dataset.stream:
+        return config.replace(data=StorageDir.of(config.dataset.data).address)
+    tokenizer = config.dataset.reading.tokenizer and StorageDir.of(config.dataset.reading.tokenizer).address
+    reading = replace(config.dataset.reading, tokenizer=tokenizer)
+    return config.replace(stream=tuple(whole_path(source) for source in config.dataset.stream), reading=reading)
 
 
 def open_stream(config: TrainConfig) -> Stream:
     """The books that ``config`` names with ``--stream``. Raises ``UserError`` when there are none."""
-    return Stream(config.stream, config.seed, config.reading)
+    return Stream(config.dataset.stream, config.dataset.seed, config.dataset.reading)
 
 
 def estimate_manifest(
@@ -56,9 +56,9 @@ def estimate_manifest(
 
 def check_split_lengths(config: TrainConfig, manifest: Manifest) -> None:
     """Raise ``UserError`` when the shards of a split that ``config`` uses are shorter than a window."""
-    if config.stream:
+    if config.dataset.stream:
         return
-    for split in ("train", "val") if config.cycle.val else ("train",):
+    for split in ("train", "val") if config.duration.cycle.val else ("train",):
         lengths = (shard.tokens for shard in manifest.shards if shard.split == split)
         refuse_short(split, lengths, config.model.context_length)
 
@@ -67,8 +67,8 @@ def check_enough_tokens(config: TrainConfig, manifest: Manifest) -> None:
     """Raise ``UserError`` when a step needs more tokens than the shards have."""
     available = manifest.splits["train"]["tokens"]
     available_windows = available // config.model.context_length
-    if not config.stream and 0 < available_windows < config.global_batch:
+    if not config.dataset.stream and 0 < available_windows < config.batch.global_batch:
         raise UserError(
-            f"--global-batch {config.global_batch:,} needs {config.step_tokens:,} tokens for one step, and "
-            f"{config.data} has {available:,} for training: give at most {available_windows:,}."
+            f"--global-batch {config.batch.global_batch:,} needs {config.step_tokens:,} tokens for one step, and "
+            f"{config.dataset.data} has {available:,} for training: give at most {available_windows:,}."
         )

@@ -156,7 +156,7 @@ class StreamData:
     def __init__(self, config: TrainConfig, stream: Stream) -> None:
         length = config.model.context_length
         self.stream = stream
-        self.windows = StreamWindows(self._read, length, config.seed)
+        self.windows = StreamWindows(self._read, length, config.dataset.seed)
         self.validation = None
         self.epoch_windows = None
         self.books = self.tokens = self.chars = 0
@@ -164,14 +164,14 @@ class StreamData:
         self.encoded_on: Counter[str] = Counter()
         """Tokens by the machine that encoded them."""
         held_out = []
-        if config.cycle.val:
-            held_out = self.stream.validation_books(config.cycle.val * config.step_tokens + 1)
+        if config.duration.cycle.val:
+            held_out = self.stream.validation_books(config.duration.cycle.val * config.step_tokens + 1)
             tokens = np.concatenate([book.tokens for book in held_out] or [np.zeros(0, np.uint16)])
             if len(tokens) <= length:
                 raise UserError(
                     f"the books that --stream holds out for validation have {len(tokens):,} tokens and one window "
-                    f"needs {length + 1:,}: name more books, or turn validation off (--cycle {config.cycle.train}+0)"
-                    f"{_format_first_drop(held_out)}."
+                    f"needs {length + 1:,}: name more books, or turn validation off "
+                    f"(--cycle {config.duration.cycle.train}+0){_format_first_drop(held_out)}."
                 )
             self.validation = Windows([tokens], length, VALIDATION_SEED, split="val")
         self._held_out = held_out

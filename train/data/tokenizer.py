@@ -1,7 +1,6 @@
 """The tokenizer of a run, which is that of its data; the size of the model's vocabulary follows it."""
 
 import json
-from dataclasses import replace
 
 from infra.errors import UserError
 from infra.storage.directory import StorageDir
@@ -15,13 +14,13 @@ def load_tokenizer(config: TrainConfig, manifest: Manifest) -> Tokenizer | None:
 
     Raises ``UserError`` if it is lost.
     """
-    if config.stream:
-        return load_by_hash(manifest.tokenizer_sha256, config.reading.tokenizer)
-    tokenizer = load_from(StorageDir.of(config.data), manifest.tokenizer_sha256)
+    if config.dataset.stream:
+        return load_by_hash(manifest.tokenizer_sha256, config.dataset.reading.tokenizer)
+    tokenizer = load_from(StorageDir.of(config.dataset.data), manifest.tokenizer_sha256)
     if tokenizer is None and "tokenizer" in manifest.config:
         raise UserError(
-            f"{config.source} lacks the {TOKENIZER_FILE} of its ids: put it back, or make the data again with 'python "
-            "-m pipeline.tokenize --overwrite'."
+            f"{config.dataset.source} lacks the {TOKENIZER_FILE} of its ids: put it back, or make the data again with "
+            "'python -m pipeline.tokenize --overwrite'."
         )
     return tokenizer
 
@@ -36,7 +35,7 @@ def match_tokenizer(config: TrainConfig, manifest: Manifest) -> TrainConfig:
         return config
     end = tokenizer.end_of_text
     last = -1 if end == len(tokenizer) - 1 else end
-    return replace(config, model=config.model.with_vocab_size(len(tokenizer), last, config.source))
+    return config.replace(model=config.model.with_vocab_size(len(tokenizer), last, config.dataset.source))
 
 
 def tokenizer_files(tokenizer: Tokenizer, context_length: int) -> dict[str, str]:

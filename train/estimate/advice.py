@@ -4,7 +4,7 @@ They never change the mathematics: the model, the global batch, the precision an
 """
 
 from collections.abc import Iterator
-from dataclasses import dataclass, replace
+from dataclasses import dataclass
 from itertools import product
 from typing import Any
 
@@ -43,7 +43,7 @@ def find_memory_savings(config: TrainConfig) -> list[MemorySaving]:
     ranked_changes = []
     for settings in _candidates(config):
         try:
-            changed = replace(config, **settings)
+            changed = config.replace(**settings)
         except UserError:  # The change cannot be combined with another setting.
             continue
         breakdown = peak_if_known(changed)
@@ -53,7 +53,7 @@ def find_memory_savings(config: TrainConfig) -> list[MemorySaving]:
         flags = tuple(f"--{name.replace('_', '-')} {value}" for name, value in settings.items())
         if breakdown.total < current_peak:
             repeats_elementwise = settings.get("checkpointing") == "selective"
-            rank = len(flags) > 1, additional_flops, repeats_elementwise, -changed.micro_batch, len(flags)
+            rank = len(flags) > 1, additional_flops, repeats_elementwise, -changed.batch.micro_batch, len(flags)
             cost = _cost(config, changed, additional_flops)
             ranked_changes.append((rank, MemorySaving(flags, breakdown.total, additional_flops, cost)))
     return [change for _, change in sorted(ranked_changes, key=lambda ranked: ranked[0])]
@@ -62,9 +62,9 @@ def find_memory_savings(config: TrainConfig) -> list[MemorySaving]:
 def _candidates(config: TrainConfig) -> Iterator[dict[str, Any]]:
     """Combinations of settings to change, with at most one value for each setting."""
     choices: dict[str, list[Any]] = {
-        "attention": ["auto"] if config.attention == "manual" else [],
-        "loss": ["fused"] if config.loss == "plain" and config.loss_chunks == 1 else [],
-        "micro_batch": [size for size in config.micro_batches if size < config.micro_batch],
+        "attention": ["auto"] if config.execution.attention == "manual" else [],
+        "loss": ["fused"] if config.execution.loss == "plain" and config.execution.loss_chunks == 1 else [],
+        "micro_batch": [size for size in config.micro_batches if size < config.batch.micro_batch],
         "checkpointing": ["selective", "alternate", "full"],
     }
     for values in product(*([None, *choice] for choice in choices.values())):
@@ -75,10 +75,12 @@ def _candidates(config: TrainConfig) -> Iterator[dict[str, Any]]:
 
 def _cost(config: TrainConfig, changed: TrainConfig, additional_flops: float) -> str:
     costs = []
-    if changed.micro_batch != config.micro_batch:
-        costs.append(f"the same FLOPs in {changed.accumulation} micro-batches instead of {config.accumulation}")
-    if changed.checkpointing == "selective" != config.checkpointing:
+    if changed.batch.micro_batch != config.batch.micro_batch:
+        costs.append(
+            f"the same FLOPs in {changed.batch.accumulation} micro-batches instead of {config.batch.accumulation}"
+        )
+    if changed.execution.checkpointing == "selective" != config.execution.checkpointing:
         costs.append("element-wise operations run twice, no additional matrix products")
-    elif changed.checkpointing != config.checkpointing:
+    elif changed.execution.checkpointing != config.execution.checkpointing:
         costs.append(f"{additional_flops:.0%} more FLOPs")
     return "; ".join(costs) or "no additional FLOPs"

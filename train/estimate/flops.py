@@ -99,15 +99,15 @@ def recomputed_blocks(config: TrainConfig) -> int:
     if isinstance(config.model, CustomModel):
         return 0
     layers = config.model.layers
-    return {"full": layers, "alternate": (layers + 1) // 2}.get(config.checkpointing, 0)
+    return {"full": layers, "alternate": (layers + 1) // 2}.get(config.execution.checkpointing, 0)
 
 
 def with_matmul_efficiency(result: RunResult, config: TrainConfig, out: StorageDir) -> RunResult:
     """``result`` with its FLOP/s as a fraction of the matmul rate in the doctor's file in ``out``."""
-    rate = read_matmul_rate(out, result.device, config.precision, result.machine)
+    rate = read_matmul_rate(out, result.device, config.execution.precision, result.machine)
     if not rate or not result.flops_per_second:
         return result
-    return replace(result, matmul_utilisation=result.flops_per_second / (rate * config.workers))
+    return replace(result, matmul_utilisation=result.flops_per_second / (rate * config.batch.workers))
 
 
 def utilization(tokens_per_second: float, flops_per_token: float, peak: float | None, devices: int) -> float | None:

@@ -3,8 +3,6 @@
 They need neither the GPU nor the data of the run.
 """
 
-from dataclasses import replace
-
 import torch
 
 from infra.cli.units import GB, format_duration, format_size
@@ -66,7 +64,7 @@ def memory_rows(config: TrainConfig) -> Rows:
     ]
     return [
         *rows,
-        ("total", f"[bold]{breakdown.total / GB:8.3f} GB[/bold]  in one worker's process on {config.device}"),
+        ("total", f"[bold]{breakdown.total / GB:8.3f} GB[/bold]  in one worker's process on {config.execution.device}"),
         ("peak", f"{breakdown.moment}; {breakdown.allocated / GB:.3f} GB in torch's allocator"),
         *([("published formula", f"{formula[0] / GB:8.3f} GB  for activations: {formula[1]}")] if formula else []),
     ]
@@ -76,7 +74,7 @@ def activation_formula(config: TrainConfig) -> tuple[int, str] | None:
     """Returns: (bytes of the blocks' activations as published, the formula as a text); None for a custom model."""
     if isinstance(config.model, CustomModel):
         return None
-    factor = "" if config.precision in HALF_PRECISIONS else "2"
+    factor = "" if config.execution.precision in HALF_PRECISIONS else "2"
     text = f"{config.model.layers} x {factor}sbh(34 + 5as/h), Korthikanti et al. 2022, storing dropout and scores"
     return published_activations(config), text
 
@@ -95,29 +93,29 @@ def limit_rows(config: TrainConfig, limit: int | None) -> Rows:
         if size is None:
             rows.append((name, "no micro-batch fits"))
         else:
-            fitted = replace(variant, micro_batch=size)
-            rows.append((name, f"micro-batch {size} x accumulation {fitted.accumulation}{_cap(fitted, limit)}"))
+            fitted = variant.replace(micro_batch=size)
+            rows.append((name, f"micro-batch {size} x accumulation {fitted.batch.accumulation}{_cap(fitted, limit)}"))
     return [("limit", f"{limit_text}, with a margin of {margin(config):.0%} of the reserved memory"), *rows]
 
 
 def _cap(config: TrainConfig, limit: int) -> str:
     """The reason other than memory why the micro-batch of ``config`` cannot be larger; empty if there is none."""
     unconstrained = largest_unconstrained_micro_batch(config, limit)
-    if unconstrained <= config.micro_batch:
+    if unconstrained <= config.batch.micro_batch:
         return ""
-    is_whole_batch = config.micro_batch == config.micro_batches[-1]
+    is_whole_batch = config.batch.micro_batch == config.micro_batches[-1]
     reason = "all" if is_whole_batch else "the largest divisor"
-    return f", {reason} of --global-batch {config.global_batch}; micro-batch {unconstrained} would fit"
+    return f", {reason} of --global-batch {config.batch.global_batch}; micro-batch {unconstrained} would fit"
 
 
 def _memory_saving_variants(config: TrainConfig) -> list[tuple[str, TrainConfig]]:
     """Variants of ``config``, each with one more setting that saves memory."""
     variants = []
-    if config.checkpointing != "full" and not config.model.unsupported_reason("checkpointing", "full"):
-        variants.append(("with --checkpointing full", replace(config, checkpointing="full")))
+    if config.execution.checkpointing != "full" and not config.model.unsupported_reason("checkpointing", "full"):
+        variants.append(("with --checkpointing full", config.replace(checkpointing="full")))
     can_chunk = config.model.context_length % 8 == 0 and not config.model.unsupported_reason("loss_chunks", 8)
-    if config.loss == "plain" and config.loss_chunks == 1 and can_chunk:
-        variants.append(("with --loss-chunks 8", replace(config, loss_chunks=8)))
+    if config.execution.loss == "plain" and config.execution.loss_chunks == 1 and can_chunk:
+        variants.append(("with --loss-chunks 8", config.replace(loss_chunks=8)))
     return variants
 
 
@@ -158,9 +156,9 @@ def time_rows(config: TrainConfig, tokens_per_second: float | None, price: float
     """Tokens of an epoch, of the run and of a compute-optimal run, with time and cost if speed and price are known."""
     amounts: list[tuple[str, int]] = []
     rows: Rows = []
-    tokens = epoch_tokens(config.data)
+    tokens = epoch_tokens(config.dataset.data)
     if tokens is None:
-        rows.append(("epoch", f"unknown, no token shards in --data {config.data}"))
+        rows.append(("epoch", f"unknown, no token shards in --data {config.dataset.data}"))
     else:
         amounts.append(("epoch", tokens))
     if config.total_steps is not None:
@@ -174,7 +172,7 @@ def time_rows(config: TrainConfig, tokens_per_second: float | None, price: float
             seconds = amount / tokens_per_second
             text += f", {format_duration(round(seconds))}"
             if price:
-                text += f", cost {seconds / 3600 * config.workers * price:,.2f}"
+                text += f", cost {seconds / 3600 * config.batch.workers * price:,.2f}"
         rows.append((name, text))
     if not tokens_per_second:
         rows.append(("time and cost", "unknown; set --tokens-per-second for the time, and --price for the cost"))

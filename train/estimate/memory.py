@@ -17,7 +17,7 @@ import math
 import statistics
 from bisect import bisect
 from collections.abc import Sequence
-from dataclasses import dataclass, fields, replace
+from dataclasses import dataclass, fields
 from functools import cache
 
 from train.config import HALF_PRECISIONS, WHOLE_GRAPH, TrainConfig
@@ -122,14 +122,14 @@ def _of_line(config: TrainConfig) -> MemoryBreakdown:
     state = fit.weights + fit.gradients + fit.optimizer
     return MemoryBreakdown(
         weights=fit.weights, gradients=fit.gradients, optimizer=fit.optimizer, casts=0,
-        activations=fit.peak(config.micro_batch) - state, logits=0, working=0, workspace=0, unused=0,
-        context=CONTEXT[config.device], moment="the peak of two measured steps",
+        activations=fit.peak(config.batch.micro_batch) - state, logits=0, working=0, workspace=0, unused=0,
+        context=CONTEXT[config.execution.device], moment="the peak of two measured steps",
     )  # fmt: skip
 
 
 def _of_formulas(config: TrainConfig) -> MemoryBreakdown:
-    kind, model = config.device, config.gpt2_config
-    assert "auto" not in (kind, config.precision, config.compile, config.loss), (
+    kind, model = config.execution.device, config.gpt2_config
+    assert "auto" not in (kind, config.execution.precision, config.execution.compile, config.execution.loss), (
         "memory can only be predicted for a resolved config"
     )
     moments = _moments(config)
@@ -137,7 +137,7 @@ def _of_formulas(config: TrainConfig) -> MemoryBreakdown:
     gradients, casts, activations, logits, working = (round(size) for size in moments[moment])
     # In eager execution the logits in 16 bits and their copy in fp32 leave room for one and a half of the latter. The
     # gradient of the log-softmax takes one, and that of the logits does not fit into the rest.
-    eager = config.compile == "off" and _half(config) and not _pieces(config)
+    eager = config.execution.compile == "off" and _half(config) and not _pieces(config)
     hole = kind == "cuda" and eager and moment == LOSS
     parameters, shards = _parameters(model), _shards(config)
     return MemoryBreakdown(
@@ -149,7 +149,7 @@ def _of_formulas(config: TrainConfig) -> MemoryBreakdown:
         logits=logits,
         working=working,
         workspace=WORKSPACE[kind],
-        unused=2 * config.micro_batch * model.context_length * model.padded_vocab_size if hole else 0,
+        unused=2 * config.batch.micro_batch * model.context_length * model.padded_vocab_size if hole else 0,
         context=CONTEXT[kind],
         moment=moment,
     )
@@ -159,26 +159,30 @@ def _moments(config: TrainConfig) -> dict[str, tuple[float, float, float, float,
     """Bytes of (gradients, casts, activations, logits, working results) at each moment that can be the peak."""
     model, layers = config.gpt2_config, config.gpt2_config.layers
     head_parameters = model.padded_vocab_size * model.width
-    tokens = config.micro_batch * model.context_length
+    tokens = config.batch.micro_batch * model.context_length
     chunks = _pieces(config)
-    sizes = token_sizes(config, config.device)
+    sizes = token_sizes(config, config.execution.device)
     one, shards = _weight_bytes(config), _shards(config)
     all_gradients = one * _parameters(model) // shards
     cast = 2 if _half(config) and one == 4 else 0
     # With full checkpointing autocast's copies and the mask are remade for each block, and freed with it.
-    remade = config.checkpointing == "full"
+    remade = config.execution.checkpointing == "full"
     block_casts = cast * (matmul_parameters(model) - head_parameters)
-    if config.compile == "blocks" and config.device == "cuda":  # which casts the last of a block's weights again
+    if (
+        config.execution.compile == "blocks" and config.execution.device == "cuda"
+    ):  # which casts the last of a block's weights again
         block_casts = block_casts * 2 // 3
     casts = block_casts * (layers - recomputed_blocks(config)) // layers
-    mask = model.context_length**2 * _materialises(config, config.device)
-    accumulated = all_gradients if config.accumulation > 1 else 0
-    whole, alone = config.compile in WHOLE_GRAPH, config.compile == "blocks"
+    mask = model.context_length**2 * _materialises(config, config.execution.device)
+    accumulated = all_gradients if config.batch.accumulation > 1 else 0
+    whole, alone = config.execution.compile in WHOLE_GRAPH, config.execution.compile == "blocks"
     # The whole graph keeps the position embeddings to compute the sum of both embeddings again.
     positions = 4 * model.context_length * model.width * whole
     saved = positions + layers * (tokens * sizes.saved + (0 if remade else mask))
     again = tokens * (sizes.block - sizes.saved) + (mask if remade else 0)
-    if config.checkpointing == "alternate":  # whose last block is recomputed only where the number of blocks is odd
+    if (
+        config.execution.checkpointing == "alternate"
+    ):  # whose last block is recomputed only where the number of blocks is odd
         again *= layers / recomputed_blocks(config) * (layers % 2)
     head, head_cast = one * head_parameters, cast * head_parameters
     product = 2 if _half(config) else 4
@@ -227,31 +231,31 @@ def _moments(config: TrainConfig) -> dict[str, tuple[float, float, float, float,
             at_the_end, 0, 0, kept_logits, sums,
         ),
         "the optimizer's step": (
-            all_gradients, 0, 0, 0, all_gradients if config.optimizer == "adamw" else 0,
+            all_gradients, 0, 0, 0, all_gradients if config.optimization.optimizer == "adamw" else 0,
         ),
     }  # fmt: skip
 
 
 def _weight_bytes(config: TrainConfig) -> int:
     """Bytes of a weight, which are also those of its gradient."""
-    return 2 if config.optimizer == "adamw-bf16" else 4
+    return 2 if config.optimization.optimizer == "adamw-bf16" else 4
 
 
 def _shards(config: TrainConfig) -> int:
     """Number of workers among which weights, gradients and the optimizer's state are sharded."""
-    return config.workers if config.shard else 1
+    return config.batch.workers if config.execution.shard else 1
 
 
 def token_sizes(config: TrainConfig, kind: str) -> BytesPerToken:
     """Bytes per token. The residual stream is fp32 unless all activations are bf16."""
     model = config.gpt2_config
     width, scores = model.width, model.heads * model.context_length
-    half, eager, fused = _half(config), config.compile == "off", _pieces(config) > 0
+    half, eager, fused = _half(config), config.execution.compile == "off", _pieces(config) > 0
     product = 2 if half else 4
-    stream = 2 if config.precision == "bf16-activations" else 4
+    stream = 2 if config.execution.precision == "bf16-activations" else 4
     matmuls = product * width * (3 + 1 + 4)  # queries, keys, values; attention's output; the wide layer's output
     # Each norm keeps its input, a mean and a deviation; in a block compiled alone the second keeps what is added.
-    norms = stream * width + (product if config.compile == "blocks" else stream) * width + 16
+    norms = stream * width + (product if config.execution.compile == "blocks" else stream) * width + 16
     between = product * width * (1 + 1 + 4)  # the outputs of norms and GELU, inputs of the products after them
     attention, attention_working = 4.0 * model.heads, 0.0  # flash keeps the logarithm of each row's sum
     noise = 1 if kind == "cuda" else product  # CUDA's dropout keeps a mask of bytes, the CPU's a mask of factors
@@ -269,13 +273,13 @@ def token_sizes(config: TrainConfig, kind: str) -> BytesPerToken:
         "full": stream * width,
         "selective": stream * width + matmuls + 2 * product * width,  # and both projections' outputs
         "budget": BUDGET * block + (1 - BUDGET) * stream * width,
-    }[config.checkpointing]
-    if config.checkpointing == "selective" and _materialises(config, kind):
+    }[config.execution.checkpointing]
+    if config.execution.checkpointing == "selective" and _materialises(config, kind):
         saved -= product * width
     # GELU's gradient comes in and goes out, where eager execution has freed the input of the product after it and
     # compiled code writes one over the other.
     block_working = stream * width + 4 * width * product
-    if config.compile == "blocks":
+    if config.execution.compile == "blocks":
         # What enters the block and its sum with the second norm's; the gradients of the second norm's and of
         # attention's output, of queries, keys and values; and GELU's in the place of its input.
         block_working = 2 * stream * width + 5 * width * product
@@ -287,7 +291,7 @@ def token_sizes(config: TrainConfig, kind: str) -> BytesPerToken:
             head_input += stream if stream != product else 0  # what the norm gave, before it was cast
             # In addition to a piece's logits their log-softmax in fp32 and, of bf16, a copy in fp32 that it is computed
             # from: only CUDA's kernel for fp16 reads 16 bits and writes 32.
-            logits = product + 4 + (4 if half and config.precision != "fp16" else 0)
+            logits = product + 4 + (4 if half and config.execution.precision != "fp16" else 0)
     return BytesPerToken(
         block=block,
         saved=saved,
@@ -305,30 +309,36 @@ def published_activations(config: TrainConfig) -> int:
     """
     model, size = config.gpt2_config, 1 if _half(config) else 2
     length, width = model.context_length, model.width
-    return round(size * model.layers * length * config.micro_batch * width * (34 + 5 * model.heads * length / width))
+    return round(
+        size * model.layers * length * config.batch.micro_batch * width * (34 + 5 * model.heads * length / width)
+    )
 
 
 def optimizer_bytes(config: TrainConfig, parameters: int) -> int:
     """Bytes of the optimizer's state for this number of parameters."""
     matrices = config.gpt2_config.layers * 12 * config.gpt2_config.width**2
     bytes_per_parameter = {"adamw": 8, "adamw-fused": 8, "adamw-8bit": 2, "adamw-bf16": 4, "adafactor": 0}
-    if config.optimizer == "muon":  # One momentum for the blocks' matrices, AdamW's two moments for the others.
+    if (
+        config.optimization.optimizer == "muon"
+    ):  # One momentum for the blocks' matrices, AdamW's two moments for the others.
         return 4 * matrices + 8 * (parameters - matrices)
-    return bytes_per_parameter[config.optimizer] * parameters
+    return bytes_per_parameter[config.optimization.optimizer] * parameters
 
 
 def _pieces(config: TrainConfig) -> int:
     """Number of chunks of the fused loss; 0 for the plain loss."""
-    return chunk_count(config.loss, config.loss_chunks, config.micro_batch * config.model.context_length)
+    return chunk_count(
+        config.execution.loss, config.execution.loss_chunks, config.batch.micro_batch * config.model.context_length
+    )
 
 
 def _materialises(config: TrainConfig, kind: str) -> bool:
     """Whether the T x T matrix is written to memory; on a CPU torch's fused kernel does not support dropout."""
-    return config.attention == "manual" or (kind == "cpu" and config.gpt2_config.dropout > 0)
+    return config.execution.attention == "manual" or (kind == "cpu" and config.gpt2_config.dropout > 0)
 
 
 def _half(config: TrainConfig) -> bool:
-    return config.precision in HALF_PRECISIONS
+    return config.execution.precision in HALF_PRECISIONS
 
 
 def fit_to_probes(predicted: float, probes: Sequence[tuple[float, float]]) -> float:
@@ -354,8 +364,8 @@ def peak_with_margin(config: TrainConfig) -> int:
 
 def margin(config: TrainConfig) -> float:
     """Safety margin of the predicted peak of a resolved ``config``, as a fraction of the reserved memory."""
-    has_fixed_segments = config.device == "cuda" and config.allocator in ("default", "split")
-    return FIXED_SEGMENTS if has_fixed_segments else MARGIN[config.device]
+    has_fixed_segments = config.execution.device == "cuda" and config.execution.allocator in ("default", "split")
+    return FIXED_SEGMENTS if has_fixed_segments else MARGIN[config.execution.device]
 
 
 def largest_micro_batch(config: TrainConfig, limit: int) -> int | None:
@@ -363,7 +373,7 @@ def largest_micro_batch(config: TrainConfig, limit: int) -> int | None:
 
     None if not even one sequence fits.
     """
-    fitting = (n for n in reversed(config.micro_batches) if peak_with_margin(replace(config, micro_batch=n)) <= limit)
+    fitting = (n for n in reversed(config.micro_batches) if peak_with_margin(config.replace(micro_batch=n)) <= limit)
     return next(fitting, None)
 
 
@@ -373,11 +383,11 @@ def largest_unconstrained_micro_batch(config: TrainConfig, limit: int) -> int:
     The accumulation stays. 0 if not even one sequence fits.
     """
 
-    unit = config.loss_chunks // math.gcd(config.loss_chunks, config.model.context_length)
+    unit = config.execution.loss_chunks // math.gcd(config.execution.loss_chunks, config.model.context_length)
 
     def too_large(units: int) -> bool:
         size = units * unit
-        batch = size * config.accumulation * config.workers
-        return peak_with_margin(replace(config, micro_batch=size, global_batch=batch)) > limit
+        batch = size * config.batch.accumulation * config.batch.workers
+        return peak_with_margin(config.replace(micro_batch=size, global_batch=batch)) > limit
 
     return unit * bisect(range(1, 2**16), False, key=too_large)

@@ -25,13 +25,13 @@ class Exchange(NamedTuple):
 
 def step_exchange(config: TrainConfig) -> Exchange:
     """The exchange of a worker of ``config`` in a step, with 4 bytes for each weight and gradient."""
-    crossing_bytes = (config.workers - 1) / config.workers * 4 * flops.parameters(config)
-    micro_batch = flops.model_flops_per_token(config) * config.micro_batch * config.model.context_length
-    if config.shard:
+    crossing_bytes = (config.batch.workers - 1) / config.batch.workers * 4 * flops.parameters(config)
+    micro_batch = flops.model_flops_per_token(config) * config.batch.micro_batch * config.model.context_length
+    if config.execution.shard:
         return Exchange(
             "weights gathered twice per micro-batch, gradients scattered once (FSDP)",
-            (2 * config.accumulation + 1) * crossing_bytes,
-            config.accumulation * micro_batch,
+            (2 * config.batch.accumulation + 1) * crossing_bytes,
+            config.batch.accumulation * micro_batch,
             "the whole step",
         )
     return Exchange(
@@ -47,9 +47,9 @@ def network_rows(config: TrainConfig, doctor_file: str) -> list[tuple[str, str]]
     description, size, overlapping_flops, overlaps_with = step_exchange(config)
     rows = [("exchange per step", f"{size / 1e9:.3g} GB on the bus: {description}")]
     measured = _read_all_reduce(doctor_file)
-    matmul_rate = matmul_rate_of(measured, config.precision) if measured else None
+    matmul_rate = matmul_rate_of(measured, config.execution.precision) if measured else None
     if not matmul_rate:
-        command = f"python -m infra.doctor --workers {config.workers}"
+        command = f"python -m infra.doctor --workers {config.batch.workers}"
         unknown = f"unknown, not in {doctor_file}; measure it with '{command}', with --address on a cluster"
         return [*rows, ("bandwidth", unknown)]
     bandwidth = max(measured["bus_bytes_per_second"].values())
@@ -64,7 +64,7 @@ def network_rows(config: TrainConfig, doctor_file: str) -> list[tuple[str, str]]
     ]
     if seconds <= hidden:
         return [*rows, ("verdict", "not network-bound: the exchange overlaps with arithmetic")]
-    step = flops.model_flops_per_token(config) * config.step_tokens / config.workers / matmul_rate
+    step = flops.model_flops_per_token(config) * config.step_tokens / config.batch.workers / matmul_rate
     slowdown = (step + seconds - hidden) / step
     verdict = f"network-bound: a step takes {seconds - hidden:.3g} s longer (x{slowdown:.3g})"
     return [*rows, ("verdict", verdict)]

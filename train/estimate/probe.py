@@ -9,7 +9,7 @@ import os
 import signal
 import subprocess
 import sys
-from dataclasses import dataclass, replace
+from dataclasses import dataclass
 from typing import Any
 
 from infra.cli.progress import status
@@ -57,7 +57,7 @@ def measure_fit(config: TrainConfig) -> MemoryFit:
     """The fit of ``config``, measured once. Raises ``UserError`` if its device is not in this machine or it fails."""
     probe = _probe_config(config)
     if probe not in _fits:
-        if config.device == "cuda" and device_info().kind != "cuda":
+        if config.execution.device == "cuda" and device_info().kind != "cuda":
             raise UserError(
                 f"--model {config.model.callable}: its memory must be measured, but this machine has no GPU. "  # type: ignore[union-attr]
                 "Set --micro-batch, or run the command on the machine that trains."
@@ -73,11 +73,13 @@ def _probe_config(config: TrainConfig) -> TrainConfig:
     It accumulates two micro-batches if ``config`` accumulates, because gradients are then in memory during the second.
     """
     size = -(-TOKENS // config.model.context_length)
-    ablate = tuple(name for name in config.ablate if name in ("zero", "pages"))  # The others do not affect memory.
-    return replace(
-        config, micro_batch=size, global_batch=min(2, config.accumulation) * size, workers=1, shard=False, seed=0,
+    ablate = tuple(
+        name for name in config.execution.ablate if name in ("zero", "pages")
+    )  # The others do not affect memory.
+    return config.replace(
+        micro_batch=size, global_batch=min(2, config.batch.accumulation) * size, workers=1, shard=False, seed=0,
         data="", stream=(), steps=None, tokens=None, time_budget=None, within=None, cycle=Cycle(1, 0),
-        reading=type(config.reading)(), accelerator=None, ablate=ablate, loader_workers=0,
+        reading=type(config.dataset.reading)(), accelerator=None, ablate=ablate, loader_workers=0,
     )  # fmt: skip
 
 

@@ -71,24 +71,32 @@ def roofline_speed(config: TrainConfig, gpu_rates: GpuRates) -> float:
     it."""
     if isinstance(config.model, CustomModel):
         raise UserError("The speed is only predicted for GPT-2, because the formulas describe its kernels.")
-    rate, model = gpu_rates.matmul_rate(config.precision), config.model
-    is_covered = config.loss == "plain" and config.loss_chunks == 1 and config.checkpointing == "none"
-    is_covered = is_covered and config.attention != "manual"
-    if not (rate and is_covered and config.precision in MOVED and config.compile in WHOLE_GRAPH):
+    rate, model = gpu_rates.matmul_rate(config.execution.precision), config.model
+    is_covered = (
+        config.execution.loss == "plain"
+        and config.execution.loss_chunks == 1
+        and config.execution.checkpointing == "none"
+    )
+    is_covered = is_covered and config.execution.attention != "manual"
+    if not (rate and is_covered and config.execution.precision in MOVED and config.execution.compile in WHOLE_GRAPH):
         raise UserError(
             "The speed is only predicted for --precision bf16 or bf16-activations with a whole compiled graph and "
             "--loss plain, without --checkpointing or --attention manual."
         )
-    tokens = config.micro_batch * model.context_length
+    tokens = config.batch.micro_batch * model.context_length
     products = 6 * matmul_parameters(model) * tokens / rate
     attention = 6 * model.layers * model.context_length * model.width * tokens / (ATTENTION * rate)
-    update = UPDATE * parameter_count(model) / config.accumulation
+    update = UPDATE * parameter_count(model) / config.batch.accumulation
     return tokens / (products + attention + (triton_bytes(config) + update) / gpu_rates.bandwidth)
 
 
 def triton_bytes(config: TrainConfig) -> float:
     """Bytes that Triton's kernels read and write for a micro-batch."""
-    rates, model, tokens = MOVED[config.precision], config.gpt2_config, config.micro_batch * config.model.context_length
+    rates, model, tokens = (
+        MOVED[config.execution.precision],
+        config.gpt2_config,
+        config.batch.micro_batch * config.model.context_length,
+    )
     block = rates.per_block_token * model.width * tokens + rates.per_block_weight * 12 * model.width**2
     head = rates.per_logit * tokens + rates.per_head_weight * model.width
     return model.layers * block + model.padded_vocab_size * head

@@ -32,7 +32,7 @@ class Waste:
 
 def products(config: TrainConfig, multiprocessors: int) -> list[Waste]:
     """The waste of each matrix product of the forward pass, whose rows are the tokens of a micro-batch."""
-    model, tokens = config.gpt2_config, config.micro_batch * config.model.context_length
+    model, tokens = config.gpt2_config, config.batch.micro_batch * config.model.context_length
     columns = {
         "queries, keys, values": 3 * model.width,
         "projections to the width": model.width,
@@ -53,15 +53,15 @@ def _waste(name: str, rows: int, columns: int, multiprocessors: int) -> Waste:
 def warnings(config: TrainConfig, multiprocessors: int) -> list[str]:
     """Sentences about sizes that do not fill tensor cores, tiles or waves; empty if there are none."""
     model = config.gpt2_config
-    align = 8 if config.precision in HALF_PRECISIONS else 4
+    align = 8 if config.execution.precision in HALF_PRECISIONS else 4
     sizes = {
         "width": model.width, "width of a head": model.width // model.heads,
         "padded vocabulary": model.padded_vocab_size,
     }  # fmt: skip
     sentences = [
-        f"{name} {size:,} is not a multiple of {align}, which tensor cores need for {config.precision}"
+        f"{name} {size:,} is not a multiple of {align}, which tensor cores need for {config.execution.precision}"
         for name, size in sizes.items()
-        if size % align and config.precision != "fp32"  # fp32 does not use tensor cores.
+        if size % align and config.execution.precision != "fp32"  # fp32 does not use tensor cores.
     ]
     if model.padded_vocab_size % 64:
         padded = -(-model.padded_vocab_size // 64) * 64

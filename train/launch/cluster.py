@@ -49,7 +49,7 @@ def run_training(assignment: WorkerJob, listener: Listener, reported: int, telem
         trainer = ray.train.torch.TorchTrainer(
             train_function,
             train_loop_config={"assignment": assignment, "channel": channel},
-            torch_config=SingleWorker() if config.workers == 1 else None,  # type: ignore[arg-type]
+            torch_config=SingleWorker() if config.batch.workers == 1 else None,  # type: ignore[arg-type]
             scaling_config=wanted,
             run_config=ray.train.RunConfig(
                 name=files.name,
@@ -68,7 +68,9 @@ def run_training(assignment: WorkerJob, listener: Listener, reported: int, telem
         thread = threading.Thread(target=fit, name=RAY_THREAD_NAME, daemon=True)
         group = listener.group
         with status("waiting for Ray to start the worker") as shown, stop_on_signal() as stop:
-            if not wait_for_resources("the training", [resources_per_worker(wanted)] * config.workers, lambda: stop):
+            if not wait_for_resources(
+                "the training", [resources_per_worker(wanted)] * config.batch.workers, lambda: stop
+            ):
                 raise KeyboardInterrupt
             has_requested_stop, updates = False, channel.actor.take_updates.remote()
             thread.start()

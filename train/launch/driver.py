@@ -89,7 +89,7 @@ def launch(
         step=step,
         memory_limit=run.memory_limit,
         stream=run.stream,
-        retries_smaller_batch=run.requested.micro_batch == AUTO,
+        retries_smaller_batch=run.requested.batch.micro_batch == AUTO,
     )
     if run.is_local:
         returned = local.run_training(assignment, listener, reported, second)

@@ -81,15 +81,19 @@ class RunPlan:
     @property
     def is_local(self) -> bool:
         """Whether it trains in the command's own process: one worker on shards, and no cluster is named."""
-        return self.requested.workers == 1 and not self.stream and not (self.address or os.environ.get("RAY_ADDRESS"))
+        return (
+            self.requested.batch.workers == 1
+            and not self.stream
+            and not (self.address or os.environ.get("RAY_ADDRESS"))
+        )
 
     @classmethod
     def new(cls, config: TrainConfig, run_folder: RunFolder) -> "RunPlan":
         """A run that begins in ``run_folder``, which need not exist. Raises ``UserError`` for data that do not fit
         it."""
         requested = with_absolute_paths(config)
-        stream = open_stream(requested) if requested.stream else None
-        manifest = estimate_manifest(stream) if stream else read_manifest(requested.data)
+        stream = open_stream(requested) if requested.dataset.stream else None
+        manifest = estimate_manifest(stream) if stream else read_manifest(requested.dataset.data)
         requested = with_model_info(match_tokenizer(requested, manifest))
         check_split_lengths(requested, manifest)
         check_enough_tokens(requested, manifest)

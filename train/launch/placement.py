@@ -30,10 +30,13 @@ def worker_device_info(config: TrainConfig) -> DeviceInfo:
 
     Waits for a machine with the accelerator that is asked for. Raises ``UserError`` when its GPU is not free in time.
     """
-    if config.accelerator:
-        await_accelerator(config.accelerator)
-    eligible = eligible_nodes(accelerator=config.accelerator)
-    use_gpu = config.device != "cpu" and sum(int(node.get("GPU", 0)) for node in eligible.values()) >= config.workers
+    if config.execution.accelerator:
+        await_accelerator(config.execution.accelerator)
+    eligible = eligible_nodes(accelerator=config.execution.accelerator)
+    use_gpu = (
+        config.execution.device != "cpu"
+        and sum(int(node.get("GPU", 0)) for node in eligible.values()) >= config.batch.workers
+    )
     if is_this_machine_alone():
         return device_info() if use_gpu else cpu_info()
     if not use_gpu:
@@ -41,8 +44,8 @@ def worker_device_info(config: TrainConfig) -> DeviceInfo:
         answers = run_on_nodes(largest, cpu_info, seconds=ANSWER_SECONDS).values()
         return next((info for info in answers if isinstance(info, DeviceInfo)), cpu_info())
     there = ray.remote(num_cpus=0, num_gpus=1)(device_info)
-    if config.accelerator:
-        there = there.options(accelerator_type=config.accelerator)
+    if config.execution.accelerator:
+        there = there.options(accelerator_type=config.execution.accelerator)
     try:
         return ray.get(there.remote(), timeout=ANSWER_SECONDS)
     except GetTimeoutError:
@@ -56,31 +59,31 @@ def make_scaling_config(config: TrainConfig) -> ray.train.ScalingConfig:
 
     Raises ``UserError`` when the cluster lacks them; Ray would wait.
     """
-    nodes = eligible_nodes(accelerator=config.accelerator)
+    nodes = eligible_nodes(accelerator=config.execution.accelerator)
     gpus = sum(int(node.get("GPU", 0)) for node in nodes.values())
-    use_gpu = config.device == "cuda"
-    if use_gpu and gpus < config.workers:
-        raise UserError(f"--device cuda needs a GPU for each of --workers {config.workers}; Ray has {gpus}.")
-    cores_per_worker = max_cores_per_worker(nodes.values(), config.workers, gpu=use_gpu)
+    use_gpu = config.execution.device == "cuda"
+    if use_gpu and gpus < config.batch.workers:
+        raise UserError(f"--device cuda needs a GPU for each of --workers {config.batch.workers}; Ray has {gpus}.")
+    cores_per_worker = max_cores_per_worker(nodes.values(), config.batch.workers, gpu=use_gpu)
     if not cores_per_worker:
         cores = sum(int(node.get("CPU", 0)) for node in nodes.values())
-        raise UserError(f"--workers {config.workers} needs a core for each worker and Ray has {cores}.")
+        raise UserError(f"--workers {config.batch.workers} needs a core for each worker and Ray has {cores}.")
     threads = cores_per_worker
-    if config.stream:
+    if config.dataset.stream:
         cores = sum(int(node.get("CPU", 0)) for node in eligible_nodes().values())
-        if cores - config.workers * cores_per_worker < READERS * config.workers:
+        if cores - config.batch.workers * cores_per_worker < READERS * config.batch.workers:
             threads = max(1, cores_per_worker - READERS)
-        if cores - config.workers * threads < config.workers:
+        if cores - config.batch.workers * threads < config.batch.workers:
             raise UserError(
-                f"--stream needs another core for reading with each of --workers {config.workers} and Ray has {cores}: "
-                "make token shards with 'python -m pipeline.tokenize' and give them with --data."
+                f"--stream needs another core for reading with each of --workers {config.batch.workers} and Ray has "
+                f"{cores}: make token shards with 'python -m pipeline.tokenize' and give them with --data."
             )
     return ray.train.ScalingConfig(
-        num_workers=config.workers,
+        num_workers=config.batch.workers,
         use_gpu=use_gpu,
         # Ray sets a worker's number of OpenMP threads to its cores.
         resources_per_worker={"CPU": threads} | ({"GPU": 1} if use_gpu else {}),
-        accelerator_type=config.accelerator,
+        accelerator_type=config.execution.accelerator,
     )
 
 

@@ -36,7 +36,7 @@ class ProgressMeter:
         """When it was known, and how long the run had trained then."""
         self.total = config.total_steps
         """Steps of the run, of an epoch by the number of its tokens; None when only time ends it."""
-        if self.total is None and config.time_budget is None:
+        if self.total is None and config.duration.time_budget is None:
             self.total = max(1, manifest.splits["train"]["tokens"] // config.step_tokens)
 
     def cycle(self, cycle: Mapping[str, Any]) -> None:
@@ -72,7 +72,7 @@ class ProgressMeter:
         return (last - first) / (end - begin)
 
     def _left(self, step: int, seconds: float | None, now: float) -> float | None:
-        if self._config.time_budget is not None and self._elapsed:
+        if self._config.duration.time_budget is not None and self._elapsed:
             known, elapsed = self._elapsed
-            return max(0.0, self._config.time_budget - elapsed - (now - known))
+            return max(0.0, self._config.duration.time_budget - elapsed - (now - known))
         return seconds and self.total and max(0, self.total - step) * seconds

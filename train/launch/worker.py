@@ -90,7 +90,9 @@ def train_function(loop_config: dict[str, Any]) -> WorkerResult:
             config = assignment.config
             config = next_smaller_micro_batch(config, too_large) or config
             configure_allocator(config)
-            limit = MemoryLimit.apply(assignment.memory_limit, config.device) if assignment.memory_limit else None
+            limit = (
+                MemoryLimit.apply(assignment.memory_limit, config.execution.device) if assignment.memory_limit else None
+            )
             driver, telemetry = None, None
             if first:
                 about = {"hosts": hosts, "nodes": nodes, "machine": machine()}
@@ -230,7 +232,7 @@ def load_data(assignment: WorkerJob, say: Callable[[str], Any] = lambda text: No
     config, fingerprint = assignment.config, assignment.fingerprint
     if assignment.stream:
         return StreamData(config, assignment.stream)
-    host, data_dir, last_report = socket.gethostname(), StorageDir.of(config.data), [0.0]
+    host, data_dir, last_report = socket.gethostname(), StorageDir.of(config.dataset.data), [0.0]
     if not data_dir.is_remote and not data_dir.exists(MANIFEST):
         raise UserError(
             f"--data {data_dir} is not on {host}, where Ray placed the worker: give object storage, such as --data "
@@ -285,21 +287,23 @@ def train_with_retries(
             trainer, result = None, failure.result
         smaller = None
         if tries_smaller and did_not_fit(result, start_step):
-            smaller = next_smaller_micro_batch(config, [config.micro_batch])
+            smaller = next_smaller_micro_batch(config, [config.batch.micro_batch])
         if smaller is None:
             break
-        failed.append(config.micro_batch)
-        message = f"micro-batch {config.micro_batch} does not fit, {result.reason}: trying {smaller.micro_batch}"
-        if config.workers > 1:
-            raise TooLarge(config.micro_batch, message)
+        failed.append(config.batch.micro_batch)
+        message = (
+            f"micro-batch {config.batch.micro_batch} does not fit, {result.reason}: trying {smaller.batch.micro_batch}"
+        )
+        if config.batch.workers > 1:
+            raise TooLarge(config.batch.micro_batch, message)
         if driver:
-            driver.channel.too_large(config.micro_batch, message)
+            driver.channel.too_large(config.batch.micro_batch, message)
             driver.activity = lambda: ("building the model", 0)
         trainer = None
         memory.reset_after_oom(config)
         config, resume = smaller, newest(run_folder.checkpoints) or resume
     result = replace(result, too_large=tuple(failed))
-    if trainer is None and config.workers > 1:
+    if trainer is None and config.batch.workers > 1:
         raise OutOfMemory(result)
     if trainer is None or driver is None:
         return result
@@ -357,7 +361,7 @@ def _train_once(
         resume=resume,
         limit=limit,
     )
-    if trainer.attention != trainer.config.attention:
+    if trainer.attention != trainer.config.execution.attention:
         driver.channel.print_line(f"attention {trainer.attention} (auto)")
     return trainer, trainer.run()
 
@@ -365,7 +369,8 @@ def _train_once(
 def format_gpu_memory(config: TrainConfig, used: int, total: int) -> str:
     """The GPU's memory at the first report, and what is done with it, as one line; sizes in bytes."""
     full = f"GPU {used / GB:.1f}/{total / GB:.1f} GB ({used / total:.1%})"
-    return f"{full}; batch size {config.micro_batch}; cycle {config.cycle.train} + {config.cycle.val}"
+    cycle = config.duration.cycle
+    return f"{full}; batch size {config.batch.micro_batch}; cycle {cycle.train} + {cycle.val}"
 
 
 def energy(telemetry: Telemetry, trainer: Trainer, result: RunResult, start_step: int) -> float | None:
@@ -379,7 +384,7 @@ def energy(telemetry: Telemetry, trainer: Trainer, result: RunResult, start_step
         return None
     first = trainer.started + result.first_step_seconds
     joules = telemetry.joules(first, first + result.seconds - trainer.elapsed_before)
-    tokens = (result.steps - start_step - 1) * trainer.config.step_tokens / trainer.config.workers
+    tokens = (result.steps - start_step - 1) * trainer.config.step_tokens / trainer.config.batch.workers
     return joules / tokens * 1e6 if joules is not None and tokens > 0 else None
 
 

@@ -46,7 +46,7 @@ INDUCTOR_CACHE = Path("~/.cache/throughline/inductor")
 
 def torch_device(config: TrainConfig) -> torch.device:
     """The device of a resolved config. Raises ``UserError`` when it is a GPU that torch does not see."""
-    if config.device == "cpu":
+    if config.execution.device == "cpu":
         return torch.device("cpu")
     if not torch.cuda.is_available():
         raise UserError(
@@ -57,13 +57,13 @@ def torch_device(config: TrainConfig) -> torch.device:
 
 def build_model(config: TrainConfig, device: torch.device) -> Any:
     """The model of a resolved config with random weights by its seed, on ``device``."""
-    if config.checkpointing == "budget":
+    if config.execution.checkpointing == "budget":
         check_budget_supported()
-    torch.manual_seed(config.seed)
+    torch.manual_seed(config.dataset.seed)
     model = (_custom(config, config.model) if isinstance(config.model, CustomModel) else _gpt(config)).to(device)
-    if config.optimizer == "adamw-bf16":
+    if config.optimization.optimizer == "adamw-bf16":
         model.to(torch.bfloat16)
-    if config.fp8:
+    if config.execution.fp8:
         _to_fp8(model)
     return model
 
@@ -79,22 +79,22 @@ def _gpt(config: TrainConfig) -> GPT:
         config.gpt2_config,
         attention=_attention(config),
         mask=_mask(config),
-        checkpointing=config.checkpointing,
-        loss=config.loss,
-        loss_chunks=config.loss_chunks,
-        activations=torch.bfloat16 if config.precision == "bf16-activations" else None,
+        checkpointing=config.execution.checkpointing,
+        loss=config.execution.loss,
+        loss_chunks=config.execution.loss_chunks,
+        activations=torch.bfloat16 if config.execution.precision == "bf16-activations" else None,
     )
 
 
 def _custom(config: TrainConfig, model: CustomModel) -> nn.Module:
     """A custom model with the switches of its blocks as configured."""
-    attention, chosen = config.attention, bool(model.found and model.found.attention)
+    attention, chosen = config.execution.attention, bool(model.found and model.found.attention)
     kernels: list[SDPBackend] = []
     if chosen and attention == "manual":
         kernels = [SDPBackend.MATH]
     elif chosen and attention != "sdpa":
         kernels = kernel_order(_attention(config))
-    return custom.with_execution_switches(custom.build_model(model), config.checkpointing, kernels)
+    return custom.with_execution_switches(custom.build_model(model), config.execution.checkpointing, kernels)
 
 
 def build_inference_model(config: TrainConfig, weights_of: nn.Module | None = None) -> Any:
@@ -116,9 +116,11 @@ def build_inference_model(config: TrainConfig, weights_of: nn.Module | None = No
 
 
 def _attention(config: TrainConfig) -> AttentionFunction:
-    if config.attention != "auto":
-        return ATTENTION[config.attention]
-    return attention_for_gpu(torch.cuda.get_device_capability(), config.model.context_length, masked=config.mask_books)
+    if config.execution.attention != "auto":
+        return ATTENTION[config.execution.attention]
+    return attention_for_gpu(
+        torch.cuda.get_device_capability(), config.model.context_length, masked=config.execution.mask_books
+    )
 
 
 def attention_kernel(config: TrainConfig, device: torch.device) -> str:
@@ -126,25 +128,28 @@ def attention_kernel(config: TrainConfig, device: torch.device) -> str:
     if isinstance(config.model, CustomModel):
         if not (config.model.found and config.model.found.attention):
             return "the model's own"
-        return "math" if config.attention == "manual" else config.attention
-    if config.attention != "auto":
-        return config.attention
+        return "math" if config.execution.attention == "manual" else config.execution.attention
+    if config.execution.attention != "auto":
+        return config.execution.attention
     model, length = config.gpt2_config, config.model.context_length
-    kind = AUTOCAST.get(config.precision, torch.bfloat16 if config.precision == "bf16-activations" else torch.float32)
+    kind = AUTOCAST.get(
+        config.execution.precision,
+        torch.bfloat16 if config.execution.precision == "bf16-activations" else torch.float32,
+    )
     shape = (1, model.heads, length, model.width // model.heads)
     q = torch.empty(shape, dtype=kind, device=device, requires_grad=True)
-    mask = torch.ones(1, 1, length, length, dtype=torch.bool, device=device) if config.mask_books else None
+    mask = torch.ones(1, 1, length, length, dtype=torch.bool, device=device) if config.execution.mask_books else None
     return first_supported_kernel(_attention(config), q, model.dropout, mask)
 
 
 def _mask(config: TrainConfig) -> MaskFunction:
-    if config.attention == "flex":
-        return partial(block_mask, end_of_text=_end_of_text(config) if config.mask_books else None)
+    if config.execution.attention == "flex":
+        return partial(block_mask, end_of_text=_end_of_text(config) if config.execution.mask_books else None)
     return _dense(config)
 
 
 def _dense(config: TrainConfig) -> MaskFunction:
-    return partial(dense_mask, end_of_text=_end_of_text(config)) if config.mask_books else lambda tokens: None
+    return partial(dense_mask, end_of_text=_end_of_text(config)) if config.execution.mask_books else lambda tokens: None
 
 
 def _end_of_text(config: TrainConfig) -> int:
@@ -164,20 +169,20 @@ def _to_fp8(model: nn.Module) -> None:
 
 def compile_model(model: nn.Module, config: TrainConfig) -> Callable[..., Tensor]:
     """What the loop calls for a forward pass: the model, compiled as configured, for shapes that never change."""
-    if config.compile == "off":
+    if config.execution.compile == "off":
         return model
     os.environ.setdefault("TORCHINDUCTOR_CACHE_DIR", str(INDUCTOR_CACHE.expanduser()))
     # Before 2.13, torch's key has whether autocast is on and not its type: fp16 would run what was compiled for bf16
     # (pytorch issue 181564).
-    torch.compiler.config.cache_key_tag = config.precision
+    torch.compiler.config.cache_key_tag = config.execution.precision
     keep_compiled_attention()
-    if config.compile == "blocks":
+    if config.execution.compile == "blocks":
         for block in repeated_blocks(model):
             block.compile(dynamic=False)
         if isinstance(model, GPT):
             model.mean_loss = torch.compile(model.mean_loss, dynamic=False)
         return model
-    mode, options = MODES.get(config.compile), OPTIONS.get(config.compile)
+    mode, options = MODES.get(config.execution.compile), OPTIONS.get(config.execution.compile)
     return torch.compile(model, dynamic=False, mode=mode, options=options)
 
 
@@ -198,17 +203,17 @@ def keep_compiled_attention() -> None:
 
 def autocast_context(config: TrainConfig) -> contextlib.AbstractContextManager[Any]:
     """The context in which a resolved config's forward passes run."""
-    kind = AUTOCAST.get(config.precision)
-    return torch.autocast(config.device, kind) if kind else contextlib.nullcontext()
+    kind = AUTOCAST.get(config.execution.precision)
+    return torch.autocast(config.execution.device, kind) if kind else contextlib.nullcontext()
 
 
 @contextlib.contextmanager
 def gc_disabled(config: TrainConfig) -> Iterator[None]:
     """Disable automatic garbage collection during the block, except with ``--ablate collect``."""
-    if config.device == "cuda":
+    if config.execution.device == "cuda":
         gc.collect()  # what an earlier run in this process left on the GPU
     enabled = gc.isenabled()
-    if "collect" not in config.ablate:
+    if "collect" not in config.execution.ablate:
         gc.disable()
     try:
         yield
@@ -223,8 +228,8 @@ def configure_allocator(config: TrainConfig) -> None:
     A value that the user has set stays, under the name that torch had before 2.10 as well.
     """
     named = {"PYTORCH_ALLOC_CONF", "PYTORCH_CUDA_ALLOC_CONF"} & os.environ.keys()
-    if config.allocator in ALLOCATORS and not named:
-        os.environ["PYTORCH_ALLOC_CONF"] = ALLOCATORS[config.allocator]
+    if config.execution.allocator in ALLOCATORS and not named:
+        os.environ["PYTORCH_ALLOC_CONF"] = ALLOCATORS[config.execution.allocator]
 
 
 def enable_large_pages(config: TrainConfig) -> None:
@@ -234,5 +239,5 @@ def enable_large_pages(config: TrainConfig) -> None:
     on its first use: twelve steps of ``tiny`` have 2.5 million page faults with small pages, 0.14 million with large.
     torch reads the variable at its first allocation, so a process that has made tensors before keeps its pages.
     """
-    if config.device == "cpu":
-        os.environ["THP_MEM_ALLOC_ENABLE"] = str(int("pages" not in config.ablate))
+    if config.execution.device == "cpu":
+        os.environ["THP_MEM_ALLOC_ENABLE"] = str(int("pages" not in config.execution.ablate))

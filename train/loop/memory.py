@@ -23,16 +23,16 @@ def release_cached_memory(config: TrainConfig) -> None:
     That may be in the middle of what the next step needs in one piece, such as the logits, and would leave a hole.
     Segments of a fixed size would rather leave more unused afterwards.
     """
-    if config.device == "cuda" and config.allocator == "expandable":
+    if config.execution.device == "cuda" and config.execution.allocator == "expandable":
         torch.cuda.empty_cache()
 
 
 def reset_after_oom(config: TrainConfig) -> None:
     """Free what the run of ``config``, which did not fit, has left in this process, and forget its peak."""
-    if config.compile != "off":
+    if config.execution.compile != "off":
         torch.compiler.reset()  # compiled code keeps the pools of its CUDA graphs
     gc.collect()
-    if config.device == "cuda":
+    if config.execution.device == "cuda":
         torch.cuda.empty_cache()
         torch.cuda.reset_peak_memory_stats()
     else:

@@ -6,7 +6,6 @@ It reads the config of the smaller probe from stdin, as JSON, and writes the lin
 import json
 import os
 import sys
-from dataclasses import replace
 
 import torch
 
@@ -36,19 +35,19 @@ def probe(config: TrainConfig, larger: int) -> MemoryFit:
     configure_allocator(config)
     enable_large_pages(config)
     device = torch_device(config)
-    torch.set_float32_matmul_precision("highest" if config.precision == "fp32" else "high")
+    torch.set_float32_matmul_precision("highest" if config.execution.precision == "fp32" else "high")
     make_optimizer(build_model(config, device), config)  # what these import is not the model's
-    memory.reset_after_oom(replace(config, compile="off"))
+    memory.reset_after_oom(config.replace(compile="off"))
     baseline_peak = _peak(device)
     model = build_model(config, device)
     forward, optimizer = compile_model(model, config), make_optimizer(model, config)
-    scaler = torch.amp.GradScaler(device.type, enabled=config.precision == "fp16")
+    scaler = torch.amp.GradScaler(device.type, enabled=config.execution.precision == "fp16")
     peaks, held = [], dict[str, int]()
-    for size in (config.micro_batch, larger):
+    for size in (config.batch.micro_batch, larger):
         tokens = torch.zeros(size, config.model.context_length, dtype=torch.int64, device=device)
-        memory.reset_after_oom(replace(config, compile="off"))
+        memory.reset_after_oom(config.replace(compile="off"))
         for _ in range(STEPS):
-            for _ in range(config.accumulation):
+            for _ in range(config.batch.accumulation):
                 try:
                     with autocast_context(config):
                         loss = forward(tokens, tokens)
@@ -58,13 +57,13 @@ def probe(config: TrainConfig, larger: int) -> MemoryFit:
                         raise
                     raise custom.model_error(config.model, "a step that measures its memory", failure) from failure
             held = oom.bytes_by_part(model, optimizer)
-            torch.nn.utils.clip_grad_norm_(model.parameters(), config.clip_norm or 1.0)
+            torch.nn.utils.clip_grad_norm_(model.parameters(), config.optimization.clip_norm or 1.0)
             scaler.step(optimizer)
             scaler.update()
-            optimizer.zero_grad(set_to_none="zero" not in config.ablate)
+            optimizer.zero_grad(set_to_none="zero" not in config.execution.ablate)
         peaks.append(_peak(device) - baseline_peak)
-    each = (peaks[1] - peaks[0]) / (larger - config.micro_batch)
-    fixed = peaks[0] - each * config.micro_batch
+    each = (peaks[1] - peaks[0]) / (larger - config.batch.micro_batch)
+    fixed = peaks[0] - each * config.batch.micro_batch
     return MemoryFit(held["weights"], held["gradients"], held.get("optimizer", 0), fixed, each)
 
 
@@ -77,7 +76,7 @@ if __name__ == "__main__":
     requested = config_from_json(json.loads(sys.stdin.read()), "the probe's config")
     answer, sys.stdout = sys.stdout, open(os.devnull, "w")  # noqa: PTH123, SIM115 where the model may print
     try:
-        print(json.dumps(to_json(probe(requested, 3 * requested.micro_batch))), file=answer, flush=True)
+        print(json.dumps(to_json(probe(requested, 3 * requested.batch.micro_batch))), file=answer, flush=True)
     except UserError as mistake:
         print(mistake, file=sys.stderr)
         sys.exit(EXIT_USER_ERROR)

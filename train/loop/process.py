@@ -47,12 +47,12 @@ def borrowed_process(config: TrainConfig) -> Iterator[bool]:
 
 def _check_unchanged(config: TrainConfig) -> None:
     """Raise ``UserError`` when ``config`` chooses another allocator or size of pages than the first run here."""
-    if config.device == "cuda" and {"PYTORCH_ALLOC_CONF", "PYTORCH_CUDA_ALLOC_CONF"} & os.environ.keys():
+    if config.execution.device == "cuda" and {"PYTORCH_ALLOC_CONF", "PYTORCH_CUDA_ALLOC_CONF"} & os.environ.keys():
         return  # the user's choice, which has precedence
-    if config.device == "cpu":
-        flag, value = "--ablate pages", "with it" if "pages" in config.ablate else "without it"
+    if config.execution.device == "cpu":
+        flag, value = "--ablate pages", "with it" if "pages" in config.execution.ablate else "without it"
     else:
-        flag, value = "--allocator", f"with {config.allocator}"
+        flag, value = "--allocator", f"with {config.execution.allocator}"
     first = _first_values.setdefault(flag, value)
     if value != first:
         raise UserError(

@@ -52,7 +52,7 @@ def build_result(
     name = torch.cuda.get_device_name(device) if device.type == "cuda" else "cpu"
     impossible = throughput.implausible_reason(steady, config, name) if steady else ""
     speed = None if impossible else steady
-    peak = peak_flops(name, config.precision)
+    peak = peak_flops(name, config.execution.precision)
     rate = speed.tokens_per_second * counted.flops if speed else None
     last = times.reports[-1] if times.reports else None
     warmup_steps = speed.warmup_steps if speed else 0
@@ -83,8 +83,8 @@ def build_result(
         flops_per_token=counted.flops,
         flops_formula=counted.text,
         flops_per_second=rate,
-        mfu=utilization(speed.tokens_per_second, counted.flops, peak, config.workers) if speed else None,
-        hfu=utilization(speed.tokens_per_second, executed, peak, config.workers) if speed and executed else None,
+        mfu=utilization(speed.tokens_per_second, counted.flops, peak, config.batch.workers) if speed else None,
+        hfu=utilization(speed.tokens_per_second, executed, peak, config.batch.workers) if speed and executed else None,
         device=name,
         machine=socket.gethostname(),
         checkpoint=checkpoint,

@@ -39,10 +39,10 @@ def implausible_reason(speed: Throughput, config: TrainConfig, device: str) -> s
 
     Only what must be computed is counted: half of attention, because it is causal. In 8 bits a GPU has twice the peak.
     """
-    peak = peak_flops(device, config.precision)
+    peak = peak_flops(device, config.execution.precision)
     if not peak:
         return ""
-    reachable = peak * config.workers * (2 if config.fp8 else 1)
+    reachable = peak * config.batch.workers * (2 if config.execution.fp8 else 1)
     share = speed.tokens_per_second * flops.min_flops_per_token(config) / reachable
     if share <= 1:
         return ""

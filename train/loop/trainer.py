@@ -88,16 +88,18 @@ class Trainer:
         self.started = time.perf_counter()
         self.workers = Workers(config)
         self.device = torch_device(config)
-        torch.set_float32_matmul_precision("highest" if config.precision == "fp32" else "high")
+        torch.set_float32_matmul_precision("highest" if config.execution.precision == "fp32" else "high")
         self.state = RunState()
         self.times = StepTimes()
         self.elapsed_before = 0.0
         self.unreported_losses: list[float] = []
         self.resume_checkpoint = resume
         self.checkpoints = None
-        if checkpoints and config.keep_checkpoints and self.workers.is_first:
-            self.checkpoints = save.Checkpoints(checkpoints, config.keep_checkpoints, upload_dir, self.tokenizer)
-        self.saves_checkpoints = checkpoints is not None and config.keep_checkpoints > 0
+        if checkpoints and config.checkpoints.keep_checkpoints and self.workers.is_first:
+            self.checkpoints = save.Checkpoints(
+                checkpoints, config.checkpoints.keep_checkpoints, upload_dir, self.tokenizer
+            )
+        self.saves_checkpoints = checkpoints is not None and config.checkpoints.keep_checkpoints > 0
         self.activity = "building the model"
         """What the loop does, for whoever watches it from another thread, as they may read ``state.step``."""
         self.stage = BUILDING
@@ -110,7 +112,7 @@ class Trainer:
                 raise
             raise OutOfMemory(self._oom_result(failure)) from failure
         compiles = ", which compiles however short the run is (--compile off starts sooner)"
-        self.activity = "running the first step" + compiles * (config.compile != "off")
+        self.activity = "running the first step" + compiles * (config.execution.compile != "off")
 
     def _build(self) -> None:
         """Make the model and its optimizer, distributed over the workers, with their state from the checkpoint."""
@@ -119,18 +121,18 @@ class Trainer:
         if self.resume_checkpoint is None:
             load_initial_weights(self.model, config)
         self.forward = compile_model(self.model, config)
-        if config.shard:
+        if config.execution.shard:
             parallel.apply_fsdp(self.model, config)
         elif self.workers.size > 1:
             idle = isinstance(config.model, CustomModel) and config.model.model_info.idle
             self.forward = parallel.apply_ddp(self.forward, self.device, idle)
         # The next replay of a CUDA graph overwrites the results of the last one, so gradients need their own memory.
-        self.keep_gradients = config.compile in CUDA_GRAPHS or "zero" in config.ablate
-        if config.compile in CUDA_GRAPHS:
+        self.keep_gradients = config.execution.compile in CUDA_GRAPHS or "zero" in config.execution.ablate
+        if config.execution.compile in CUDA_GRAPHS:
             for parameter in self.model.parameters():
                 parameter.grad = torch.zeros_like(parameter)
         self.optimizer = make_optimizer(self.model, config)
-        self.scaler = torch.amp.GradScaler(self.device.type, enabled=config.precision == "fp16")
+        self.scaler = torch.amp.GradScaler(self.device.type, enabled=config.execution.precision == "fp16")
         if self.resume_checkpoint is not None:
             self._restore(self.resume_checkpoint)
 
@@ -158,7 +160,7 @@ class Trainer:
     def _raise_model_error(self, failure: Exception) -> None:
         """Raise ``UserError`` where a custom model's own code has failed, and not another worker or this loop."""
         model = self.config.model
-        if not isinstance(model, CustomModel) or isinstance(failure, UserError) or self.config.shard:
+        if not isinstance(model, CustomModel) or isinstance(failure, UserError) or self.config.execution.shard:
             return
         backward = self.workers.size == 1 and self.stage.startswith(BACKWARD)
         if backward or custom.raised_in_forward(self.model, failure):
@@ -195,18 +197,18 @@ class Trainer:
             return "finished", f"reached {self.state.step} steps"
         loader = BatchLoader(
             self.data.windows,
-            micro_batch=config.micro_batch,
-            accumulation=config.accumulation,
+            micro_batch=config.batch.micro_batch,
+            accumulation=config.batch.accumulation,
             position=self.state.position,
             device=self.device,
             rank=self.workers.rank,
             workers=self.workers.size,
-            prefetch="copy" not in config.ablate,
-            threads=config.loader_workers,
+            prefetch="copy" not in config.execution.ablate,
+            threads=config.dataset.loader_workers,
         )
         pending: RunningCycle | None = None
         cycle = open_cycle(
-            self.state.reported, self.state.step, config.cycle.train, self.unreported_losses, self.device
+            self.state.reported, self.state.step, config.duration.cycle.train, self.unreported_losses, self.device
         )
         start_time = time.perf_counter()
         while True:
@@ -228,7 +230,9 @@ class Trainer:
             if whole or outcome == "finished":
                 self._validate(cycle)
                 pending = cycle
-            saving = self.saves_checkpoints and (bool(outcome) or self.state.step % config.checkpoint_every == 0)
+            saving = self.saves_checkpoints and (
+                bool(outcome) or self.state.step % config.checkpoints.checkpoint_every == 0
+            )
             if pending and (saving or outcome):
                 if wrong := self._report(pending):
                     return "diverged", wrong
@@ -241,7 +245,7 @@ class Trainer:
                 return outcome, ended
             if whole:
                 gc.collect(0)
-                cycle = open_cycle(self.state.step, self.state.step, config.cycle.train, [], self.device)
+                cycle = open_cycle(self.state.step, self.state.step, config.duration.cycle.train, [], self.device)
 
     def _advance(self, **changes: Any) -> None:
         self.state = replace(self.state, **changes)
@@ -250,29 +254,29 @@ class Trainer:
         """One optimizer step, its loss and gradient norm left on the device."""
         config, index, step = self.config, cycle.steps, self.state.step + 1
         if self.workers.rank:  # dropout must differ between workers, and be the same when the run is resumed here
-            torch.manual_seed(hash((config.seed, self.state.step, self.workers.rank)))
+            torch.manual_seed(hash((config.dataset.seed, self.state.step, self.workers.rank)))
         set_learning_rate(self.optimizer, cycle.learning_rate)
-        for micro in range(config.accumulation):
+        for micro in range(config.batch.accumulation):
             self.stage = f"the loading of a batch for step {step}"
             batch_requested_at = timing.mark(self.device)
             inputs, targets = loader.next()
             cycle.batch_waits.append((batch_requested_at, timing.mark(self.device)))
-            if config.compile in CUDA_GRAPHS:
+            if config.execution.compile in CUDA_GRAPHS:
                 torch.compiler.cudagraph_mark_step_begin()
             self.stage = f"the forward pass of step {step}"
-            with parallel.gradient_sync(self.forward, self.model, micro == config.accumulation - 1):
+            with parallel.gradient_sync(self.forward, self.model, micro == config.batch.accumulation - 1):
                 with autocast_context(config):
                     loss = self.forward(inputs, targets)
                 self.stage = f"{BACKWARD} of step {step}"
-                self.scaler.scale(loss / config.accumulation).backward()
-            cycle.losses[index] += loss.detach() / config.accumulation
-            if "sync" in config.ablate:
+                self.scaler.scale(loss / config.batch.accumulation).backward()
+            cycle.losses[index] += loss.detach() / config.batch.accumulation
+            if "sync" in config.execution.ablate:
                 loss.item()
         self.stage = f"the optimizer's part of step {step}"
         cycle.backward_ends.append(timing.mark(self.device))
-        if config.clip_norm:
+        if config.optimization.clip_norm:
             self.scaler.unscale_(self.optimizer)
-            norm = nn.utils.clip_grad_norm_(self.model.parameters(), config.clip_norm)
+            norm = nn.utils.clip_grad_norm_(self.model.parameters(), config.optimization.clip_norm)
             cycle.norms[index] = parallel.full_tensor(norm)
         self.scaler.step(self.optimizer)
         self.scaler.update()
@@ -286,10 +290,14 @@ class Trainer:
         elapsed = self.elapsed_before + seconds
         if total is not None and step >= total:
             outcome, ended = "finished", f"reached {step} steps"
-        elif config.time_budget is not None and elapsed >= config.time_budget:
+        elif config.duration.time_budget is not None and elapsed >= config.duration.time_budget:
             outcome, ended = "finished", "the time budget is used up"
-        elif config.within and step == self.state.reported + 1 and is_precise(self.times.steps, config.within):
-            outcome, ended = "finished", f"the speed is known to {config.within:.1%}"
+        elif (
+            config.duration.within
+            and step == self.state.reported + 1
+            and is_precise(self.times.steps, config.duration.within)
+        ):
+            outcome, ended = "finished", f"the speed is known to {config.duration.within:.1%}"
         elif self.workers.is_first and self.should_stop():
             outcome, ended = "interrupted", "was asked to stop"
         if not self.workers.is_first:
@@ -321,7 +329,7 @@ class Trainer:
         state = self.state
         made = report(cycle, self.config, self.data.manifest, val_tokens=state.val_tokens, elapsed=state.elapsed)
         self._add_step_times(cycle)
-        wrong = divergence_reason(made.step_losses, state.reference, self.config.spike, cycle.first)
+        wrong = divergence_reason(made.step_losses, state.reference, self.config.duration.spike, cycle.first)
         self._advance(reported=made.step, reference=made.train_loss, val_tokens=made.val_tokens)
         self.times.reports.append(made)
         if self.workers.is_first:
@@ -337,29 +345,29 @@ class Trainer:
     def _total_steps(self) -> int | None:
         """Steps of the whole run: as configured, else one epoch; None when only time ends it."""
         config = self.config
-        if config.total_steps is None and config.time_budget is None:
+        if config.total_steps is None and config.duration.time_budget is None:
             assert self.data.epoch_windows is not None, "a config for data without a known end says when to stop"
-            return max(1, self.data.epoch_windows // config.global_batch)
+            return max(1, self.data.epoch_windows // config.batch.global_batch)
         return config.total_steps
 
     def _progress(self, total: int | None) -> float:
         """The fraction of the run that has passed, by steps or by the time budget."""
         if total is not None:
             return self.state.step / total
-        assert self.config.time_budget is not None
-        return min(1.0, self.state.elapsed / self.config.time_budget)
+        assert self.config.duration.time_budget is not None
+        return min(1.0, self.state.elapsed / self.config.duration.time_budget)
 
     def _save(self, cycle: RunningCycle) -> None:
         """Take a snapshot of this step and have it written while training continues."""
         unreported = cycle.losses[: cycle.steps] if self.state.reported < self.state.step else cycle.losses[:0]
         losses = self.workers.mean(unreported)
-        if not (self.workers.is_first or self.config.shard):
+        if not (self.workers.is_first or self.config.execution.shard):
             return
         self.stage = f"the snapshot for a checkpoint after step {self.state.step}"
         taken = save.take_snapshot(self.model, self.optimizer, self.scaler, losses)
         if self.checkpoints is None:
             return
-        first, reference, spike = self.state.reported, self.state.reference, self.config.spike
+        first, reference, spike = self.state.reported, self.state.reference, self.config.duration.spike
         progress = Progress(
             **vars(self.state),
             data_fingerprint=self.data.manifest.fingerprint,

@@ -25,7 +25,7 @@ _READ = 1024
 
 def window_count(windows: Windows, config: TrainConfig) -> int:
     """Windows of one validation: ``cycle.val`` global batches, or the whole split if it has fewer."""
-    return min(config.cycle.val * config.global_batch, windows.count)
+    return min(config.duration.cycle.val * config.batch.global_batch, windows.count)
 
 
 class ValidationPasses:
@@ -83,10 +83,10 @@ def validate(
     arithmetic: Callable[[], contextlib.AbstractContextManager[Any]],
 ) -> Tensor:
     """This worker's losses by pass, each weighted by its share of a micro-batch: see :func:`mean_loss`."""
-    passes = ValidationPasses(windows, window_count(windows, config), config.micro_batch, workers.size)
+    passes = ValidationPasses(windows, window_count(windows, config), config.batch.micro_batch, workers.size)
     loader = BatchLoader(
-        passes, micro_batch=config.micro_batch, accumulation=1, position=0, device=device,
-        rank=workers.rank, workers=workers.size, threads=config.loader_workers,
+        passes, micro_batch=config.batch.micro_batch, accumulation=1, position=0, device=device,
+        rank=workers.rank, workers=workers.size, threads=config.dataset.loader_workers,
     )  # fmt: skip
     losses = torch.zeros(len(passes), device=device)
     model.eval()
@@ -101,7 +101,7 @@ def validate(
 
 def mean_loss(losses: list[float], count: int, config: TrainConfig) -> float:
     """The mean over ``count`` windows from what :func:`validate` returns, averaged over the workers."""
-    return sum(losses) / (count / (config.micro_batch * config.workers))
+    return sum(losses) / (count / (config.batch.micro_batch * config.batch.workers))
 
 
 def perplexity(loss: float | None) -> float | None:

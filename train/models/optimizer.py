@@ -18,38 +18,43 @@ def make_optimizer(model: nn.Module, config: TrainConfig) -> torch.optim.Optimiz
     AdamW is arXiv 1711.05101, its 8-bit moments 2110.02861, Adafactor 1804.04235, and Muon 2502.16982.
     """
     parameters = [p for p in model.parameters() if p.requires_grad]
-    if config.optimizer == "muon":
+    if config.optimization.optimizer == "muon":
         matrices = {p for block in repeated_blocks(model) for p in block.parameters() if p.dim() == 2}
         hidden = [p for p in parameters if p in matrices]
         other_parameters = [p for p in parameters if p not in matrices]
         muon = torch.optim.Muon(
-            hidden, lr=config.learning_rate, weight_decay=config.weight_decay, adjust_lr_fn="match_rms_adamw"
+            hidden,
+            lr=config.optimization.learning_rate,
+            weight_decay=config.optimization.weight_decay,
+            adjust_lr_fn="match_rms_adamw",
         )
         return CombinedOptimizer([muon, _adamw(_groups(other_parameters, config), config, fused=True)])
     groups = _groups(parameters, config)
-    betas = (config.beta1, config.beta2)
-    match config.optimizer:
+    betas = (config.optimization.beta1, config.optimization.beta2)
+    match config.optimization.optimizer:
         case "adafactor":
-            return torch.optim.Adafactor(groups, lr=config.learning_rate)
+            return torch.optim.Adafactor(groups, lr=config.optimization.learning_rate)
         case "adamw-8bit":
-            return _torchao(config).AdamW8bit(groups, lr=config.learning_rate, betas=betas)
+            return _torchao(config).AdamW8bit(groups, lr=config.optimization.learning_rate, betas=betas)
         case "adamw-bf16":
-            return _torchao(config)._AdamW(groups, lr=config.learning_rate, betas=betas, bf16_stochastic_round=True)
+            return _torchao(config)._AdamW(
+                groups, lr=config.optimization.learning_rate, betas=betas, bf16_stochastic_round=True
+            )
         case _:
-            return _adamw(groups, config, fused=config.optimizer == "adamw-fused")
+            return _adamw(groups, config, fused=config.optimization.optimizer == "adamw-fused")
 
 
 def _groups(parameters: list[nn.Parameter], config: TrainConfig) -> list[dict[str, Any]]:
     return [
-        {"params": [p for p in parameters if p.dim() >= 2], "weight_decay": config.weight_decay},
+        {"params": [p for p in parameters if p.dim() >= 2], "weight_decay": config.optimization.weight_decay},
         {"params": [p for p in parameters if p.dim() < 2], "weight_decay": 0.0},
     ]
 
 
 def _adamw(groups: list[dict[str, Any]], config: TrainConfig, *, fused: bool) -> torch.optim.Optimizer:
-    betas = (config.beta1, config.beta2)
+    betas = (config.optimization.beta1, config.optimization.beta2)
     kernel = {"fused": True} if fused else {"foreach": True}
-    return torch.optim.AdamW(groups, lr=config.learning_rate, betas=betas, **kernel)  # type: ignore[arg-type]
+    return torch.optim.AdamW(groups, lr=config.optimization.learning_rate, betas=betas, **kernel)  # type: ignore[arg-type]
 
 
 def _torchao(config: TrainConfig) -> Any:
@@ -57,8 +62,8 @@ def _torchao(config: TrainConfig) -> Any:
         import torchao.optim  # type: ignore[import-not-found]
     except ImportError:
         raise UserError(
-            f"--optimizer {config.optimizer} needs torchao, which is not installed: 'pip install torchao', or choose "
-            "another --optimizer."
+            f"--optimizer {config.optimization.optimizer} needs torchao, which is not installed: 'pip install "
+            "torchao', or choose another --optimizer."
         ) from None
     return torchao.optim
 
@@ -105,18 +110,18 @@ def learning_rate(config: TrainConfig, step: int, total: int | None, progress: f
     Linear warm-up; then cosine down to a tenth of the peak (Chinchilla's choice, arXiv 2203.15556), or
     warm-up-stable-decay with a linear fall over the last fifth (arXiv 2405.18392), or constant.
     """
-    warmup = min(config.warmup_steps, max(1, total // 10)) if total else config.warmup_steps
+    warmup = min(config.optimization.warmup_steps, max(1, total // 10)) if total else config.optimization.warmup_steps
     warm = (step + 1) / warmup if warmup else 1.0
     if total is None:  # a tenth of the time ends the warm-up too: a short run would never leave it
         warm = max(warm, 10 * progress)
     if warm < 1:
-        return config.learning_rate * warm
-    match config.schedule:
+        return config.optimization.learning_rate * warm
+    match config.optimization.schedule:
         case "constant":
-            return config.learning_rate
+            return config.optimization.learning_rate
         case "wsd":
-            return config.learning_rate * min(1.0, (1 - min(1.0, progress)) / 0.2)
+            return config.optimization.learning_rate * min(1.0, (1 - min(1.0, progress)) / 0.2)
         case "cosine":
             start = warmup / total if total else 0.0  # it begins where the warm-up ends
             fallen = min(1.0, max(0.0, progress - start) / (1 - start)) if start < 1 else 1.0
-            return config.learning_rate * (0.1 + 0.45 * (1 + math.cos(math.pi * fallen)))
+            return config.optimization.learning_rate * (0.1 + 0.45 * (1 + math.cos(math.pi * fallen)))

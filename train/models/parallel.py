@@ -30,10 +30,10 @@ class Workers:
         together = dist.is_available() and dist.is_initialized()
         self.rank = dist.get_rank() if together else 0
         self.size = dist.get_world_size() if together else 1
-        if self.size != config.workers:
+        if self.size != config.batch.workers:
             raise UserError(
-                f"--workers {config.workers} does not match the process group of {self.size}: start the run with "
-                f"'python -m train.run --workers {config.workers}'."
+                f"--workers {config.batch.workers} does not match the process group of {self.size}: start the run with "
+                f"'python -m train.run --workers {config.batch.workers}'."
             )
         self._control: Any = dist.new_group(backend="gloo") if self.size > 1 else None
 
@@ -70,7 +70,7 @@ def apply_fsdp(model: nn.Module, config: TrainConfig) -> None:
     """Distribute weights, gradients and optimizer state over the workers, block by block (FSDP2)."""
     from torch.distributed.fsdp import fully_shard
 
-    mesh = dist.device_mesh.init_device_mesh(config.device, (config.workers,))
+    mesh = dist.device_mesh.init_device_mesh(config.execution.device, (config.batch.workers,))
     for block in repeated_blocks(model):
         fully_shard(block, mesh=mesh)
     fully_shard(model, mesh=mesh)

@@ -62,10 +62,10 @@ def defaults() -> ProfileOptions:
 
 def profile(options: ProfileOptions) -> None:
     """Profile a configuration. torch and MLflow are imported here, so that invalid flags are reported at once."""
-    if options.training.stream:
+    if options.training.dataset.stream:
         raise UserError(
-            f"--stream {' '.join(options.training.stream)} is not supported by train.profile. Create token shards with "
-            "'python -m pipeline.tokenize', and use --data."
+            f"--stream {' '.join(options.training.dataset.stream)} is not supported by train.profile. Create token "
+            "shards with 'python -m pipeline.tokenize', and use --data."
         )
     with status(IMPORTING):
         from infra.device import provenance
@@ -78,7 +78,7 @@ def profile(options: ProfileOptions) -> None:
         from train.profile.record import record
         from train.reporting import report, tracking
 
-    manifest = read_manifest(options.training.data)
+    manifest = read_manifest(options.training.dataset.data)
     config = resolve(match_tokenizer(options.training, manifest), device_info())
     name = options.name or f"profile-{short_name(options.training.model)}-{time.strftime('%Y%m%d-%H%M%S')}"
     folder = new_folder(options.out, name, resumable=False, allowed_leftovers=(StorageDir.LOCK,))
@@ -104,7 +104,7 @@ def profile(options: ProfileOptions) -> None:
         tracking.record_start(tracker, config, manifest, options.training)
         run_status = "FAILED"
         try:
-            with status("recording steps" + " after compiling" * (config.compile != "off")):
+            with status("recording steps" + " after compiling" * (config.execution.compile != "off")):
                 result, sentences = record(config, folder)
             tracker.log_metrics(
                 {f"profile/{kind.replace(' ', '_')}_ms": total for kind, total in result.by_class.items()}

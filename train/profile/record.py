@@ -7,7 +7,7 @@ import shutil
 import time
 from collections.abc import Iterator
 from contextlib import AbstractContextManager, contextmanager, nullcontext
-from dataclasses import asdict, replace
+from dataclasses import asdict
 from pathlib import Path
 
 import torch
@@ -34,8 +34,7 @@ def record(config: TrainConfig, folder: Path) -> tuple[Profile, list[str]]:
     Returns: (the profile, sentences with the findings).
     """
     steps = WARMUP_STEPS + STEPS + 1  # The loop does not call should_stop after its last step.
-    config = replace(
-        resolve(config, device_info()), steps=steps, tokens=None, time_budget=None, cycle=Cycle(steps, 0),
+    config = resolve(config, device_info()).replace(steps=steps, tokens=None, time_budget=None, cycle=Cycle(steps, 0),
         keep_checkpoints=0,
     )  # fmt: skip
     moments: list[float] = []
@@ -69,7 +68,7 @@ def record(config: TrainConfig, folder: Path) -> tuple[Profile, list[str]]:
             return plain(*batch)
 
     trainer.forward = forward
-    compiled = config.compile != "off"
+    compiled = config.execution.compile != "off"
     missing: list[str] = []
     with memory_timeline.history(cuda=cuda), named_kernels() if compiled and not cuda else nullcontext():
         result = trainer.run()
@@ -84,7 +83,9 @@ def record(config: TrainConfig, folder: Path) -> tuple[Profile, list[str]]:
     with _optional_output("memory.png", missing):
         activations = memory_timeline.draw(recorder, str(trainer.device), folder / "memory.png")
     attention = not config.model.unsupported_reason("attention", "manual")
-    sentences = findings(profile, optimizer=config.optimizer, compiled=compiled, cuda=cuda, attention=attention)
+    sentences = findings(
+        profile, optimizer=config.optimization.optimizer, compiled=compiled, cuda=cuda, attention=attention
+    )
     if activations:
         formula = activation_formula(trainer.config)
         predicted = f"; formula for the blocks: {formula[0] / 1e6:,.1f} MB, {formula[1]}" if formula else ""

@@ -108,9 +108,8 @@ def _without_paths(config: TrainConfig) -> TrainConfig:
     model = config.model
     if isinstance(model, ModelConfig):
         model = replace(model, start=Path(model.start).name)
-    tokenizer = config.reading.tokenizer and StorageDir.of(config.reading.tokenizer).name
-    return replace(
-        config, model=model, data=StorageDir.of(config.data).name,
-        stream=tuple(StorageDir.of(source).name for source in config.stream),
-        reading=replace(config.reading, tokenizer=tokenizer),
+    tokenizer = config.dataset.reading.tokenizer and StorageDir.of(config.dataset.reading.tokenizer).name
+    return config.replace(model=model, data=StorageDir.of(config.dataset.data).name,
+        stream=tuple(StorageDir.of(source).name for source in config.dataset.stream),
+        reading=replace(config.dataset.reading, tokenizer=tokenizer),
     )  # fmt: skip

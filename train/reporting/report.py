@@ -30,8 +30,8 @@ def print_header(
     ``config`` is ``requested`` resolved for the device; ``device_info`` of the device explain why it cannot compile.
     """
     train = manifest.splits["train"]
-    tokens = f"{'about ' if config.stream else ''}{train['tokens']:,} training tokens"
-    console.print(f"[bold]{format_model(config.model)}[/bold] on {escape(config.source)}: {tokens}")
+    tokens = f"{'about ' if config.dataset.stream else ''}{train['tokens']:,} training tokens"
+    console.print(f"[bold]{format_model(config.model)}[/bold] on {escape(config.dataset.source)}: {tokens}")
     console.print(
         f"{_batch(config, format_setting('micro_batch', config, requested))}; {config.step_tokens:,} tokens per step",
         markup=False,
@@ -39,7 +39,12 @@ def print_header(
     console.print(describe_execution(config, requested), markup=False)
     if config.model.summary:
         console.print(f"model: {config.model.summary}", markup=False)
-    if device_info and device_info.uncompilable and requested.compile == "auto" and config.device == "cuda":
+    if (
+        device_info
+        and device_info.uncompilable
+        and requested.execution.compile == "auto"
+        and config.execution.device == "cuda"
+    ):
         message = "warning: torch.compile is off, so training is slower:"
         console.print(f"[yellow]{message}[/yellow] {escape(device_info.uncompilable)}")
     console.print(f"folder: {run_dir}", markup=False)
@@ -47,17 +52,18 @@ def print_header(
 
 def _batch(config: TrainConfig, micro_batch: str) -> str:
     """``global batch 8 = micro-batch 8 (auto) x accumulation 1 x 1 worker``."""
-    workers = f"{config.workers} worker{'s' * (config.workers > 1)}"
-    batch = f"micro-batch {micro_batch} x accumulation {config.accumulation} x {workers}"
-    return f"global batch {config.global_batch} = {batch}"
+    workers = f"{config.batch.workers} worker{'s' * (config.batch.workers > 1)}"
+    batch = f"micro-batch {micro_batch} x accumulation {config.batch.accumulation} x {workers}"
+    return f"global batch {config.batch.global_batch} = {batch}"
 
 
 def run_report(config: TrainConfig, result: RunResult, run_dir: StorageDir, memory_limit: int | None = None) -> Report:
     """The report of a run in ``run_dir``, for its last lines on the terminal, ``summary.md`` and MLflow."""
+    execution = config.execution
     settings = (
-        f"Settings: {_batch(config, str(config.micro_batch))} (sequences), precision {config.precision}, attention "
-        f"{result.attention or config.attention}, compile {config.compile}, loss {config.loss}. Device: "
-        f"{result.device}. FLOPs: {result.flops_formula}."
+        f"Settings: {_batch(config, str(config.batch.micro_batch))} (sequences), precision {execution.precision}, "
+        f"attention {result.attention or execution.attention}, compile {execution.compile}, loss {execution.loss}. "
+        f"Device: {result.device}. FLOPs: {result.flops_formula}."
     )
     rows = Table("", ("result", "value"), detail_rows(config, result))
     memory = [memory_table(config, result)] if peak_if_known(config) else []
@@ -80,7 +86,10 @@ def summary_fields(
         validation = "" if result.val_loss is None else f", validation {result.val_loss:.3f}"
         loss_text = f"training {result.train_loss:.3f}{validation} nats/token"
     return [
-        ("Run", f"{format_model(config.model)} on `{Path(config.source).name}`; {result.outcome}: {result.reason}"),
+        (
+            "Run",
+            f"{format_model(config.model)} on `{Path(config.dataset.source).name}`; {result.outcome}: {result.reason}",
+        ),
         ("Tokens/s", speed_text),
         ("Peak memory", f"{result.memory.process / GB:.2f} GB{limit}{predicted}"),
         ("Loss", loss_text),
@@ -104,9 +113,10 @@ def next_step(config: TrainConfig, result: RunResult, run_dir: StorageDir) -> st
                 f"`{format_resume_command(run_dir)} --learning-rate ...`"
             )
         case "diverged", False:
+            optimization = config.optimization
             return (
                 "no checkpoint was saved; start again with another --name, and with --learning-rate below "
-                f"{config.learning_rate:g} or, in a long run, --warmup-steps above {config.warmup_steps}"
+                f"{optimization.learning_rate:g} or, in a long run, --warmup-steps above {optimization.warmup_steps}"
             )
         case _, False:
             return f"run it again with `{format_run_command(run_dir / 'config.json')}`"
@@ -120,7 +130,7 @@ def detail_rows(config: TrainConfig, result: RunResult) -> list[tuple[str, str]]
     rows: list[tuple[str, str]] = []
     if result.too_large:
         failed = ", ".join(map(str, result.too_large))
-        rows.append(("micro-batch", f"{config.micro_batch}; {failed} did not fit"))
+        rows.append(("micro-batch", f"{config.batch.micro_batch}; {failed} did not fit"))
     if speed := result.throughput:
         rows.append(("measurement", f"median of {speed.steps} steps after {speed.warmup_steps} of warm-up"))
         utilization = f"{(result.flops_per_second or 0) / 1e12:,.3f} TFLOP/s"

@@ -52,10 +52,12 @@ def record_start(tracker: Tracker, config: TrainConfig, manifest: Manifest, requ
     """
     tracker.log_params(params(config, requested))
     tracker.log_json(config.to_json(), "config.json")
-    tracker.log_dataset(Path(config.source).name, manifest.fingerprint, config.source, manifest.splits, "training")
-    maker = None if config.stream else producing_run(config.data)
+    tracker.log_dataset(
+        Path(config.dataset.source).name, manifest.fingerprint, config.dataset.source, manifest.splits, "training"
+    )
+    maker = None if config.dataset.stream else producing_run(config.dataset.data)
     tracker.set_tags({"data.run": maker.run_id} if maker else {})
-    status = f"Training {format_model(config.model)} on `{config.source}`. The run is in progress."
+    status = f"Training {format_model(config.model)} on `{config.dataset.source}`. The run is in progress."
     tracker.set_description("\n\n".join([status, *data_paragraph(config, tracker.run_ref.store)]))
 
 
@@ -67,9 +69,9 @@ def params(config: TrainConfig, requested: TrainConfig) -> dict[str, Any]:
         return {name: value for name, value in values.items() if name not in ("data", "stream")}
 
     return non_default_params(values_by_name(requested), values_by_name(TrainConfig())) | {
-        "model": format_model(config.model), "data": config.source, "global_batch": config.global_batch,
-        "micro_batch": config.micro_batch, "accumulation": config.accumulation, "precision": config.precision,
-        "compile": config.compile, "loss": config.loss, "device": config.device, "seed": config.seed,
+        "model": format_model(config.model), "data": config.dataset.source, "global_batch": config.batch.global_batch,
+        "micro_batch": config.batch.micro_batch, "accumulation": config.batch.accumulation, "seed": config.dataset.seed,
+        **{name: config.setting(name) for name in ("precision", "compile", "loss", "device")},
     }  # fmt: skip
 
 
@@ -149,8 +151,8 @@ def record_cycle(tracker: Tracker, cycle: dict[str, Any], last_sent_steps: Mappi
 
 def data_paragraph(config: TrainConfig, store: str) -> list[str]:
     """A paragraph with a link to the run that created the data, for a description in ``store``; empty if unknown."""
-    maker = None if config.stream else producing_run(config.data)
-    return [f"Data: {page_link(maker, Path(config.data).name, store=store)}"] if maker else []
+    maker = None if config.dataset.stream else producing_run(config.dataset.data)
+    return [f"Data: {page_link(maker, Path(config.dataset.data).name, store=store)}"] if maker else []
 
 
 def record_end(

@@ -5,14 +5,13 @@ Imports no torch, so that commands find what they continue before anything slow 
 """
 
 import json
-from collections.abc import Iterable, Iterator
+from collections.abc import Iterator
 from dataclasses import dataclass, field, fields
 from pathlib import Path
 from typing import Any
 
 from infra.errors import UserError
 from infra.schema import from_json, strict
-from pipeline.config import ReadingConfig
 from pipeline.shards import Manifest, checksum
 from train.config import TrainConfig, config_from_json
 from train.model_config import AnyModel, format_model
@@ -120,30 +119,31 @@ _FIXED_SETTINGS = ("seed", "global_batch", "optimizer", "mask_books")
 
 def check_same_run(path: Path | str, progress: Progress, config: TrainConfig, manifest: Manifest) -> None:
     """Raise ``UserError`` when ``config`` on this data is not the run that wrote the checkpoint at ``path``."""
-    flag = "--stream" if config.stream else "--data"
+    flag = "--stream" if config.dataset.stream else "--data"
     if progress.tokenizer_sha256 != manifest.tokenizer_sha256:
         raise UserError(
             f"{path} was trained with another tokenizer (sha256 {progress.tokenizer_sha256[:12]}) than that of "
-            f"{flag} {config.source} ({manifest.tokenizer_sha256[:12]}): start a new run with --name."
+            f"{flag} {config.dataset.source} ({manifest.tokenizer_sha256[:12]}): start a new run with --name."
         )
     old_config = config_from_json(progress.config, str(path))
     if progress.data_fingerprint != manifest.fingerprint:
-        _refuse_changes(path, old_config.reading, config.reading, [field.name for field in fields(ReadingConfig)])
+        _check_unchanged(path, vars(old_config.dataset.reading), vars(config.dataset.reading))
         raise UserError(
             f"{path} was trained on other data (fingerprint {progress.data_fingerprint[:12]}) than "
-            f"{flag} {config.source} ({manifest.fingerprint[:12]}): give the {flag} it was trained on, or start a new "
-            "run with --name."
+            f"{flag} {config.dataset.source} ({manifest.fingerprint[:12]}): give the {flag} it was trained on, or "
+            "start a new run with --name."
         )
     if old_config.model != config.model:
         raise UserError(
             f"{path} holds the model {_with_changes(old_config.model, config.model)}: leave --model out to continue it."
         )
-    _refuse_changes(path, old_config, config, _FIXED_SETTINGS)
+    _check_unchanged(path, *({name: each.setting(name) for name in _FIXED_SETTINGS} for each in (old_config, config)))
 
 
-def _refuse_changes(path: Path | str, old: object, new: object, names: Iterable[str]) -> None:
-    for name in names:
-        old_value, new_value = getattr(old, name), getattr(new, name)
+def _check_unchanged(path: Path | str, old_settings: dict[str, Any], new_settings: dict[str, Any]) -> None:
+    """Raise ``UserError`` for the first of the settings, by name, that has changed."""
+    for name, old_value in old_settings.items():
+        new_value = new_settings[name]
         if old_value != new_value:
             named = f"--{name.replace('_', '-')}"
             raise UserError(
@@ -154,11 +154,11 @@ def _refuse_changes(path: Path | str, old: object, new: object, names: Iterable[
 def check_not_finished(path: Path | str, progress: Progress, config: TrainConfig) -> None:
     """Raise ``UserError`` when ``config`` leaves nothing to do for the finished run of the checkpoint ``path``."""
     total = config.total_steps
-    if total is None and config.time_budget is None:
+    if total is None and config.duration.time_budget is None:
         raise UserError(f"{path} is at the end of its epoch: give --steps to continue training.")
     if total is not None and progress.step >= total:
         raise UserError(f"{path} is at step {progress.step:,} of {total:,}: give a larger --steps to continue.")
-    if config.time_budget is not None and progress.elapsed >= config.time_budget:
+    if config.duration.time_budget is not None and progress.elapsed >= config.duration.time_budget:
         raise UserError(f"{path} has already trained for its --time-budget: give a longer one to continue.")
 
 

@@ -4,7 +4,7 @@ lost."""
 import socket
 from collections.abc import Sequence
 from contextlib import suppress
-from dataclasses import dataclass, replace
+from dataclasses import dataclass
 from functools import cache
 
 import psutil
@@ -71,13 +71,13 @@ def trial_machines(
 
     The token shards on each of them must have this ``fingerprint``.
     """
-    if cluster and training.accelerator:
-        await_accelerator(training.accelerator)
+    if cluster and training.execution.accelerator:
+        await_accelerator(training.execution.accelerator)
     is_local = not cluster or is_this_machine_alone()
     if is_local:
         # A parent, such as a notebook, may hold memory of the GPU, but only waits for this process.
         parents = [process.pid for process in psutil.Process().parents()]
-        machines = [describe_machine(cpu=training.device == "cpu", own_processes=parents)]
+        machines = [describe_machine(cpu=training.execution.device == "cpu", own_processes=parents)]
     else:
         machines = _describe_cluster(training)
     idle = [machine for machine in machines if not machine.busy]
@@ -86,9 +86,9 @@ def trial_machines(
             f"{machines[0].device.name} is in use by process {', '.join(machines[0].busy)}, which would distort memory "
             "and speed of the trials. Stop that process, or choose another GPU with CUDA_VISIBLE_DEVICES."
         )
-    if training.device == "cuda" and idle[0].device.kind != "cuda":
+    if training.execution.device == "cuda" and idle[0].device.kind != "cuda":
         raise UserError("--device cuda: no GPU found. Use --device cpu, or --address of a cluster with a GPU.")
-    data = StorageDir.of(training.data)
+    data = StorageDir.of(training.dataset.data)
     if not (is_local or data.is_remote):
         without_data = [machine.name for machine in idle if machine.data != fingerprint]
         if without_data:
@@ -108,13 +108,13 @@ def trial_machines(
 
 def _describe_cluster(training: TrainConfig) -> list[Machine]:
     """The machines for trials, each described by a process on it. Raises ``UserError`` if none of them responds."""
-    nodes = eligible_nodes(accelerator=training.accelerator)
-    gpu = training.device != "cpu" and any(node.get("GPU") for node in nodes.values())
+    nodes = eligible_nodes(accelerator=training.execution.accelerator)
+    gpu = training.execution.device != "cpu" and any(node.get("GPU") for node in nodes.values())
     node_ids = trial_nodes(trial_resources(training, use_gpu=gpu))
     # Ray hides the GPU from a task that does not request one.
     needs = {node: {"num_gpus": 1} for node in node_ids.values()} if gpu else None
     responses = run_on_nodes(
-        list(node_ids.values()), describe_machine, StorageDir.of(training.data).address, cpu=not gpu,
+        list(node_ids.values()), describe_machine, StorageDir.of(training.dataset.data).address, cpu=not gpu,
         seconds=ANSWER_SECONDS, needs=needs,
     )  # fmt: skip
     machines = [response for response in responses.values() if isinstance(response, Machine)]
@@ -132,19 +132,21 @@ def trial_resources(training: TrainConfig, *, use_gpu: bool) -> dict[str, float]
 
     A trial that reads books leaves cores to Ray Data, which encodes them.
     """
-    if training.accelerator:
-        await_accelerator(training.accelerator)
-    nodes = eligible_nodes(accelerator=training.accelerator)
+    if training.execution.accelerator:
+        await_accelerator(training.execution.accelerator)
+    nodes = eligible_nodes(accelerator=training.execution.accelerator)
     cores = max_cores_per_worker(nodes.values(), 1, gpu=use_gpu)
     if not cores:
         raise UserError(
             "The Ray cluster has no CPU cores for trials. Start it with 'ray start --head --num-cpus=1' or more."
         )
-    if training.stream:
+    if training.dataset.stream:
         from train.launch.placement import READERS
 
         cores = max(1, cores - READERS)
-    return {"CPU": float(cores)} | ({"GPU": 1.0} if use_gpu else {}) | accelerator_resource(training.accelerator)
+    return (
+        {"CPU": float(cores)} | ({"GPU": 1.0} if use_gpu else {}) | accelerator_resource(training.execution.accelerator)
+    )
 
 
 def trial_nodes(resources: dict[str, float]) -> dict[str, str]:
@@ -169,7 +171,7 @@ def _process(number: int) -> str:
 def memory_limit(requested: int | None, training: TrainConfig, available: int) -> int:
     """The limit in bytes: as ``requested``, or all that is ``available`` to the resolved ``training``."""
     limit = requested or available
-    breakdown = predict_peak(replace(training, micro_batch=1))
+    breakdown = predict_peak(training.replace(micro_batch=1))
     minimum = breakdown.weights + breakdown.gradients + breakdown.optimizer
     if minimum > limit:
         subject, advice = f"The memory for trials, {available / 1e9:.2f} GB,", "Use"
@@ -188,7 +190,7 @@ def make_prior(space: Space) -> Prior:
     @cache  # All knobs of a GPU make forty thousand candidates, and many are compared before every trial.
     def prior(candidate: Candidate) -> float:
         config = space.config(candidate)
-        base = replace(space.base, micro_batch=config.micro_batch, global_batch=config.global_batch)
+        base = space.base.replace(micro_batch=config.batch.micro_batch, global_batch=config.batch.global_batch)
         # Memory of a custom model is only known with the knobs of the base; trials correct the prediction.
         breakdown = peak_if_known(config) or predict_peak(base)
         return float(breakdown.total)

@@ -84,9 +84,8 @@ class Search(Experiment):
         if seconds > config.trial_time:
             more_time = format_duration(round(seconds, 1))
             console.print(f"    --trial-time was too short; this trial gets {more_time} for its steps")
-        trial = replace(
-            self.space.config(proposal.candidate), data=str(self.data), steps=config.trial_steps, tokens=None,
-            time_budget=None, cycle=TRIAL_CYCLE,
+        trial = self.space.config(proposal.candidate).replace(
+            data=str(self.data), steps=config.trial_steps, tokens=None, time_budget=None, cycle=TRIAL_CYCLE,
         )  # fmt: skip
         return TrialRequest(
             proposal.key(self.directory.name), number, self.space.short_label(proposal.candidate),
@@ -146,14 +145,14 @@ def search_name(config: SearchConfig) -> str:
 
 def make_search(config: SearchConfig) -> Search:
     """The search that ``config`` describes. Reads the data's manifest and the device, and writes nothing."""
-    manifest = read_manifest(config.training.data)
+    manifest = read_manifest(config.training.dataset.data)
     name = search_name(config)
     directory = place_of(config.out, name)
     if not (config.resume or config.dry_run):
         new_experiment_dir(config.out, name, allowed_leftovers=(TRIALS, StorageDir.LOCK))
     if config.gpu:
         config, machines = (
-            replace(config, training=replace(config.training, device="cuda")),
+            replace(config, training=config.training.replace(device="cuda")),
             (_planned_machine(config.gpu),),
         )
     else:
@@ -165,7 +164,7 @@ def make_search(config: SearchConfig) -> Search:
         requested = read_record(directory, config.kind).identity.get("memory_limit")
     device_info = replace(machines[0].device, memory=requested or available)
     training = resolve(match_tokenizer(config.training, manifest), device_info)
-    check_split_lengths(replace(training, cycle=TRIAL_CYCLE), manifest)
+    check_split_lengths(training.replace(cycle=TRIAL_CYCLE), manifest)
     check_enough_tokens(training, manifest)
     limit = memory_limit(requested, training, available)
     sequences = manifest.splits["train"]["tokens"] // training.model.context_length
@@ -204,4 +203,4 @@ def _make_explorer(config: SearchConfig, space: Space, memory: MemorySearcher) -
         return GridStrategy(space)
     from tune.strategy.optuna_tpe import OptunaSearcher, optuna_trials
 
-    return OptunaSearcher(space, optuna_trials(space), config.training.seed)
+    return OptunaSearcher(space, optuna_trials(space), config.training.dataset.seed)

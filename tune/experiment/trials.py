@@ -125,11 +125,11 @@ class Experiment(ABC):
     @property
     def data(self) -> StorageDir:
         """The token shards as an absolute path or URI, because trials run in other working directories."""
-        return StorageDir.of(self.training.data)
+        return StorageDir.of(self.training.dataset.data)
 
     @property
     def device(self) -> str:
-        return self.training.device
+        return self.training.execution.device
 
     def resources(self) -> dict[str, float]:
         """Resources that each trial requests from the connected Ray."""

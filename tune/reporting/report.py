@@ -304,7 +304,7 @@ def introduce(search: Search) -> None:
         f"[bold]{format_model(requested.model)}[/bold]: {len(search.space.candidates())} candidates for "
         f"{search.space.batch_label}, limit {limit_of(search)} per process, on {search.device}{machines}"
     )
-    batch = f"micro-batch {format_setting('micro_batch', control, requested)} x {control.accumulation}"
+    batch = f"micro-batch {format_setting('micro_batch', control, requested)} x {control.batch.accumulation}"
     console.print(f"control: {batch}, {describe_execution(control, requested)}", markup=False)
     if config.dry_run:
         print_plan(search)
@@ -330,7 +330,8 @@ def print_plan(search: Search) -> None:
         console.print(f"{others} more combinations change several knobs at once")
     trials = search.strategy.remaining([])
     compiling = max(
-        COMPILE_SECONDS[space.config(Candidate(space.micro_batches_for(k)[0], k)).compile] for k in neighborhood
+        COMPILE_SECONDS[space.config(Candidate(space.micro_batches_for(k)[0], k)).execution.compile]
+        for k in neighborhood
     )
     total = trials * (START_SECONDS + compiling + config.trial_time)
     compilation = f", including {format_duration(compiling)} per trial for compilation" if compiling else ""

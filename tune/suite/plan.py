@@ -46,12 +46,12 @@ def make_ladder(config: LadderConfig) -> Ladder:
     start = with_model_info(match_tokenizer(config.training, manifest))
     suite = chosen(config, start)
     if config.stream:  # Invalid books must be reported now, not after hours of other rungs.
-        books = replace(start, stream=config.stream)
+        books = start.replace(stream=config.stream)
         match_tokenizer(books, estimate_manifest(open_stream(books)))
     machines = trial_machines(start, manifest.fingerprint, cluster=config.cluster)
     device_info = machines[0].device
     training = resolve(start, device_info)
-    if training.device == "cpu":
+    if training.execution.device == "cpu":
         suite = for_cpu(suite)
         model = "" if config.model else " with the model tiny and"
         console.print(
@@ -62,7 +62,7 @@ def make_ladder(config: LadderConfig) -> Ladder:
     suite = replace(suite, rungs=(*suite.rungs, *best, *last))
     if config.model:
         suite = with_model(suite, start.model)
-    training = replace(training, stream=config.stream)  # Every trial then leaves cores for reading the books.
+    training = training.replace(stream=config.stream)  # Every trial then leaves cores for reading the books.
     ladder = Ladder(config, directory, machines, manifest, training, config.memory_limit, suite, start)
     ladder.request(machines[0].name, 1, [], [])  # A baseline that cannot run is rejected before anything is created.
     return ladder

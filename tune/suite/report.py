@@ -2,7 +2,7 @@
 
 import json
 from collections.abc import Sequence
-from dataclasses import asdict, replace
+from dataclasses import asdict
 from typing import Any
 
 from infra.cli.table import Report, Table, bullet_list
@@ -83,8 +83,10 @@ def best_json(rung: RungResult, row: TrialRow, speed: Estimate) -> dict[str, Any
     """The fastest rung in the format of a search's winner: its config without the ladder's length, its measurements."""
     defaults, config = TrainConfig(), rung.config
     assert config is not None, "a rung with a speed has run"
-    length = {} if config.stream else {"steps": None, "time_budget": None}  # A stream has no end without them.
-    config = replace(config, within=None, cycle=defaults.cycle, keep_checkpoints=defaults.keep_checkpoints, **length)
+    length = {} if config.dataset.stream else {"steps": None, "time_budget": None}  # A stream has no end without them.
+    config = config.replace(
+        within=None, cycle=defaults.duration.cycle, keep_checkpoints=defaults.checkpoints.keep_checkpoints, **length
+    )
     return {"config": config.to_json(), "measured": measurement_json(speed, row.memory, [row])}
 
 

@@ -30,7 +30,7 @@ def compare_rungs(controls: Sequence[RungResult], rungs: Sequence[RungResult], o
             rung = replace(
                 rung, loss=loss_at(row, tokens), total=total,
                 step=speeds.over_rung(number, number - 1) if number > 0 else total,
-                matmul_rate=read_matmul_rate(out, row.device or "", rung.config.precision, row.node),
+                matmul_rate=read_matmul_rate(out, row.device or "", rung.config.execution.precision, row.node),
             )  # fmt: skip
         results.append(rung if rung.speed else RungResult(rung.name, rung.reason))
     return results

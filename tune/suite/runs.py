@@ -87,7 +87,7 @@ class RungResult:
         """Micro-batch, accumulation above 1, and in brackets the batch that was predicted to fit and did not."""
         if self.config is None:
             return ""
-        size, accumulation = self.config.micro_batch, self.config.accumulation
+        size, accumulation = self.config.batch.micro_batch, self.config.batch.accumulation
         return f"{size}{f' x {accumulation}' * (accumulation > 1)}" + "".join(f" ({n})" for n in self.too_large[:1])
 
     @property
@@ -116,7 +116,7 @@ class Ladder(Experiment):
         except PendingRun as run:
             peak = peak_if_known(run.config)
             memory = float(peak.total) if peak else None
-            proposal = Proposal(Candidate(run.config.micro_batch), run.stage, predicted_memory=memory)
+            proposal = Proposal(Candidate(run.config.batch.micro_batch), run.stage, predicted_memory=memory)
             return TrialRequest(run.key, number, run.name, proposal, run.config.to_json(), machine, self.limit)
         return None
 
@@ -190,7 +190,7 @@ class SuiteReplay:
             for stage, config in stages:
                 same_batch = stage.name.endswith(SAME_BATCH)
                 label = f"{number:02d}-" + re.sub(r"[^a-z0-9]+", "-", stage.name.lower()).strip("-")
-                larger_than = stages[0][1].micro_batch if len(stages) > 1 else 0
+                larger_than = stages[0][1].batch.micro_batch if len(stages) > 1 else 0
                 result, config, reduced_memory = self._run_with_smaller_batches(
                     label, stage, config, None if same_batch else memory, larger_than
                 )
@@ -207,7 +207,10 @@ class SuiteReplay:
                         "the machine, and run the ladder again."
                     )
                 rounds_differently = result.changes_numerics or "precision" in stage.changes
-                equal_work = config.global_batch == state.global_batch and config.stream == state.stream
+                equal_work = (
+                    config.batch.global_batch == state.batch.global_batch
+                    and config.dataset.stream == state.dataset.stream
+                )
                 if suite.seeds > 1 and rounds_differently and equal_work:
                     rungs[-1] = replace(result, held_out=self._held_out((previous, state), (result, config)))
                 if suite.cumulative:
@@ -223,10 +226,10 @@ class SuiteReplay:
         for result, config in runs:
             assert result.row is not None, "a rung with a speed has a row"
             losses.append([result.row.val_loss])
-            for seed in range(config.seed + 1, config.seed + self.ladder.suite.seeds):
+            for seed in range(config.dataset.seed + 1, config.dataset.seed + self.ladder.suite.seeds):
                 label = f"{result.row.key.rpartition('-')[0]}-seed-{seed}"
                 rung = Rung(f"{result.name}, seed {seed}")
-                with_seed = self._run_or_pending(label, rung, replace(config, seed=seed), "seed")
+                with_seed = self._run_or_pending(label, rung, config.replace(seed=seed), "seed")
                 losses[-1].append(with_seed.row and with_seed.row.val_loss)
         pairs = zip(*losses, strict=True)
         return tuple((previous, loss) for previous, loss in pairs if previous is not None and loss is not None)
@@ -247,9 +250,9 @@ class SuiteReplay:
         """``config`` with its micro-batch resolved, or with the largest batch that is predicted to fit ``memory``."""
         if memory is None:
             resolved = resolve(config, self.device_info.with_memory_limit(self.ladder.limit))
-            return replace(config, micro_batch=resolved.micro_batch)
+            return config.replace(micro_batch=resolved.batch.micro_batch)
         fitted = largest_batch(resolve(config, self.device_info), memory)
-        return replace(config, micro_batch=fitted.micro_batch, global_batch=fitted.global_batch)
+        return config.replace(micro_batch=fitted.batch.micro_batch, global_batch=fitted.batch.global_batch)
 
     def _run_with_smaller_batches(
         self, label: str, rung: Rung, config: TrainConfig, memory: int | None, larger_than: int = 0
@@ -269,11 +272,11 @@ class SuiteReplay:
                 config = self._fitted(config, memory)
             except UserError:
                 break
-            if config.micro_batch <= larger_than:
+            if config.batch.micro_batch <= larger_than:
                 break
-            result = self._run_or_pending(f"{label}-batch-{config.micro_batch}", rung, config)
-        micro_batch = result.config.micro_batch if result.config else 0
-        too_large = tuple(each.micro_batch for each in failed if each.micro_batch != micro_batch)
+            result = self._run_or_pending(f"{label}-batch-{config.batch.micro_batch}", rung, config)
+        micro_batch = result.config.batch.micro_batch if result.config else 0
+        too_large = tuple(each.batch.micro_batch for each in failed if each.batch.micro_batch != micro_batch)
         return replace(result, too_large=too_large), config, memory
 
     def _run_or_pending(self, label: str, rung: Rung, config: TrainConfig, stage: Stage | None = None) -> RungResult:
@@ -289,8 +292,10 @@ class SuiteReplay:
 
 
 def check_single_worker(config: TrainConfig) -> None:
-    if config.workers > 1:
-        raise UserError(f"--workers {config.workers} is not supported: a ladder measures one device. Use --workers 1.")
+    if config.batch.workers > 1:
+        raise UserError(
+            f"--workers {config.batch.workers} is not supported: a ladder measures one device. Use --workers 1."
+        )
 
 
 def check_suits_device(previous: TrainConfig, config: TrainConfig, rung: Rung, device_info: DeviceInfo) -> None:
@@ -299,18 +304,18 @@ def check_suits_device(previous: TrainConfig, config: TrainConfig, rung: Rung, d
     The messages are reasons in the table of results, so they have neither capital nor period.
     """
     check_single_worker(config)
-    if resolve(config, device_info).device == "cuda":
-        if set(config.ablate) ^ set(previous.ablate) == {"pages"}:
+    if resolve(config, device_info).execution.device == "cuda":
+        if set(config.execution.ablate) ^ set(previous.execution.ablate) == {"pages"}:
             raise UserError("large pages only apply to CPU memory; torch caches GPU memory itself")
         return
     changed = set(rung.changes)
-    if "precision" in changed and config.precision == "tf32":
+    if "precision" in changed and config.execution.precision == "tf32":
         raise UserError("TF32 only exists on GPUs; a CPU would compute in fp32")
-    if config.precision in HALF_PRECISIONS and not device_info.bf16:
-        raise UserError(f"this CPU only emulates {config.precision}, which is far slower than fp32")
-    if config.compile in GPU_KERNELS:
-        raise UserError(f"--compile {config.compile} tunes GPU kernels")
-    if "attention" in changed and config.attention == "auto":
+    if config.execution.precision in HALF_PRECISIONS and not device_info.bf16:
+        raise UserError(f"this CPU only emulates {config.execution.precision}, which is far slower than fp32")
+    if config.execution.compile in GPU_KERNELS:
+        raise UserError(f"--compile {config.execution.compile} tunes GPU kernels")
+    if "attention" in changed and config.execution.attention == "auto":
         raise UserError("a CPU has only one fused attention kernel, which is already used")
 
 
@@ -321,9 +326,16 @@ def equal_work_first(rung: Rung, state: TrainConfig, config: TrainConfig) -> lis
     gains at equal work; the second shows what the larger batch adds. A rung that sets the micro-batch or the global
     batch itself runs once, because the batch is what it measures.
     """
-    larger = config.global_batch > state.global_batch and not {"micro_batch", "global_batch"} & rung.changes.keys()
-    same = replace(config, micro_batch=state.micro_batch, global_batch=state.global_batch) if larger else state
-    last = replace(rung, changes_numerics=rung.changes_numerics or config.global_batch != state.global_batch)
+    larger = (
+        config.batch.global_batch > state.batch.global_batch
+        and not {"micro_batch", "global_batch"} & rung.changes.keys()
+    )
+    same = (
+        config.replace(micro_batch=state.batch.micro_batch, global_batch=state.batch.global_batch) if larger else state
+    )
+    last = replace(
+        rung, changes_numerics=rung.changes_numerics or config.batch.global_batch != state.batch.global_batch
+    )
     return [(last, config)] if same == state else [(replace(rung, name=rung.name + SAME_BATCH), same), (last, config)]
 
 
@@ -334,7 +346,7 @@ def largest_batch(config: TrainConfig, limit: int) -> TrainConfig:
     """
 
     def sized(size: int) -> TrainConfig:
-        return replace(config, micro_batch=size, global_batch=size * config.accumulation * config.workers)
+        return config.replace(micro_batch=size, global_batch=size * config.batch.accumulation * config.batch.workers)
 
     sizes = [*range(1, 8), *range(8, 8193, 8)]
     fitting = 0

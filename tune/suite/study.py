@@ -129,7 +129,7 @@ def textbook() -> dict[str, RungNeeds]:
 
 def study_rungs() -> Iterator[tuple[str, TrainConfig]]:
     """Name and config of each of the study's rungs at its final batch, resolved for an A100."""
-    config = apply_changes(TrainConfig(device="cuda"), A100.base)
+    config = apply_changes(TrainConfig.of(device="cuda"), A100.base)
     yield "baseline", resolve(config, CARD)
     for rung in A100.rungs:
         if rung.name in STUDY:
@@ -139,7 +139,10 @@ def study_rungs() -> Iterator[tuple[str, TrainConfig]]:
 
 def kinds() -> dict[str, str]:
     """The precision of the matrix products in each of the study's rungs, with the names of infra.doctor."""
-    return {name: "bf16" if config.precision in HALF_PRECISIONS else config.precision for name, config in study_rungs()}
+    return {
+        name: "bf16" if config.execution.precision in HALF_PRECISIONS else config.execution.precision
+        for name, config in study_rungs()
+    }
 
 
 def list_deviations(name: str, config: TrainConfig) -> list[str]:
@@ -148,7 +151,7 @@ def list_deviations(name: str, config: TrainConfig) -> list[str]:
     settings, study_settings = (
         {name.replace("_", " "): str(getattr(each, name)) for name in names}
         | {
-            "ablate": " ".join(sorted(each.ablate)) or "nothing",
+            "ablate": " ".join(sorted(each.execution.ablate)) or "nothing",
             "head": "tied" if each.gpt2_config.tied else "not tied",
             "vocabulary": "padded"
             if each.gpt2_config.padded_vocab_size > each.gpt2_config.vocab_size
@@ -238,7 +241,7 @@ def memory(rows: Mapping[str, RungResult]) -> Table:
         ):  # fmt: skip
             if gib is None:
                 continue
-            predicted = predict_peak(replace(config, micro_batch=size, global_batch=size)).total / GIB
+            predicted = predict_peak(config.replace(micro_batch=size, global_batch=size)).total / GIB
             line = rung, f"{size}", *(f"{number:.1f}" for number in (gib, needs[rung].gib, predicted))
             row = rows.get(rung, RungResult(rung))
             measured = f"{row.memory / GIB:.1f}" if row.memory else "-"
@@ -267,7 +270,7 @@ def rooflines() -> Table:
     for name, config in study_rungs():
         rung, published = needs[name], STUDY[name].speed
         assert rung.project_seconds, "each of the study's rungs has a line in the record"
-        tokens = VALIDATION * config.micro_batch * config.model.context_length
+        tokens = VALIDATION * config.batch.micro_batch * config.model.context_length
         textbook_roofline, roofline = tokens / rung.seconds, tokens / rung.project_seconds
         fraction = published / textbook_roofline
         speeds = (f"{speed:,.0f}" for speed in (published, textbook_roofline, roofline, fraction * roofline))
@@ -352,8 +355,8 @@ def _caveats(baseline: TrainConfig, deviating: Mapping[str, list[str]]) -> list[
         rungs = "; ".join(f"{name} ({', '.join(settings)})" for name, settings in deviating.items())
         notes.append(f"These rungs differ from the study and have no expected speed: {rungs}.")
     _, first = next(study_rungs())
-    if (baseline.model, baseline.micro_batch) != (first.model, first.micro_batch):
-        own, published = (f"{format_model(each.model)} at batch {each.micro_batch}" for each in (baseline, first))
+    if (baseline.model, baseline.batch.micro_batch) != (first.model, first.batch.micro_batch):
+        own, published = (f"{format_model(each.model)} at batch {each.batch.micro_batch}" for each in (baseline, first))
         notes.append(
             f"The baseline of this ladder is {own}, the study's is {published}. Compare the ratios, not "
             "memory and speed."

@@ -12,7 +12,7 @@ from typing import Any
 
 from infra.errors import UserError, nearest
 from infra.schema import to_json
-from train.config import TrainConfig, config_from_json
+from train.config import SETTING_TYPES, BatchConfig, TrainConfig, config_from_json
 from train.model_config import AnyModel, ModelConfig, format_model, parse_model
 from tune.config import BATCH
 
@@ -225,7 +225,7 @@ def find_suite(text: str, start: TrainConfig) -> Suite:
         raise UserError(f"--suite {text!r} is not a suite{nearest(text, SUITES)} The name of a file must end in .py.")
     suite = _from_python(path)
     # On cuda no setting is rejected for the device alone.
-    state = apply_changes(replace(start, device="cuda"), suite.base, f"--suite {path}, the base")
+    state = apply_changes(start.replace(device="cuda"), suite.base, f"--suite {path}, the base")
     for rung in suite.rungs:
         config = apply_changes(state, rung.changes, f"--suite {path}, rung {rung.name!r}")
         state = config if suite.cumulative else state
@@ -263,7 +263,7 @@ def search_result_rung(best: TrainConfig) -> Rung:
         "global_batch", "micro_batch", "precision", "attention", "compile", "checkpointing", "loss", "loss_chunks",
         "optimizer", "loader_workers", "allocator",
     )  # fmt: skip
-    return Rung("searched batch", {name: getattr(best, name) for name in names}, changes_numerics=True)
+    return Rung("searched batch", {name: best.setting(name) for name in names}, changes_numerics=True)
 
 
 STREAMING = "streaming"
@@ -295,7 +295,7 @@ def for_cpu(suite: Suite) -> Suite:
         small = {n: -(-changes[n] // 8) for n in sizes if isinstance(changes.get(n), int)}
         return {**changes, **small} | ({"model": "tiny"} if "model" in changes else {})
 
-    start = {"model": "tiny", "micro_batch": BATCH, "global_batch": TrainConfig.global_batch}
+    start = {"model": "tiny", "micro_batch": BATCH, "global_batch": BatchConfig.global_batch}
     rungs = tuple(replace(rung, changes=shorten(rung.changes)) for rung in suite.rungs)
     return replace(suite, base=shorten(start | dict(with_model(suite, None).base)), rungs=rungs)
 
@@ -309,7 +309,7 @@ def with_model(suite: Suite, model: AnyModel | None) -> Suite:
 
 def apply_changes(config: TrainConfig, changes: Changes, source: str = "the suite") -> TrainConfig:
     """``config`` with the ``changes``. Raises ``UserError`` that names ``source`` as the origin of the changes."""
-    settings = {*TrainConfig.__dataclass_fields__, *(f"model.{field.name}" for field in fields(ModelConfig))}
+    settings = {*SETTING_TYPES, *(f"model.{field.name}" for field in fields(ModelConfig))}
     settings = (settings | {"batch", "vocabulary_multiple"}) - {"data"}  # The ladder's --data sets it.
     for name in changes:
         if name not in settings:
@@ -327,7 +327,7 @@ def apply_changes(config: TrainConfig, changes: Changes, source: str = "the suit
     parts = {name.removeprefix("model."): value for name, value in changes.items() if name.startswith("model.")}
     if multiple := changes.get("vocabulary_multiple"):
         parts["padded_vocab_size"] = -(-model.vocab_size // multiple) * multiple
-    whole = {name: value for name, value in changes.items() if name in TrainConfig.__dataclass_fields__}
+    whole = {name: value for name, value in changes.items() if name in SETTING_TYPES}
     if batch := changes.get("batch"):
         whole |= {"micro_batch": batch, "global_batch": batch}
     return config_from_json(config.to_json() | whole | {"model": to_json(model) | parts}, source)

@@ -132,8 +132,8 @@ class TrialMonitor:
 def fetch_data(request: TrialRequest) -> None:
     """Download the trial's data to this machine. Raises ``UserError`` if storage fails, which is not an outcome."""
     config = config_from_json(request.config, "the trial's config")
-    if not config.stream:
-        ensure_local(StorageDir.of(config.data))
+    if not config.dataset.stream:
+        ensure_local(StorageDir.of(config.dataset.data))
 
 
 def run(request: TrialRequest) -> tuple[TrialRow, str | None]:
@@ -147,12 +147,12 @@ def run(request: TrialRequest) -> tuple[TrialRow, str | None]:
     times = StepTimes()
     try:
         configure_allocator(config)
-        limit = MemoryLimit.apply(request.memory_limit, config.device) if request.memory_limit else None
+        limit = MemoryLimit.apply(request.memory_limit, config.execution.device) if request.memory_limit else None
         if request.early and limit:
             watch = TrialMonitor(request.early, request.proposal.speed_threshold, config.step_tokens, limit)
             trainer = Trainer(config, on_cycle=watch.on_cycle, should_stop=watch.should_stop)
         else:
-            data = StreamData(config, open_stream(config)) if config.stream else None
+            data = StreamData(config, open_stream(config)) if config.dataset.stream else None
             trainer = Trainer(config, data=data, limit=limit)
         times = trainer.times
         with Telemetry(lambda second, metrics: None) as telemetry:
@@ -223,7 +223,7 @@ def make_row(
     )  # fmt: skip
     if measured:
         speed, flops = measured.tokens_per_second, model_flops_per_token(config)
-        peak = peak_flops(result.device, config.precision) if result else None
+        peak = peak_flops(result.device, config.execution.precision) if result else None
         row = replace(
             row, tokens_per_second=speed, low=measured.low, high=measured.high, flops_per_second=speed * flops,
             mfu=utilization(speed, flops, peak, 1),

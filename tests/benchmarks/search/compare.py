@@ -166,7 +166,9 @@ FITTING = (0.5, 1.0)
 
 def machines() -> dict[str, Callable[[int], Machine]]:
     """What to search on, by name: each makes the machine of a seed."""
-    base = TrainConfig(model=PRESETS["gpt2-124m"], global_batch=480, micro_batch=16, compile="whole", attention="sdpa")
+    base = TrainConfig.of(
+        model=PRESETS["gpt2-124m"], global_batch=480, micro_batch=16, compile="whole", attention="sdpa"
+    )
     made: dict[str, Callable[[int], Machine]] = {}
     for name, knobs in KNOBS.items():
         space = make_space(resolve(base, A100), knobs, ACCUMULATIONS.get(name, ()))

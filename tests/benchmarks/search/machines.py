@@ -92,7 +92,7 @@ def new_row(proposal: Proposal, number: int, space: Space, outcome: TrialOutcome
     """A row before anything was measured."""
     return TrialRow(
         str(number), number, proposal.stage, proposal.round, proposal.candidate,
-        space.config(proposal.candidate).accumulation, outcome, "not run here", seconds=seconds,
+        space.config(proposal.candidate).batch.accumulation, outcome, "not run here", seconds=seconds,
         predicted_memory=proposal.predicted_memory, node="simulated",
     )  # fmt: skip
 

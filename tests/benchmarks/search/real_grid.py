@@ -18,7 +18,6 @@ import sys
 import tempfile
 import time
 from concurrent.futures import ProcessPoolExecutor
-from dataclasses import replace
 from pathlib import Path
 
 import numpy as np
@@ -50,7 +49,7 @@ def main() -> int:
     options.add_argument("--record", type=Path, required=True)
     chosen = options.parse_args()
     os.environ["OMP_NUM_THREADS"] = THREADS
-    base = TrainConfig(
+    base = TrainConfig.of(
         data="made", model=MODEL, global_batch=24, micro_batch=4, device="cpu", attention="sdpa",
         precision="fp32",
     )  # fmt: skip
@@ -70,7 +69,7 @@ def main() -> int:
             write_data(Path(folder) / "made")
             request = TrialRequest(
                 "m", len(rows) + 1, space.short_label(candidate), Proposal(candidate, "probe", repeat),
-                replace(space.config(candidate), data=f"{folder}/made", steps=STEPS, cycle=Cycle(1, 0)).to_json(),
+                space.config(candidate).replace(data=f"{folder}/made", steps=STEPS, cycle=Cycle(1, 0)).to_json(),
                 socket.gethostname(), 2**60, StopRule(600.0, 1e-9),
             )  # fmt: skip
             with ProcessPoolExecutor(1, multiprocessing.get_context("spawn")) as process:

@@ -185,7 +185,7 @@ def test_settings_in_groups_are_read_like_others(monkeypatch: pytest.MonkeyPatch
     monkeypatch.setattr(
         sys, "argv", ["command", "--seed", "4", "--trial-steps", "9", "--no-fp8", "--knobs", "loss=plain"]
     )
-    default = SearchConfig(name="one", training=TrainConfig(steps=3, beta1=0.8))
+    default = SearchConfig(name="one", training=TrainConfig.of(steps=3, beta1=0.8))
     found = parse_flags(SearchConfig, "a command", default)
     assert (found.name, found.trial_steps, found.knobs) == ("one", 9, ("loss=plain",))
-    assert found.training == TrainConfig(steps=3, beta1=0.8, seed=4)
+    assert found.training == TrainConfig.of(steps=3, beta1=0.8, seed=4)

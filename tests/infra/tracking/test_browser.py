@@ -92,7 +92,7 @@ def trained(name: str, config: TrainConfig, speed: float) -> RunRef:
     key, folder = create_run("train", name, tags={"kind": "run"}), Path("runs", name)
     folder.mkdir(parents=True)
     with Tracker(key) as tracker:
-        tracking.record_start(tracker, config, read_manifest(config.data), config)
+        tracking.record_start(tracker, config, read_manifest(config.dataset.data), config)
         for step in (10, 20):
             for position, values in tracking.cycle_metrics(to_json(cycle(step))):
                 tracker.log_metrics(values, position)
@@ -117,7 +117,7 @@ def links(
 ) -> Iterator[dict[str, str]]:
     """The addresses of the pages that commands print, by what they show, on a server that runs."""
     folder = tmp_path_factory.mktemp("pages")
-    config = TrainConfig(
+    config = TrainConfig.of(
         data=str(small_shards), model=PRESETS["tiny"], micro_batch=2, global_batch=4, precision="fp32", device="cpu",
         compile="off", loss="plain",
     )  # fmt: skip
@@ -142,7 +142,7 @@ def links(
         evidence.catch_up([replace(rung, losses=[7.0, 6.5], step_seconds=[0.5] * 2, step_tokens=256) for rung in rungs])
         evidence.close()
         Tracker(ladder).finish()
-        training = replace(config, global_batch=8)
+        training = config.replace(global_batch=8)
         search = make_search(
             SearchConfig(training=training, name="search", knobs=(), out=str(folder), memory_limit=10**10)
         )

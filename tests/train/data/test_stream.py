@@ -70,7 +70,7 @@ def books(tmp_path_factory: pytest.TempPathFactory) -> Path:
 @pytest.fixture
 def config(books: Path) -> TrainConfig:
     model = ModelConfig(layers=1, heads=1, width=16, context_length=LENGTH, dropout=0.1)
-    return TrainConfig(
+    return TrainConfig.of(
         stream=(str(books),), model=model, global_batch=4, micro_batch=4, steps=12, cycle=Cycle(5, 1),
         precision="fp32", device="cpu", learning_rate=3e-3,
     )  # fmt: skip
@@ -143,7 +143,7 @@ def test_epochs_read_the_books_in_the_order_of_that_epoch(books: Path) -> None:
 
 
 def test_what_was_read_is_counted(config: TrainConfig) -> None:
-    data = StreamData(config, Inline(config.stream, 0, config.reading))
+    data = StreamData(config, Inline(config.dataset.stream, 0, config.dataset.reading))
     books = list(data._read(0, 0))
     kept = [book for book in books if not book.dropped]
     assert data.summary() == {
@@ -165,7 +165,7 @@ def test_as_much_is_held_out_as_validation_takes(config: TrainConfig) -> None:
             asked.append(tokens)
             return super().validation_books(tokens)
 
-    StreamData(dataclasses.replace(config, cycle=Cycle(5, 3)), Asked(config.stream, 0, config.reading))
+    StreamData(config.replace(cycle=Cycle(5, 3)), Asked(config.dataset.stream, 0, config.dataset.reading))
     assert asked == [3 * 4 * LENGTH + 1]
 
 
@@ -190,7 +190,7 @@ def test_a_book_that_changed_since_the_checkpoint_is_named(
 
 
 def test_a_checkpoint_holds_where_its_block_begins(config: TrainConfig) -> None:
-    data = StreamData(config, Inline(config.stream, 0, config.reading))
+    data = StreamData(config, Inline(config.dataset.stream, 0, config.dataset.reading))
     data.windows = StreamWindows(data._read, LENGTH, 0, 40 * LENGTH)
     rows(data.windows, 0, 100)
     assert [data.state_dict(position)["position"] for position in (0, 39, 40, 41, 85)] == [0, 0, 40, 40, 80]
@@ -233,28 +233,28 @@ def test_the_sources_of_a_run_mean_the_same_in_every_folder(
 ) -> None:
     monkeypatch.chdir(tmp_path)
     elsewhere = ("sample", "gutenberg:1342,84", "s3://bucket/books", "gs://anonymous@bucket/*.txt", "hf://datasets/a/b")
-    named = dataclasses.replace(config, stream=("books", "shelf/*.txt", "~/library", *elsewhere))
+    named = config.replace(stream=("books", "shelf/*.txt", "~/library", *elsewhere))
     whole = (str(tmp_path / "books"), str(tmp_path / "shelf/*.txt"), str(Path.home() / "library"), *elsewhere)
-    assert with_absolute_paths(named).stream == whole
+    assert with_absolute_paths(named).dataset.stream == whole
     monkeypatch.chdir("/")
-    assert with_absolute_paths(dataclasses.replace(config, stream=whole)).stream == whole
+    assert with_absolute_paths(config.replace(stream=whole)).dataset.stream == whole
 
 
 def test_what_a_stream_cannot_do_is_said(config: TrainConfig, tmp_path: Path) -> None:
     with pytest.raises(UserError, match="has no end that is known in advance: say when to stop with --steps"):
-        dataclasses.replace(config, steps=None)
+        config.replace(steps=None)
     with pytest.raises(UserError, match=r"--stream is for 'python -m train.run' alone"):
         Trainer(config)
     (tmp_path / "one.txt").write_text(" ".join(WORDS * 20), encoding="utf-8")
-    alone = dataclasses.replace(config, stream=(str(tmp_path),))
+    alone = config.replace(stream=(str(tmp_path),))
     with pytest.raises(UserError, match=r"holds out for validation have 0 tokens .* turn validation off"):
-        StreamData(alone, Inline(alone.stream, 0, alone.reading))  # a single book is there to train on
-    unvalidated = dataclasses.replace(alone, cycle=Cycle(5, 0))
-    data = StreamData(unvalidated, Inline(alone.stream, 0, alone.reading))
+        StreamData(alone, Inline(alone.dataset.stream, 0, alone.dataset.reading))  # a single book is there to train on
+    unvalidated = alone.replace(cycle=Cycle(5, 0))
+    data = StreamData(unvalidated, Inline(alone.dataset.stream, 0, alone.dataset.reading))
     assert Trainer(unvalidated, data=data).run().outcome == "finished"
-    long = dataclasses.replace(config, model=dataclasses.replace(config.model, context_length=10_000))
+    long = config.replace(model=dataclasses.replace(config.model, context_length=10_000))
     with pytest.raises(UserError, match=r"holds out for validation have .* one window needs 10,001"):
-        StreamData(long, Inline(long.stream, 0, long.reading))
+        StreamData(long, Inline(long.dataset.stream, 0, long.dataset.reading))
 
 
 @pytest.fixture(scope="module")
@@ -336,28 +336,28 @@ def test_books_are_held_out_until_there_are_enough_or_much_has_been_read(
     [("books.jsonl", r"books\.jsonl#0 .*--text-field"), ("books.parquet", r"books\.parquet .*--text-column")],
 )
 def test_when_no_book_can_be_read_the_first_is_named(config: TrainConfig, unusual: Path, name: str, why: str) -> None:
-    config = dataclasses.replace(config, stream=(str(unusual / name),))
+    config = config.replace(stream=(str(unusual / name),))
     with pytest.raises(UserError, match=f"holds out for validation have 0 tokens .*; {why}"):
-        StreamData(config, Inline(config.stream, 0, config.reading))
-    config = dataclasses.replace(config, cycle=Cycle(5, 0))
+        StreamData(config, Inline(config.dataset.stream, 0, config.dataset.reading))
+    config = config.replace(cycle=Cycle(5, 0))
     with pytest.raises(UserError, match=f"no book of --stream can be used for training: .*; {why}"):
-        Trainer(config, data=StreamData(config, Inline(config.stream, 0, config.reading))).run()
+        Trainer(config, data=StreamData(config, Inline(config.dataset.stream, 0, config.dataset.reading))).run()
 
 
 @pytest.mark.slow
 def test_through_ray_it_is_the_same_run_also_when_resumed(config: TrainConfig, tmp_path: Path) -> None:
-    config = dataclasses.replace(config, reading=ReadingConfig(min_chars=5, join_lines=True))
+    config = config.replace(reading=ReadingConfig(min_chars=5, join_lines=True))
     store = f"sqlite:///{tmp_path}/mlflow.db"
     folder = tmp_path / "run"
     with ray_session(cpus=2):
         tracker = Tracker(create_run("train", "stream", tracking_uri=store, tags={}))
-        short, whole = (dataclasses.replace(config, schedule="constant", **end) for end in ({"steps": 7}, {}))
+        short, whole = (config.replace(schedule="constant", **end) for end in ({"steps": 7}, {}))
         run = RunPlan.new(short, RunFolder(folder))
         first = driver.launch(run, short, tracker)
         assert first.checkpoint
         again = dataclasses.replace(run, requested=whole, progress=read_progress(Path(first.checkpoint)))
         result = driver.launch(again, whole, tracker)
-        gone = Stream([str(shutil.copytree(config.stream[0], tmp_path / "gone"))], 0, config.reading)
+        gone = Stream([str(shutil.copytree(config.dataset.stream[0], tmp_path / "gone"))], 0, config.dataset.reading)
         (tmp_path / "gone" / "book 3.txt").unlink()
         with pytest.raises(UserError, match=r"book 3\.txt has disappeared since the work was planned"):
             list(gone.read(0))
@@ -365,7 +365,9 @@ def test_through_ray_it_is_the_same_run_also_when_resumed(config: TrainConfig, t
     found = [json.loads(line) for line in (folder / "cycles.jsonl").read_text().splitlines()]
     torch.set_num_threads(1)
     straight: list[CycleReport] = []
-    Trainer(whole, data=StreamData(whole, Inline(whole.stream, 0, whole.reading)), on_cycle=straight.append).run()
+    Trainer(
+        whole, data=StreamData(whole, Inline(whole.dataset.stream, 0, whole.dataset.reading)), on_cycle=straight.append
+    ).run()
     losses = [loss for cycle in found for loss in cycle["step_losses"]]
     assert losses == [loss for report in straight for loss in report.step_losses]
     assert found[-1]["val_loss"] == straight[-1].val_loss
@@ -375,13 +377,13 @@ def test_through_ray_it_is_the_same_run_also_when_resumed(config: TrainConfig, t
     check_same_run(
         Path(first.checkpoint), read_progress(Path(first.checkpoint)), whole, estimate_manifest(open_stream(whole))
     )
-    other = dataclasses.replace(whole, reading=ReadingConfig(min_chars=5))
+    other = whole.replace(reading=ReadingConfig(min_chars=5))
     with pytest.raises(UserError, match="was trained with --join-lines True, not False: leave --join-lines out"):
         check_same_run(
             Path(first.checkpoint), read_progress(Path(first.checkpoint)), other, estimate_manifest(open_stream(other))
         )
     assert set(result.encoded_on) == {result.machine}, "this machine has encoded what it trained on"
-    assert result.data_fingerprint == Stream(config.stream, 0, config.reading).fingerprint
+    assert result.data_fingerprint == Stream(config.dataset.stream, 0, config.dataset.reading).fingerprint
 
 
 def test_the_sources_of_a_run_are_listed_once(

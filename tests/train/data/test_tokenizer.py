@@ -42,7 +42,7 @@ def own(request: pytest.FixtureRequest, empty_store: Path, tmp_path_factory: pyt
     store = f"sqlite:///{shutil.copy(empty_store, folder)}"
     tokenize.main(TokenizeConfig(out=str(folder / "tokens"), tokenizer=str(file), tracking_uri=store))
     model = ModelConfig(layers=1, heads=2, width=16, context_length=32)
-    return TrainConfig(
+    return TrainConfig.of(
         data=str(folder / "tokens"), model=model, global_batch=2, micro_batch=2, steps=2, cycle=Cycle(2, 1),
         precision="fp32", device="cpu", mask_books=True,
     )  # fmt: skip
@@ -51,8 +51,8 @@ def own(request: pytest.FixtureRequest, empty_store: Path, tmp_path_factory: pyt
 def test_it_is_trained_generated_from_and_exported_without_its_data(
     own: TrainConfig, tmp_path: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:
-    data = Path(shutil.copytree(own.data, tmp_path / "tokens"))
-    trainer = Trainer(replace(own, data=str(data)), checkpoints=tmp_path / "run" / "checkpoints")
+    data = Path(shutil.copytree(own.dataset.data, tmp_path / "tokens"))
+    trainer = Trainer(own.replace(data=str(data)), checkpoints=tmp_path / "run" / "checkpoints")
     result = trainer.run()
     assert closing_sample(trainer, result)
     assert result.val_bits_per_byte
@@ -80,15 +80,15 @@ def test_it_is_trained_generated_from_and_exported_without_its_data(
 
 
 def test_the_models_vocabulary_follows_the_data_and_any_other_is_refused(own: TrainConfig, tmp_path: Path) -> None:
-    manifest = read_manifest(own.data)
+    manifest = read_manifest(own.dataset.data)
     plan = RunPlan.new(own, RunFolder(tmp_path))
     assert (plan.requested.gpt2_config.vocab_size, plan.requested.gpt2_config.padded_vocab_size) == (600, 640)
     assert match_tokenizer(plan.requested, manifest) == plan.requested
-    unpadded = replace(own, model=replace(own.model, padded_vocab_size=50257))
+    unpadded = own.replace(model=replace(own.model, padded_vocab_size=50257))
     assert match_tokenizer(unpadded, manifest).gpt2_config.padded_vocab_size == 600
     for words in ("edu-3m", "tiny,vocab_size=599", "tiny,vocab_size=601"):
         with pytest.raises(UserError, match=r"600 token ids .* vocab_size=600,padded_vocab_size=640"):
-            RunPlan.new(replace(own, model=parse_model(words)), RunFolder(tmp_path))
+            RunPlan.new(own.replace(model=parse_model(words)), RunFolder(tmp_path))
 
 
 def test_the_size_of_the_small_model_with_its_own_vocabulary() -> None:
@@ -101,12 +101,12 @@ def test_the_size_of_the_small_model_with_its_own_vocabulary() -> None:
 def test_a_run_on_it_is_resumed(own: TrainConfig, tmp_path: Path) -> None:
     """The run's settings name no tokenizer, and its checkpoint holds the model that followed from the data."""
     home = RunFolder(tmp_path / "one")
-    straight = Trainer(replace(own, steps=3))
+    straight = Trainer(own.replace(steps=3))
     whole = straight.run()
     home.path.mkdir()
     write_json(home.config, own.to_json())
-    assert Trainer(replace(own, steps=3), checkpoints=home.checkpoints, should_stop=lambda: True).run().steps == 1
-    plan = RunPlan.continued(replace(own, steps=3), "one", str(tmp_path))
+    assert Trainer(own.replace(steps=3), checkpoints=home.checkpoints, should_stop=lambda: True).run().steps == 1
+    plan = RunPlan.continued(own.replace(steps=3), "one", str(tmp_path))
     assert plan.progress
     assert plan.progress.step == 1
     assert plan.requested.model.vocab_size == 600

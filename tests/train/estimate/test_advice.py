@@ -1,6 +1,5 @@
 """Single changes that save memory: golden for GPT-2, and what holds for every config."""
 
-from dataclasses import replace
 from typing import Any
 
 import pytest
@@ -20,7 +19,7 @@ def singles(config: TrainConfig) -> list[MemorySaving]:
 
 
 def test_the_cheapest_change_comes_first() -> None:
-    config = resolve(TrainConfig(global_batch=64, micro_batch=32, **NAMED), A100)
+    config = resolve(TrainConfig.of(global_batch=64, micro_batch=32, **NAMED), A100)
     assert [change.text for change in singles(config)] == [
         "--loss fused", *(f"--micro-batch {size}" for size in (16, 8, 4, 2, 1)),
         *(f"--checkpointing {kind}" for kind in ("selective", "alternate", "full")),
@@ -30,8 +29,8 @@ def test_the_cheapest_change_comes_first() -> None:
         hardware_flops(config.gpt2_config, recomputed=12) / palm_flops(config.gpt2_config) - 1
     )
     assert full.cost.startswith("24%")
-    assert full.peak == predict_peak(replace(config, checkpointing="full")).total
-    each = resolve(TrainConfig(global_batch=64, micro_batch=8, workers=4, **NAMED), A100)
+    assert full.peak == predict_peak(config.replace(checkpointing="full")).total
+    each = resolve(TrainConfig.of(global_batch=64, micro_batch=8, workers=4, **NAMED), A100)
     costs = {change.text: change.cost for change in find_memory_savings(each)}
     assert "in 16 micro-batches instead of 2" in costs["--micro-batch 1"], "those of each worker"
 
@@ -54,8 +53,8 @@ def test_the_cheapest_change_comes_first() -> None:
 def test_what_can_be_changed_saves_memory_and_is_sorted_by_its_cost(
     changes: dict[str, Any], offered: str, left_out: str
 ) -> None:
-    config = TrainConfig(global_batch=64, micro_batch=16, **NAMED)
-    config = resolve(replace(config, **changes), cpu_info() if "device" in changes else A100)
+    config = TrainConfig.of(global_batch=64, micro_batch=16, **NAMED)
+    config = resolve(config.replace(**changes), cpu_info() if "device" in changes else A100)
     found = singles(config)
     flags = [change.text for change in found]
     assert offered in flags
@@ -66,7 +65,7 @@ def test_what_can_be_changed_saves_memory_and_is_sorted_by_its_cost(
 
 
 def test_combinations_come_after_single_changes_and_keep_the_largest_batch() -> None:
-    config = resolve(TrainConfig(global_batch=4, micro_batch=4, **NAMED), A100)
+    config = resolve(TrainConfig.of(global_batch=4, micro_batch=4, **NAMED), A100)
     found = find_memory_savings(config)
     assert [len(change.flags) > 1 for change in found] == sorted(len(change.flags) > 1 for change in found)
     combined = [change.text for change in found if len(change.flags) > 1]

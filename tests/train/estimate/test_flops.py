@@ -39,9 +39,9 @@ def test_palm_is_what_torch_counts(small_model: ModelConfig) -> None:
 
 
 def test_every_second_block_is_computed_again_from_the_first_on() -> None:
-    config = TrainConfig(model=replace(GPT2, layers=5))
+    config = TrainConfig.of(model=replace(GPT2, layers=5))
     for checkpointing, blocks in (("none", 0), ("selective", 0), ("alternate", 3), ("full", 5)):
-        assert flops.recomputed_blocks(replace(config, checkpointing=checkpointing)) == blocks
+        assert flops.recomputed_blocks(config.replace(checkpointing=checkpointing)) == blocks
 
 
 def test_utilisation_is_of_all_devices_and_none_of_unknown_ones(small_model: ModelConfig) -> None:
@@ -53,7 +53,7 @@ def test_utilisation_is_of_all_devices_and_none_of_unknown_ones(small_model: Mod
 def test_every_formula_counts_what_its_name_says() -> None:
     """GPT-2 124M: 6 x 123.57M and attention at 1,024 tokens, all of it or half, or 6 x 124.44M parameters."""
     assert flops.matmul_parameters(GPT2) == pytest.approx(123.57e6, rel=1e-4)
-    counted = {formula.name: formula.flops for formula in flops.formulas(TrainConfig(model=GPT2))}
+    counted = {formula.name: formula.flops for formula in flops.formulas(TrainConfig.of(model=GPT2))}
     assert counted == pytest.approx(
         {"PaLM": 854.67e6, "causal": 798.04e6, "6N": 746.86e6, "hardware, checkpointed": 1062.29e6}, rel=1e-4
     )
@@ -62,7 +62,7 @@ def test_every_formula_counts_what_its_name_says() -> None:
 def test_a_run_is_compared_with_the_measured_matmul_rate(
     small_shards: Path, small_model: ModelConfig, place: StorageDir
 ) -> None:
-    config = TrainConfig(
+    config = TrainConfig.of(
         data=str(small_shards), model=small_model, micro_batch=4, global_batch=4, steps=8, device="cpu",
         precision="fp32", compile="off", loss="plain",
     )  # fmt: skip
@@ -73,7 +73,7 @@ def test_a_run_is_compared_with_the_measured_matmul_rate(
     beside = flops.with_matmul_efficiency(result, config, place)
     assert result.flops_per_second
     assert beside.matmul_utilisation == pytest.approx(result.flops_per_second / 1e12)
-    two = flops.with_matmul_efficiency(result, replace(config, workers=2, micro_batch=2), place)
+    two = flops.with_matmul_efficiency(result, config.replace(workers=2, micro_batch=2), place)
     assert two.matmul_utilisation == pytest.approx(result.flops_per_second / 2e12), "each worker has such a device"
     elsewhere = doctor | {"machine": "w2"}
     rates = {"machine": "w3", "device": result.device, "matmul": {"fp32": 2e12}}

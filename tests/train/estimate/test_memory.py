@@ -34,7 +34,7 @@ MODEL = replace(PRESETS["small"], layers=2, context_length=256, vocab_size=8000,
 WIDE_HEAD = replace(MODEL, layers=1, context_length=16, vocab_size=20000, padded_vocab_size=20000)
 """Its peak is where the embeddings' gradient meets the head's."""
 RECORD = Path(__file__).parents[2] / "benchmarks" / "records" / "memory-cuda.json"
-BASE = TrainConfig(
+BASE = TrainConfig.of(
     model=MODEL, micro_batch=4, global_batch=4, precision="fp32", attention="sdpa", compile="off", loss="plain",
     device="cpu", steps=1,
 )  # fmt: skip
@@ -42,25 +42,25 @@ BASE = TrainConfig(
 
 def tracked_peak(config: TrainConfig) -> int:
     """Bytes at the peak of two steps of the loop's arithmetic, counted tensor by tensor."""
-    stream = torch.bfloat16 if config.precision == "bf16-activations" else None
+    stream = torch.bfloat16 if config.execution.precision == "bf16-activations" else None
     with FakeTensorMode():
         model = GPT(
             config.gpt2_config,
-            attention=ATTENTION[config.attention],
-            checkpointing=config.checkpointing,
+            attention=ATTENTION[config.execution.attention],
+            checkpointing=config.execution.checkpointing,
             activations=stream,
         )
         optimizer = make_optimizer(model, config)
         tracker = MemTracker()
         tracker.track_external(model, optimizer)
-        shape = (config.micro_batch, config.model.context_length + 1)
+        shape = (config.batch.micro_batch, config.model.context_length + 1)
         with tracker:
             for _ in range(2):
-                for _ in range(config.accumulation):
+                for _ in range(config.batch.accumulation):
                     batch = torch.zeros(shape, dtype=torch.int64)
-                    with torch.autocast("cpu", torch.bfloat16, enabled=config.precision == "bf16"):
+                    with torch.autocast("cpu", torch.bfloat16, enabled=config.execution.precision == "bf16"):
                         loss = model(batch[:, :-1], batch[:, 1:])
-                    (loss / config.accumulation).backward()
+                    (loss / config.batch.accumulation).backward()
                     del loss
                     tracker.reset_mod_stats()
                 nn.utils.clip_grad_norm_(model.parameters(), 1.0)
@@ -87,14 +87,14 @@ def tracked_peak(config: TrainConfig) -> int:
     ids=lambda changes: " ".join(changes) or "fp32",
 )
 def test_the_formula_agrees_with_the_tracker(changes: dict[str, Any]) -> None:
-    config = replace(BASE, **changes)
+    config = BASE.replace(**changes)
     assert predict_peak(config).allocated == pytest.approx(tracked_peak(config), rel=0.03)
 
 
 def test_gpt2_at_any_batch_is_what_the_tracker_found() -> None:
     """1.621 + 0.897 GiB a sequence: bf16 autocast, eager, AdamW, without accumulation."""
     for size in (1, 8, 64):
-        config = TrainConfig(
+        config = TrainConfig.of(
             micro_batch=size, global_batch=size, precision="bf16", attention="sdpa", compile="off", loss="plain",
             device="cpu", steps=1,
         )  # fmt: skip
@@ -107,9 +107,9 @@ LAYER = ModelConfig(layers=1, heads=2, width=128, context_length=256, vocab_size
 
 def allocated_peak(config: TrainConfig, trace: Path) -> int:
     """Bytes at the peak of a forward and backward pass, beside the weights, by the count of torch's CPU allocator."""
-    model = GPT(config.gpt2_config, loss_chunks=config.loss_chunks)
+    model = GPT(config.gpt2_config, loss_chunks=config.execution.loss_chunks)
     forward = compile_model(model, config)
-    batch = torch.zeros((config.micro_batch, config.model.context_length + 1), dtype=torch.int64)
+    batch = torch.zeros((config.batch.micro_batch, config.model.context_length + 1), dtype=torch.int64)
     for last in (False, False, True):  # the first two compile
         model.zero_grad()
         with profile(activities=[ProfilerActivity.CPU], profile_memory=True) if last else nullcontext() as profiler:
@@ -124,7 +124,7 @@ def allocated_peak(config: TrainConfig, trace: Path) -> int:
 
 @pytest.mark.parametrize(("compile", "chunks"), [("off", 8), pytest.param("whole", 1, marks=pytest.mark.slow)])
 def test_the_formula_agrees_with_the_allocator(compile: Compile, chunks: int, tmp_path: Path) -> None:
-    config = replace(BASE, model=LAYER, compile=compile, loss_chunks=chunks)
+    config = BASE.replace(model=LAYER, compile=compile, loss_chunks=chunks)
     found = predict_peak(config)
     predicted = found.allocated - found.weights - found.optimizer
     assert predicted == pytest.approx(allocated_peak(config, tmp_path / "trace.json"), rel=0.05)
@@ -134,7 +134,7 @@ def test_the_formula_agrees_with_what_a_gpu_allocated() -> None:
     """In every step of ``make bench-memory-cuda``."""
     for row in json.loads(RECORD.read_text())["rows"]:
         size = row["micro_batch"]
-        config = TrainConfig(
+        config = TrainConfig.of(
             model=replace(parse_model(row["model"]), context_length=row["context"]), micro_batch=size,
             global_batch=size * row["accumulation"], precision=row["precision"], compile=row["compile"],
             loss=row["loss"], attention="flash", device="cuda", steps=4,
@@ -154,21 +154,21 @@ def test_two_probes_take_over_what_no_formula_knows() -> None:
 
 
 def test_the_largest_micro_batch_fits_and_the_next_does_not() -> None:
-    config = TrainConfig(
+    config = TrainConfig.of(
         precision="bf16", attention="flash", device="cuda", micro_batch=1, compile="off", loss="plain", steps=1
     )
     limit = 40 * 10**9
     size = largest_micro_batch(config, limit)
     assert size is not None
-    fitted = replace(config, micro_batch=size)
+    fitted = config.replace(micro_batch=size)
     assert predict_peak(fitted).total + 0.03 * predict_peak(fitted).allocated <= limit, "what the allocator may reserve"
     larger = min(n for n in divisors(480) if n > size)
-    least = peak_with_margin(replace(config, micro_batch=larger))
+    least = peak_with_margin(config.replace(micro_batch=larger))
     assert least > limit
     assert (largest_micro_batch(config, least), largest_micro_batch(config, least - 1)) == (larger, size)
     assert largest_micro_batch(config, 10**9) is None
     assert size <= largest_unconstrained_micro_batch(fitted, limit) < larger
-    assert largest_unconstrained_micro_batch(replace(config, loss_chunks=15, micro_batch=15), limit) % 15 == 0, (
+    assert largest_unconstrained_micro_batch(config.replace(loss_chunks=15, micro_batch=15), limit) % 15 == 0, (
         "pieces divide the tokens"
     )
     assert largest_unconstrained_micro_batch(fitted, 10**9) == 0
@@ -176,16 +176,16 @@ def test_the_largest_micro_batch_fits_and_the_next_does_not() -> None:
 
 def test_a_fused_loss_in_bf16_is_computed_from_a_copy_in_fp32() -> None:
     """Of a piece of 2,048 tokens; CUDA's kernel for fp16 needs none, nor does compiled code."""
-    config = TrainConfig(
+    config = TrainConfig.of(
         loss="fused", precision="bf16", attention="flash", device="cuda", micro_batch=16, compile="off"
     )
-    loss = {precision: predict_peak(replace(config, precision=precision)).logits for precision in ("bf16", "fp16")}
+    loss = {precision: predict_peak(config.replace(precision=precision)).logits for precision in ("bf16", "fp16")}
     assert loss["bf16"] - loss["fp16"] == 2048 * 50304 * 4
-    assert predict_peak(replace(config, compile="whole")).logits < loss["fp16"]
+    assert predict_peak(config.replace(compile="whole")).logits < loss["fp16"]
 
 
 def test_what_saves_memory_saves_memory() -> None:
-    config = TrainConfig(
+    config = TrainConfig.of(
         precision="bf16", attention="flash", device="cuda", micro_batch=16, compile="off", loss="plain", steps=1
     )
     plain = predict_peak(config).total
@@ -197,12 +197,12 @@ def test_what_saves_memory_saves_memory() -> None:
         {"optimizer": "adamw-8bit"},
         {"precision": "bf16-activations"},
     ):
-        assert predict_peak(replace(config, **changes)).total < plain, changes
+        assert predict_peak(config.replace(**changes)).total < plain, changes
 
 
 @pytest.mark.parametrize("tied", [True, False])
 def test_weights_and_optimizer_are_those_of_a_real_one(tied: bool) -> None:
-    config = replace(BASE, model=replace(MODEL, tied=tied))
+    config = BASE.replace(model=replace(MODEL, tied=tied))
     model = GPT(config.gpt2_config)
     optimizer = make_optimizer(model, config)
     for parameter in model.parameters():
@@ -224,7 +224,7 @@ def test_two_probes_predict_reserved_memory_of_other_batches_within_3_percent(
     model = replace(PRESETS["gpt2-124m"], layers=4)
 
     def measured(size: int) -> tuple[float, float]:
-        config = TrainConfig(
+        config = TrainConfig.of(
             data=str(small_shards), model=model, micro_batch=size, global_batch=size, precision="bf16",
             attention="flash", compile=compiled, loss="plain", device="cuda", steps=4,
         )  # fmt: skip
@@ -247,9 +247,9 @@ def test_sharded_workers_each_hold_their_part(workers: int) -> None:
 
     Copies on each worker (DDP) take as much as one worker alone.
     """
-    alone = replace(BASE, compile="blocks", device="cuda", precision="bf16", global_batch=16, allocator="expandable")
+    alone = BASE.replace(compile="blocks", device="cuda", precision="bf16", global_batch=16, allocator="expandable")
     copied, sharded = (
-        replace(alone, workers=workers, global_batch=16 * workers, shard=shard) for shard in (False, True)
+        alone.replace(workers=workers, global_batch=16 * workers, shard=shard) for shard in (False, True)
     )
     one, copy, shard = map(predict_peak, (alone, copied, sharded))
     parameters = parameter_count(MODEL)

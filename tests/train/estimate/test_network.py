@@ -2,7 +2,6 @@
 
 import json
 import re
-from dataclasses import replace
 from pathlib import Path
 
 import pytest
@@ -12,7 +11,7 @@ from train.config import TrainConfig
 from train.estimate.network import network_rows, step_exchange
 from train.model_config import PRESETS
 
-CONFIG = TrainConfig(
+CONFIG = TrainConfig.of(
     model=PRESETS["gpt2-124m"], workers=8, micro_batch=32, global_batch=512, precision="bf16", device="cuda"
 )
 PARAMETERS = 124_475_904
@@ -31,8 +30,8 @@ def saved(file: Path, rate: float) -> str:
 def test_gradients_cross_the_bus_twice_per_step_and_weights_with_every_micro_batch() -> None:
     """Of 498 MB 7/8 cross each time: gradients twice; with FSDP and two micro-batches weights four times."""
     assert step_exchange(CONFIG).bytes == pytest.approx(2 * 7 / 8 * 4 * PARAMETERS)
-    assert step_exchange(replace(CONFIG, shard=True)).bytes == pytest.approx((4 + 1) * 7 / 8 * 4 * PARAMETERS)
-    assert step_exchange(replace(CONFIG, workers=2)).bytes == pytest.approx(4 * PARAMETERS)
+    assert step_exchange(CONFIG.replace(shard=True)).bytes == pytest.approx((4 + 1) * 7 / 8 * 4 * PARAMETERS)
+    assert step_exchange(CONFIG.replace(workers=2)).bytes == pytest.approx(4 * PARAMETERS)
 
 
 def test_the_verdict_follows_from_what_was_measured(tmp_path: Path) -> None:
@@ -47,7 +46,7 @@ def test_the_verdict_follows_from_what_was_measured(tmp_path: Path) -> None:
     assert re.findall(r"[\d.]+", slow["verdict"]) == ["0.811", "5.52"]
     fast = dict(network_rows(CONFIG, saved(tmp_path / "doctor.json", 400e9)))
     assert fast["verdict"].startswith("not network-bound")
-    sharded = dict(network_rows(replace(CONFIG, shard=True), str(tmp_path / "doctor.json")))
+    sharded = dict(network_rows(CONFIG.replace(shard=True), str(tmp_path / "doctor.json")))
     assert sharded["verdict"].startswith("not network-bound")
 
 

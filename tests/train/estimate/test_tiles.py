@@ -12,19 +12,19 @@ from train.estimate.tiles import TILE, products, warnings
 from train.model_config import PRESETS
 
 BATCH = ("micro_batch", "global_batch", "precision")
-GPT2 = TrainConfig(model=PRESETS["gpt2-124m"], device="cuda", precision="bf16", micro_batch=32, global_batch=32)
+GPT2 = TrainConfig.of(model=PRESETS["gpt2-124m"], device="cuda", precision="bf16", micro_batch=32, global_batch=32)
 
 
 def test_a_product_that_fills_its_tiles_and_waves_wastes_nothing() -> None:
     model = replace(GPT2.model, width=2 * TILE[1], heads=8, padded_vocab_size=200 * TILE[1], context_length=TILE[0])
-    whole = products(replace(GPT2, model=model, micro_batch=54, global_batch=54), 108)
+    whole = products(GPT2.replace(model=model, micro_batch=54, global_batch=54), 108)
     assert [product.tiles for product in whole] == [0, 0, 0, 0]
     assert [product.waves for product in whole] == [0, 0, 0, 0]
 
 
 def test_a_row_too_many_costs_a_row_of_tiles_and_a_tile_too_many_a_wave() -> None:
     model = replace(GPT2.model, width=TILE[1], heads=8, padded_vocab_size=200 * TILE[1], context_length=1)
-    config = replace(GPT2, model=model, micro_batch=TILE[0] + 1, global_batch=TILE[0] + 1)
+    config = GPT2.replace(model=model, micro_batch=TILE[0] + 1, global_batch=TILE[0] + 1)
     *_, head = products(config, 100)
     assert head.tiles == pytest.approx(1 - 129 / 256)
     assert head.waves == 0
@@ -35,7 +35,7 @@ def test_a_row_too_many_costs_a_row_of_tiles_and_a_tile_too_many_a_wave() -> Non
 def test_sizes_off_the_tensor_cores_multiples_are_warned_of() -> None:
     def warned(**changes: Any) -> str:
         model = replace(GPT2.model, **{name: changes.pop(name) for name in [*changes] if name not in BATCH})
-        return " ".join(warnings(replace(GPT2, **changes, model=model), 108))
+        return " ".join(warnings(GPT2.replace(**changes, model=model), 108))
 
     assert warned() == ""
     assert {*re.findall("50,257|padded_vocab_size=50304", warned(padded_vocab_size=50257))} == {
@@ -48,7 +48,7 @@ def test_sizes_off_the_tensor_cores_multiples_are_warned_of() -> None:
     assert "tensor cores" not in warned(width=780, precision="fp32"), "which it does not use"
     few = {"micro_batch": 1, "global_batch": 1}
     assert "an incomplete wave" in warned(context_length=128, **few)
-    assert ("multiprocessors", "108") in tile_rows(replace(GPT2, **few))
+    assert ("multiprocessors", "108") in tile_rows(GPT2.replace(**few))
     assert "(192 x 768) wastes 96%: 25% " in warned(context_length=192, **few)
 
 

@@ -31,7 +31,7 @@ pytestmark = pytest.mark.usefixtures("working_folder")
 @pytest.fixture
 def config(small_shards: Path, small_model: ModelConfig) -> TrainConfig:
     """As it is resolved."""
-    return TrainConfig(
+    return TrainConfig.of(
         data=str(small_shards), model=small_model, global_batch=8, micro_batch=8, precision="fp32", attention="sdpa",
         compile="off", loss="plain", allocator="default", device="cpu",
     )  # fmt: skip
@@ -39,7 +39,7 @@ def config(small_shards: Path, small_model: ModelConfig) -> TrainConfig:
 
 @pytest.fixture
 def run(config: TrainConfig, tmp_path: Path) -> RunPlan:
-    return RunPlan(replace(config, micro_batch=AUTO), read_manifest(config.data), RunFolder(tmp_path / "one"))
+    return RunPlan(config.replace(micro_batch=AUTO), read_manifest(config.dataset.data), RunFolder(tmp_path / "one"))
 
 
 class Worker:
@@ -67,7 +67,10 @@ def test_a_worker_is_told_what_its_run_is(run: RunPlan, config: TrainConfig, wor
         step=7, position=56, reported=5, elapsed=2.0, data_fingerprint="", tokenizer_sha256="", config={}
     )
     continued = replace(
-        run, progress=progress, memory_limit=5 * 10**9, requested=replace(run.requested, micro_batch=config.micro_batch)
+        run,
+        progress=progress,
+        memory_limit=5 * 10**9,
+        requested=run.requested.replace(micro_batch=config.batch.micro_batch),
     )
     with Tracker(create_run("train", "one")) as tracker:
         launch(run, config, tracker)
@@ -116,7 +119,7 @@ def test_a_result_is_recorded_as_that_of_the_micro_batch_that_fitted(
 ) -> None:
     """After two that did not: in the folder, in MLflow, and with the memory that is predicted of it and its limit."""
     worker.returned = WorkerResult(make_result(too_large=(8, 4), outcome="interrupted"))
-    fitted = replace(config, micro_batch=2)
+    fitted = config.replace(micro_batch=2)
     with Tracker(create_run("train", "one")) as tracker:
         result = train_and_record(replace(run, memory_limit=3 * 10**9), config, tracker)
     kept: dict[str, Any] = json.loads(run.run_folder.result.read_text())

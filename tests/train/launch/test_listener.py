@@ -42,12 +42,12 @@ class Recorded:
 
 @pytest.fixture
 def config(small_shards: Path, small_model: ModelConfig) -> TrainConfig:
-    return TrainConfig(data=str(small_shards), model=small_model, micro_batch=4, global_batch=8, time_budget=120.0)
+    return TrainConfig.of(data=str(small_shards), model=small_model, micro_batch=4, global_batch=8, time_budget=120.0)
 
 
 @pytest.fixture
 def run(config: TrainConfig, tmp_path: Path) -> RunPlan:
-    return RunPlan(config, read_manifest(config.data), RunFolder(tmp_path))
+    return RunPlan(config, read_manifest(config.dataset.data), RunFolder(tmp_path))
 
 
 @pytest.fixture

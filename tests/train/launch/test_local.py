@@ -29,7 +29,7 @@ def test_a_run_whose_cycles_cannot_be_recorded_any_longer_is_saved_and_ended(
     monkeypatch.setattr(os, "sched_getaffinity", lambda process: {0})
     torch.set_num_threads(2)
     steps = 20_000
-    config = TrainConfig(
+    config = TrainConfig.of(
         data=str(small_shards), model=small_model, global_batch=1, micro_batch=1, steps=steps, cycle=Cycle(2, 0),
         precision="fp32", device="cpu", compile="off", loss="plain", checkpoint_every=steps,
     )  # fmt: skip

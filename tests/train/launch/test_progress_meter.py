@@ -1,6 +1,5 @@
 """What the live line says of a run: its step, speed, loss and time left."""
 
-from dataclasses import replace
 from pathlib import Path
 
 import pytest
@@ -20,7 +19,7 @@ def manifest(small_shards: Path) -> Manifest:
 @pytest.fixture
 def config(small_model: ModelConfig) -> TrainConfig:
     """Its steps have 320 tokens."""
-    return TrainConfig(model=small_model, micro_batch=10, global_batch=10, steps=100, device="cpu")
+    return TrainConfig.of(model=small_model, micro_batch=10, global_batch=10, steps=100, device="cpu")
 
 
 class Clock:
@@ -62,7 +61,7 @@ def test_the_speed_is_that_of_the_last_seconds_or_of_the_last_steps(config: Trai
 def test_a_time_budget_is_what_is_left_of_it(
     config: TrainConfig, manifest: Manifest, spent: float, known: float, left: str
 ) -> None:
-    pace = ProgressMeter(replace(config, steps=None, time_budget=100.0), manifest, clock := Clock(), spent)
+    pace = ProgressMeter(config.replace(steps=None, time_budget=100.0), manifest, clock := Clock(), spent)
     pace.describe(TRAINING, 1)
     if known:
         pace.cycle({"train_loss": 5.0, "elapsed": known})
@@ -73,6 +72,6 @@ def test_a_time_budget_is_what_is_left_of_it(
 
 
 def test_without_an_end_the_run_is_an_epoch(config: TrainConfig, manifest: Manifest) -> None:
-    assert ProgressMeter(replace(config, steps=None), manifest).total == manifest.splits["train"]["tokens"] // 320
-    large = replace(config, steps=None, micro_batch=100_000, global_batch=100_000)
+    assert ProgressMeter(config.replace(steps=None), manifest).total == manifest.splits["train"]["tokens"] // 320
+    large = config.replace(steps=None, micro_batch=100_000, global_batch=100_000)
     assert ProgressMeter(large, manifest).total == 1, "a step that is larger than an epoch is one all the same"

@@ -42,7 +42,7 @@ def home(tmp_path: Path) -> RunFolder:
 
 @pytest.fixture
 def config(small_shards: Path, small_model: ModelConfig) -> TrainConfig:
-    return TrainConfig(
+    return TrainConfig.of(
         data=str(small_shards), model=small_model, global_batch=4, micro_batch=4, steps=12, cycle=Cycle(5, 1),
         precision="fp32", device="cpu", checkpoint_every=7,
     )  # fmt: skip
@@ -81,7 +81,7 @@ def train(home: RunFolder, config: TrainConfig, resume: Path | None, told: Told 
 
 
 def assigned(home: RunFolder, config: TrainConfig, step: int = 0) -> WorkerJob:
-    return WorkerJob(config, home.run_dir, read_manifest(config.data).fingerprint, step)
+    return WorkerJob(config, home.run_dir, read_manifest(config.dataset.data).fingerprint, step)
 
 
 def cycles(home: RunFolder) -> list[dict[str, Any]]:
@@ -100,7 +100,7 @@ def test_a_resumed_run_reads_its_checkpoint_once_to_check_it(
     home: RunFolder, config: TrainConfig, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """The driver and the worker are one process; a file that has changed is looked at again."""
-    train(home, replace(config, steps=7, schedule="constant"), None)
+    train(home, config.replace(steps=7, schedule="constant"), None)
     write_json(home.config, config.to_json())
     progress._checksums.clear()
     checked: list[str] = []
@@ -116,7 +116,7 @@ def test_a_resumed_run_reads_its_checkpoint_once_to_check_it(
             found,
             None,
         )
-        assert train(home, replace(config, schedule="constant"), found).steps == 12
+        assert train(home, config.replace(schedule="constant"), found).steps == 12
     assert sorted(checked) == ["model.safetensors", "state.pt"]
     os.utime(found / "state.pt", ns=(1, 1))
     assert progress.find_damage(found) is None
@@ -125,8 +125,8 @@ def test_a_resumed_run_reads_its_checkpoint_once_to_check_it(
 
 def test_a_worker_that_begins_again_repeats_no_cycle(home: RunFolder, config: TrainConfig) -> None:
     """It was killed behind a report that its checkpoint does not know, and behind half of another."""
-    train(home, replace(config, steps=7, schedule="constant"), None)
-    config = replace(config, schedule="constant")
+    train(home, config.replace(steps=7, schedule="constant"), None)
+    config = config.replace(schedule="constant")
     before = home.cycles.read_text()
     assert [cycle["step"] for cycle in cycles(home)] == [5, 7]
     with home.cycles.open("a") as log:
@@ -157,14 +157,14 @@ def room_for_two(monkeypatch: pytest.MonkeyPatch) -> None:
 @pytest.mark.usefixtures("room_for_two")
 def test_a_micro_batch_that_nobody_gave_is_made_smaller_until_it_fits(home: RunFolder, config: TrainConfig) -> None:
     """And the run is that of the size which fits: the same losses, bit for bit, of the same global batch."""
-    config = replace(config, global_batch=8, micro_batch=8, compile="off", loss="plain")
+    config = config.replace(global_batch=8, micro_batch=8, compile="off", loss="plain")
     told = Told()
     result = worker.train_with_retries(home, config, None, cast(DriverConnection, told), tries_smaller=True)
     assert (result.outcome, result.steps, result.too_large) == ("finished", 12, (8, 4))
     assert [size for size, _ in told.failed] == [8, 4]
     assert "out of memory in the forward pass of step 1" in told.failed[0][1]
     assert [cycle["step"] for cycle in cycles(home)] == told.sent == [5, 10, 12]
-    straight = Trainer(replace(config, micro_batch=2))
+    straight = Trainer(config.replace(micro_batch=2))
     straight.run()
     assert [c["step_losses"] for c in cycles(home)] == [report.step_losses for report in straight.times.reports]
     kept = newest(home.checkpoints)
@@ -172,7 +172,7 @@ def test_a_micro_batch_that_nobody_gave_is_made_smaller_until_it_fits(home: RunF
     assert progress.read_progress(kept).config["micro_batch"] == 2, "with which it is continued"
     driver = next_smaller_micro_batch(config, result.too_large)
     assert driver
-    assert driver.micro_batch == 2
+    assert driver.batch.micro_batch == 2
 
 
 @pytest.mark.usefixtures("room_for_two")
@@ -230,11 +230,11 @@ def test_a_worker_ends_when_its_driver_says_so(home: RunFolder, config: TrainCon
 
 def test_a_model_that_cannot_be_built_is_a_result_that_names_the_machine(home: RunFolder, config: TrainConfig) -> None:
     """Of one worker; one of several ends them all, and is told apart when Ray has started them again."""
-    vast = replace(config, model=replace(config.model, padded_vocab_size=2**31, width=2**19))
+    vast = config.replace(model=replace(config.model, padded_vocab_size=2**31, width=2**19))
     result = train(home, vast, None)
     assert (result.outcome, result.machine, result.checkpoint) == ("oom", socket.gethostname(), None)
     assert result.shortage
-    train(home, replace(config, steps=7, schedule="constant"), None)
+    train(home, config.replace(steps=7, schedule="constant"), None)
     told = worker.with_checkpoint(result, home)
     assert told == replace(result, checkpoint=str(home.checkpoints / "step-00000007"))
 
@@ -243,7 +243,7 @@ def test_energy_is_told_for_the_steps_after_the_first(
     config: TrainConfig, make_result: Callable[..., RunResult]
 ) -> None:
     """A card that draws 500 W; the loop began at second 10, and its first step took 5 s."""
-    config = replace(config, steps=9)
+    config = config.replace(steps=9)
     trainer, watched = Trainer(config), Telemetry(lambda second, metrics: None)
     trainer.started = 10.0
     with watched:
@@ -267,7 +267,7 @@ def test_a_result_has_what_the_machine_did_after_the_first_step(home: RunFolder,
         watched._points = [(-math.inf, {"system/gpu_sm_clock_mhz": [1000.0, 1]})]
         watched._points += [(math.inf, {"system/gpu_sm_clock_mhz": [3000.0, 2]})]
         result = worker.train_with_retries(
-            home, replace(config, steps=2), None, cast(DriverConnection, Told()), telemetry=watched
+            home, config.replace(steps=2), None, cast(DriverConnection, Told()), telemetry=watched
         )
     assert result.telemetry["system/gpu_sm_clock_mhz"] == 1500.0
 
@@ -278,7 +278,7 @@ def test_a_worker_refuses_data_that_its_driver_did_not_see(config: TrainConfig, 
     with pytest.raises(UserError, match="and on the driver's machine 0000"):
         worker.load_data(replace(known, fingerprint="0" * 64))
     with pytest.raises(UserError, match=r"absent is not on .*, where Ray placed the worker: give object storage"):
-        worker.load_data(replace(known, config=replace(config, data=str(tmp_path / "absent"))))
+        worker.load_data(replace(known, config=config.replace(data=str(tmp_path / "absent"))))
 
 
 @pytest.mark.parametrize("workers", [1, 2])
@@ -287,7 +287,7 @@ def test_energy_is_of_this_workers_share_of_the_tokens(
 ) -> None:
     """Its own GPU alone is watched: it draws 500 W for 20 s, in which each of two workers trains half of the tokens."""
     trainer, watched = Trainer(config), Telemetry(lambda second, metrics: None)
-    trainer.config = replace(config, workers=workers, micro_batch=2)
+    trainer.config = config.replace(workers=workers, micro_batch=2)
     trainer.started = 0.0
     with watched:
         for second in range(60):
@@ -310,7 +310,7 @@ def test_every_size_that_is_tried_has_the_limit(
             limits.append(self.limit and self.limit.size)
 
     monkeypatch.setattr(worker, "Trainer", Watched)
-    config = replace(config, global_batch=4, micro_batch=4, compile="off", loss="plain")
+    config = config.replace(global_batch=4, micro_batch=4, compile="off", loss="plain")
     limit = MemoryLimit.apply(10**6, "cpu")
     result = worker.train_with_retries(home, config, None, cast(DriverConnection, Told()), limit, tries_smaller=True)
     assert (result.outcome, result.too_large, limits) == ("over_limit", (4, 2), [10**6] * 3)

@@ -1,7 +1,5 @@
 """A cycle's numbers: each is of the steps, the time and the tokens that it says it is of."""
 
-from dataclasses import replace
-
 import pytest
 import torch
 
@@ -12,7 +10,7 @@ from train.model_config import ModelConfig
 from train.models.parallel import Workers
 
 CPU = torch.device("cpu")
-CONFIG = TrainConfig(
+CONFIG = TrainConfig.of(
     model=ModelConfig(layers=1, heads=1, width=16, context_length=10), global_batch=4, micro_batch=2,
     cycle=Cycle(5, 2),
 )  # fmt: skip
@@ -36,7 +34,7 @@ def cycle() -> RunningCycle:
         batch_waits=[(100.0, 100.25), (101.0, 101.0), (103.0, 103.125), (104.0, 104.0)],
         val_losses=torch.tensor([2.0, 4.0, 6.0, 2.0, 4.0, 3.0]), val_windows=11,
     )  # fmt: skip
-    close_cycle(made, Workers(replace(CONFIG, workers=1)), CPU)
+    close_cycle(made, Workers(CONFIG.replace(workers=1)), CPU)
     made.end = 108.0
     return made
 
@@ -70,7 +68,7 @@ def test_a_report_times_what_was_done_here(cycle: RunningCycle) -> None:
 def test_validation_is_of_all_workers(cycle: RunningCycle) -> None:
     """Eleven windows are two whole batches of both, and one of three windows between them."""
     cycle.host_values = torch.zeros(5), torch.zeros(()), torch.tensor([2.0, 4.0, 3.0])
-    made = report(cycle, replace(CONFIG, workers=2), MANIFEST, val_tokens=0, elapsed=0.0)
+    made = report(cycle, CONFIG.replace(workers=2), MANIFEST, val_tokens=0, elapsed=0.0)
     assert made.val_tokens == 11 * 10
     assert made.val_loss == pytest.approx(9 / (11 / 4))
 

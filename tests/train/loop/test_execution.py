@@ -28,7 +28,7 @@ def test_a_cpus_large_tensors_are_in_large_pages_unless_told_otherwise(entry: st
         "import resource, torch; from train.config import TrainConfig; from train.loop.execution import "
         "enable_large_pages\n"
         "from train.loop.process import borrowed_process\n"
-        "config = TrainConfig(device='cpu', ablate={})\n"
+        "config = TrainConfig.of(device='cpu', ablate={})\n"
         f"entered = {entry}\n"
         "faults = lambda: resource.getrusage(resource.RUSAGE_SELF).ru_minflt\n"
         "before = faults()\n"
@@ -64,14 +64,14 @@ def test_torch_is_asked_for_the_kind_of_compilation(
         return compile_it(model, **options)
 
     monkeypatch.setattr(torch, "compile", recording)
-    config = resolve(TrainConfig(model=small_model, device="cpu", compile=kind), cpu_info())
+    config = resolve(TrainConfig.of(model=small_model, device="cpu", compile=kind), cpu_info())
     compile_model(build_model(config, torch.device("cpu")), config)
     assert found == [{"dynamic": False} | asked]
 
 
 @pytest.mark.parametrize("ablate", [(), ("collect",)])
 def test_nothing_is_collected_in_a_step_and_all_again_behind_the_run(ablate: tuple[str, ...]) -> None:
-    config = TrainConfig(ablate=ablate, device="cpu")  # type: ignore[arg-type]
+    config = TrainConfig.of(ablate=ablate, device="cpu")  # type: ignore[arg-type]
     with suppress(KeyError), gc_disabled(config):
         assert gc.isenabled() is bool(ablate)
         raise KeyError
@@ -80,7 +80,7 @@ def test_nothing_is_collected_in_a_step_and_all_again_behind_the_run(ablate: tup
 
 def test_the_model_is_asked_as_it_was_trained_and_without_dropout(small_model: ModelConfig, tmp_path: Path) -> None:
     """Within books where it was trained so, also one token at a time."""
-    config = TrainConfig(data=str(tmp_path), model=replace(small_model, dropout=0.5), mask_books=True, micro_batch=4,
+    config = TrainConfig.of(data=str(tmp_path), model=replace(small_model, dropout=0.5), mask_books=True, micro_batch=4,
                     global_batch=4, precision="fp32", device="cpu", attention="sdpa")  # fmt: skip
     trained, asked = build_model(config, torch.device("cpu")), build_inference_model(config)
     asked.load_state_dict(trained.state_dict())
@@ -96,7 +96,7 @@ def test_the_model_is_asked_as_it_was_trained_and_without_dropout(small_model: M
 
 def test_weights_follow_from_the_seed(small_model: ModelConfig) -> None:
     def head(seed: int) -> torch.Tensor:
-        config = TrainConfig(model=small_model, seed=seed, micro_batch=1, global_batch=1, device="cpu")
+        config = TrainConfig.of(model=small_model, seed=seed, micro_batch=1, global_batch=1, device="cpu")
         return build_model(resolve(config, cpu_info()), torch.device("cpu")).head.weight
 
     assert torch.equal(head(3), head(3))
@@ -107,7 +107,7 @@ def test_the_seed_decides_the_weights(small_model: ModelConfig) -> None:
     """Whatever has been drawn before."""
 
     def weights(seed: int) -> bytes:
-        config = resolve(TrainConfig(model=small_model, seed=seed, device="cpu"), cpu_info())
+        config = resolve(TrainConfig.of(model=small_model, seed=seed, device="cpu"), cpu_info())
         return build_model(config, torch.device("cpu")).token_embedding.weight.detach().numpy().tobytes()
 
     found = [weights(seed) for seed in (0, 1, 0, 1)]

@@ -34,7 +34,7 @@ def curve(config: TrainConfig) -> list[float]:
 @pytest.fixture(scope="module")
 def plain(small_shards: Path, small_model: ModelConfig) -> TrainConfig:
     """fp32, everything by the book."""
-    return TrainConfig(
+    return TrainConfig.of(
         data=str(small_shards), model=small_model, micro_batch=8, global_batch=8, precision="fp32", attention="manual",
         optimizer="adamw", learning_rate=3e-3, device="cpu", steps=STEPS, cycle=Cycle(STEPS, 0), keep_checkpoints=0,
     )  # fmt: skip
@@ -69,24 +69,24 @@ def golden(plain: TrainConfig) -> list[float]:
 def test_what_changes_the_execution_keeps_the_curve(
     plain: TrainConfig, golden: list[float], changes: Mapping[str, Any]
 ) -> None:
-    assert curve(replace(plain, **changes)) == pytest.approx(golden, abs=TOLERANCE)
+    assert curve(plain.replace(**changes)) == pytest.approx(golden, abs=TOLERANCE)
 
 
 @pytest.mark.parametrize("kind", ["full", "selective"])
 def test_checkpointing_repeats_the_dropout_of_the_forward_pass(plain: TrainConfig, kind: Any) -> None:
-    dropped = replace(plain, model=replace(plain.model, dropout=0.2))
-    assert curve(replace(dropped, checkpointing=kind)) == pytest.approx(curve(dropped), abs=TOLERANCE)
+    dropped = plain.replace(model=replace(plain.model, dropout=0.2))
+    assert curve(dropped.replace(checkpointing=kind)) == pytest.approx(curve(dropped), abs=TOLERANCE)
 
 
 def test_padding_the_vocabulary_barely_moves_the_curve(plain: TrainConfig, golden: list[float]) -> None:
     """Ids that never occur add exp(0) each to the softmax at the start, until training has silenced them."""
-    exact = curve(replace(plain, model=replace(plain.model, padded_vocab_size=plain.model.vocab_size)))
+    exact = curve(plain.replace(model=replace(plain.model, padded_vocab_size=plain.model.vocab_size)))
     assert exact == pytest.approx(golden, abs=0.3)
 
 
 def test_tying_is_one_matrix_in_two_places(plain: TrainConfig) -> None:
     """As two matrices that start equal and both move by the sum of their gradients, of which autograd knows nothing."""
-    config = replace(plain, clip_norm=0)
+    config = plain.replace(clip_norm=0)
     windows = ShardData(config).windows
     losses: dict[bool, list[float]] = {True: [], False: []}
     for tied, curve in losses.items():
@@ -96,7 +96,7 @@ def test_tying_is_one_matrix_in_two_places(plain: TrainConfig) -> None:
         with torch.no_grad():
             head.copy_(embedding)
         optimizer = make_optimizer(model, config)
-        set_learning_rate(optimizer, config.learning_rate)
+        set_learning_rate(optimizer, config.optimization.learning_rate)
         batches = BatchLoader(windows, micro_batch=8, accumulation=1, position=0, device=torch.device("cpu"))
         for _ in range(STEPS):
             loss = model(*batches.next())
@@ -113,13 +113,13 @@ def test_tying_is_one_matrix_in_two_places(plain: TrainConfig) -> None:
 
 
 def test_untying_changes_the_numerics(plain: TrainConfig, golden: list[float]) -> None:
-    untied = curve(replace(plain, model=replace(plain.model, tied=False)))
+    untied = curve(plain.replace(model=replace(plain.model, tied=False)))
     assert untied != pytest.approx(golden, abs=TOLERANCE)
 
 
 def test_bf16_is_near_fp32_but_not_it(plain: TrainConfig, golden: list[float]) -> None:
     """Also where the CPU emulates it: slower, with the same rounding, which the mean of a loss evens out."""
-    losses = curve(replace(plain, precision="bf16"))
+    losses = curve(plain.replace(precision="bf16"))
     assert losses == pytest.approx(golden, abs=2e-3)
     assert losses != pytest.approx(golden, abs=TOLERANCE / 10)
 
@@ -154,15 +154,15 @@ def on_a_cpu(config: TrainConfig, rung: Rung) -> TrainConfig:
 @pytest.mark.parametrize("suite", SUITES.values(), ids=SUITES)
 def test_a_rung_is_labelled_when_its_curve_is_another(suite: Suite, plain: TrainConfig) -> None:
     """By training: another curve than the baseline's in fp32. A rung with another batch is labelled when it is run."""
-    start = replace(plain, model=ModelConfig(vocab_size=257, padded_vocab_size=320))
-    base = replace(on_a_cpu(start, Rung("base", suite.base)), precision="fp32")
+    start = plain.replace(model=ModelConfig(vocab_size=257, padded_vocab_size=320))
+    base = on_a_cpu(start, Rung("base", suite.base)).replace(precision="fp32")
     expected = curve(base)
     for rung in suite.rungs:
         config = on_a_cpu(base, rung)
         if config == base:  # a batch, or what is compiled
             assert not rung.changes_numerics, rung.name
             continue
-        if config.optimizer in TORCHAO_OPTIMIZERS and not find_spec("torchao"):
+        if config.optimization.optimizer in TORCHAO_OPTIMIZERS and not find_spec("torchao"):
             continue
         with torch.compiler.set_stance("force_eager"):  # torchao's optimizers compile their steps, which takes a minute
             same = curve(config) == pytest.approx(expected, abs=TOLERANCE / 10)  # sums in another order: 2e-6 at most
@@ -180,6 +180,6 @@ def test_a_rung_is_labelled_when_its_curve_is_another(suite: Suite, plain: Train
     ids=lambda changes: " ".join(map(str, changes.values())),
 )  # fmt: skip
 def test_a_gpus_rungs_stay_near_fp32(plain: TrainConfig, changes: Mapping[str, Any]) -> None:
-    wide = replace(plain, device="cuda", model=replace(plain.model, width=64, heads=1))
+    wide = plain.replace(device="cuda", model=replace(plain.model, width=64, heads=1))
     torch._dynamo.reset()
-    assert curve(replace(wide, **changes)) == pytest.approx(curve(wide), abs=0.05)
+    assert curve(wide.replace(**changes)) == pytest.approx(curve(wide), abs=0.05)

@@ -29,7 +29,7 @@ ROOT = Path(__file__).parents[3]
 
 @pytest.fixture
 def config(small_shards: Path, small_model: ModelConfig) -> TrainConfig:
-    return TrainConfig(
+    return TrainConfig.of(
         data=str(small_shards), model=small_model, global_batch=8, micro_batch=4, steps=9, cycle=Cycle(3, 1),
         device="cpu",
     )  # fmt: skip
@@ -138,7 +138,7 @@ def test_a_gpu_is_capped(config: TrainConfig) -> None:
         with pytest.raises(torch.OutOfMemoryError):
             torch.empty(3 * 2**30 - memory_limit.RESERVED_OUTSIDE_ALLOCATOR, dtype=torch.uint8, device=GPU)
         assert not capped.excess_message()
-        result = Trainer(replace(config, device="cuda"), limit=replace(capped, size=10**6)).run()
+        result = Trainer(config.replace(device="cuda"), limit=replace(capped, size=10**6)).run()
         assert (result.outcome, result.steps) == ("over_limit", 3), "asked when a cycle ends"
     finally:
         torch.cuda.set_per_process_memory_fraction(1.0, GPU)

@@ -24,7 +24,7 @@ VAST = 2**60
 
 @pytest.fixture
 def config(small_shards: Path, small_model: ModelConfig) -> TrainConfig:
-    return TrainConfig(
+    return TrainConfig.of(
         data=str(small_shards), model=small_model, global_batch=8, micro_batch=4, steps=4, cycle=Cycle(2, 1),
         device="cpu", precision="fp32",
     )  # fmt: skip
@@ -80,7 +80,7 @@ VAST_SIZES = {"padded_vocab_size": 2**31, "width": 2**19}
 
 
 def vast(config: TrainConfig) -> TrainConfig:
-    return replace(config, model=replace(config.model, **VAST_SIZES))
+    return config.replace(model=replace(config.model, **VAST_SIZES))
 
 
 def test_a_model_that_does_not_fit_is_explained_before_the_first_step(config: TrainConfig) -> None:
@@ -96,7 +96,11 @@ def test_a_model_that_does_not_fit_is_explained_before_the_first_step(config: Tr
 
 def test_what_was_built_before_memory_ran_out_is_counted(config: TrainConfig, monkeypatch: pytest.MonkeyPatch) -> None:
     """The checkpoint of a run that is continued stays its checkpoint."""
-    saved = Trainer(replace(config, steps=2), checkpoints=Path(config.data).with_name("checkpoints")).run().checkpoint
+    saved = (
+        Trainer(config.replace(steps=2), checkpoints=Path(config.dataset.data).with_name("checkpoints"))
+        .run()
+        .checkpoint
+    )
     assert saved
     monkeypatch.setattr(checkpoint, "load", fail)
     with pytest.raises(OutOfMemory) as failed:
@@ -132,12 +136,12 @@ def test_a_run_over_its_limit_knows_what_it_held(config: TrainConfig) -> None:
     assert shortage
     assert (shortage.during, shortage.tried, shortage.room) == ("the check after step 1", None, 10**6)
     assert set(shortage.held) == {"weights", "optimizer"}
-    assert Trainer(replace(config, steps=1)).run().shortage is None
+    assert Trainer(config.replace(steps=1)).run().shortage is None
 
 
 @pytest.mark.parametrize("optimizer", ["adamw-fused", "adafactor", "muon"])
 def test_gradients_and_the_optimizers_state_are_counted(config: TrainConfig, optimizer: Any) -> None:
-    trainer = Trainer(replace(config, optimizer=optimizer, steps=1, cycle=Cycle(2, 0)))
+    trainer = Trainer(config.replace(optimizer=optimizer, steps=1, cycle=Cycle(2, 0)))
     trainer.keep_gradients = True
     trainer.run()
     sizes, count = bytes_by_part(trainer.model, trainer.optimizer), parameter_count(config.gpt2_config)
@@ -174,7 +178,7 @@ def test_a_gpu_has_what_other_processes_leave(monkeypatch: pytest.MonkeyPatch) -
 def test_a_gpu_that_is_full(config: TrainConfig) -> None:
     """A card's real message, for logits of half a terabyte or more."""
     wide = replace(config.model, padded_vocab_size=2**22)
-    result = Trainer(replace(config, device="cuda", model=wide, micro_batch=4096, global_batch=4096)).run()
+    result = Trainer(config.replace(device="cuda", model=wide, micro_batch=4096, global_batch=4096)).run()
     assert result.outcome == "oom"
     assert result.shortage
     assert result.shortage.tried

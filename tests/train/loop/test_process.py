@@ -2,7 +2,6 @@
 
 import os
 from collections.abc import Callable
-from dataclasses import replace
 from pathlib import Path
 
 import pytest
@@ -17,13 +16,13 @@ from train.model_config import ModelConfig
 from train.reporting.report import memory_table
 from train.result import Memory, RunResult
 
-CPU = TrainConfig(device="cpu", micro_batch=1, global_batch=1, precision="fp32", compile="off", loss="plain")
+CPU = TrainConfig.of(device="cpu", micro_batch=1, global_batch=1, precision="fp32", compile="off", loss="plain")
 
 
 @pytest.fixture
 def config(small_shards: Path, small_model: ModelConfig, working_folder: Path) -> TrainConfig:
-    return replace(
-        CPU, data=str(small_shards), model=small_model, micro_batch=4, global_batch=4, steps=1, cycle=Cycle(1, 0),
+    return CPU.replace(
+        data=str(small_shards), model=small_model, micro_batch=4, global_batch=4, steps=1, cycle=Cycle(1, 0),
         keep_checkpoints=0, precision="tf32", seed=5,
     )  # fmt: skip
 
@@ -48,10 +47,10 @@ def test_a_run_of_a_program_has_a_peak_of_its_own_and_leaves_no_settings(config:
 def test_what_torch_reads_once_is_not_changed_without_a_word(monkeypatch: pytest.MonkeyPatch) -> None:
     for name in ("PYTORCH_ALLOC_CONF", "PYTORCH_CUDA_ALLOC_CONF"):
         monkeypatch.delenv(name, raising=False)
-    on_gpu = replace(CPU, device="cuda")
+    on_gpu = CPU.replace(device="cuda")
     for first, other, flag in (
-        (CPU, replace(CPU, ablate=("pages",)), "--ablate pages"),
-        (replace(on_gpu, allocator="expandable"), replace(on_gpu, allocator="split"), "--allocator"),
+        (CPU, CPU.replace(ablate=("pages",)), "--ablate pages"),
+        (on_gpu.replace(allocator="expandable"), on_gpu.replace(allocator="split"), "--allocator"),
     ):
         for _ in range(2):
             with borrowed_process(first):
@@ -59,10 +58,10 @@ def test_what_torch_reads_once_is_not_changed_without_a_word(monkeypatch: pytest
         with pytest.raises(UserError, match=f"{flag}: .*another process"), borrowed_process(other):
             pass
     monkeypatch.setenv("PYTORCH_ALLOC_CONF", "backend:native")
-    with borrowed_process(replace(on_gpu, allocator="split")):
+    with borrowed_process(on_gpu.replace(allocator="split")):
         assert os.environ["PYTORCH_ALLOC_CONF"] == "backend:native"
 
 
 def test_a_peak_that_cannot_be_the_runs_is_not_called_so(make_result: Callable[..., RunResult]) -> None:
     result = make_result(memory=Memory(None, None, 3 * 10**9, "rss-of-process"))
-    assert any("before this run" in line[0] for line in memory_table(replace(CPU, steps=1), result).rows)
+    assert any("before this run" in line[0] for line in memory_table(CPU.replace(steps=1), result).rows)

@@ -31,7 +31,7 @@ def gpt2_shards(small_shards: Path, tmp_path_factory: pytest.TempPathFactory) ->
 @pytest.fixture
 def config(gpt2_shards: Path) -> TrainConfig:
     model = ModelConfig(layers=1, heads=1, width=16, context_length=32, dropout=0.1)
-    return TrainConfig(
+    return TrainConfig.of(
         data=str(gpt2_shards), model=model, global_batch=2, micro_batch=2, steps=3, cycle=Cycle(3, 0), precision="fp32",
         device="cpu", learning_rate=1e-2, warmup_steps=0,
     )  # fmt: skip
@@ -56,9 +56,7 @@ def test_a_model_that_has_learnt_a_sentence_closes_with_it(config: TrainConfig) 
     """A model made by hand, whose head gives at each position the next token of a text."""
     sentence = gpt2().tiktoken.encode_ordinary("It was the best of times, it was the worst of times")
     ids = (sentence * SAMPLE_TOKENS)[:SAMPLE_TOKENS]
-    config = dataclasses.replace(
-        config, model=dataclasses.replace(config.model, tied=False, width=64, context_length=64), steps=1
-    )
+    config = config.replace(model=dataclasses.replace(config.model, tied=False, width=64, context_length=64), steps=1)
     trainer = Trainer(config)
     result = trainer.run()
     with torch.no_grad():
@@ -76,11 +74,11 @@ def test_a_run_that_cannot_write_has_no_sample(
 ) -> None:
     stopped = Trainer(config, should_stop=lambda: True)
     assert closing_sample(stopped, stopped.run()) is None
-    foreign = Trainer(dataclasses.replace(config, data=str(small_shards), model=small_model))
+    foreign = Trainer(config.replace(data=str(small_shards), model=small_model))
     assert closing_sample(foreign, foreign.run()) is None
     sharded = Trainer(config)
     result = sharded.run()
-    sharded.config = dataclasses.replace(config, workers=2, micro_batch=1, shard=True)
+    sharded.config = config.replace(workers=2, micro_batch=1, shard=True)
     assert closing_sample(sharded, result) is None
 
 

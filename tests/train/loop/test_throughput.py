@@ -1,6 +1,5 @@
 """Warm-up is set aside whatever its shape, and the speed is the steady state's."""
 
-from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
@@ -79,7 +78,7 @@ def test_no_speed_is_above_what_the_device_can_compute(
     changes: dict[str, Any], device: str, share: float, possible: bool
 ) -> None:
     """``share`` of the peak of one A100 in 16 bits, of which fp32 reaches 6%."""
-    config = replace(TrainConfig(precision="bf16"), **changes)
+    config = TrainConfig.of(precision="bf16").replace(**changes)
     rate = share * 312e12 / causal_flops(config.gpt2_config)
     assert (not implausible_reason(Throughput(rate, rate, rate, 10, 1), config, device)) == possible
 
@@ -93,7 +92,7 @@ def test_measuring_stops_only_when_the_speed_is_known() -> None:
 
 
 def test_a_run_ends_once_its_speed_is_known(small_shards: Path, small_model: ModelConfig) -> None:
-    config = TrainConfig(
+    config = TrainConfig.of(
         data=str(small_shards), model=small_model, micro_batch=4, global_batch=4, steps=2000, within=0.9,
         cycle=Cycle(20, 0), device="cpu",
     )  # fmt: skip
@@ -102,4 +101,4 @@ def test_a_run_ends_once_its_speed_is_known(small_shards: Path, small_model: Mod
     assert result.steps < 2000
     assert "known to 90" in result.reason
     with pytest.raises(UserError, match="between 0 and 1"):
-        replace(config, within=5.0)
+        config.replace(within=5.0)

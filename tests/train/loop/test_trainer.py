@@ -29,7 +29,7 @@ GOLDEN = [5.7706, 5.7397, 5.7076, 5.7358, 5.6804, 5.6705, 5.6786, 5.6430, 5.6498
 
 @pytest.fixture
 def config(small_shards: Path, small_model: ModelConfig) -> TrainConfig:
-    return TrainConfig(
+    return TrainConfig.of(
         data=str(small_shards), model=small_model, global_batch=8, micro_batch=8, steps=40, cycle=Cycle(20, 2),
         learning_rate=3e-3, warmup_steps=10, precision="fp32", device="cpu",
     )  # fmt: skip
@@ -49,9 +49,7 @@ def stop_at(step: int) -> Any:
 
 def test_what_the_loop_does_can_be_watched(config: TrainConfig) -> None:
     seen: list[str] = []
-    trainer = Trainer(
-        dataclasses.replace(config, steps=4, cycle=Cycle(2, 0)), on_cycle=lambda report: seen.append(trainer.activity)
-    )
+    trainer = Trainer(config.replace(steps=4, cycle=Cycle(2, 0)), on_cycle=lambda report: seen.append(trainer.activity))
     assert trainer.activity == "running the first step"
     trainer.run()
     assert seen == [TRAINING, TRAINING]
@@ -59,7 +57,7 @@ def test_what_the_loop_does_can_be_watched(config: TrainConfig) -> None:
 
 
 def test_the_loss_falls(config: TrainConfig) -> None:
-    result, losses = train(dataclasses.replace(config, steps=300, cycle=Cycle(50, 2)))
+    result, losses = train(config.replace(steps=300, cycle=Cycle(50, 2)))
     assert result.outcome == "finished"
     assert result.steps == 300
     assert len(losses) == 300
@@ -70,7 +68,7 @@ def test_the_loss_falls(config: TrainConfig) -> None:
 
 
 def test_the_loss_follows_its_golden_curve(config: TrainConfig) -> None:
-    _, losses = train(dataclasses.replace(config, steps=10))
+    _, losses = train(config.replace(steps=10))
     assert losses == pytest.approx(GOLDEN, rel=2e-4)
 
 
@@ -96,12 +94,12 @@ def test_a_pause_is_named_and_in_no_share(config: TrainConfig, monkeypatch: pyte
 
 def test_the_same_seed_gives_the_same_run(config: TrainConfig) -> None:
     assert train(config)[1] == train(config)[1]
-    assert train(config)[1] != train(dataclasses.replace(config, seed=1))[1]
+    assert train(config)[1] != train(config.replace(seed=1))[1]
 
 
 @pytest.mark.parametrize("dropout", [0.0, 0.1])
 def test_a_resumed_run_continues_bit_for_bit(config: TrainConfig, tmp_path: Path, dropout: float) -> None:
-    config = dataclasses.replace(config, model=dataclasses.replace(config.model, dropout=dropout))
+    config = config.replace(model=dataclasses.replace(config.model, dropout=dropout))
     straight, expected = train(config)
     first, before = train(config, checkpoints=tmp_path, should_stop=stop_at(13))
     assert first.outcome == "interrupted"
@@ -117,7 +115,7 @@ def test_a_resumed_run_continues_bit_for_bit(config: TrainConfig, tmp_path: Path
 
 def test_a_resumed_run_counts_the_validation_before_it(config: TrainConfig, tmp_path: Path) -> None:
     """Cycles of two steps and of one validation batch of eight sequences, which are read two at a time."""
-    config = dataclasses.replace(config, micro_batch=2, steps=6, cycle=Cycle(2, 1))
+    config = config.replace(micro_batch=2, steps=6, cycle=Cycle(2, 1))
     first, _ = train(config, checkpoints=tmp_path, should_stop=stop_at(3))
     assert first.checkpoint
     second, _ = train(config, checkpoints=tmp_path, resume=Path(first.checkpoint))
@@ -127,7 +125,7 @@ def test_a_resumed_run_counts_the_validation_before_it(config: TrainConfig, tmp_
 def test_a_checkpoint_asks_for_its_place_by_the_windows_before_it(
     config: TrainConfig, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    trainer = Trainer(dataclasses.replace(config, steps=3, cycle=Cycle(3, 0)), checkpoints=tmp_path)
+    trainer = Trainer(config.replace(steps=3, cycle=Cycle(3, 0)), checkpoints=tmp_path)
     monkeypatch.setattr(trainer.data, "state_dict", lambda position: {"position": position})
     checkpoint = trainer.run().checkpoint
     assert checkpoint
@@ -135,7 +133,7 @@ def test_a_checkpoint_asks_for_its_place_by_the_windows_before_it(
 
 
 def test_what_ends_within_a_cycle_is_reported_too(config: TrainConfig) -> None:
-    trainer = Trainer(dataclasses.replace(config, steps=25, cycle=Cycle(10, 1)))
+    trainer = Trainer(config.replace(steps=25, cycle=Cycle(10, 1)))
     result = trainer.run()
     assert [(r.step, len(r.step_losses)) for r in trainer.times.reports] == [(10, 10), (20, 10), (25, 5)]
     assert len(trainer.times.steps) == 25
@@ -143,7 +141,7 @@ def test_what_ends_within_a_cycle_is_reported_too(config: TrainConfig) -> None:
 
 
 def test_an_interrupted_cycle_counts_in_the_speed(config: TrainConfig) -> None:
-    trainer = Trainer(dataclasses.replace(config, cycle=Cycle(10, 0)), should_stop=stop_at(17))
+    trainer = Trainer(config.replace(cycle=Cycle(10, 0)), should_stop=stop_at(17))
     assert trainer.run().outcome == "interrupted"
     assert len(trainer.times.steps) == 17
     assert len(trainer.times.data_wait) == len(trainer.times.optimizer) == 17
@@ -151,7 +149,7 @@ def test_an_interrupted_cycle_counts_in_the_speed(config: TrainConfig) -> None:
 
 
 def test_without_an_end_an_epoch_is_trained(config: TrainConfig) -> None:
-    trainer = Trainer(dataclasses.replace(config, steps=None, global_batch=128, micro_batch=64, cycle=Cycle(20, 0)))
+    trainer = Trainer(config.replace(steps=None, global_batch=128, micro_batch=64, cycle=Cycle(20, 0)))
     result = trainer.run()
     windows = trainer.data.epoch_windows
     assert windows
@@ -160,7 +158,7 @@ def test_without_an_end_an_epoch_is_trained(config: TrainConfig) -> None:
 
 
 def test_the_rate_of_each_step_is_the_schedules(config: TrainConfig) -> None:
-    trainer = Trainer(dataclasses.replace(config, steps=20, warmup_steps=2, schedule="wsd", cycle=Cycle(1, 0)))
+    trainer = Trainer(config.replace(steps=20, warmup_steps=2, schedule="wsd", cycle=Cycle(1, 0)))
     rates: list[float] = []
     trainer.optimizer.register_step_pre_hook(lambda *_: rates.append(trainer.optimizer.param_groups[1]["lr"]))
     trainer.run()
@@ -169,7 +167,7 @@ def test_the_rate_of_each_step_is_the_schedules(config: TrainConfig) -> None:
 
 
 def test_no_time_budget_is_for_compiling(config: TrainConfig) -> None:
-    trainer = Trainer(dataclasses.replace(config, steps=None, time_budget=0.3, cycle=Cycle(1, 0)))
+    trainer = Trainer(config.replace(steps=None, time_budget=0.3, cycle=Cycle(1, 0)))
     forward, pauses = trainer.forward, iter([0.6])
 
     def compiling(*batch: torch.Tensor) -> torch.Tensor:
@@ -200,14 +198,14 @@ def test_a_resumed_run_knows_what_a_spike_is(config: TrainConfig, tmp_path: Path
 def test_the_result_is_of_the_hardware_and_the_text(config: TrainConfig, monkeypatch: pytest.MonkeyPatch) -> None:
     """Utilisation counts every worker's device; data without a tokenizer have no known bytes or characters."""
     monkeypatch.setattr(result_builder, "peak_flops", lambda name, precision: {"fp32": 1e12}[precision])
-    trainer = Trainer(dataclasses.replace(config, steps=8, cycle=Cycle(8, 1)))
+    trainer = Trainer(config.replace(steps=8, cycle=Cycle(8, 1)))
     alone = trainer.run()
     assert alone.throughput
     assert alone.val_loss
     expected = alone.throughput.tokens_per_second * alone.flops_per_token / 1e12
     assert alone.mfu == pytest.approx(expected)
     assert alone.hfu is None, "nothing is computed again"
-    again = dataclasses.replace(trainer.config, checkpointing="full")
+    again = trainer.config.replace(checkpointing="full")
     checkpointed = result_builder.build_result(
         again, trainer.data, trainer.device, trainer.state, trainer.times, ("finished", ""), None
     )  # fmt: skip
@@ -216,7 +214,7 @@ def test_the_result_is_of_the_hardware_and_the_text(config: TrainConfig, monkeyp
     assert checkpointed.hfu / expected == pytest.approx(
         hardware_flops(config.gpt2_config, recomputed=config.gpt2_config.layers) / alone.flops_per_token
     )
-    two = dataclasses.replace(trainer.config, workers=2, micro_batch=4)
+    two = trainer.config.replace(workers=2, micro_batch=4)
     together = result_builder.build_result(
         two, trainer.data, trainer.device, trainer.state, trainer.times, ("finished", ""), None
     )  # fmt: skip
@@ -227,14 +225,14 @@ def test_the_result_is_of_the_hardware_and_the_text(config: TrainConfig, monkeyp
 
 
 def test_a_time_budget_ends_the_run(config: TrainConfig) -> None:
-    result, _ = train(dataclasses.replace(config, steps=None, time_budget=0.5))
+    result, _ = train(config.replace(steps=None, time_budget=0.5))
     assert result.outcome == "finished"
     assert "time budget" in result.reason
     assert 0.4 < result.seconds < 5
 
 
 def test_a_resumed_run_has_what_is_left_of_its_time(config: TrainConfig, tmp_path: Path) -> None:
-    timed = dataclasses.replace(config, steps=None, time_budget=3600.0, warmup_steps=0)
+    timed = config.replace(steps=None, time_budget=3600.0, warmup_steps=0)
     first, _ = train(timed, checkpoints=tmp_path, should_stop=stop_at(3))
     assert first.checkpoint
     progress = Path(first.checkpoint) / "progress.json"
@@ -244,7 +242,9 @@ def test_a_resumed_run_has_what_is_left_of_its_time(config: TrainConfig, tmp_pat
     assert (result.outcome, result.reason) == ("finished", "the time budget is used up")
     assert 3600 <= result.seconds < 3660
     assert reports[-1].elapsed == result.seconds
-    assert reports[-1].learning_rate == pytest.approx(0.1 * config.learning_rate, rel=1e-3), "the schedule's end"
+    assert reports[-1].learning_rate == pytest.approx(0.1 * config.optimization.learning_rate, rel=1e-3), (
+        "the schedule's end"
+    )
 
 
 @pytest.mark.parametrize(("batches", "windows"), [(2, 16), (15, 120), (16, 125), (100, 125)])
@@ -252,19 +252,19 @@ def test_validation_is_of_the_batches_asked_for_or_of_the_whole_split(
     config: TrainConfig, batches: int, windows: int
 ) -> None:
     """The split has 125 windows, and a batch eight."""
-    trainer = Trainer(dataclasses.replace(config, steps=2, cycle=Cycle(2, batches)))
+    trainer = Trainer(config.replace(steps=2, cycle=Cycle(2, batches)))
     assert trainer.data.validation
     assert trainer.data.validation.count == 125
     assert trainer.run().val_tokens == windows * 32
 
 
 def test_validation_is_without_dropout_and_disturbs_nothing(config: TrainConfig) -> None:
-    config = dataclasses.replace(config, steps=10, model=dataclasses.replace(config.model, dropout=0.2))
-    trainer = Trainer(dataclasses.replace(config, cycle=Cycle(5, 1)))
+    config = config.replace(steps=10, model=dataclasses.replace(config.model, dropout=0.2))
+    trainer = Trainer(config.replace(cycle=Cycle(5, 1)))
     result = trainer.run()
-    assert [loss for r in trainer.times.reports for loss in r.step_losses] == train(
-        dataclasses.replace(config, cycle=Cycle(5, 0))
-    )[1]
+    assert [loss for r in trainer.times.reports for loss in r.step_losses] == train(config.replace(cycle=Cycle(5, 0)))[
+        1
+    ]
     windows = trainer.data.validation
     assert windows
     rows = np.empty((8, 33), dtype=np.int64)
@@ -277,7 +277,7 @@ def test_validation_is_without_dropout_and_disturbs_nothing(config: TrainConfig)
 
 def test_dropout_differs_between_steps_and_workers(config: TrainConfig) -> None:
     """The random states from which a worker's forward passes draw are new ones, and the same when it starts again."""
-    config = dataclasses.replace(config, steps=4, model=dataclasses.replace(config.model, dropout=0.2))
+    config = config.replace(steps=4, model=dataclasses.replace(config.model, dropout=0.2))
 
     class Enough(Exception):
         """Ends a worker that is not the first, which only the first could end."""
@@ -287,7 +287,7 @@ def test_dropout_differs_between_steps_and_workers(config: TrainConfig) -> None:
         trainer.workers.rank = rank
 
         def see(*_: Any) -> None:
-            if len(seen) == config.steps:
+            if len(seen) == config.duration.steps:
                 raise Enough
             seen.append(torch.get_rng_state().numpy().tobytes())
 
@@ -315,7 +315,7 @@ def gradients_at_the_optimizer(trainer: Trainer) -> list[float]:
 
 @pytest.mark.parametrize("clip", [1e-3, 1e3, 0.0])
 def test_gradients_are_clipped_to_the_norm(config: TrainConfig, clip: float) -> None:
-    trainer = Trainer(dataclasses.replace(config, steps=3, clip_norm=clip, cycle=Cycle(1, 0)))
+    trainer = Trainer(config.replace(steps=3, clip_norm=clip, cycle=Cycle(1, 0)))
     norms = gradients_at_the_optimizer(trainer)
     trainer.run()
     if clip == 1e-3:
@@ -328,7 +328,7 @@ def test_gradients_are_clipped_to_the_norm(config: TrainConfig, clip: float) -> 
 
 def test_a_scaled_loss_is_clipped_by_its_true_gradients(config: TrainConfig, monkeypatch: pytest.MonkeyPatch) -> None:
     """fp16's loss scaling, which a config for the CPU refuses: the scaler itself works there, in fp32 exactly."""
-    config = dataclasses.replace(config, steps=5, clip_norm=1e-3, cycle=Cycle(1, 0), micro_batch=4)
+    config = config.replace(steps=5, clip_norm=1e-3, cycle=Cycle(1, 0), micro_batch=4)
     plain = Trainer(config)
     expected = gradients_at_the_optimizer(plain)
     plain.run()
@@ -356,7 +356,7 @@ def test_memory_that_ran_out_is_known_by_its_words() -> None:
 
 @pytest.mark.gpu
 def test_the_gpu_trains(config: TrainConfig) -> None:
-    result, losses = train(dataclasses.replace(config, device="cuda", precision="auto"))
+    result, losses = train(config.replace(device="cuda", precision="auto"))
     assert result.outcome == "finished"
     assert losses[-1] < losses[0] - 0.1
     assert result.device == torch.cuda.get_device_name()
@@ -364,7 +364,7 @@ def test_the_gpu_trains(config: TrainConfig) -> None:
 
 @pytest.mark.gpu
 def test_fp16_is_clipped_and_resumed_with_its_loss_scale(config: TrainConfig, tmp_path: Path) -> None:
-    config = dataclasses.replace(config, device="cuda", precision="fp16", clip_norm=1e-3, steps=20)
+    config = config.replace(device="cuda", precision="fp16", clip_norm=1e-3, steps=20)
     trainer = Trainer(config, checkpoints=tmp_path, should_stop=stop_at(8))
     norms = gradients_at_the_optimizer(trainer)
     saved = trainer.run().checkpoint
@@ -397,7 +397,7 @@ def test_a_step_that_spikes_is_in_no_checkpoint(config: TrainConfig, tmp_path: P
     assert first.checkpoint
     progress = Path(first.checkpoint) / "progress.json"
     progress.write_text(json.dumps(json.loads(progress.read_text()) | {"reference": 1.0}))
-    again = dataclasses.replace(config, checkpoint_every=1, keep_checkpoints=9)
+    again = config.replace(checkpoint_every=1, keep_checkpoints=9)
     result = Trainer(again, checkpoints=tmp_path, resume=Path(first.checkpoint)).run()
     assert (result.outcome, result.checkpoint) == ("diverged", first.checkpoint)
     assert [path.name for path in checkpoints_in(tmp_path)] == ["step-00000025"]
@@ -406,9 +406,9 @@ def test_a_step_that_spikes_is_in_no_checkpoint(config: TrainConfig, tmp_path: P
 def test_all_arithmetic_is_of_every_workers_device(config: TrainConfig, monkeypatch: pytest.MonkeyPatch) -> None:
     """Also that which is done a second time."""
     monkeypatch.setattr(result_builder, "peak_flops", lambda name, precision: 1e12)
-    trainer = Trainer(dataclasses.replace(config, steps=8, cycle=Cycle(8, 0), checkpointing="full"))
+    trainer = Trainer(config.replace(steps=8, cycle=Cycle(8, 0), checkpointing="full"))
     alone = trainer.run()
-    two = dataclasses.replace(trainer.config, workers=2, micro_batch=4)
+    two = trainer.config.replace(workers=2, micro_batch=4)
     together = result_builder.build_result(
         two, trainer.data, trainer.device, trainer.state, trainer.times, ("finished", ""), None
     )  # fmt: skip
@@ -419,6 +419,6 @@ def test_all_arithmetic_is_of_every_workers_device(config: TrainConfig, monkeypa
 
 
 def test_a_result_names_the_kernel_that_was_used(config: TrainConfig) -> None:
-    trainer = Trainer(dataclasses.replace(config, steps=1, attention="auto"))
+    trainer = Trainer(config.replace(steps=1, attention="auto"))
     trainer.attention = "the kernel that was tried first"
     assert trainer.run().attention == "the kernel that was tried first"

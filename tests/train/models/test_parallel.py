@@ -70,7 +70,7 @@ def train_together(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Togethe
         ]  # fmt: skip
 
         def train(config: TrainConfig, **options: Any) -> tuple[str, int, str | None, list[Any]]:
-            assert config.workers == WORKERS
+            assert config.batch.workers == WORKERS
             job = {"config": config.to_json(), "checkpoints": None, "resume": None, "stop": 10**9} | options
             for worker in workers:
                 print(json.dumps(job), file=worker.stdin, flush=True)
@@ -91,7 +91,7 @@ def train_alone(config: TrainConfig) -> list[Any]:
 
 @pytest.fixture
 def config(small_shards: Path, small_model: ModelConfig) -> TrainConfig:
-    return TrainConfig(
+    return TrainConfig.of(
         data=str(small_shards), model=small_model, global_batch=8, micro_batch=2, steps=14, cycle=Cycle(5, 2),
         precision="fp32", device="cpu", learning_rate=3e-3, warmup_steps=5, optimizer="adamw",
     )  # fmt: skip
@@ -107,14 +107,14 @@ def same(found: list[Any], expected: list[Any]) -> None:
 @pytest.mark.parametrize("shard", [False, True])
 def test_two_workers_compute_what_one_does(config: TrainConfig, train_together: Together, shard: bool) -> None:
     """Validation too: of 125 windows the last five do not fill the batches of both, and the very last that of one."""
-    config = dataclasses.replace(config, cycle=Cycle(7, 20))
-    outcome, steps, _, losses = train_together(dataclasses.replace(config, workers=2, shard=shard, loss_chunks=2))
+    config = config.replace(cycle=Cycle(7, 20))
+    outcome, steps, _, losses = train_together(config.replace(workers=2, shard=shard, loss_chunks=2))
     assert (outcome, steps) == ("finished", 14)
     same(losses, train_alone(config))
 
 
 def test_dropout_continues_on_every_worker(config: TrainConfig, train_together: Together, tmp_path: Path) -> None:
-    together = dataclasses.replace(config, workers=2, model=dataclasses.replace(config.model, dropout=0.2))
+    together = config.replace(workers=2, model=dataclasses.replace(config.model, dropout=0.2))
     *_, straight = train_together(together)
     _, steps, saved, before = train_together(together, checkpoints=str(tmp_path), stop=7)
     assert steps == 7
@@ -123,13 +123,13 @@ def test_dropout_continues_on_every_worker(config: TrainConfig, train_together: 
 
 
 def test_sharded_and_alone_continue_each_other(config: TrainConfig, train_together: Together, tmp_path: Path) -> None:
-    together = dataclasses.replace(config, workers=2, shard=True)
+    together = config.replace(workers=2, shard=True)
     outcome, steps, saved, before = train_together(together, checkpoints=str(tmp_path), stop=7)
     assert (outcome, steps) == ("interrupted", 7)
     assert saved
     reports: list[CycleReport] = []
     alone = Trainer(
-        dataclasses.replace(config, micro_batch=4), on_cycle=reports.append, checkpoints=tmp_path, resume=Path(saved),
+        config.replace(micro_batch=4), on_cycle=reports.append, checkpoints=tmp_path, resume=Path(saved),
         should_stop=lambda: len(reports) > 0,
     )  # fmt: skip
     middle = alone.run()

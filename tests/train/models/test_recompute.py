@@ -110,7 +110,7 @@ def test_a_gpu_repeats_its_dropout(kind: Any, attention: Any) -> None:
 
     def found(checkpointing: Any) -> dict[str, Tensor]:
         config = resolve(
-            TrainConfig(model=model, micro_batch=4, global_batch=4, steps=1, cycle=Cycle(1, 0), precision="bf16",
+            TrainConfig.of(model=model, micro_batch=4, global_batch=4, steps=1, cycle=Cycle(1, 0), precision="bf16",
                         device="cuda", attention=attention, checkpointing=checkpointing),
             A100,
         )  # fmt: skip

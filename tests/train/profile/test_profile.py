@@ -212,7 +212,7 @@ def test_the_steps_behind_the_warm_ones_are_recorded(
     tmp_path: Path, small_shards: Path, small_model: ModelConfig, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setattr(memory_timeline, "draw", lambda *arguments: None)
-    config = TrainConfig(
+    config = TrainConfig.of(
         data=str(small_shards), model=small_model, micro_batch=4, global_batch=8, device="cpu", steps=3
     )
     found, _ = record.record(config, tmp_path)
@@ -252,7 +252,7 @@ def test_a_profile_on_the_cpu(
 
 @pytest.mark.slow
 def test_the_fused_kernels_of_a_cpu_are_named(tmp_path: Path, small_shards: Path, small_model: ModelConfig) -> None:
-    config = TrainConfig(
+    config = TrainConfig.of(
         data=str(small_shards), model=small_model, micro_batch=4, global_batch=4, device="cpu", compile="whole"
     )
     torch.compiler.reset()
@@ -273,7 +273,7 @@ def test_what_torch_fails_to_follow_is_all_that_is_missing(
         raise AssertionError("expected one storage, got two\nand a page of detail")
 
     monkeypatch.setattr(torch.profiler.profile, "export_memory_timeline", fail)
-    config = TrainConfig(data=str(small_shards), model=small_model, micro_batch=4, global_batch=4, device="cpu")
+    config = TrainConfig.of(data=str(small_shards), model=small_model, micro_batch=4, global_batch=4, device="cpu")
     found, words = record.record(config, tmp_path)
     assert "memory.png" in words[-1]
     assert words[-1].endswith("AssertionError: expected one storage, got two")
@@ -330,7 +330,7 @@ def test_a_profile_on_a_gpu_names_the_kernel_that_ran(
     tmp_path: Path, small_shards: Path, small_model: ModelConfig
 ) -> None:
     model = replace(small_model, width=128, heads=2, context_length=256)
-    config = TrainConfig(data=str(small_shards), model=model, micro_batch=8, global_batch=8, precision="bf16",
+    config = TrainConfig.of(data=str(small_shards), model=model, micro_batch=8, global_batch=8, precision="bf16",
                          attention="flash", device="cuda")  # fmt: skip
     found, _ = record.record(config, tmp_path)
     assert found.attention == "flash"

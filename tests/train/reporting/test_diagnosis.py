@@ -32,7 +32,7 @@ SAID = "CUDA out of memory. Tried to allocate 6.14 GiB. GPU 0 has a total capaci
 @pytest.fixture
 def config() -> TrainConfig:
     """GPT-2 124M, predicted to take 36.9 GB."""
-    return resolve(TrainConfig(micro_batch=32, compile="off", loss="plain"), A100)
+    return resolve(TrainConfig.of(micro_batch=32, compile="off", loss="plain"), A100)
 
 
 def failed(make_result: Make, room: int, *, process: int = 0, **changes: Any) -> RunResult:
@@ -94,7 +94,7 @@ def test_what_is_advised_is_predicted_to_fit_and_nothing_that_failed_is(
             flag[2:].replace("-", "_"): int(value) if value.isdigit() else value
             for flag, value in zip(words[::2], words[1::2], strict=True)
         }
-        assert predict_peak(replace(config, **changed)).total < min(room * GB, predict_peak(config).total)
+        assert predict_peak(config.replace(**changed)).total < min(room * GB, predict_peak(config).total)
     else:
         assert f"no change is predicted to fit the available {room}.00 GB" in found.advice
         assert "--micro-batch 1 --checkpointing full" in found.advice
@@ -114,7 +114,7 @@ def test_a_smaller_batch_is_no_advice_where_the_model_itself_did_not_fit(
 
 
 def test_when_nothing_can_be_changed_it_is_said(config: TrainConfig, make_result: Make) -> None:
-    least = replace(config, micro_batch=1, loss="fused", checkpointing="full")
+    least = config.replace(micro_batch=1, loss="fused", checkpointing="full")
     found = diagnose_oom(least, failed(make_result, 3 * GB), HOME, 3 * GB)
     assert found
     assert "3.00 GB" in found.advice
@@ -141,7 +141,7 @@ def test_the_command_can_be_copied(
             monkeypatch.setattr(sys, "argv", words[2:])
             before = RunOptions(training=load_config(words[4]))
             parsed = flags.parse_flags(RunOptions, "train.run", before)
-            assert parsed.training == replace(before.training, micro_batch=8)
+            assert parsed.training == before.training.replace(micro_batch=8)
             assert (parsed.memory_limit, parsed.out) == (12 * GB, str(home.parent))
     kept = diagnose_oom(
         config, failed(make_result, 12 * GB, checkpoint="runs/one/checkpoints/step-00000200"), HOME, None
@@ -155,7 +155,7 @@ def flat(*losses: float) -> list[tuple[int, float, float | None]]:
     return [(100 * number, loss, None) for number, loss in enumerate(losses, 1)]
 
 
-CUSTOM = TrainConfig(model=CustomModel("models:make", vocab_size=257), micro_batch=1, global_batch=1)
+CUSTOM = TrainConfig.of(model=CustomModel("models:make", vocab_size=257), micro_batch=1, global_batch=1)
 GUESS = 5.549
 """The loss of a guess among 257 ids."""
 
@@ -186,4 +186,4 @@ def test_what_losses_say_of_a_custom_models_code(
         assert name == row[0]
         assert row[1] in text
         assert "models:make" in text
-    assert of_losses(TrainConfig(micro_batch=1), make_result(**changes)) is None, "of a GPT-2 its code is ours"
+    assert of_losses(TrainConfig.of(micro_batch=1), make_result(**changes)) is None, "of a GPT-2 its code is ours"

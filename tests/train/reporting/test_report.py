@@ -24,7 +24,7 @@ HOME = StorageDir.of("runs/one")
 
 @pytest.fixture
 def config(small_model: ModelConfig) -> TrainConfig:
-    return TrainConfig(
+    return TrainConfig.of(
         model=small_model, micro_batch=2, global_batch=8, workers=2, precision="fp32", device="cpu", compile="off",
         loss="plain",
     )  # fmt: skip
@@ -94,14 +94,14 @@ def test_what_is_about_to_be_trained(
     config: TrainConfig, small_shards: Path, capfd: pytest.CaptureFixture[str]
 ) -> None:
     manifest = read_manifest(small_shards)
-    config, cut_off = replace(config, data=str(small_shards)), replace(A100, uncompilable="there is no C compiler")
-    asked = replace(config, micro_batch=AUTO, compile="auto", precision="auto", attention="sdpa")
+    config, cut_off = config.replace(data=str(small_shards)), replace(A100, uncompilable="there is no C compiler")
+    asked = config.replace(micro_batch=AUTO, compile="auto", precision="auto", attention="sdpa")
     report.print_header(resolve(config, cpu_info()), asked, manifest, StorageDir("runs/a name"), cut_off)
     printed = " ".join(capfd.readouterr().out.split())
     for known in (f"{manifest.splits['train']['tokens']:,}", "2 (auto)", "fp32 (auto)", "off (auto)", "runs/a name"):
         assert known in printed
     assert "no C compiler" not in printed, "which a CPU's run does not miss"
-    report.print_header(replace(config, device="cuda"), asked, manifest, StorageDir("runs/a name"), cut_off)
+    report.print_header(config.replace(device="cuda"), asked, manifest, StorageDir("runs/a name"), cut_off)
     assert "no C compiler" in capfd.readouterr().out
 
 

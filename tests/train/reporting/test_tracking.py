@@ -46,7 +46,7 @@ LOGGED = to_json(replace(CYCLE, step=12, val_loss=0.0, train_tokens=4000, elapse
 
 @pytest.fixture
 def config(small_shards: Path, small_model: ModelConfig) -> TrainConfig:
-    return TrainConfig(
+    return TrainConfig.of(
         data=str(small_shards), model=small_model, micro_batch=2, global_batch=4, precision="fp32", device="cpu",
         compile="off", loss="plain",
     )  # fmt: skip
@@ -67,7 +67,7 @@ def recorded(config: TrainConfig, result: RunResult, manifest: Manifest) -> tupl
     key = create_run("train", "one", tags={"kind": "run"})
     HOME.path.mkdir(parents=True)
     with Tracker(key) as tracker:
-        tracking.record_start(tracker, replace(config, attention="sdpa"), manifest, config)
+        tracking.record_start(tracker, config.replace(attention="sdpa"), manifest, config)
         for step, values in tracking.cycle_metrics(to_json(CYCLE)):
             tracker.log_metrics(values, step)
         tracker.log_metrics({"system/gpu_power_watts": 690.0}, 1)
@@ -77,7 +77,7 @@ def recorded(config: TrainConfig, result: RunResult, manifest: Manifest) -> tupl
 
 @pytest.mark.usefixtures("working_folder")
 def test_a_page_begins_with_few_numbers_and_keeps_the_others(config: TrainConfig, result: RunResult) -> None:
-    _, run = recorded(config, result, read_manifest(config.data))
+    _, run = recorded(config, result, read_manifest(config.dataset.data))
     first = {name for name in run.data.metrics if not name.startswith(("detail/", "system/"))}
     assert first == set(tracking.METRICS)
     assert len(first) <= MAX_TOP_LEVEL_METRICS
@@ -96,12 +96,12 @@ def test_a_page_begins_with_few_numbers_and_keeps_the_others(config: TrainConfig
 @pytest.mark.usefixtures("working_folder")
 def test_what_was_changed_is_told_from_what_is_usual(config: TrainConfig, result: RunResult) -> None:
     """``asked``, not what it became on this device: ``auto`` is no change."""
-    key, run = recorded(config, result, read_manifest(config.data))
+    key, run = recorded(config, result, read_manifest(config.dataset.data))
     text = "tiny,width=32,context_length=32,vocab_size=257,padded_vocab_size=320"
     assert run.data.params == {
         "changed.model": text, "changed.micro_batch": "2", "changed.global_batch": "4", "changed.precision": "fp32",
         "changed.device": "cpu", "changed.compile": "off", "changed.loss": "plain", "compile": "off", "loss": "plain",
-        "model": text, "data": config.data, "micro_batch": "2", "accumulation": "2",
+        "model": text, "data": config.dataset.data, "micro_batch": "2", "accumulation": "2",
         "global_batch": "4", "precision": "fp32", "device": "cpu", "seed": "0",
     }  # fmt: skip
     whole = MlflowClient(key.store).download_artifacts(key.run_id, "config.json")
@@ -130,10 +130,10 @@ def note(key: RunRef) -> list[str]:
 @pytest.mark.usefixtures("working_folder")
 def test_the_description_begins_with_three_lines(config: TrainConfig, result: RunResult) -> None:
     """What MLflow shows of it unfolded, and legibly."""
-    key, _ = recorded(config, result, read_manifest(config.data))
+    key, _ = recorded(config, result, read_manifest(config.dataset.data))
     what, numbers, following = note(key)[0].split("  \n")
-    predicted = predict_peak(replace(config, attention="sdpa")).total / 1e9
-    assert Path(config.data).name in what
+    predicted = predict_peak(config.replace(attention="sdpa")).total / 1e9
+    assert Path(config.dataset.data).name in what
     for number in ("1,000", "990 to 1,020", "40.0%", "4.00 GB of 8.00 GB", f"{predicted:.2f}", "3.250", "3.500"):
         assert number in numbers
     assert "--checkpoint one" in following
@@ -149,7 +149,7 @@ def test_a_run_links_to_the_run_that_made_its_data(
     write_json(folder / TRACKING, maker.to_json_for(str(folder)))
     manifest = read_manifest(folder)
     assert manifest.fingerprint == read_manifest(small_shards).fingerprint
-    key, run = recorded(replace(config, data=str(folder)), result, manifest)
+    key, run = recorded(config.replace(data=str(folder)), result, manifest)
     assert run.data.tags["data.run"] == maker.run_id
     page = f"#/experiments/{maker.experiment_id}/runs/{maker.run_id}?workflowType=machine_learning"
     assert note(key)[1] == f"Data: [tokens]({page})"

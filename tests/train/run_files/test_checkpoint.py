@@ -26,7 +26,7 @@ from train.run_files.run_folder import RunFolder, create_folder, new_folder
 
 @pytest.fixture
 def config(small_shards: Path, small_model: ModelConfig) -> TrainConfig:
-    return TrainConfig(
+    return TrainConfig.of(
         data=str(small_shards), model=small_model, global_batch=4, micro_batch=4, steps=30, cycle=Cycle(10, 1),
         precision="fp32", device="cpu", learning_rate=3e-3, warmup_steps=5, checkpoint_every=7,
         compile="off", loss="plain",
@@ -41,21 +41,21 @@ def steps_kept(folder: Path) -> list[int]:
 def test_the_newest_are_kept(config: TrainConfig, tmp_path: Path, keep: int) -> None:
     leftover = tmp_path / ".partial-1-step-00000003"
     leftover.mkdir()
-    result = Trainer(dataclasses.replace(config, keep_checkpoints=keep), checkpoints=tmp_path).run()
+    result = Trainer(config.replace(keep_checkpoints=keep), checkpoints=tmp_path).run()
     assert steps_kept(tmp_path) == [14, 21, 28, 30][-keep:]
     assert result.checkpoint == str(tmp_path / "step-00000030")
     assert not leftover.exists()
 
 
 def test_none_are_kept_when_none_are_wanted(config: TrainConfig, tmp_path: Path) -> None:
-    result = Trainer(dataclasses.replace(config, keep_checkpoints=0), checkpoints=tmp_path / "none").run()
+    result = Trainer(config.replace(keep_checkpoints=0), checkpoints=tmp_path / "none").run()
     assert result.checkpoint is None
     assert not (tmp_path / "none").exists()
 
 
 def test_every_checkpoint_continues_exactly(config: TrainConfig, tmp_path: Path) -> None:
     straight: list[CycleReport] = []
-    Trainer(dataclasses.replace(config, keep_checkpoints=9), checkpoints=tmp_path, on_cycle=straight.append).run()
+    Trainer(config.replace(keep_checkpoints=9), checkpoints=tmp_path, on_cycle=straight.append).run()
     for step in (7, 14, 21, 28):
         rest: list[CycleReport] = []
         Trainer(config, on_cycle=rest.append, resume=tmp_path / f"step-{step:08d}").run()
@@ -71,7 +71,7 @@ def test_a_damaged_checkpoint_is_skipped(config: TrainConfig, tmp_path: Path) ->
     weights.write_bytes(whole[:-1] + bytes([whole[-1] ^ 1]))
     assert newest(tmp_path) == tmp_path / "step-00000028"
     with pytest.raises(UserError, match=r"step-00000030 is damaged: model.safetensors does not match its checksum"):
-        Trainer(dataclasses.replace(config, steps=40), resume=tmp_path / "step-00000030")
+        Trainer(config.replace(steps=40), resume=tmp_path / "step-00000030")
     (tmp_path / "step-00000028" / "progress.json").unlink()
     assert newest(tmp_path) is None
 
@@ -79,7 +79,7 @@ def test_a_damaged_checkpoint_is_skipped(config: TrainConfig, tmp_path: Path) ->
 def test_nan_stops_the_run_and_keeps_the_last_good_checkpoint(
     config: TrainConfig, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    trainer = Trainer(dataclasses.replace(config, steps=60), checkpoints=tmp_path)
+    trainer = Trainer(config.replace(steps=60), checkpoints=tmp_path)
     step = trainer.optimizer.step
 
     def poisoned(*arguments: object) -> None:
@@ -126,21 +126,21 @@ def test_another_run_is_refused(config: TrainConfig, tmp_path: Path) -> None:
         ({"model": dataclasses.replace(config.model, layers=3)}, "layers=2, not 3"),
     ]:
         with pytest.raises(UserError, match=named):
-            Trainer(dataclasses.replace(config, **{"steps": 40} | change), resume=Path(saved))
-    killed_at_its_end = Trainer(dataclasses.replace(config, steps=30), checkpoints=tmp_path, resume=Path(saved)).run()
+            Trainer(config.replace(**{"steps": 40} | change), resume=Path(saved))
+    killed_at_its_end = Trainer(config.replace(steps=30), checkpoints=tmp_path, resume=Path(saved)).run()
     assert (killed_at_its_end.outcome, killed_at_its_end.steps) == ("finished", 30)
     assert killed_at_its_end.checkpoint == saved
-    fine = dataclasses.replace(config, steps=40, micro_batch=1, loss_chunks=2, checkpointing="full")
+    fine = config.replace(steps=40, micro_batch=1, loss_chunks=2, checkpointing="full")
     assert Trainer(fine, resume=Path(saved)).run().steps == 40
 
 
 def test_a_checkpoint_behind_a_damaged_one_is_kept(config: TrainConfig, tmp_path: Path) -> None:
-    config = dataclasses.replace(config, checkpoint_every=5, keep_checkpoints=2, steps=10)
+    config = config.replace(checkpoint_every=5, keep_checkpoints=2, steps=10)
     Trainer(config, checkpoints=tmp_path).run()
     older, damaged = checkpoints_in(tmp_path)
     (damaged / "model.safetensors").write_bytes(b"")
     assert newest(tmp_path) == older
-    again = dataclasses.replace(config, keep_checkpoints=1, checkpoint_every=2)
+    again = config.replace(keep_checkpoints=1, checkpoint_every=2)
     result = Trainer(again, checkpoints=tmp_path, resume=older, should_stop=lambda: True).run()
     assert result.outcome == "interrupted"
     assert result.checkpoint == str(newest(tmp_path))
@@ -148,7 +148,7 @@ def test_a_checkpoint_behind_a_damaged_one_is_kept(config: TrainConfig, tmp_path
 
 
 def test_a_run_without_a_whole_checkpoint_cannot_be_continued(config: TrainConfig, tmp_path: Path) -> None:
-    Trainer(dataclasses.replace(config, steps=7), checkpoints=tmp_path / "one" / "checkpoints").run()
+    Trainer(config.replace(steps=7), checkpoints=tmp_path / "one" / "checkpoints").run()
     (saved,) = checkpoints_in(tmp_path / "one" / "checkpoints")
     (saved / "model.safetensors").write_bytes(b"")
     (tmp_path / "one" / "config.json").touch()
@@ -160,7 +160,7 @@ def test_a_run_without_a_whole_checkpoint_cannot_be_continued(config: TrainConfi
 def test_a_resumed_run_decays_as_it_is_told_now(config: TrainConfig, tmp_path: Path) -> None:
     saved = Trainer(config, checkpoints=tmp_path).run().checkpoint
     assert saved
-    told = dataclasses.replace(config, steps=40, weight_decay=0.5, beta2=0.999)
+    told = config.replace(steps=40, weight_decay=0.5, beta2=0.999)
     groups = Trainer(told, resume=Path(saved)).optimizer.param_groups
     assert {group["weight_decay"] for group in groups} == {0.5, 0.0}
     assert {group["betas"] for group in groups} == {(0.9, 0.999)}
@@ -169,7 +169,7 @@ def test_a_resumed_run_decays_as_it_is_told_now(config: TrainConfig, tmp_path: P
 @pytest.fixture
 def taken(config: TrainConfig) -> tuple[Snapshot, Progress]:
     """A state of two steps, two of whose losses are not yet reported, and its place."""
-    trainer = Trainer(dataclasses.replace(config, steps=2))
+    trainer = Trainer(config.replace(steps=2))
     trainer.run()
     state = take_snapshot(trainer.model, trainer.optimizer, trainer.scaler, torch.tensor([5.0, 6.0]))
     progress = Progress(
@@ -189,10 +189,10 @@ def test_a_finished_run_continues_only_for_longer(
     config: TrainConfig, end: dict[str, float], longer: dict[str, float], said: str
 ) -> None:
     progress = Progress(20, 80, 20, None, 0, 60.0, data_fingerprint="", tokenizer_sha256="", config={})
-    endless = dataclasses.replace(config, steps=None)
+    endless = config.replace(steps=None)
     with pytest.raises(UserError, match=said):
-        check_not_finished("one", progress, dataclasses.replace(endless, **end))
-    check_not_finished("one", progress, dataclasses.replace(endless, **longer))
+        check_not_finished("one", progress, endless.replace(**end))
+    check_not_finished("one", progress, endless.replace(**longer))
 
 
 @pytest.mark.parametrize("wrong", ["", "weights", "losses"])
@@ -264,7 +264,7 @@ def test_weights_that_read_back_otherwise_are_refused_and_removed(
 
 def test_a_snapshot_is_of_its_moment(config: TrainConfig) -> None:
     """It is written while training continues with the same tensors."""
-    trainer = Trainer(dataclasses.replace(config, steps=2))
+    trainer = Trainer(config.replace(steps=2))
     trainer.run()
     taken = take_snapshot(trainer.model, trainer.optimizer, trainer.scaler, torch.tensor([5.0]))
     weight = taken.weights["norm.weight"].clone()
@@ -320,7 +320,7 @@ def test_the_loss_scale_continues(config: TrainConfig, tmp_path: Path, monkeypat
     """fp16's, which a config for the CPU refuses; the scaler itself works there. Here it doubles every third step."""
     made = torch.amp.GradScaler
     monkeypatch.setattr(torch.amp, "GradScaler", lambda kind, enabled: made(kind, init_scale=8.0, growth_interval=3))
-    trainer = Trainer(dataclasses.replace(config, steps=7), checkpoints=tmp_path)
+    trainer = Trainer(config.replace(steps=7), checkpoints=tmp_path)
     saved = trainer.run().checkpoint
     assert saved
     assert trainer.scaler.state_dict()["scale"] == 32.0

@@ -37,7 +37,7 @@ from train.run_files.run_folder import RunFolder, new_run, working_copy
 
 @pytest.fixture
 def config(small_shards: Path, small_model: ModelConfig) -> TrainConfig:
-    return TrainConfig(
+    return TrainConfig.of(
         data=str(small_shards), model=small_model, global_batch=4, micro_batch=4, steps=30, cycle=Cycle(10, 1),
         precision="fp32", device="cpu", warmup_steps=5, checkpoint_every=5,
     )  # fmt: skip
@@ -87,7 +87,7 @@ def test_a_worker_takes_from_storage_what_it_lacks_and_nothing_else(
     """What its scratch has of another run or a later step is removed; a damaged copy is passed over and named."""
     place = StorageDir.of(f"s3://places/kept/run2{bucket}")
     home = RunFolder(tmp_path / "one", place)
-    Trainer(replace(config, steps=10), checkpoints=home.checkpoints, upload_dir=place).run()
+    Trainer(config.replace(steps=10), checkpoints=home.checkpoints, upload_dir=place).run()
     fifth, tenth = checkpoints_in(home.checkpoints)
     before = (tenth / "state.pt").stat().st_mtime_ns
     shutil.copytree(tenth, home.checkpoints / "step-00000099")
@@ -128,7 +128,7 @@ def test_mlflow_has_the_whole_curve_of_a_run_whose_machine_was_lost(
     here, there = tmp_path / "here", tmp_path / "there"
     here.mkdir()
     there.mkdir()
-    write_json(here / "config.json", replace(config, checkpoint_every=7, steps=40_000).to_json())
+    write_json(here / "config.json", config.replace(checkpoint_every=7, steps=40_000).to_json())
     flags = ["--config", "config.json", "--out", f"s3://places/kept{bucket}", "--name", "run4"]
     lost = subprocess.Popen([sys.executable, "-m", "train.run", *flags], cwd=here)
     place = StorageDir.of(f"s3://places/kept/run4{bucket}")
@@ -176,7 +176,7 @@ def test_unreachable_storage_is_retried(
     away = time.monotonic()
     back.start()
     place = StorageDir.of(f"s3://places/kept/run5{bucket}")
-    done = Trainer(replace(config, steps=6), checkpoints=tmp_path / "here" / "checkpoints", upload_dir=place).run()
+    done = Trainer(config.replace(steps=6), checkpoints=tmp_path / "here" / "checkpoints", upload_dir=place).run()
     assert done.outcome == "finished"
     assert time.monotonic() - away > 3.0
     assert uploads.list_uploaded(place)[-1] == "step-00000006"
@@ -190,7 +190,7 @@ def test_a_copy_that_is_fetched_twice_is_complete_and_taken_from_storage_once(
     written = tmp_path / "one" / "checkpoints"
     written.mkdir(parents=True)
     (tmp_path / "one" / "cycles.jsonl").write_text(cycles := '{"step": 5}\n{"step": 10}\n')
-    Trainer(replace(config, steps=10), checkpoints=written, upload_dir=place).run()
+    Trainer(config.replace(steps=10), checkpoints=written, upload_dir=place).run()
 
     def fetch() -> tuple[Path | None, list[str], str, dict[str, int]]:
         found, damaged = uploads.download_newest(place, tmp_path / "two" / "checkpoints")
@@ -289,7 +289,7 @@ def test_a_copy_is_as_far_as_its_checkpoint(config: TrainConfig, bucket: str, tm
     lines = [json.dumps({"step": step}) + "\n" for step in (10, 12, 20)]
     checkpoints.mkdir(parents=True)
     (tmp_path / "one" / "cycles.jsonl").write_text("".join(lines))
-    Trainer(replace(config, steps=12), checkpoints=checkpoints, upload_dir=place).run()
+    Trainer(config.replace(steps=12), checkpoints=checkpoints, upload_dir=place).run()
     run = find_run(place.address, "runs")
     assert read_progress(run.newest()).reported == 12
     assert run.cycles.read_text() == "".join(lines[:2])

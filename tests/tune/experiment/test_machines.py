@@ -34,7 +34,7 @@ def on(monkeypatch: pytest.MonkeyPatch, state: GpuState | None) -> None:
 
 
 def search(kind: str) -> SearchConfig:
-    return replace(SearchConfig(), training=replace(SearchConfig().training, device=kind))
+    return replace(SearchConfig(), training=SearchConfig().training.replace(device=kind))
 
 
 def machines(config: SearchConfig) -> tuple[device.Machine, ...]:

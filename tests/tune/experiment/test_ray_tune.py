@@ -30,7 +30,7 @@ from tune.trial.run import StopRule, TrialRequest
 @pytest.fixture
 def search(small_shards: Path, small_model: ModelConfig, tmp_path: Path) -> Search:
     """A grid of two sizes."""
-    training = TrainConfig(data=str(small_shards), model=small_model, global_batch=2, micro_batch=1, device="cpu")
+    training = TrainConfig.of(data=str(small_shards), model=small_model, global_batch=2, micro_batch=1, device="cpu")
     config = SearchConfig(
         training=training, searcher="grid", confirm=0, trial_steps=8, compile_time=1.0, out=str(tmp_path), name="one"
     )
@@ -70,7 +70,7 @@ def test_a_trial_is_asked_for_as_the_search_says(search: Search, capfd: pytest.C
     request = search.trial(proposal, HERE, 1, [])
     assert (request.key, request.number, request.node) == (proposal.key("one"), 1, HERE)
     assert (request.memory_limit, request.early, request.patience) == (search.limit, StopRule(60.0, 0.01), 61.0)
-    trial = replace(search.space.config(Candidate(2)), data=str(search.data), steps=8, cycle=Cycle(1, 0))
+    trial = search.space.config(Candidate(2)).replace(data=str(search.data), steps=8, cycle=Cycle(1, 0))
     assert request.config == trial.to_json(), "however long the training is"
     assert request.proposal.predicted_memory == search.memory.prior(Candidate(2)) > 0
     assert capfd.readouterr().out == ""

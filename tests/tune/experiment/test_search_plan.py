@@ -39,7 +39,7 @@ from tune.suite.plan import make_ladder
 def test_the_time_counts_each_trials_start_compilation_and_steps(
     small_shards: Path, capfd: pytest.CaptureFixture[str], compiled: Compile, knobs: tuple[str, ...], seconds: int
 ) -> None:
-    training = TrainConfig(data=str(small_shards), device="cpu", global_batch=8, micro_batch=8, compile=compiled)
+    training = TrainConfig.of(data=str(small_shards), device="cpu", global_batch=8, micro_batch=8, compile=compiled)
     search = make_search(SearchConfig(training=training, knobs=knobs, trial_time=90.0, dry_run=True))
     memory = MemorySearcher(search.space, lambda candidate: 1e9 * candidate.micro_batch, 5e9)
     print_plan(replace(search, memory=memory, strategy=memory))
@@ -53,7 +53,7 @@ def test_the_time_counts_each_trials_start_compilation_and_steps(
 
 def test_a_gpu_that_is_not_here_is_planned_for(small_shards: Path, capfd: pytest.CaptureFixture[str]) -> None:
     """Its candidates are listed with the memory and the speed that are predicted, the fastest first."""
-    training = TrainConfig(data=str(small_shards), model=replace(PRESETS["gpt2-124m"], context_length=32))
+    training = TrainConfig.of(data=str(small_shards), model=replace(PRESETS["gpt2-124m"], context_length=32))
     config = SearchConfig(training=training, gpu="A100", knobs=("compile=off",), dry_run=True, out="none")
     search = make_search(config)
     assert (search.device, search.limit) == ("cuda", 40 * 2**30)
@@ -76,7 +76,7 @@ def test_a_gpu_to_plan_for_is_no_gpu_to_search_on() -> None:
 
 def test_the_limit_holds_on_every_machine(small_shards: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     """Without --memory-limit it is what the smallest one has."""
-    training = TrainConfig(data=str(small_shards), device="cpu", global_batch=8, micro_batch=8)
+    training = TrainConfig.of(data=str(small_shards), device="cpu", global_batch=8, micro_batch=8)
     machines = [Machine(f"w{size}", cpu_info(), size * 10**9) for size in (8, 4, 16)]
     monkeypatch.setattr("tune.experiment.search_plan.trial_machines", lambda *_, **__: tuple(machines))
     together = make_search(SearchConfig(training=training, dry_run=True)).limit
@@ -88,7 +88,7 @@ def test_a_search_that_is_continued_keeps_its_limit(
     small_shards: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """On machines with more memory it would be another search."""
-    training = TrainConfig(data=str(small_shards), device="cpu", global_batch=8, micro_batch=8)
+    training = TrainConfig.of(data=str(small_shards), device="cpu", global_batch=8, micro_batch=8)
     config = SearchConfig(training=training, name="one", out=str(tmp_path))
 
     def search_on(size: int, config: SearchConfig) -> Search:
@@ -105,7 +105,7 @@ def test_a_search_that_is_continued_keeps_its_limit(
 def test_a_split_without_a_window_is_refused_before_anything_is_made(small_shards: Path, tmp_path: Path) -> None:
     """The trials of a search do not validate, so that a short validation split is no reason to refuse one."""
     longer, longest = (parse_model(f"tiny,context_length={n},vocab_size=257") for n in (5_000, 90_000))
-    run = TrainConfig(data=str(small_shards), device="cpu", model=longer, global_batch=1, steps=1)
+    run = TrainConfig.of(data=str(small_shards), device="cpu", model=longer, global_batch=1, steps=1)
     for plan in (
         lambda: RunPlan.new(run, RunFolder(tmp_path)),
         lambda: make_ladder(LadderConfig(suite="loop", model=longer, data=str(small_shards), device="cpu")),
@@ -114,7 +114,7 @@ def test_a_split_without_a_window_is_refused_before_anything_is_made(small_shard
             plan()
     assert make_search(SearchConfig(training=run, dry_run=True))
     with pytest.raises(UserError, match="train split's largest shard has 24,006 tokens and one window needs 90,001"):
-        make_search(SearchConfig(training=replace(run, model=longest)))
+        make_search(SearchConfig(training=run.replace(model=longest)))
 
 
 def test_a_search_and_a_ladder_follow_the_vocabulary_of_the_data(small_shards: Path, tmp_path: Path) -> None:
@@ -126,7 +126,7 @@ def test_a_search_and_a_ladder_follow_the_vocabulary_of_the_data(small_shards: P
     (data / "manifest.json").write_text(
         json.dumps(manifest | {"tokenizer_sha256": read_tokenizer(str(tokenizer)).sha256})
     )
-    training = TrainConfig(data=str(data), device="cpu", global_batch=8, micro_batch=8)
+    training = TrainConfig.of(data=str(data), device="cpu", global_batch=8, micro_batch=8)
     search = make_search(SearchConfig(training=training, dry_run=True))
     assert search.space.base.model.vocab_size == 300
     ladder = make_ladder(LadderConfig(suite="loop", data=str(data), dry_run=True))
@@ -136,7 +136,7 @@ def test_a_search_and_a_ladder_follow_the_vocabulary_of_the_data(small_shards: P
 
 
 def test_optunas_budget_grows_with_the_grid_within_bounds() -> None:
-    space = make_space(resolve(TrainConfig(global_batch=2, micro_batch=2), cpu_info()), ())
+    space = make_space(resolve(TrainConfig.of(global_batch=2, micro_batch=2), cpu_info()), ())
     assert optuna_trials(space) == 8
     assert optuna_trials(replace(space, micro_batches=tuple(range(1, 2)) * 120)) == 30
     assert optuna_trials(replace(space, micro_batches=(1, 2) * 200)) == 50
@@ -147,19 +147,19 @@ def test_a_search_begins_with_what_the_run_itself_would_be_under_the_limit(
     small_shards: Path, limit: int | None
 ) -> None:
     """The control's micro-batch and loss are decided for the memory that is asked for, not for all that there is."""
-    training = TrainConfig(data=str(small_shards), model=PRESETS["gpt2-124m"], global_batch=40)
+    training = TrainConfig.of(data=str(small_shards), model=PRESETS["gpt2-124m"], global_batch=40)
     search = make_search(SearchConfig(training=training, gpu="A100", memory_limit=limit, dry_run=True, out="none"))
-    run = resolve(replace(training, device="cuda"), A100.with_memory_limit(limit))
+    run = resolve(training.replace(device="cuda"), A100.with_memory_limit(limit))
     control = search.space.config(search.space.control)
-    assert (control.micro_batch, control.loss) == (run.micro_batch, run.loss)
+    assert (control.batch.micro_batch, control.execution.loss) == (run.batch.micro_batch, run.execution.loss)
     assert (search.limit, search.memory.limit) == (limit or A100.memory, limit or A100.memory)
-    assert run.micro_batch == (40 if limit is None else 20)
+    assert run.batch.micro_batch == (40 if limit is None else 20)
 
 
 def test_optuna_is_seeded_as_the_training_is(small_shards: Path) -> None:
     def first(seed: int) -> Candidate:
-        training = TrainConfig(data=str(small_shards), device="cpu", global_batch=240, micro_batch=8, seed=seed)
-        training = replace(training, model=replace(PRESETS["tiny"], context_length=32))
+        training = TrainConfig.of(data=str(small_shards), device="cpu", global_batch=240, micro_batch=8, seed=seed)
+        training = training.replace(model=replace(PRESETS["tiny"], context_length=32))
         proposal = make_search(SearchConfig(training=training, searcher="optuna", dry_run=True)).strategy.propose([])
         assert proposal
         return proposal.candidate

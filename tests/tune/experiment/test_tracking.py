@@ -29,7 +29,7 @@ from tune.trial.run import TrialRequest
 @pytest.fixture
 def search(small_shards: Path, small_model: ModelConfig, tmp_path: Path) -> Search:
     """Sizes from 1 to 8, two the control, and two settings of a knob."""
-    training = TrainConfig(data=str(small_shards), model=small_model, global_batch=8, micro_batch=2, device="cpu")
+    training = TrainConfig.of(data=str(small_shards), model=small_model, global_batch=8, micro_batch=2, device="cpu")
     return make_search(
         SearchConfig(training=training, name="one", knobs=("checkpointing=selective,full",), out=str(tmp_path))
     )

@@ -21,7 +21,7 @@ from tune.strategy.memory_aware import MemorySearcher
 from tune.strategy.ranking import rank
 from tune.trial.row import Stage, TrialOutcome, TrialRow, rows_with_speed
 
-BASE = TrainConfig(model=PRESETS["gpt2-124m"], global_batch=480, micro_batch=16, compile="whole", attention="sdpa")
+BASE = TrainConfig.of(model=PRESETS["gpt2-124m"], global_batch=480, micro_batch=16, compile="whole", attention="sdpa")
 
 
 @pytest.fixture(scope="module", params=[(("checkpointing=none,selective,full",), ()), ((), (1, 2, 4))])

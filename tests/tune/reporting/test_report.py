@@ -42,7 +42,7 @@ from tune.strategy.ranking import eligible_rows
 from tune.trial.row import Stage, TrialOutcome, TrialRow
 
 SPACE = make_space(
-    resolve(TrainConfig(global_batch=16, micro_batch=4), cpu_info()), ("checkpointing=none,selective,full",)
+    resolve(TrainConfig.of(global_batch=16, micro_batch=4), cpu_info()), ("checkpointing=none,selective,full",)
 )
 OWN = SPACE.control.knobs
 
@@ -154,7 +154,7 @@ def test_the_table_fits_a_terminal_without_breaking_words(
     monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
 ) -> None:
     knobs = ("compile=max-autotune,reduce-overhead", "checkpointing=none,selective,full", "loss_chunks=1,8")
-    space = make_space(resolve(TrainConfig(global_batch=480, micro_batch=32), A100), knobs)
+    space = make_space(resolve(TrainConfig.of(global_batch=480, micro_batch=32), A100), knobs)
     longest = max(space.combinations, key=lambda knobs: len(space.knobs_label(knobs)))
     rows = [
         replace(row(32, speed=123456.0), candidate=space.control, memory=39 * 10**9),
@@ -245,7 +245,7 @@ def test_a_ratio_to_the_control_is_in_brackets_where_no_difference_is_shown() ->
             low=speed * (1 - width), high=speed * (1 + width), memory=1, node="w1",
         )  # fmt: skip
 
-    space = make_space(resolve(TrainConfig(global_batch=8, micro_batch=2), cpu_info()), ())
+    space = make_space(resolve(TrainConfig.of(global_batch=8, micro_batch=2), cpu_info()), ())
 
     def ratios(*rows: TrialRow) -> dict[str, str]:
         assert len(eligible_rows(rows)) == len(rows)

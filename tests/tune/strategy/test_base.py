@@ -18,7 +18,7 @@ from tune.strategy.memory_aware import MemorySearcher
 from tune.trial.row import Proposal, Stage, TrialRow
 from tune.trial.run import StopRule, TrialRequest, run
 
-SPACE = make_space(resolve(TrainConfig(global_batch=8, micro_batch=8), cpu_info()), ())
+SPACE = make_space(resolve(TrainConfig.of(global_batch=8, micro_batch=8), cpu_info()), ())
 
 
 def row(size: int, *, stage: Stage = "probe", round: int = 0, speed: float = 100.0) -> TrialRow:
@@ -39,12 +39,12 @@ def test_a_trial_with_too_little_time_runs_once_more_with_enough(
     small_shards: Path, small_model: ModelConfig, tmp_path: Path
 ) -> None:
     """Real trials, the first with no time at all: the search continues with the other sizes."""
-    config = TrainConfig(data=str(small_shards), model=small_model, global_batch=4, micro_batch=1, device="cpu")
+    config = TrainConfig.of(data=str(small_shards), model=small_model, global_batch=4, micro_batch=1, device="cpu")
     space = make_space(resolve(config, cpu_info()), ())
     strategy = RetryShortTrials(MemorySearcher(space, lambda candidate: 1e9, 8e9))
     rows: list[TrialRow] = []
     while (proposal := strategy.propose(rows)) is not None:
-        trial = replace(space.config(proposal.candidate), steps=20, cycle=Cycle(1, 0)).to_json()
+        trial = space.config(proposal.candidate).replace(steps=20, cycle=Cycle(1, 0)).to_json()
         most = trial_time_limit(rows, 0.0)
         key, number = proposal.key("search"), len(rows) + 1
         row, _ = run(TrialRequest(key, number, "m1", proposal, trial, "here", 8 * 10**9, StopRule(most, 0.01)))

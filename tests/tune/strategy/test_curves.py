@@ -13,7 +13,7 @@ from tune.strategy.curves import BACK_OFF_FACTOR, MARGIN, FittedCurves
 from tune.trial.row import TrialOutcome, TrialRow
 
 SPACE = make_space(
-    resolve(TrainConfig(global_batch=64, micro_batch=8), cpu_info()), ("checkpointing=none,selective,full",)
+    resolve(TrainConfig.of(global_batch=64, micro_batch=8), cpu_info()), ("checkpointing=none,selective,full",)
 )
 OWN, OTHER = SPACE.control.knobs, SPACE.combinations[1]
 

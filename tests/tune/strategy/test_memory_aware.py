@@ -18,7 +18,7 @@ from tune.strategy.memory_aware import MAX_CONTROL_LIMIT_MULTIPLE, REFINEMENTS, 
 from tune.strategy.ranking import DOES_NOT_FIT
 from tune.trial.row import TrialOutcome, TrialRow
 
-BASE = TrainConfig(model=PRESETS["gpt2-124m"], global_batch=480, micro_batch=16, compile="whole", attention="sdpa")
+BASE = TrainConfig.of(model=PRESETS["gpt2-124m"], global_batch=480, micro_batch=16, compile="whole", attention="sdpa")
 CHECKPOINTING = "checkpointing=selective,full"
 
 
@@ -58,7 +58,7 @@ def test_the_next_trial_follows_from_the_rows_alone(compare: ModuleType, space: 
 
 
 def test_no_more_trials_are_announced_than_there_are_candidates() -> None:
-    space = make_space(resolve(TrainConfig(global_batch=8, micro_batch=8), cpu_info()), (CHECKPOINTING,))
+    space = make_space(resolve(TrainConfig.of(global_batch=8, micro_batch=8), cpu_info()), (CHECKPOINTING,))
     few = [Candidate(size, space.control.knobs) for size in (1, 2)]
     searcher = MemorySearcher(space, lambda candidate: 1e9 if candidate in few else 60e9, 40e9)
     assert searcher.remaining([]) == 2
@@ -115,7 +115,7 @@ def finished(size: int, outcome: TrialOutcome, **measured: Any) -> TrialRow:
 
 def plain(*knobs: str, batch: int = 64) -> MemorySearcher:
     """A search of sizes, and of ``knobs``, all of which are predicted to fit."""
-    space = make_space(resolve(TrainConfig(global_batch=batch, micro_batch=8), cpu_info()), knobs)
+    space = make_space(resolve(TrainConfig.of(global_batch=batch, micro_batch=8), cpu_info()), knobs)
     return MemorySearcher(space, lambda candidate: 1e9, 40e9)
 
 

@@ -11,7 +11,7 @@ from train.resolved import resolve
 from tune.space import make_space
 from tune.strategy.optuna_tpe import OptunaSearcher
 
-BASE = TrainConfig(model=PRESETS["gpt2-124m"], global_batch=480, micro_batch=16, compile="whole", attention="sdpa")
+BASE = TrainConfig.of(model=PRESETS["gpt2-124m"], global_batch=480, micro_batch=16, compile="whole", attention="sdpa")
 
 
 def test_no_candidate_runs_twice_and_the_budget_holds(benchmark: Callable[[str], ModuleType]) -> None:
@@ -26,7 +26,7 @@ def test_no_candidate_runs_twice_and_the_budget_holds(benchmark: Callable[[str],
 
 def test_a_small_space_is_tried_whole(benchmark: Callable[[str], ModuleType]) -> None:
     compare = benchmark("compare")
-    space = make_space(resolve(TrainConfig(global_batch=6, micro_batch=2), A100), ())
+    space = make_space(resolve(TrainConfig.of(global_batch=6, micro_batch=2), A100), ())
     rows = compare.drive(OptunaSearcher(space, trials=50), compare.Simulated(space, 1), race=False)
     assert {row.candidate for row in rows} == set(space.candidates())
 

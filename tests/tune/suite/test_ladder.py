@@ -5,7 +5,6 @@ import re
 import shutil
 import socket
 from collections.abc import Callable, Iterator
-from dataclasses import replace
 from importlib.util import find_spec
 from pathlib import Path
 
@@ -122,7 +121,10 @@ def test_a_suite_runs_in_its_short_form(
     assert finished == {row["name"] for row in rows if row["speed"] is not None}
     assert all(run.info.status == "FINISHED" or run.data.tags["reason"] for run in children)
     best = load_config(f"runs/{suite}/best.json")
-    assert (best.steps, best.keep_checkpoints) == (None, TrainConfig().keep_checkpoints), "it is a run's, not a rung's"
+    assert (best.duration.steps, best.checkpoints.keep_checkpoints) == (
+        None,
+        TrainConfig().checkpoints.keep_checkpoints,
+    ), "it is a run's, not a rung's"
 
 
 def test_each_rung_gets_the_batch_that_fits_and_the_last_what_a_search_found(
@@ -130,11 +132,11 @@ def test_each_rung_gets_the_batch_that_fits_and_the_last_what_a_search_found(
 ) -> None:
     limits(monkeypatch)
     text = "tiny,layers=2,heads=2,width=32,context_length=32,vocab_size=257,padded_vocab_size=320"
-    config = TrainConfig(
+    config = TrainConfig.of(
         data=str(small_shards), model=parse_model(text), device="cpu", precision="fp32", attention="manual",
         micro_batch=64, global_batch=64, compile="off", loss="plain",
     )  # fmt: skip
-    Path("best.json").write_text(json.dumps({"config": replace(config, micro_batch=2, global_batch=6).to_json()}))
+    Path("best.json").write_text(json.dumps({"config": config.replace(micro_batch=2, global_batch=6).to_json()}))
     limit = -(-predict_peak(config).total // 10**6)
     flags = ["--suite", "memory", "--rungs", "checkpointing", "--data", str(small_shards), "--model", text]
     flags += ["--fit", "--memory-limit", f"{limit}MB", "--best", "best.json", "--device", "cpu", "--name", "fitted"]

@@ -69,7 +69,7 @@ Make = Callable[..., Ladder]
 
 @pytest.fixture
 def base(small_model: ModelConfig) -> TrainConfig:
-    return TrainConfig(
+    return TrainConfig.of(
         model=small_model, micro_batch=4, global_batch=12, steps=10, device="cpu", precision="fp32", compile="off",
         loss="plain", allocator="default",
     )  # fmt: skip
@@ -88,15 +88,15 @@ RUNGS = (
 
 
 def sizes(measured: list[RungResult]) -> dict[str, int]:
-    return {rung.name: rung.config.micro_batch for rung in measured if rung.config}
+    return {rung.name: rung.config.batch.micro_batch for rung in measured if rung.config}
 
 
 @pytest.mark.parametrize("cumulative", [True, False])
 def test_a_control_stands_around_every_rung_that_ran(cumulative: bool, base: TrainConfig, ladder_of: Make) -> None:
     suite = Suite("mine", "Mine", {"checkpointing": "full"}, RUNGS, cumulative)
-    made: Made = lambda request, config: too_large(request) if config.micro_batch == 3 else well(request, config)  # noqa: E731
+    made: Made = lambda request, config: too_large(request) if config.batch.micro_batch == 3 else well(request, config)  # noqa: E731
     controls, rungs, ran = climbed(ladder_of(suite, base), made)
-    baseline = replace(base, checkpointing="full", attention="sdpa")
+    baseline = base.replace(checkpointing="full", attention="sdpa")
     reasons = {rung.name: rung.reason for rung in rungs if rung.reason}
     unchanged = {"the same": "it changes nothing on this device"} if cumulative else {}
     assert reasons.pop("several").startswith("--workers 3 ")
@@ -107,8 +107,8 @@ def test_a_control_stands_around_every_rung_that_ran(cumulative: bool, base: Tra
     assert len({place for place, _ in ran}) == len(ran), "each has a place of its own"
     configs = {rung.name: rung.config for rung in rungs}
     kept = {"loss_chunks": 2, "micro_batch": 2, "global_batch": 24} if cumulative else {}
-    assert configs["again"] == replace(baseline, **kept)
-    assert configs["larger"] == replace(baseline, **(kept | {"global_batch": 24}))
+    assert configs["again"] == baseline.replace(**kept)
+    assert configs["larger"] == baseline.replace(**(kept | {"global_batch": 24}))
     assert [rung.name for rung in rungs if rung.changes_numerics] == ["larger"], "another global batch"
 
 
@@ -139,7 +139,7 @@ def test_a_cpu_runs_every_rung_but_those_for_other_hardware(
 ) -> None:
     short = replace(for_cpu(suite), seeds=1)
     short = replace(short, base={name: value for name, value in short.base.items() if name != "model"})
-    base = replace(base, model=replace(base.model, width=48))  # which 6, 16 and 24 heads divide
+    base = base.replace(model=replace(base.model, width=48))  # which 6, 16 and 24 heads divide
     _, rungs, _ = climbed(ladder_of(short, base, DeviceInfo("cpu", "cpu", bf16=native)))
     expected = REFUSED[suite.name] | (set() if native else BF16.get(suite.name, set()))
     assert {rung.name for rung in rungs if rung.reason} == expected
@@ -160,7 +160,7 @@ def test_a_change_with_a_larger_batch_is_first_run_at_the_batch_before_it(
     cumulative: bool, base: TrainConfig, ladder_of: Make
 ) -> None:
     """Where the batch is all that changes, is set by name, or becomes smaller, there is one run."""
-    made: Made = lambda request, config: too_large(request) if config.micro_batch == 24 else well(request, config)  # noqa: E731
+    made: Made = lambda request, config: too_large(request) if config.batch.micro_batch == 24 else well(request, config)  # noqa: E731
     controls, rungs, ran = climbed(ladder_of(Suite("mine", "Mine", {"batch": 4}, LARGER, cumulative), base), made)
     before = 16 if cumulative else 4
     assert sizes(rungs) == {
@@ -169,8 +169,8 @@ def test_a_change_with_a_larger_batch_is_first_run_at_the_batch_before_it(
     }  # fmt: skip
     configs = {rung.name: rung.config for rung in rungs if rung.config}
     same, larger = configs["compile, same batch"], configs["compile"]
-    assert same == replace(larger, micro_batch=4, global_batch=4)
-    assert configs["fails when larger, same batch"].global_batch == before, "the same work as the rung before"
+    assert same == larger.replace(micro_batch=4, global_batch=4)
+    assert configs["fails when larger, same batch"].batch.global_batch == before, "the same work as the rung before"
     labelled = {rung.name for rung in rungs if rung.changes_numerics}
     assert labelled == {"compile", "batch 8", "both", "fails when larger", "smaller"}
     assert len(controls) == 1 + len([rung for rung in rungs if rung.speed])
@@ -181,22 +181,22 @@ def test_a_change_with_a_larger_batch_is_first_run_at_the_batch_before_it(
 
 
 def test_a_fitted_rung_is_first_run_at_the_batch_before_it(base: TrainConfig, ladder_of: Make) -> None:
-    limit = predict_peak(replace(base, micro_batch=64, global_batch=192)).total
+    limit = predict_peak(base.replace(micro_batch=64, global_batch=192)).total
     suite = Suite("mine", "Mine", {}, (Rung("checkpointing", {"checkpointing": "full"}),))
     controls, (same, larger), _ = climbed(ladder_of(suite, base, memory_limit=limit, fit=True))
     assert larger.config is not None
-    assert same.config == replace(larger.config, micro_batch=64, global_batch=192)
-    assert sizes(controls)["control"] == 64 < larger.config.micro_batch
+    assert same.config == larger.config.replace(micro_batch=64, global_batch=192)
+    assert sizes(controls)["control"] == 64 < larger.config.batch.micro_batch
     assert (same.name, larger.name) == ("checkpointing, same batch", "checkpointing")
-    assert larger.config.checkpointing == "full"
+    assert larger.config.execution.checkpointing == "full"
 
 
 @pytest.mark.parametrize(("beyond", "fitted"), [(RESERVED_OUTSIDE_ALLOCATOR, 64), (RESERVED_OUTSIDE_ALLOCATOR - 1, 56)])
 def test_a_gpus_limit_leaves_room_for_what_is_not_predicted(
     beyond: int, fitted: int, base: TrainConfig, ladder_of: Make
 ) -> None:
-    on_gpu = replace(base, device="cuda")
-    limit = predict_peak(replace(on_gpu, micro_batch=64, global_batch=192)).total + beyond
+    on_gpu = base.replace(device="cuda")
+    limit = predict_peak(on_gpu.replace(micro_batch=64, global_batch=192)).total + beyond
     suite = Suite("mine", "Mine", {}, (Rung("seed", {"seed": 1}),))
     controls, _, _ = climbed(ladder_of(suite, on_gpu, A100, memory_limit=limit, fit=True))
     assert sizes(controls[:1]) == {"baseline": fitted}
@@ -213,7 +213,7 @@ def misjudged(most: int) -> Made:
     """Batches above ``most`` do not fit, whatever was predicted; twice as large ones do with checkpointing."""
 
     def made(request: TrialRequest, config: TrainConfig) -> TrialRow:
-        beyond = config.micro_batch > most * (2 if config.checkpointing == "full" else 1)
+        beyond = config.batch.micro_batch > most * (2 if config.execution.checkpointing == "full" else 1)
         return too_large(request) if beyond else well(request, config)
 
     return made
@@ -221,7 +221,7 @@ def misjudged(most: int) -> Made:
 
 @pytest.mark.parametrize("cumulative", [True, False])
 def test_a_fitted_batch_that_does_not_fit_is_made_smaller(cumulative: bool, base: TrainConfig, ladder_of: Make) -> None:
-    limit = predict_peak(replace(base, micro_batch=64, global_batch=192)).total
+    limit = predict_peak(base.replace(micro_batch=64, global_batch=192)).total
     ladder = ladder_of(Suite("mine", "Mine", {}, RETRIED, cumulative), base, memory_limit=limit, fit=True)
     controls, (rate, same, larger, seed), ran = climbed(ladder, misjudged(50))
     assert set(sizes(controls).values()) == {48}, "of 64, 56 and 48"
@@ -234,18 +234,18 @@ def test_a_fitted_batch_that_does_not_fit_is_made_smaller(cumulative: bool, base
     assert larger.speed
     assert 48 < found["checkpointing"] <= 100
     assert found["seed"] == (found["checkpointing"] if cumulative else 48)
-    assert ("control-00-batch-48", 48) in [(place, config.micro_batch) for place, config in ran]
+    assert ("control-00-batch-48", 48) in [(place, config.batch.micro_batch) for place, config in ran]
     assert len({place for place, _ in ran}) == len(ran), "each has a place of its own"
 
 
 def test_smaller_batches_are_tried_a_few_times_only(base: TrainConfig, ladder_of: Make) -> None:
     """And the suite's own batches are never changed."""
-    limit = predict_peak(replace(base, micro_batch=64, global_batch=192)).total
+    limit = predict_peak(base.replace(micro_batch=64, global_batch=192)).total
     suite = Suite("mine", "Mine", {}, (Rung("checkpointing", {"checkpointing": "full"}),))
     tried: list[int] = []
 
     def hopeless(request: TrialRequest, config: TrainConfig) -> TrialRow:
-        tried.append(config.micro_batch)
+        tried.append(config.batch.micro_batch)
         return too_large(request)
 
     with pytest.raises(UserError, match=r"3 smaller batches .* --memory-limit"):
@@ -262,7 +262,12 @@ def test_other_numerics_are_run_with_several_seeds(cumulative: bool, base: Train
     """And so is the rung before, at the same batch; losses are paired by seed."""
 
     def made(request: TrialRequest, config: TrainConfig) -> TrialRow:
-        loss = 3.0 + config.seed / 10 + 0.5 * (config.precision == "bf16") + 0.25 * (config.optimizer == "adafactor")
+        loss = (
+            3.0
+            + config.dataset.seed / 10
+            + 0.5 * (config.execution.precision == "bf16")
+            + 0.25 * (config.optimization.optimizer == "adafactor")
+        )
         return well(request, config, val_loss=loss)
 
     rungs = (
@@ -283,7 +288,7 @@ def test_other_numerics_are_run_with_several_seeds(cumulative: bool, base: Train
     assert [value for pair in pairs["Adafactor"] for value in pair] == pytest.approx(
         [value for pair in expected for value in pair]
     )
-    seeded = {place: config.seed for place, config in ran if "-seed-" in place}
+    seeded = {place: config.dataset.seed for place, config in ran if "-seed-" in place}
     assert seeded["02-bf16-same-batch-seed-1"] == 1
     assert ("02-bf16-seed-2" if cumulative else "control-00-seed-2") in seeded, "the rung before"
     _, measured, ran = climbed(ladder_of(replace(suite, seeds=1), base, modern), made)
@@ -311,18 +316,18 @@ def test_a_ladder_is_continued_on_the_machine_of_its_first_run_from_what_did_not
     assert ladder.is_reusable(row)
     assert ladder.is_reusable(too_large(request))
     assert not ladder.is_reusable(unmeasured(request, "failed", "its process died", 1.0))
-    other = ladder_of(ladder.suite, replace(base, seed=1)).request("here", 1, [row], [])
+    other = ladder_of(ladder.suite, base.replace(seed=1)).request("here", 1, [row], [])
     assert other is not None
     assert other.proposal.stage == "baseline", "the row of another config does not count"
 
 
 def test_the_batch_that_fits_is_the_largest_that_does(base: TrainConfig) -> None:
     for size, next_size in ((1, 2), (7, 8), (8, 16), (24, 32)):
-        limit = predict_peak(replace(base, micro_batch=size, global_batch=3 * size)).total
+        limit = predict_peak(base.replace(micro_batch=size, global_batch=3 * size)).total
         fitted = largest_batch(base, limit)
-        assert (fitted.micro_batch, fitted.global_batch) == (size, 3 * size), "with its accumulation"
-        larger = predict_peak(replace(base, micro_batch=next_size, global_batch=3 * next_size)).total
-        assert largest_batch(base, larger).micro_batch == next_size
+        assert (fitted.batch.micro_batch, fitted.batch.global_batch) == (size, 3 * size), "with its accumulation"
+        larger = predict_peak(base.replace(micro_batch=next_size, global_batch=3 * next_size)).total
+        assert largest_batch(base, larger).batch.micro_batch == next_size
 
 
 def test_a_baseline_without_a_speed_says_what_to_do(base: TrainConfig, ladder_of: Make) -> None:
@@ -344,13 +349,13 @@ def test_a_baseline_without_a_speed_says_what_to_do(base: TrainConfig, ladder_of
 
 def test_what_a_machine_cannot_show_is_refused(base: TrainConfig) -> None:
     modern, old = DeviceInfo("cpu", "cpu", bf16=True), DeviceInfo("cpu", "cpu", bf16=False)
-    habits = replace(base, device="auto", ablate=("pages", "sync"))
-    check_suits_device(habits, replace(habits, ablate=()), Rung("habits", {"ablate": ()}), A100)
+    habits = base.replace(device="auto", ablate=("pages", "sync"))
+    check_suits_device(habits, habits.replace(ablate=()), Rung("habits", {"ablate": ()}), A100)
     with pytest.raises(UserError, match=r"large pages .* CPU memory"):
-        check_suits_device(habits, replace(habits, ablate=("sync",)), Rung("pages", {"ablate": ("sync",)}), A100)
-    tf32 = replace(base, precision="tf32")
-    check_suits_device(tf32, replace(tf32, seed=1), Rung("seed", {"seed": 1}), old)
-    bf16, rung = replace(base, precision="bf16"), Rung("bf16", {"precision": "bf16"})
+        check_suits_device(habits, habits.replace(ablate=("sync",)), Rung("pages", {"ablate": ("sync",)}), A100)
+    tf32 = base.replace(precision="tf32")
+    check_suits_device(tf32, tf32.replace(seed=1), Rung("seed", {"seed": 1}), old)
+    bf16, rung = base.replace(precision="bf16"), Rung("bf16", {"precision": "bf16"})
     check_suits_device(base, bf16, rung, modern)
     with pytest.raises(UserError, match="emulates bf16"):
         check_suits_device(base, bf16, rung, old)
@@ -361,8 +366,8 @@ def test_a_micro_batch_that_is_left_open_is_decided_within_the_ladders_limit(
     size: int, base: TrainConfig, ladder_of: Make
 ) -> None:
     """Once for each config, in the baseline as in a rung that needs less, and the limit is that of every run."""
-    open_base = replace(base, micro_batch=AUTO, model=replace(base.model, context_length=256))
-    limit = peak_with_margin(replace(open_base, micro_batch=size, attention="sdpa"))
+    open_base = base.replace(micro_batch=AUTO, model=replace(base.model, context_length=256))
+    limit = peak_with_margin(open_base.replace(micro_batch=size, attention="sdpa"))
     suite = Suite("mine", "Mine", {}, (Rung("seed", {"seed": 1}), Rung("leaner", {"checkpointing": "full"})))
     ladder = ladder_of(suite, open_base, memory_limit=limit)
     request = ladder.request("here", 1, [], [])

@@ -31,7 +31,7 @@ from tune.trial.compare import Difference
 from tune.trial.row import TrialRow
 
 ROOT = Path(__file__).parents[3]
-CONFIGS = dict(study_rungs()) | {"baseline": apply_changes(TrainConfig(device="cuda", steps=10), A100.base)}
+CONFIGS = dict(study_rungs()) | {"baseline": apply_changes(TrainConfig.of(device="cuda", steps=10), A100.base)}
 
 
 def row(name: str, *, faster: float = 1.0, card: float = 1.0, **changes: Any) -> RungResult:
@@ -51,7 +51,7 @@ def row(name: str, *, faster: float = 1.0, card: float = 1.0, **changes: Any) ->
 def test_the_studys_rungs_are_those_of_the_suite() -> None:
     configs = dict(study_rungs())
     assert list(configs) == list(STUDY)
-    assert {name: config.micro_batch for name, config in configs.items()} == {
+    assert {name: config.batch.micro_batch for name, config in configs.items()} == {
         name: published.batch for name, published in STUDY.items()
     }
     assert kinds()["baseline"] == "fp32"
@@ -98,7 +98,7 @@ def test_what_was_not_measured_is_left_open() -> None:
 
 def test_a_rung_that_lacks_what_came_before_it_has_no_expected_speed() -> None:
     """Such as compile in TF32, where fp16 could not be run: its matrix products are not those of the study."""
-    slow = row("compile", faster=0.5, config=replace(CONFIGS["compile"], precision="tf32"))
+    slow = row("compile", faster=0.5, config=CONFIGS["compile"].replace(precision="tf32"))
     (*_, speed), said = compare("a100", [slow if name == "compile" else row(name) for name in STUDY])
     assert [line[-1] for line in speed.rows][3:6] == ["100%", "-", "100%"]
     assert "compile (precision tf32, not fp16)" in said[3]

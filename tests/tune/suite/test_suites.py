@@ -13,46 +13,46 @@ from train.model_config import PRESETS
 from train.resolved import resolve
 from tune.suite.suites import A100, SUITES, Rung, Suite, apply_changes, choose, find_suite, for_cpu, search_result_rung
 
-START = TrainConfig(device="cuda", micro_batch=32, compile="off", loss="plain", steps=10)
+START = TrainConfig.of(device="cuda", micro_batch=32, compile="off", loss="plain", steps=10)
 
 
 def test_the_short_form_is_an_eighth_on_a_tiny_model() -> None:
     state = apply_changes(START, for_cpu(A100).base)
-    assert (state.gpt2_config.layers, state.micro_batch, state.global_batch) == (2, 4, 4)
+    assert (state.gpt2_config.layers, state.batch.micro_batch, state.batch.global_batch) == (2, 4, 4)
     assert state.model.context_length == PRESETS["tiny"].context_length, "not the study's"
     for rung in for_cpu(A100).rungs:
         state = apply_changes(state, rung.changes)
-    assert state.global_batch == 8
+    assert state.batch.global_batch == 8
     batches = [rung.changes["batch"] for rung in for_cpu(SUITES["sizes"]).rungs if "batch" in rung.changes]
     assert batches == [1, 1, 2, 4, 5, 8, 8, 9], "of 7, 8, 9, 31, 33, 63, 64 and 65, rounded up"
 
 
 def test_the_short_form_of_a_suite_without_a_model_or_batch_is_short_too() -> None:
     state = apply_changes(START, for_cpu(Suite("mine", "Mine", {"attention": "manual"}, ())).base)
-    assert (state.model, state.micro_batch, state.global_batch) == (PRESETS["tiny"], 4, 60)
+    assert (state.model, state.batch.micro_batch, state.batch.global_batch) == (PRESETS["tiny"], 4, 60)
     larger = for_cpu(Suite("mine", "Mine", {}, (Rung("larger", {"model": "gpt2-355m"}),)))
     assert apply_changes(state, larger.rungs[0].changes).model == PRESETS["tiny"]
 
 
 def test_the_study_is_repeated_as_it_was() -> None:
     state = apply_changes(START, A100.base)
-    batches = {"baseline": state.micro_batch}
+    batches = {"baseline": state.batch.micro_batch}
     for rung in A100.rungs:
         state = apply_changes(state, rung.changes)
-        batches[rung.name] = state.micro_batch
+        batches[rung.name] = state.batch.micro_batch
     assert batches["baseline"] == batches["tensor cores"] == 28
     assert (batches["mixed precision fp16"], batches["compile"], batches["flash attention"]) == (32, 48, 64)
     assert state.model == replace(PRESETS["gpt2-124m"], context_length=512)
     assert apply_changes(START, A100.base).gpt2_config.padded_vocab_size == 50257
-    assert (state.optimizer, state.attention, state.compile, state.ablate) == (
-        "adamw-fused", "auto", "max-autotune", (),
-    )  # fmt: skip
+    execution = state.execution
+    assert (execution.attention, execution.compile, execution.ablate) == ("auto", "max-autotune", ())
+    assert state.optimization.optimizer == "adamw-fused"
 
 
 @pytest.mark.parametrize("suite", SUITES.values(), ids=lambda suite: suite.name)
 def test_every_rung_is_another_config_and_fits_the_card_that_the_suites_are_for(suite: Suite) -> None:
     """One with 40 GB, by prediction."""
-    state = apply_changes(replace(START, device="cuda"), suite.base)
+    state = apply_changes(START.replace(device="cuda"), suite.base)
     peaks = {"baseline": predict_peak(resolve(state, CARD)).total}
     for rung in suite.rungs:
         config = apply_changes(state, rung.changes)
@@ -81,7 +81,7 @@ def test_a_suite_from_python(tmp_path: Path) -> None:
         "SUITE = Suite('mine', 'Mine', {'batch': 8}, tuple(Rung(f'{n}', {'batch': n}) for n in (2, 4)))\n"
     )
     suite = find_suite(str(path), START)
-    assert [apply_changes(START, rung.changes).micro_batch for rung in suite.rungs] == [2, 4]
+    assert [apply_changes(START, rung.changes).batch.micro_batch for rung in suite.rungs] == [2, 4]
     path.write_text("from tune.suite.suites import Rung\nSUITE = [Rung(f'{n}', {'batch': n}) for n in (2, 4)]\n")
     assert find_suite(str(path), START) == replace(suite, title="mine", base={})
 
@@ -121,7 +121,7 @@ def test_a_bad_file_is_refused_with_its_fault(tmp_path: Path, text: str, named: 
 def test_what_only_this_machine_cannot_run_is_not_an_error(tmp_path: Path) -> None:
     changes = [{"precision": "fp16"}, {"fp8": True}, {"attention": "cudnn"}, {"loss_chunks": 2}, {"loss": "fused"}]
     text = f"[Rung(str(number), changes) for number, changes in enumerate({changes})]"
-    suite = from_file(tmp_path / "mine.py", text, replace(START, device="cpu"))
+    suite = from_file(tmp_path / "mine.py", text, START.replace(device="cpu"))
     assert [rung.changes for rung in suite.rungs] == changes
 
 
@@ -129,21 +129,23 @@ def test_a_suite_without_a_model_is_read_with_the_ladders(tmp_path: Path) -> Non
     path, text = tmp_path / "mine.py", "[Rung('a', {'model.heads': 5})]"
     with pytest.raises(UserError, match="not divisible by heads=5"):
         from_file(path, text)
-    assert from_file(path, text, replace(START, model=replace(START.model, width=100, heads=10))).rungs
+    assert from_file(path, text, START.replace(model=replace(START.model, width=100, heads=10))).rungs
 
 
 def test_a_rung_may_have_its_own_cycle() -> None:
-    assert apply_changes(START, {"cycle": "20+0"}).cycle == Cycle(20, 0)
+    assert apply_changes(START, {"cycle": "20+0"}).duration.cycle == Cycle(20, 0)
 
 
 def test_what_a_search_found_is_a_rung() -> None:
-    best = TrainConfig(
+    best = TrainConfig.of(
         micro_batch=5, global_batch=10, attention="flash", loss_chunks=5, precision="bf16", compile="whole",
         checkpointing="full", optimizer="adamw", loader_workers=1,
     )  # fmt: skip
     assert apply_changes(TrainConfig(), search_result_rung(best).changes) == best
     assert (
-        apply_changes(TrainConfig(), search_result_rung(replace(best, loss="fused", loss_chunks=1)).changes).loss
+        apply_changes(
+            TrainConfig(), search_result_rung(best.replace(loss="fused", loss_chunks=1)).changes
+        ).execution.loss
         == "fused"
     )
     assert search_result_rung(best).changes_numerics

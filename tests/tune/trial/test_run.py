@@ -25,13 +25,13 @@ from tune.trial.run import StopRule, TrialMonitor, TrialRequest, classify_outcom
 
 @pytest.fixture(scope="module")
 def training(small_shards: Path, small_model: ModelConfig) -> TrainConfig:
-    return TrainConfig(data=str(small_shards), model=small_model, global_batch=8, micro_batch=4, device="cpu")
+    return TrainConfig.of(data=str(small_shards), model=small_model, global_batch=8, micro_batch=4, device="cpu")
 
 
 def attempt(training: TrainConfig, folder: Path, *, limit: float = 8e9, steps: int = 20) -> TrialRow:
     folder.mkdir(exist_ok=True)
-    proposal = Proposal(Candidate(training.micro_batch), "probe")
-    trial = replace(training, steps=steps, cycle=Cycle(1, 0)).to_json()
+    proposal = Proposal(Candidate(training.batch.micro_batch), "probe")
+    trial = training.replace(steps=steps, cycle=Cycle(1, 0)).to_json()
     row, trace = run(TrialRequest("m1", 1, "m4", proposal, trial, "here", int(limit), StopRule(60.0, 0.001)))
     assert trace is None, "a traceback is for our bugs"
     write_row(folder, row)
@@ -72,7 +72,7 @@ def test_a_trial_that_cannot_win_stops(eight_steps: RunResult, bar: float, verdi
 
 
 def test_a_failure_is_an_outcome(training: TrainConfig, tmp_path: Path) -> None:
-    row = attempt(replace(training, data=str(tmp_path / "nowhere")), tmp_path / "rows")
+    row = attempt(training.replace(data=str(tmp_path / "nowhere")), tmp_path / "rows")
     assert row.outcome == "failed"
     assert "nowhere" in row.reason
 
@@ -83,7 +83,7 @@ def test_running_out_of_memory_is_an_outcome(
     """T x T matrices of 140 TB, more than a process has addresses for: refused as a GPU refuses what is too large."""
     data = make_shards(tmp_path / "data", tokens=400_000)
     long = replace(training.model, context_length=2**21, heads=8, width=8)
-    config = replace(training, data=str(data), model=long, attention="manual", micro_batch=1, global_batch=1)
+    config = training.replace(data=str(data), model=long, attention="manual", micro_batch=1, global_batch=1)
     row = attempt(config, tmp_path / "rows")
     assert (row.outcome, row.tokens_per_second) == ("oom", None)
     assert "memory" in row.reason
@@ -92,7 +92,7 @@ def test_running_out_of_memory_is_an_outcome(
 def test_running_out_of_memory_while_the_model_is_built_is_an_outcome(training: TrainConfig, tmp_path: Path) -> None:
     """Its embedding would take more than a process has addresses for."""
     vast = replace(training.model, padded_vocab_size=2**31, width=2**19)
-    row = attempt(replace(training, model=vast), tmp_path)
+    row = attempt(training.replace(model=vast), tmp_path)
     assert (row.outcome, row.step_seconds) == ("oom", [])
     assert "memory" in row.reason
 
@@ -178,7 +178,7 @@ def test_utilisation_is_of_one_device_at_the_trials_precision(
 ) -> None:
     on_gpu = replace(eight_steps, device="NVIDIA A100-SXM4-80GB")
     watch = watched([1.0] * 8, retries=[0] * 9)
-    row = make_row(row_of(), replace(training, precision=precision), on_gpu, watch)
+    row = make_row(row_of(), training.replace(precision=precision), on_gpu, watch)
     peak = {"fp32": 19.5e12, "tf32": 156e12, "bf16": 312e12}[precision]
     assert row.mfu == pytest.approx((row.tokens_per_second or 0.0) * palm_flops(training.gpt2_config) / peak)
 
@@ -192,7 +192,7 @@ def test_a_damaged_row_is_named(training: TrainConfig, tmp_path: Path) -> None:
 
 @pytest.fixture(scope="module")
 def eight_steps(training: TrainConfig) -> RunResult:
-    return Trainer(replace(training, steps=8)).run()
+    return Trainer(training.replace(steps=8)).run()
 
 
 def row_of(outcome: TrialOutcome = "ok", reason: str = "") -> TrialRow:
@@ -244,8 +244,8 @@ def test_a_step_that_compiles_again_does_not_change_the_speed(
 @pytest.mark.parametrize("batch", [4, 8, 32])
 def test_speed_counts_the_tokens_of_whole_steps(training: TrainConfig, tmp_path: Path, batch: int) -> None:
     """The usual bug is to count micro-batches, which makes a speed depend on the accumulation: 1, 2 and 8 here."""
-    row = attempt(replace(training, global_batch=batch), tmp_path)
-    assert row.accumulation == batch // training.micro_batch
+    row = attempt(training.replace(global_batch=batch), tmp_path)
+    assert row.accumulation == batch // training.batch.micro_batch
     whole = steady_state(row.step_seconds, batch * training.model.context_length)
     assert whole
     assert row.tokens_per_second == whole.tokens_per_second
@@ -273,7 +273,7 @@ def test_what_a_run_measured_is_in_the_row_of_its_trial_by_the_same_name(
     """Whatever fields the two come to share: none is left out, and none is in the place of another."""
     result = distinct(RunResult, impossible="", device="NVIDIA A100-SXM4-80GB")
     measured = vars(result) | vars(result.throughput) | vars(result.memory)
-    config = replace(training, precision="bf16")
+    config = training.replace(precision="bf16")
     row = make_row(row_of(), config, result)
     shared = {field.name for field in fields(TrialRow)} & measured.keys() - OF_ANOTHER_KIND
     assert len(shared) >= 13
@@ -301,7 +301,7 @@ def test_what_was_asked_of_a_trial_is_in_its_row_by_the_same_name(distinct: Call
 
 def test_a_rung_is_measured_like_the_run_of_its_config(training: TrainConfig) -> None:
     """With all its losses, and with validation; its limit is that of any trial."""
-    config = replace(training, steps=9, cycle=Cycle(4, 1), seed=3)
+    config = training.replace(steps=9, cycle=Cycle(4, 1), seed=3)
     trainer = Trainer(config)
     expected = trainer.run()
     request = TrialRequest("m4", 1, "rung", Proposal(Candidate(4), "rung"), config.to_json(), "here")

@@ -1,0 +1,57 @@
+"""The data of a run, and how they are read."""
+
+from dataclasses import dataclass, field, fields
+from typing import Annotated
+
+import tyro
+
+from infra.errors import UserError
+from infra.schema import strict
+from pipeline.config import ReadingConfig
+from train.config.checks import check_combinations, check_part, format_flag
+
+MAX_LOADER_WORKERS = 1024
+"""Threads that read batches, each with a buffer."""
+
+
+@strict
+@dataclass(frozen=True)
+class DatasetConfig:
+    """The tokens or books that a run trains on, and how they are read."""
+
+    data: Annotated[str, tyro.conf.arg(metavar="DIR")] = "data/tokens"
+    """Token shards, created by python -m pipeline.tokenize: a folder, or s3://bucket/folder (gs://, az://)."""
+    stream: Annotated[tuple[str, ...], tyro.conf.arg(metavar="[SOURCE ...]")] = ()
+    """Books to train on directly instead of --data, given as sources of pipeline.tokenize.
+    Ray Data encodes them while the model trains."""
+    reading: ReadingConfig = field(default_factory=ReadingConfig)
+    """Settings for reading and cleaning the books of --stream."""
+    seed: int = 0
+    """Seed of the weights, the order of the windows, and dropout (at least 0)."""
+    loader_workers: int = 0
+    """Number of threads that read batches ahead (0: the loop itself reads the next batch while the device computes)."""
+
+    def __post_init__(self) -> None:
+        check_part(self, seed=0, loader_workers=0)
+        if self.loader_workers > MAX_LOADER_WORKERS:
+            flag = format_flag("loader_workers", self.loader_workers)
+            raise UserError(f"{flag} must be at most {MAX_LOADER_WORKERS:,}.")
+        several_threads = ("loader_workers", self.loader_workers > 1)
+        reason = "a stream is read by one thread, in the order of its books"
+        check_combinations(vars(self), [(several_threads, ("stream", bool(self.stream)), reason)])
+        self._check_reading()
+
+    def _check_reading(self) -> None:
+        if self.stream:
+            return
+        for setting in fields(ReadingConfig):
+            if getattr(self.reading, setting.name) != setting.default:
+                raise UserError(
+                    f"--{setting.name.replace('_', '-')} is about books, but this run reads none: name them with "
+                    "--stream, or give it to 'python -m pipeline.tokenize', which makes the shards of --data."
+                )
+
+    @property
+    def source(self) -> str:
+        """The data, as the user named it."""
+        return ", ".join(self.stream) or self.data

@@ -1,0 +1,137 @@
+"""How the model is executed: its device, its precision, its kernels, and the memory that it may trade for time."""
+
+from collections.abc import Iterator
+from dataclasses import dataclass
+from typing import Annotated, Literal, get_args
+
+import tyro
+
+from infra.errors import UserError
+from infra.schema import strict
+from train.config.checks import Conflict, check_combinations, check_part
+
+Precision = Literal["auto", "fp32", "tf32", "fp16", "bf16", "bf16-activations"]
+Attention = Literal["auto", "manual", "sdpa", "flash", "cudnn", "efficient", "flex"]
+Compile = Literal[
+    "auto", "off", "whole", "blocks", "coordinate-descent", "max-autotune", "max-autotune-graphs", "reduce-overhead"
+]
+Checkpointing = Literal["none", "full", "alternate", "selective", "budget"]
+Loss = Literal["auto", "plain", "fused"]
+Device = Literal["auto", "cuda", "cpu"]
+Allocator = Literal["auto", "default", "split", "expandable"]
+Ablation = Literal["sync", "zero", "copy", "collect", "pages"]
+
+FUSED_ATTENTION = ("flash", "cudnn", "efficient")
+
+HALF_PRECISIONS = ("fp16", "bf16", "bf16-activations")
+
+WHOLE_GRAPH = ("whole", "coordinate-descent", "max-autotune", "max-autotune-graphs", "reduce-overhead")
+"""Values of ``--compile`` that compile the model as one graph."""
+
+CUDA_GRAPHS = ("max-autotune-graphs", "reduce-overhead")
+"""Values of ``--compile`` that record the graph's kernels and replay them."""
+
+GPU_KERNELS = ("coordinate-descent", "max-autotune", "max-autotune-graphs")
+"""Values of ``--compile`` that tune kernels which only GPUs have."""
+
+
+@strict
+@dataclass(frozen=True)
+class ExecutionConfig:
+    """How the model is executed on its device."""
+
+    device: Device = "auto"
+    """Device to train on; auto is a CUDA GPU if there is one, else the CPU."""
+    accelerator: Annotated[str | None, tyro.conf.arg(metavar="GPU")] = None
+    """Type of GPU that the workers need, by Ray's name, such as A100 or H200. Waits until the cluster has one."""
+    precision: Precision = "auto"
+    """Precision of the model's arithmetic.
+    - auto: bf16 on GPUs that support it, else fp32, because most CPUs only emulate bf16, which is far slower
+    - fp32: 32-bit floats throughout
+    - tf32: matrix products in TensorFloat-32, on tensor cores
+    - fp16: autocast to fp16, with loss scaling
+    - bf16: autocast to bf16
+    - bf16-activations: bf16 for all activations, including the residual stream, with fp32 weights"""
+    attention: Attention = "auto"
+    """Attention kernel.
+    - auto: the fastest supported kernel for the GPU; sdpa on a CPU
+    - manual: plain operations, which write the T x T matrix to memory
+    - sdpa: chosen by torch's scaled_dot_product_attention
+    - flash: FlashAttention
+    - cudnn: cuDNN attention
+    - efficient: torch's memory-efficient attention
+    - flex: FlexAttention"""
+    mask_books: bool = False
+    """Restrict attention to one book in windows that span several."""
+    compile: Annotated[Compile, tyro.conf.arg(metavar="MODE")] = "auto"
+    """Part of the model that torch.compile compiles, and its mode.
+    - auto: whole on a GPU if torch can compile for it, off on a CPU
+    - off: no compilation
+    - whole: the whole model as one graph
+    - blocks: each block and the loss separately, which starts faster
+    - coordinate-descent: the whole model; kernel sizes are tuned one by one
+    - max-autotune: the whole model; kernels are chosen by benchmarks
+    - max-autotune-graphs: max-autotune with CUDA graphs
+    - reduce-overhead: the whole model with CUDA graphs"""
+    fp8: bool = False
+    """Compute the matrix products of blocks in 8-bit floats, scaled per tensor (torchao, on GPUs that support them)."""
+    checkpointing: Checkpointing = "none"
+    """Activation checkpointing: activations that are recomputed in the backward pass to save memory.
+    - none: no recomputation
+    - full: whole blocks, about a third more FLOPs
+    - alternate: every second block, about a sixth more FLOPs
+    - selective: all except the outputs of matrix products and attention
+    - budget: the cheapest half, chosen by torch.compile (torch 2.13 and later)"""
+    loss: Loss = "auto"
+    """Implementation of the cross-entropy loss.
+    - auto: fused if the logits would make the micro-batch smaller, else plain
+    - plain: stores the logits of all tokens
+    - fused: computed with the output head in chunks, without storing all logits"""
+    loss_chunks: int = 1
+    """Number of chunks of the fused loss (at least 1); above 1 implies --loss fused.
+    By default a chunk has at most 2,048 tokens."""
+    allocator: Allocator = "auto"
+    """Segments in which torch's allocator reserves GPU memory.
+    - auto: expandable, which leaves the least memory unused
+    - default: segments of the requested size, which smaller tensors may split (torch's default)
+    - split: as default, but segments above 512 MiB are not split (max_split_size_mb)
+    - expandable: segments that grow (expandable_segments).
+    The environment variable PYTORCH_ALLOC_CONF overrides this setting."""
+    shard: bool = False
+    """Shard weights, gradients and optimizer state over the workers (FSDP2) instead of a copy on each (DDP)."""
+    ablate: Annotated[tuple[Ablation, ...], tyro.conf.arg(metavar="[NAME ...]")] = ()
+    """Loop optimizations to disable, to measure what each contributes.
+    - sync: read each loss at once, and wait for the device
+    - zero: fill gradients with zeros instead of dropping them
+    - copy: read and copy each batch only when it is needed
+    - collect: leave the garbage collector on
+    - pages: store large tensors in a CPU's small pages"""
+
+    def __post_init__(self) -> None:
+        check_part(self, loss_chunks=1)
+        for name in self.ablate:
+            if name not in get_args(Ablation):
+                raise UserError(f"--ablate {name} is not known; choose one of {', '.join(get_args(Ablation))}.")
+        check_combinations(vars(self), self._conflicts())
+
+    def _conflicts(self) -> Iterator[Conflict]:
+        on_cpu = ("device", self.device == "cpu")
+        yield ("precision", self.precision == "fp16"), on_cpu, "loss scaling needs a GPU; use bf16 or fp32"
+        yield ("attention", self.attention in (*FUSED_ATTENTION, "flex")), on_cpu, "a CPU has manual and sdpa"
+        fp32_only = ("precision", self.precision in ("fp32", "tf32"))
+        yield ("attention", self.attention in ("flash", "cudnn")), fp32_only, "these kernels exist in 16 bits only"
+        fused = ("attention", self.attention in FUSED_ATTENTION)
+        yield fused, ("mask_books", self.mask_books), "these kernels do not support the mask; use auto or flex"
+        selective, blocks = ("checkpointing", self.checkpointing == "selective"), ("compile", self.compile == "blocks")
+        yield selective, blocks, "a compiled block hides what to keep, so all of it is recomputed; use --compile whole"
+        graphless = ("compile", self.compile not in ("auto", *WHOLE_GRAPH))
+        yield ("checkpointing", self.checkpointing == "budget"), graphless, "a compiled graph is what the budget is for"
+        fp8 = ("fp8", self.fp8)
+        yield fp8, on_cpu, "8-bit matmuls need a GPU"
+        not_bf16 = ("precision", self.precision in ("fp32", "tf32", "fp16"))
+        yield fp8, not_bf16, "with it the rest of the model runs in bf16"
+        shard = ("shard", self.shard)
+        yield shard, ("precision", self.precision == "fp16"), "loss scaling would have to agree between shards"
+        whole = ("compile", self.compile in WHOLE_GRAPH)
+        yield shard, whole, "gathering a block's weights would break the graph; use --compile blocks"
+        yield shard, fp8, "this combination is not supported"
