@@ -8,8 +8,8 @@ from collections.abc import Callable
 from pathlib import Path
 
 from infra.errors import UserError
-from infra.storage.directory import StorageDir, scratch
-from infra.storage.files import lock
+from infra.storage.directory import StorageDir
+from infra.storage.workspace import Workspace
 from pipeline.shards import MANIFEST, TOKENIZER_FILE, Manifest, read_manifest
 
 LOCK_TIMEOUT_SECONDS = 24 * 3600.0
@@ -22,25 +22,21 @@ def ensure_local(data: StorageDir, on_shard: Callable[[Manifest, int], None] = l
     Calls ``on_shard`` before each shard that is fetched, with the number of those that are here. Raises ``UserError``
     when the data set is unfinished or damaged, the storage fails, or the disk is full.
     """
-    if not data.is_remote:
-        return data.local_path
     manifest = read_manifest(data)
-    folder = scratch("data", manifest.fingerprint)
-    with lock(
-        folder / ".lock", f"another process has been fetching {data} for a day: end it.", patience=LOCK_TIMEOUT_SECONDS
-    ):
+    workspace = Workspace.of(data, "data", manifest.fingerprint)
+    message = f"another process has been fetching {data} for a day: end it."
+    with workspace.lock_copy(message, LOCK_TIMEOUT_SECONDS):
         for number, shard in enumerate(manifest.shards):
-            path = folder / shard.path
-            if not (path.is_file() and path.stat().st_size == shard.bytes):
+            if workspace.lacks(shard.path, shard.bytes):
                 on_shard(manifest, number)
                 try:
-                    data.download(shard.path, path, shard.checksum)
+                    workspace.pull(shard.path, shard.checksum)
                 except FileNotFoundError:
                     raise UserError(
                         f"{data / shard.path} is missing: run 'python -m pipeline.tokenize --out {data}' again."
                     ) from None
         if data.exists(TOKENIZER_FILE):
-            data.download(TOKENIZER_FILE, folder / TOKENIZER_FILE)
-        if not (folder / MANIFEST).exists():
-            manifest.write(folder)
-    return folder
+            workspace.pull(TOKENIZER_FILE)
+        if not (workspace.path / MANIFEST).exists():
+            manifest.write(workspace.path)
+    return workspace.path

@@ -233,13 +233,10 @@ class Shard:
     """A shard: its token stream and its books. A local one is memory-mapped, without reading the file."""
 
     def __init__(self, path: StorageDir | Path) -> None:
+        file = StorageDir.of(path)
         try:
-            if isinstance(path, StorageDir) and path.is_remote:
-                file = pa.BufferReader(path.parent.read(path.name))
-            else:
-                file = pa.memory_map(str(path))
-            self.batch = pa.ipc.open_file(file).get_batch(0)
-        except (OSError, pa.ArrowInvalid) as damage:
+            self.batch = pa.ipc.open_file(pa.py_buffer(file.parent.map(file.name))).get_batch(0)
+        except (OSError, ValueError) as damage:
             raise UserError(
                 f"{path} cannot be read as a token shard ({damage}): 'python -m pipeline.inspect "
                 f"{path.parent.parent} --verify' shows what is damaged."

@@ -22,7 +22,8 @@ from infra.device import provenance
 from infra.errors import UserError
 from infra.ray.cluster import ray_session
 from infra.ray.machines import check_shared, report_lost_nodes, run_on_other_nodes
-from infra.storage.directory import StorageDir, WorkingCopy
+from infra.storage.directory import StorageDir
+from infra.storage.workspace import Workspace
 from infra.tracking.names import group_under_detail, non_default_params
 from pipeline.config import TokenizeConfig
 from pipeline.job import output, processes, ray_data, report
@@ -93,8 +94,7 @@ def _make(job: Job, todo: list[Partition], progress: report.JobStats, *, fresh: 
                 ray.enter_context(ray_session(config.address, cpus=config.num_workers, prestart=True))
                 ray_data.warm_up(0 if config.cluster else min(config.num_workers, len(todo)))
             if config.cluster:
-                if not out_dir.is_remote:
-                    check_shared("--out", out_dir.local_path)
+                check_shared("--out", out_dir)
                 todo = embed_local_files(todo)
         with ExitStack() as run:
             opening = background.submit(_open_run, job)
@@ -121,9 +121,10 @@ def _make(job: Job, todo: list[Partition], progress: report.JobStats, *, fresh: 
             tracker.set_description(job_report.markdown())
             tracker.log_metrics(group_under_detail(progress.metrics() | _counts(manifest), report.METRICS))
             tracker.set_tags({"dropped": report.format_dropped(manifest.report)})
-            copy = WorkingCopy.of(out_dir, empty=False, include=lambda name: name in (MANIFEST, QUARANTINE))
-            tracker.log_file(copy.local_path / MANIFEST)
-            tracker.log_file(copy.local_path / QUARANTINE)
+            workspace = Workspace.of(out_dir)
+            workspace.refresh(lambda name: name in (MANIFEST, QUARANTINE))
+            tracker.log_file(workspace.path / MANIFEST)
+            tracker.log_file(workspace.path / QUARANTINE)
             tracker.log_dataset(out_dir.name, manifest.fingerprint, str(out_dir), manifest.report, "output")
     from infra.tracking.views import ui_link
 

@@ -12,8 +12,6 @@ from infra.cli.console import console
 from infra.cli.options import Checkpoint, Runs
 from infra.cli.progress import status
 from infra.errors import UserError
-from infra.storage.directory import StorageDir
-from infra.storage.object_storage import is_remote
 from infra.tracking.run_ref import RunRef
 from train.config import config_from_json
 from train.custom_model import CustomModel
@@ -46,14 +44,14 @@ def export(config: ExportConfig) -> int:
     """
     if config.to.exists():
         raise UserError(f"--to {config.to} already exists. Choose a new folder.")
-    checkpoint = find_checkpoint(config.checkpoint, config.out)
+    run, checkpoint = find_checkpoint(config.checkpoint, config.out)
     kind = config_from_json(read_progress(checkpoint).config, str(checkpoint)).model
     if config.register and isinstance(kind, CustomModel):
         raise UserError(
             f"--register {config.register} only supports GPT-2 models, not {kind.callable}. Remove --register."
         )
-    run_ref = find_run_ref(checkpoint, config.register)
-    name = run_name(checkpoint, run_ref)
+    run_ref = find_run_ref(run, config.register)
+    name = run.location.name
     with status("writing the model"):
         from train.reporting.hugging_face import write_model
 
@@ -77,19 +75,10 @@ def export(config: ExportConfig) -> int:
     return 0
 
 
-def run_name(checkpoint: Path, run_ref: RunRef | None) -> str:
-    """The name of the run of ``checkpoint``; its folder has another one if it is a local copy of object storage."""
-    return (
-        StorageDir.of(run_ref.home).name
-        if run_ref and is_remote(run_ref.home)
-        else checkpoint.resolve().parent.parent.name
-    )
-
-
-def find_run_ref(checkpoint: Path, name: str | None) -> RunRef | None:
-    """The MLflow run of ``checkpoint``; None if it is unknown. Registering the model as ``name`` requires it."""
+def find_run_ref(run: RunFolder, name: str | None) -> RunRef | None:
+    """The MLflow run of ``run``; None if it is unknown. Registering the model as ``name`` requires it."""
     try:
-        run_ref = RunFolder(checkpoint.resolve().parent.parent).run_ref()
+        run_ref = run.run_ref()
     except UserError:  # A folder that was copied without its MLflow store can still be exported.
         if name:
             raise
@@ -98,7 +87,7 @@ def find_run_ref(checkpoint: Path, name: str | None) -> RunRef | None:
         return run_ref
     if run_ref is None:
         raise UserError(
-            f"--register {name}: the MLflow run of {checkpoint} is unknown, because it is not in a run's folder. Use a "
+            f"--register {name}: the MLflow run of {run.location} is unknown, because it has no tracking.json. Use a "
             "checkpoint in runs/NAME, or remove --register."
         )
     if find_spec("transformers") is None:

@@ -50,7 +50,7 @@ def generate(config: GenerateConfig) -> int:
 
     torch is imported after the flags are checked, so that invalid flags are reported at once.
     """
-    checkpoint = find_checkpoint(config.checkpoint, config.out)
+    _, checkpoint = find_checkpoint(config.checkpoint, config.out)
     kind = config_from_json(read_progress(checkpoint).config, str(checkpoint)).model
     if not kind.has_logits:
         raise UserError(

@@ -26,7 +26,7 @@ from train.launch.job import RunPlan
 from train.model_config import short_name
 from train.resolved import keep_memory_decisions, local_device_info, next_smaller_micro_batch, resolve
 from train.run_files.lookup import format_resume_command, load_run_config
-from train.run_files.run_folder import RunFolder, create_folder, new_run
+from train.run_files.run_folder import RunFolder, new_run
 from train.search_reference import read_search_reference
 
 
@@ -82,20 +82,17 @@ def run(options: RunOptions) -> int:
     """
     run = plan_run(options)
     with ThreadPoolExecutor(max_workers=1) as background, ExitStack() as locks:
-        if run.progress or run.run_folder.remote:
+        if run.progress:
             locks.enter_context(run.run_folder.command_lock())
         store = options.tracking_uri or ((known := run.run_folder.run_ref()) and known.store)
         preparing = background.submit(import_and_open_store, store)
         with nullcontext() if run.is_local else ray_session(run.address, code=run.requested.model.source_paths):
             with status(IMPORTING):
                 preparing.result()
-            if not (run.run_folder.remote or run.is_local):
-                check_shared("--out", run.run_folder.path.parent)
+            if not run.is_local:
+                check_shared("--out", run.run_folder.location.parent)
             if not run.progress:
-                if not run.run_folder.remote:
-                    create_folder(run.run_folder.path)
-                    locks.enter_context(run.run_folder.command_lock())
-                locks.enter_context(run.run_folder.remove_unless_started())
+                locks.enter_context(run.run_folder.create())
             return train_and_report(run, options.tracking_uri, options.config)
 
 
@@ -135,8 +132,8 @@ def train_and_report(run: RunPlan, tracking_uri: str | None, file: str | None) -
     config = resolve(requested, device_info.with_memory_limit(run.memory_limit))
     run_ref, is_new = open_mlflow_run(run_folder, tracking_uri, starts=run.progress is None)
     write_json(run_folder.config, run.requested.to_json())
-    run_folder.send(run_folder.config)
-    report.print_header(config, run.requested, run.manifest, run_folder.run_dir, device_info)
+    run_folder.push(run_folder.config)
+    report.print_header(config, run.requested, run.manifest, run_folder.location, device_info)
     with Tracker(run_ref) as tracker:
         tracking.complete_orphaned_runs(run_ref)
         if is_new:
@@ -153,11 +150,11 @@ def train_and_report(run: RunPlan, tracking_uri: str | None, file: str | None) -
             if not run_folder.has_checkpoint():
                 raise
             tracker.status = "KILLED"
-            console.print(f"resume with: {format_resume_command(run_folder.run_dir)}", markup=False)
+            console.print(f"resume with: {format_resume_command(run_folder.location)}", markup=False)
             return EXIT_INTERRUPTED
         config = next_smaller_micro_batch(config, result.too_large) or config
         record_curves(tracker, config, result, run_folder)
-    final_report = report.run_report(config, result, run_folder.run_dir, run.memory_limit)
+    final_report = report.run_report(config, result, run_folder.location, run.memory_limit)
     report.print_result(final_report, result, ui_link(run_ref))
     if result.outcome == "interrupted":
         return EXIT_INTERRUPTED
@@ -186,7 +183,7 @@ def open_mlflow_run(run_folder: RunFolder, tracking_uri: str | None, *, starts: 
         reopen_run(run_ref)
         return run_ref, False
     tags = provenance.collect() | {"kind": "run"}
-    run_dir, name = run_folder.run_dir.address, run_folder.path.name
+    run_dir, name = run_folder.location.address, run_folder.path.name
     return create_run(
         "train", name, tracking_uri=tracking_uri, run_dir=run_dir, tags=tags, keep=run_folder.save_run_ref
     ), True

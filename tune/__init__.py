@@ -21,8 +21,8 @@ def find_fastest(config: "SearchConfig") -> "TrainConfig":
 
     from infra.cli.command import EXIT_INTERRUPTED, restore_signal_handlers
     from infra.errors import UserError
+    from infra.storage.directory import StorageDir
     from train.config import config_from_json
-    from tune.experiment.folder import place_of
     from tune.experiment.search_plan import search_name
     from tune.search import run
 
@@ -31,7 +31,7 @@ def find_fastest(config: "SearchConfig") -> "TrainConfig":
         code = run(config)
     if code == EXIT_INTERRUPTED:
         raise KeyboardInterrupt
-    directory = place_of(config.out, search_name(config))
+    directory = StorageDir.of(config.out, search_name(config))
     if not directory.exists("best.json"):
         raise UserError(
             f"The search in {directory} has no winner. See the outcome of each trial in {directory}/summary.md."

@@ -7,8 +7,9 @@ from pathlib import Path
 
 from infra.cli import command, flags
 from infra.cli.progress import IMPORTING, status
+from infra.storage.directory import StorageDir
 from tune.config import LadderConfig
-from tune.experiment.folder import place_of, read_config
+from tune.experiment.folder import read_config
 
 
 def main() -> None:
@@ -18,7 +19,7 @@ def main() -> None:
 def defaults() -> LadderConfig:
     """The config whose values flags override: the config of the ladder to resume, or the defaults."""
     options = flags.parse_only(LadderConfig, "resume", "out")
-    stored = read_config(place_of(options.out, options.resume), LadderConfig) if options.resume else LadderConfig()
+    stored = read_config(StorageDir.of(options.out, options.resume), LadderConfig) if options.resume else LadderConfig()
     return replace(stored, out=options.out)
 
 

@@ -4,9 +4,10 @@ import dataclasses
 
 from infra.cli import command, flags
 from infra.cli.progress import IMPORTING, status
+from infra.storage.directory import StorageDir
 from train.config import load_config
 from tune.config import SearchConfig
-from tune.experiment.folder import place_of, read_config
+from tune.experiment.folder import read_config
 
 
 def main() -> None:
@@ -16,7 +17,7 @@ def main() -> None:
 def defaults() -> SearchConfig:
     """The config whose values flags override: the search to resume, or the defaults, with the file of ``--config``."""
     options = flags.parse_only(SearchConfig, "config", "resume", "out")
-    stored = read_config(place_of(options.out, options.resume), SearchConfig) if options.resume else SearchConfig()
+    stored = read_config(StorageDir.of(options.out, options.resume), SearchConfig) if options.resume else SearchConfig()
     training = load_config(options.config) if options.config else stored.training
     return dataclasses.replace(stored, out=options.out, training=training)
 

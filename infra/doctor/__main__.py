@@ -8,7 +8,6 @@ import socket
 import time
 from dataclasses import asdict, dataclass
 from operator import itemgetter
-from pathlib import Path
 from typing import TYPE_CHECKING, Annotated
 
 import tyro
@@ -21,7 +20,8 @@ from infra.cli.table import Report, Table
 from infra.device.hardware import device_info
 from infra.doctor import allreduce
 from infra.errors import UserError
-from infra.storage.directory import StorageDir, scratch
+from infra.storage.directory import StorageDir
+from infra.storage.files import scratch
 
 if TYPE_CHECKING:
     from infra.doctor import checks, nodes
@@ -69,7 +69,8 @@ def examine(options: DoctorOptions) -> int:
     device, name = ceilings.first_device()
     out = StorageDir.of(options.out)
     out.check_writable("--out")
-    disk = scratch() if out.is_remote else Path(options.out)
+    disk = out.local_path or scratch()
+    disk.mkdir(parents=True, exist_ok=True)
     results = checks.run_checks(device, disk)
     record: dict[str, object] = {
         "device": name, "facts": asdict(device_info()), "machine": socket.gethostname(),
@@ -83,7 +84,7 @@ def examine(options: DoctorOptions) -> int:
     failing = any(check.fix and check.fatal for check in results)
     if options.address:
         with status("checking the cluster's machines"):
-            machines = nodes.examine(options.address, out if out.is_remote else None, measure=not options.quick)
+            machines = nodes.examine(options.address, out, measure=not options.quick)
         record["nodes"] = [machine.to_json() for machine in machines]
         parts.append(nodes_part(machines))
         parts[-1].show()
@@ -100,9 +101,9 @@ def examine(options: DoctorOptions) -> int:
             with status("measuring disk reads"):
                 rates["disk"] = {"reading": ceilings.disk_rate(disk)}
         except OSError as failure:
-            folder = f"TMPDIR {disk}" if out.is_remote else f"--out {disk}"
             raise UserError(
-                f"Cannot measure the disk of {folder}: {failure.strerror}. Free disk space, or choose another folder."
+                f"Cannot measure the disk of {disk}: {failure.strerror}. Free disk space, or use another --out or "
+                "TMPDIR."
             ) from failure
         record |= rates
         parts.append(rates_part(rates))
@@ -120,7 +121,7 @@ def examine(options: DoctorOptions) -> int:
     outcome = "nothing measured (--quick); doctor.json unchanged"
     if not options.quick:
         out.write_json(ceilings.FILE, record)
-        outcome = f"saved in {Path(options.out) / ceilings.FILE if not out.is_remote else out / ceilings.FILE}"
+        outcome = f"saved in {out / ceilings.FILE}"
         if options.workers > 1:
             outcome += f"; 'python -m train.plan --workers {options.workers}' uses it to predict the network's effect"
     key = create_run("doctor", name, tracking_uri=options.tracking_uri, tags=provenance.collect() | {"kind": "doctor"})

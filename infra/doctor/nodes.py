@@ -16,8 +16,8 @@ from infra.device.gpu import read_gpu
 from infra.errors import UserError, first_line
 from infra.ray.cluster import ray_session
 from infra.ray.machines import run_on_nodes
-from infra.storage.directory import StorageDir, scratch
-from infra.storage.files import TEMPORARY
+from infra.storage.directory import StorageDir
+from infra.storage.files import TEMPORARY, scratch
 
 ANSWER_SECONDS = 45.0
 """Time limit for a machine to describe itself; a process must start there."""
@@ -130,8 +130,8 @@ def rates() -> Rates:
     return Rates(socket.gethostname(), name, ceilings.matmul_rates(device))
 
 
-def examine(address: str, storage: StorageDir | None = None, *, measure: bool = False) -> list[NodeReport]:
-    """Check each live machine of the cluster at ``address``, and its access to ``storage``.
+def examine(address: str, out: StorageDir, *, measure: bool = False) -> list[NodeReport]:
+    """Check each live machine of the cluster at ``address``, and its access to ``out`` if that is object storage.
 
     With ``measure``, each machine also measures matrix products on a free GPU, or on all its cores. Raises
     ``UserError`` if no cluster responds.
@@ -157,12 +157,13 @@ def examine(address: str, storage: StorageDir | None = None, *, measure: bool = 
             if report.clock is not None and abs(report.clock) > CLOCK_SECONDS:
                 problem = f"its clock differs from this machine's by {report.clock:+.1f} s; synchronize it with NTP"
                 report.problems[problem] = False
-        responses = run_on_nodes(list(reachable), measure_storage, storage, seconds=STORAGE_SECONDS) if storage else {}
-        for node, report in reachable.items() if storage else ():
-            if isinstance(response := responses.get(node), dict):
-                report.storage = response
-            else:
-                report.problems[f"cannot use {storage}: {_failure_reason(response, STORAGE_SECONDS)}"] = True
+        if out.local_path is None:
+            responses = run_on_nodes(list(reachable), measure_storage, out, seconds=STORAGE_SECONDS)
+            for node, report in reachable.items():
+                if isinstance(response := responses.get(node), dict):
+                    report.storage = response
+                else:
+                    report.problems[f"cannot use {out}: {_failure_reason(response, STORAGE_SECONDS)}"] = True
         if measure:
             _measure(reachable, {node: "GPU" in nodes[node]["Resources"] for node in reachable})
         return list(reports.values())

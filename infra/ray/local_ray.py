@@ -58,7 +58,7 @@ def temporary_folder() -> str:
     The folder ``ray`` in it may belong to another user of this machine. Raises ``UserError`` when Ray cannot work in
     ``RAY_TMPDIR``, which somebody has chosen for it.
     """
-    from infra.storage.directory import scratch  # imports Arrow
+    from infra.storage.files import scratch  # its package imports obstore
 
     if named := os.environ.get("RAY_TMPDIR"):
         folder = Path(named).absolute()

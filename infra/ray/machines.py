@@ -16,6 +16,7 @@ from typing import Any, TypeVar
 
 from infra.cli.console import errors
 from infra.errors import UserError
+from infra.storage.directory import StorageDir
 from infra.storage.files import TEMPORARY
 
 ASKING_SECONDS = 20.0
@@ -131,13 +132,14 @@ def run_on_nodes(
     return answers
 
 
-def check_shared(flag: str, folder: Path) -> None:
-    """Raise ``UserError`` when a machine of the connected Ray, where work may be placed, does not share ``folder``.
+def check_shared(flag: str, directory: StorageDir) -> None:
+    """Raise ``UserError`` when a machine of the connected Ray, where work may be placed, does not share ``directory``.
 
     Each is asked for a file that this one has just made there, because nothing else tells a shared disk from another
     disk at the same path. Those that do not answer in ``ASKING_SECONDS`` are not waited for: they take no work either.
     """
-    if is_this_machine_alone():
+    folder = directory.local_path
+    if folder is None or is_this_machine_alone():
         return
     folder.mkdir(parents=True, exist_ok=True)
     descriptor, probe = tempfile.mkstemp(prefix=TEMPORARY, dir=folder)

@@ -6,8 +6,10 @@ renamed to the final name.
 
 import json
 import os
+import stat
+import tempfile
 from collections.abc import Iterator
-from contextlib import contextmanager
+from contextlib import contextmanager, suppress
 from pathlib import Path
 from typing import Any, BinaryIO
 
@@ -100,3 +102,22 @@ def clear_temporaries(folder: Path) -> None:
     """Remove temporary files that killed writers left in ``folder`` (only while no writer is alive)."""
     for leftover in folder.glob(f"{TEMPORARY}*"):
         leftover.unlink(missing_ok=True)
+
+
+def scratch(*parts: str, within: str | None = None) -> Path:
+    """A folder for temporary files of this user, on this machine's own disk, which no other user can read.
+
+    It is in the folder ``within``, by default TMPDIR. Raises ``UserError`` if another user owns a folder of its name,
+    or could have written to it.
+    """
+    top = Path(within or tempfile.gettempdir()) / f"throughline-{os.getuid()}"
+    with suppress(FileExistsError):
+        top.mkdir(mode=0o700)
+    status = top.lstat()
+    if status.st_uid != os.getuid() or not stat.S_ISDIR(status.st_mode):
+        raise UserError(f"{top} belongs to another user. Set TMPDIR to a folder of your own.")
+    if status.st_mode & 0o077:
+        raise UserError(f"{top} is open to other users. Remove it, or set TMPDIR to a folder of your own.")
+    folder = top.joinpath(*parts)
+    folder.mkdir(mode=0o700, parents=True, exist_ok=True)
+    return folder

@@ -1,8 +1,7 @@
-"""Hold a place against other commands: those of this machine, and of object storage those of any other machine.
+"""Leases: exclusive use of a directory in object storage among machines that share nothing else.
 
-Machines may share nothing but the storage, where a lease is a file that is only ever written conditionally: created
-where there is none, and replaced where it is still the version that was seen. Its holder renews it; a lease that was
-not renewed for ``STALE_SECONDS`` is taken over.
+A lease is a file that is only written conditionally: created if it is missing, and replaced if it is still the version
+that was read. Its owner renews it. A lease that was not renewed for ``LeaseTiming.stale_seconds`` is taken over.
 """
 
 import json
@@ -11,8 +10,9 @@ import socket
 import threading
 import time
 import uuid
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from contextlib import contextmanager, suppress
+from dataclasses import dataclass
 from typing import Any
 
 from obstore.exceptions import AlreadyExistsError, PreconditionError
@@ -20,59 +20,69 @@ from obstore.exceptions import AlreadyExistsError, PreconditionError
 from infra.cli.console import console, errors
 from infra.errors import UserError
 from infra.storage import object_storage
-from infra.storage.directory import LEASE, StorageDir, scratch
-from infra.storage.files import write_text
+from infra.storage.directory import StorageDir
+from infra.storage.files import scratch, write_text
 
-RENEW_SECONDS = 10.0
-"""Between two renewals; as long as it takes to find out that another command is running."""
+LEASE = ".lease"
+"""Name of the file that is a directory's lease."""
 
-STALE_SECONDS = 45.0
-"""How long a lease counts without being renewed: storage may be away for most of that time."""
 
-POLL_SECONDS = 2.0
-"""Between two looks at the lease of a command that may have been killed."""
+@dataclass(frozen=True)
+class LeaseTiming:
+    """The intervals and time limits of a lease."""
 
-RELEASE_TIMEOUT_SECONDS = 5.0
-"""How long to wait for the removal of the lease; without it, others wait for it to become stale."""
+    renew_seconds: float = 10.0
+    """Interval between renewals, and the longest time until a command notices that another one took its lease."""
+    stale_seconds: float = 45.0
+    """Time without renewal after which a lease is taken over; the storage may be unavailable for most of it."""
+    poll_seconds: float = 2.0
+    """Interval between reads of the lease of a command that may have been killed."""
+    release_timeout_seconds: float = 5.0
+    """Time limit for removing the lease at the end; a lease that is not removed becomes stale."""
+
+
+DEFAULT_TIMING = LeaseTiming()
+
+Write = Callable[[str, bytes, Any], dict[str, Any]]
+"""A function that writes a file by URI, content and expected version, and returns its new version."""
 
 
 @contextmanager
-def exclusive_use(directory: StorageDir, refusal: str) -> Iterator[None]:
-    """Hold ``directory`` against other commands for the block's duration, and hardly longer than this process.
+def hold_lease(
+    directory: StorageDir, timing: LeaseTiming = DEFAULT_TIMING, write: Write = object_storage.write
+) -> Iterator[None]:
+    """Hold the lease of a directory that this process has locked, hardly longer than this process lives.
 
-    On this machine it is locked by :meth:`StorageDir.lock` with ``refusal``, in object storage also by a lease. One
-    that a killed command left there delays the next command on the same machine not at all, and on another one for
-    ``STALE_SECONDS``. A process that was stopped for longer and whose place has been taken since exits at once with
-    code 1, up to ``RENEW_SECONDS`` after it continues. Raises ``UserError`` when another command holds the place,
-    naming its machine and process.
+    A lease that a killed command left is taken over at once on the same machine, and on another one after
+    ``stale_seconds``. A process that was suspended for longer, and lost its lease, exits with code 1 within
+    ``renew_seconds`` after it continues. Raises ``UserError`` if another command holds the lease, naming its machine
+    and process.
     """
-    with directory.lock(refusal):
-        if not directory.is_remote:
-            yield
-            return
-        lease = _Lease(directory)
-        lease.take()
-        thread = threading.Thread(target=lease.renew_until_stopped, name="lease", daemon=True)
-        thread.start()
-        try:
-            yield
-        finally:
-            lease.ended.set()
-            thread.join(RELEASE_TIMEOUT_SECONDS)
+    lease = _Lease(directory, timing, write)
+    lease.take()
+    thread = threading.Thread(target=lease.renew_until_stopped, name="lease", daemon=True)
+    thread.start()
+    try:
+        yield
+    finally:
+        lease.stopped.set()
+        thread.join(timing.release_timeout_seconds)
 
 
 class _Lease:
-    """The lease of ``directory``. A file of this machine names the last command here that wanted it."""
+    """The lease of ``directory``. A file on this machine has the id of the last command here that wanted it."""
 
-    def __init__(self, directory: StorageDir) -> None:
-        self.ended = threading.Event()
+    def __init__(self, directory: StorageDir, timing: LeaseTiming, write: Write) -> None:
+        self.stopped = threading.Event()
         self._directory = directory
+        self._timing = timing
+        self._write_file = write
         self._uri = str(directory / LEASE)
         self._owner = {"host": socket.gethostname(), "process": os.getpid(), "id": uuid.uuid4().hex}
         self._version: Any = "create"
 
     def take(self) -> None:
-        """Write the lease, over one that an earlier command of this machine left, or once another's is stale.
+        """Write the lease, over one that an earlier command of this machine left, or when another one is stale.
 
         Raises ``UserError`` if another command renews it, or takes it first.
         """
@@ -84,65 +94,67 @@ class _Lease:
             return
         except AlreadyExistsError:
             pass
-        holder, self._version = self._read()
-        # An earlier command's lock is ours, so it was killed; and of our own write the answer may have been lost.
-        if holder.get("id", "") not in (previous_id, self._owner["id"]):
-            self._wait_until_stale(holder)
+        owner, self._version = self._read()
+        # The previous command of this machine was killed, because its lock is free. The lease may also be this
+        # command's own, if the response to its first write was lost.
+        if owner.get("id", "") not in (previous_id, self._owner["id"]):
+            self._wait_until_stale(owner)
         try:
             self._write()
         except (PreconditionError, AlreadyExistsError):
             raise UserError(
-                f"another command has just taken {self._directory}: wait for it, or stop it there."
+                f"Another command has just started to use {self._directory}. Wait for it to finish, or stop it."
             ) from None
 
-    def _wait_until_stale(self, holder: dict[str, Any]) -> None:
-        who = f"process {holder.get('process')} on {holder.get('host')}"
+    def _wait_until_stale(self, owner: dict[str, Any]) -> None:
+        process = f"process {owner.get('process')} on {owner.get('host')}"
         errors.print(
-            f"{self._directory} is held by {who}: waiting up to {STALE_SECONDS:.0f} s to see whether that still runs; "
-            "Ctrl-C exits.",
+            f"{self._directory} is held by {process}. Waiting up to {self._timing.stale_seconds:.0f} s to see whether "
+            "it is still running. Press Ctrl-C to exit.",
             markup=False,
         )
-        until = time.monotonic() + STALE_SECONDS
-        while (left := until - time.monotonic()) > 0:
-            time.sleep(min(left, POLL_SECONDS))
+        deadline = time.monotonic() + self._timing.stale_seconds
+        while (remaining := deadline - time.monotonic()) > 0:
+            time.sleep(min(remaining, self._timing.poll_seconds))
             _, version = self._read()
-            if version == "create":  # and what this command has read there already may be old
-                raise UserError(f"another command has just ended in {self._directory}: run the same one again.")
+            if version == "create":  # What this command has already read from the directory may be outdated.
+                raise UserError(f"Another command has just finished in {self._directory}. Run this command again.")
             if version != self._version:
-                raise UserError(f"{self._directory} is in use by {who}: wait for it, or stop it there.")
+                raise UserError(f"{self._directory} is in use by {process}. Wait for it to finish, or stop it.")
 
     def renew_until_stopped(self) -> None:
-        """Renew the lease until ``ended``, then remove it. Exit when another command has taken the place meanwhile."""
-        while not self.ended.wait(RENEW_SECONDS):
-            with suppress(UserError):  # storage that is away is reported by whatever writes to it
+        """Renew the lease until ``stopped``, then remove it. Exit if another command has taken it meanwhile."""
+        while not self.stopped.wait(self._timing.renew_seconds):
+            with suppress(UserError):  # Whatever writes to the directory reports storage that is unavailable.
                 self._renew()
         with suppress(UserError):
-            if self._is_mine():
+            if self._is_owner():
                 object_storage.remove(self._uri)
 
     def _renew(self) -> None:
         try:
             self._write()
-        except (PreconditionError, AlreadyExistsError):  # perhaps by this command, whose last answer was lost
-            if not self._is_mine():
+        except (PreconditionError, AlreadyExistsError):  # Perhaps the response to this command's last write was lost.
+            if not self._is_owner():
                 errors.print(
-                    f"{self._directory} is in use by another command, because this one had stopped for more than "
-                    f"{STALE_SECONDS:.0f} s; or its files were removed. Exiting without saving anything more.",
+                    f"{self._directory} is in use by another command, because this one was suspended for more than "
+                    f"{self._timing.stale_seconds:.0f} s, or its files were removed. Exiting without saving.",
                     markup=False,
                 )
                 console.end()
                 os._exit(1)
 
-    def _is_mine(self) -> bool:
-        holder, self._version = self._read()
-        return holder.get("id") == self._owner["id"]
+    def _is_owner(self) -> bool:
+        owner, self._version = self._read()
+        return owner.get("id") == self._owner["id"]
 
     def _write(self) -> None:
-        content = json.dumps(self._owner | {"renewed": time.time_ns()})  # a version of S3's is made of the content
-        self._version = object_storage.write(self._uri, content.encode(), self._version)
+        # S3 derives a version from the content, which must therefore change.
+        content = json.dumps(self._owner | {"renewed": time.time_ns()})
+        self._version = self._write_file(self._uri, content.encode(), self._version)
 
     def _read(self) -> tuple[dict[str, Any], Any]:
-        """Who holds the lease, and the version of it to replace; no one where there is none."""
+        """The owner of the lease and the version to replace; an empty owner and "create" if there is no lease."""
         try:
             content, version = object_storage.read_version(self._uri)
         except FileNotFoundError:

@@ -36,7 +36,7 @@ from infra.storage.credentials import has_secret
 
 T = TypeVar("T")
 
-REMOTE = ("s3", "gs", "az", "hf")
+SCHEMES = ("s3", "gs", "az", "hf")
 
 REQUEST_SECONDS = 60.0
 """How long one request may take with its answer: 8 MiB, four at a time, take half of it at 1 MB/s."""
@@ -66,7 +66,7 @@ class FileInfo:
 
 def is_remote(uri: str) -> bool:
     """Whether ``uri`` names something that is not on this machine."""
-    return urlsplit(uri).scheme in REMOTE and "://" in uri
+    return urlsplit(uri).scheme in SCHEMES and "://" in uri
 
 
 def locate(uri: str) -> tuple[Any, str, str]:

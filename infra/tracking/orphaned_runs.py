@@ -64,12 +64,8 @@ def lock_run_dir(run_ref: RunRef) -> AbstractContextManager[None]:
 
     Raises ``UserError`` where the run is open, another command holds its home, or that cannot be known.
     """
-    run_dir = StorageDir(run_ref.home)
-    if run_ref.run_id not in open_run_dirs:
-        if run_ref.home in open_run_dirs.values():
-            return nullcontext()
-        if run_dir.lock_file.exists():
-            return run_dir.lock(f"a command is running in {run_dir}")
-        if not run_dir.is_remote and run_dir.parent.local_path.is_dir():  # it was removed
-            return nullcontext()
-    raise UserError(f"{run_dir} may be in use")
+    if run_ref.run_id in open_run_dirs:
+        raise UserError(f"{run_ref.home} is in use.")
+    if run_ref.home in open_run_dirs.values():
+        return nullcontext()
+    return StorageDir.of(run_ref.home).lock_orphaned()

@@ -17,8 +17,7 @@ from pathlib import Path
 from typing import Self
 
 from infra.errors import UserError
-from infra.storage.directory import scratch
-from infra.storage.files import write_json
+from infra.storage.files import scratch, write_json
 
 MAX_CRASHES = 3
 _LENGTH = 8

@@ -13,9 +13,7 @@ from dataclasses import asdict, dataclass
 from typing import Any
 
 from infra.errors import UserError
-from infra.storage.directory import REQUESTS, StorageDir
-from infra.storage.files import clear_temporaries
-from infra.storage.lease import exclusive_use
+from infra.storage.directory import CONCURRENT_REQUESTS, StorageDir
 from pipeline.books import downloads
 from pipeline.books.readers import DroppedBook
 from pipeline.books.sources import build_inventory, whole_sources
@@ -44,10 +42,8 @@ _RECORD = re.compile(rf"{PARTITIONS}/\d{{6,}}\.json")
 
 def exclusive_writer(out_dir: StorageDir) -> AbstractContextManager[None]:
     """Hold ``out_dir`` for this process. Raises ``UserError`` when it is held, or cannot be written."""
-    if out_dir.is_remote:
-        out_dir.check_writable("--out")
-    refusal = f"another run is writing to {out_dir}: wait for it, or give another --out."
-    return exclusive_use(out_dir, refusal)
+    out_dir.check_writable("--out")
+    return out_dir.exclusive_use(f"another run is writing to {out_dir}: wait for it, or give another --out.")
 
 
 def check_own_output(out_dir: StorageDir, *, overwrite: bool) -> None:
@@ -208,22 +204,17 @@ def read_results(job: Job) -> dict[str, PartitionResult]:
     records_or_reasons = _records_or_why(job, _files(job.out_dir))
     records = {name: record for name, record in records_or_reasons.items() if isinstance(record, PartitionResult)}
     if missing := [name for name in records_or_reasons if name not in records]:
-        step = "" if job.out_dir.is_remote else "give an --out on a disk that all workers share, and "
         raise UserError(
             f"{len(missing):,} of {len(records_or_reasons):,} pieces were done but did not arrive in "
-            f"{job.out_dir} (the first is "
-            f"{record_file(missing[0])}), so it is unfinished: {step}run the same command again."
+            f"{job.out_dir} (the first is {record_file(missing[0])}), so it is unfinished: use an --out that all "
+            "workers share, and run the same command again."
         )
     return records
 
 
 def _files(out_dir: StorageDir) -> dict[str, int]:
-    """Bytes of every file in the folders of a data set, by name. A local --out may hold anything besides them."""
-    return {name: size for folder in _folders(out_dir) for name, size in out_dir.list_files(folder).items()}
-
-
-def _folders(out_dir: StorageDir) -> Iterable[str]:
-    return ("",) if out_dir.is_remote else (*SPLITS, PARTITIONS)
+    """Bytes of every file in the folders of a data set, by name. An --out may hold anything besides them."""
+    return out_dir.list_files(*SPLITS, PARTITIONS)
 
 
 def _records_or_why(job: Job, stored_files: dict[str, int]) -> dict[str, PartitionResult | str]:
@@ -240,7 +231,7 @@ def _records_or_why(job: Job, stored_files: dict[str, int]) -> dict[str, Partiti
             return "shards missing or cut short"
         return record
 
-    with ThreadPoolExecutor(REQUESTS) as pool:
+    with ThreadPoolExecutor(CONCURRENT_REQUESTS) as pool:
         return dict(
             zip((partition.name for partition in job.partitions), pool.map(record_or_why, job.partitions), strict=True)
         )
@@ -253,7 +244,7 @@ def mark_unfinished(job: Job, todo: Iterable[str]) -> None:
     soon as the piece that held the original has been done.
     """
     mark_undone(job.out_dir, todo)
-    remove_half_written(job.out_dir, *SPLITS, PARTITIONS, ".")
+    job.out_dir.remove_temporaries(*SPLITS, PARTITIONS, ".")
     if not job.tokenizer.is_gpt2:
         job.out_dir.write(TOKENIZER_FILE, job.tokenizer.content)
     _note_settings(job)
@@ -269,18 +260,8 @@ def clear(out_dir: StorageDir) -> None:
     out_dir.remove(filter(_RECORD.fullmatch, stored_files))
     out_dir.remove([MANIFEST, QUARANTINE, TRACKING, TOKENIZER_FILE])
     out_dir.remove(filter(SHARD.fullmatch, stored_files))
-    remove_half_written(out_dir, *SPLITS)
-    if not out_dir.is_remote:
-        for name in SPLITS:
-            with suppress(OSError):  # it does not exist, or holds files that are not ours
-                (out_dir.local_path / name).rmdir()
-
-
-def remove_half_written(out_dir: StorageDir, *folders: str) -> None:
-    """Remove what killed writers left in these folders. Object storage shows no half-written files."""
-    if not out_dir.is_remote:
-        for name in folders:
-            clear_temporaries(out_dir.local_path / name)
+    out_dir.remove_temporaries(*SPLITS)
+    out_dir.remove_empty(*SPLITS)
 
 
 def write_quarantine(out_dir: StorageDir, records: Iterable[PartitionResult]) -> list[DroppedBook]:
@@ -297,7 +278,7 @@ def remove_strays(job: Job, records: dict[str, PartitionResult]) -> None:
 
     Call it when all pieces are done: no worker writes any more.
     """
-    remove_half_written(job.out_dir, *SPLITS, PARTITIONS)
+    job.out_dir.remove_temporaries(*SPLITS, PARTITIONS)
     stored_files = _files(job.out_dir)
     shards = {shard.path for record in records.values() for shard in record.shards}
     strays = [name for name in stored_files if SHARD.fullmatch(name) and name not in shards]

@@ -18,7 +18,6 @@ from infra.errors import UserError
 from infra.ray.cluster import PROJECT
 from infra.storage.directory import StorageDir
 from pipeline.job.crash_guard import MAX_CRASHES
-from pipeline.job.output import remove_half_written
 from pipeline.job.plan import Partition
 from pipeline.shards import PARTITIONS, SPLITS
 
@@ -67,7 +66,7 @@ def run_partitions(
     """
     waiting, left, failed = deque(partitions), len(partitions), 0
     with ExitStack() as ending, DefaultSelector() as answering:
-        ending.callback(remove_half_written, out_dir, *SPLITS, PARTITIONS)
+        ending.callback(out_dir.remove_temporaries, *SPLITS, PARTITIONS)
 
         def start() -> None:
             worker = _Worker()

@@ -16,10 +16,10 @@ from pipeline.books.readers import DroppedBook, FileRange, RawBook, read_books
 from pipeline.config import ReadingConfig, TokenizeConfig
 from pipeline.encoding.tokenizer import Tokenizer
 from pipeline.job.crash_guard import MAX_CRASHES, CrashGuard
-from pipeline.job.partition_result import PartitionResult, mark_undone, record_file
+from pipeline.job.partition_result import PartitionResult, record_file
 from pipeline.job.plan import Partition
 from pipeline.job.report import Stopwatch
-from pipeline.shards import SPLITS, ShardRow, Split, shard_path, write_shard
+from pipeline.shards import MANIFEST, SPLITS, ShardRow, Split, shard_path, write_shard
 
 T = TypeVar("T")
 
@@ -184,12 +184,10 @@ def do_piece(partition: Partition, out_dir: StorageDir, run: str) -> dict[str, A
     source is gone or ``out_dir`` cannot be written, ``EncodingMismatch`` when the reference disagrees; the piece is
     then done again from its beginning.
     """
-    if out_dir.is_remote:
-        # An earlier attempt may have recorded it before its worker died. The manifest is left: the driver has removed
-        # an old one, and a machine that was cut off may be here only when others have finished the data set.
-        out_dir.remove([record_file(partition.name)])
-    else:
-        mark_undone(out_dir, [partition.name])  # the manifest, too: this may be another disk than the driver's
+    # The driver has removed an old manifest where it sees the same files, and a machine that was cut off may only be
+    # here when others have finished the data set.
+    out_dir.remove_on_own_disk([MANIFEST])
+    out_dir.remove([record_file(partition.name)])  # An earlier attempt may have written it before its worker died.
     with CrashGuard(run, partition.name) as guard:
         work = PartitionWriter(partition, out_dir, guard)
         record = work.run()

@@ -35,7 +35,7 @@ def contents(folder: Path) -> dict[str, bytes]:
 def test_the_same_bytes_arrive_through_a_storage_that_fails_now_and_then_and_are_fetched_once(
     data: StorageDir, s3: S3, small_shards: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr(directory, "_BLOCK", 10_000)  # a third of a shard
+    monkeypatch.setattr(directory, "BLOCK_BYTES", 10_000)  # a third of a shard
     _, set_rate = s3
     set_rate(0.2)
     fetched: list[int] = []

@@ -250,7 +250,7 @@ def begin(
     folder: Path, step: int = 0, marker: Path | None = None, past: EarlierWorkers | None = None
 ) -> tuple[Path | None, str | None]:
     """What a worker that is told to continue from ``step`` makes of ``folder``."""
-    assignment = WorkerJob(TrainConfig(), StorageDir.of(folder), "", step, shared_disk_marker=marker)
+    assignment = WorkerJob(TrainConfig(), StorageDir.of(folder), "", step, driver_marker=marker)
     with ExitStack() as locks:
         return worker.lock_and_find_checkpoint(RunFolder(folder), locks, assignment, past or EarlierWorkers())
 

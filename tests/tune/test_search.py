@@ -210,7 +210,7 @@ def test_a_search_that_cannot_be_resumed_yet_keeps_its_folder(
     training = TrainConfig.of(data=str(small_shards), model=PRESETS["tiny"], global_batch=2, device="cpu")
     made = make_search(SearchConfig(training=training, name="early", memory_limit=8 * 10**9))
     made.folder.mkdir(parents=True)
-    write_record(made.working_copy, made.config, made.identity(), RunRef("sqlite:////gone/mlflow.db", "1", "a"))
+    write_record(made.workspace, made.config, made.identity(), RunRef("sqlite:////gone/mlflow.db", "1", "a"))
     assert "sqlite:////gone/mlflow.db" in refused(search.main, "--resume", "early")
     assert (folder / "runs" / "early" / "search.json").is_file()
 

@@ -156,8 +156,11 @@ class RemoteChannel:
         self.actor = actor
 
     def __getattr__(self, name: str) -> Callable[..., Any]:
-        call = getattr(self.actor, name).remote
-        return call if name in _SENT else lambda *arguments: ray.get(call(*arguments))
+        def call(*arguments: Any) -> Any:
+            sent = getattr(self.actor, name).remote(*arguments)
+            return sent if name in _SENT else ray.get(sent)
+
+        return call
 
     def __reduce__(self) -> tuple[Any, ...]:
         return RemoteChannel, (self.actor,)

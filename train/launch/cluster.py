@@ -42,10 +42,9 @@ def run_training(assignment: WorkerJob, listener: Listener, reported: int, telem
     ):
         wanted = make_scaling_config(config)
         files.mkdir()
-        if not run_folder.remote:
-            marker = files / f"driver-{uuid.uuid4().hex}"
-            marker.touch()
-            assignment = replace(assignment, shared_disk_marker=marker)
+        marker = files / f"driver-{uuid.uuid4().hex}"
+        marker.touch()
+        assignment = replace(assignment, driver_marker=marker)
         trainer = ray.train.torch.TorchTrainer(
             train_function,
             train_loop_config={"assignment": assignment, "channel": channel},
@@ -92,7 +91,7 @@ def run_training(assignment: WorkerJob, listener: Listener, reported: int, telem
     if isinstance(done[0], RayActorError):
         raise ControllerDied(
             "Ray Train's controller died (is the machine out of memory?). Finished work in "
-            f"{run_folder.run_dir.parent} is "
+            f"{run_folder.location.parent} is "
             "kept: continue with --resume."
         )
     if isinstance(done[0], BaseException):

@@ -38,13 +38,13 @@ def train_and_record(run: RunPlan, config: TrainConfig, tracker: Tracker) -> Run
     """Train ``run`` as ``config``, print each cycle's line, and record the result."""
     result = launch(run, config, tracker, lambda cycle: console.print(cycle["line"]))
     config = next_smaller_micro_batch(config, result.too_large) or config
-    result = with_matmul_efficiency(result, config, run.run_folder.run_dir.parent)
+    result = with_matmul_efficiency(result, config, run.run_folder.location.parent)
     expected = peak_if_known(config)
     result = replace(
         result, diagnosis=diagnosed(run, config, result), predicted_memory=expected.total if expected else None
     )
     write_json(run.run_folder.result, to_json(result))
-    run.run_folder.send(run.run_folder.cycles, run.run_folder.stream, run.run_folder.result)
+    run.run_folder.push(run.run_folder.cycles, run.run_folder.stream, run.run_folder.result)
     tracking.record_end(tracker, config, result, run.run_folder, run.memory_limit)
     tracker.status = tracking.STATUS.get(result.outcome, "FAILED")
     return result
@@ -52,7 +52,7 @@ def train_and_record(run: RunPlan, config: TrainConfig, tracker: Tracker) -> Run
 
 def diagnosed(run: RunPlan, config: TrainConfig, result: RunResult) -> Diagnosis | None:
     """What was wrong with the ``result`` of a run: its memory, its speed compared with its search, or its losses."""
-    memory_diagnosis = diagnosis.diagnose_oom(config, result, run.run_folder.run_dir, run.memory_limit)
+    memory_diagnosis = diagnosis.diagnose_oom(config, result, run.run_folder.location, run.memory_limit)
     memory_diagnosis = memory_diagnosis or (diagnose_slowdown(result, run.confirmed, config) if run.confirmed else None)
     return memory_diagnosis or diagnosis.of_losses(config, result)
 
@@ -76,7 +76,7 @@ def launch(
         tracker.flush()
         sent = last_steps(tracker.run_ref)
         second = max((last for name, last in sent.items() if name.startswith("system/")), default=0)
-    elif not run_folder.remote:
+    else:
         shutil.rmtree(run_folder.checkpoints, ignore_errors=True)
         run_folder.cycles.unlink(missing_ok=True)
     listener = Listener(run, config, tracker, on_cycle, sent)
@@ -84,7 +84,7 @@ def launch(
         listener.record(cycle)
     assignment = WorkerJob(
         config=with_absolute_paths(config),
-        run_dir=run_folder.run_dir,
+        run_dir=run_folder.location,
         fingerprint=run.manifest.fingerprint,
         step=step,
         memory_limit=run.memory_limit,

@@ -42,8 +42,8 @@ class WorkerJob:
     stream: Stream | None = None
     retries_smaller_batch: bool = False
     """Whether a micro-batch that does not fit is replaced by the next smaller one, because none was asked for."""
-    shared_disk_marker: Path | None = None
-    """A file that the driver has made in the run's folder; None for a run in object storage."""
+    driver_marker: Path | None = None
+    """A file that the driver has made in its workspace of the run; None for a worker in the driver's process."""
 
 
 @dataclass(frozen=True)
@@ -105,9 +105,8 @@ class RunPlan:
 
         Raises ``UserError`` when there is none, it is another run, or it has come to its end.
         """
-        run_folder = find_run(name, out)
+        run_folder, checkpoint = find_run(name, out)
         new = cls.new(config, run_folder)
-        checkpoint = run_folder.newest()
         progress, named = read_progress(checkpoint), run_folder.checkpoint_address(checkpoint)
         check_same_run(named, progress, new.requested, new.manifest)
         if run_folder.is_finished(progress.step):

@@ -54,8 +54,7 @@ class Listener:
             if kind == "cycle":
                 self.record(content)
                 self._pace.cycle(content)
-                if self.run.run_folder.remote:
-                    self.run.run_folder.append_cycle(content)
+                self.run.run_folder.receive_cycle(content)
                 self._on_cycle(content)
             elif kind == "system":
                 at, metrics = content

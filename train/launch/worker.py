@@ -1,6 +1,5 @@
 """The worker's side of a run on Ray Train, there or in this process: the loop, from the run's newest checkpoint."""
 
-import shutil
 import socket
 import time
 import traceback
@@ -19,7 +18,7 @@ from infra.device.host import count_oom_kills
 from infra.device.provenance import machine
 from infra.device.telemetry import Telemetry, prefix_node
 from infra.errors import UserError
-from infra.storage.directory import StorageDir, scratch
+from infra.storage.directory import StorageDir
 from pipeline.shards import MANIFEST, Manifest
 from train.config import TrainConfig
 from train.data.dataset import ShardData
@@ -38,7 +37,6 @@ from train.resolved import next_smaller_micro_batch
 from train.result import CycleReport, RunResult
 from train.run_files.progress import newest, read_progress
 from train.run_files.run_folder import RunFolder
-from train.run_files.uploads import download_newest
 from train.search_reference import FIRST_STEPS
 
 ATTEMPTS = 3
@@ -64,11 +62,7 @@ def train_function(loop_config: dict[str, Any]) -> WorkerResult:
     rank, alone = context.get_world_rank(), context.get_world_size() == 1
     first = rank == 0
     # Workers on one machine do not share what they fetch and remove.
-    run_folder = (
-        RunFolder(scratch("runs", run_dir.digest, str(rank)), run_dir)
-        if run_dir.is_remote
-        else RunFolder(run_dir.local_path)
-    )
+    run_folder = RunFolder.of(run_dir, "runs", run_dir.digest, str(rank))
     host, node = socket.gethostname(), "" if local else ray.get_runtime_context().get_node_id()
     past = channel.earlier_workers(node, count_oom_kills()) if first else EarlierWorkers()
     hosts, nodes = [host], [node]
@@ -127,8 +121,7 @@ def train_function(loop_config: dict[str, Any]) -> WorkerResult:
             if alone and not local:
                 return WorkerResult(traceback=traceback.format_exc())
             raise  # the others wait in a collective until Ray stops the group and restarts it
-        if run_folder.remote:
-            shutil.rmtree(run_folder.path, ignore_errors=True)  # all of it is in the run's place
+        run_folder.discard_copy()  # All of it has been uploaded.
         return ended
 
 
@@ -151,14 +144,14 @@ def lock_and_find_checkpoint(
     try:
         if past.refusal:
             return None, past.refusal
-        if assignment.shared_disk_marker and not assignment.shared_disk_marker.exists():
+        if assignment.driver_marker and not run_folder.sees(assignment.driver_marker):
             return (
                 None,
                 f"{run_folder.path} on {socket.gethostname()}, where Ray placed the worker, is another disk: "
                 f"{SHARED_STORAGE_HINT}",
             )
         locks.enter_context(run_folder.worker_lock())
-        resume = newest_checkpoint(run_folder)
+        resume, _ = run_folder.newest_checkpoint()
         check_resume_step(run_folder, max(assignment.step, *past.starts, 0), step_of(resume))
         check_crash_loop([*past.starts, step_of(resume)], ATTEMPTS + len(past.too_large), past.out_of_memory)
     except UserError as mistake:
@@ -174,16 +167,9 @@ def lock_and_find_checkpoint(
 def find_checkpoint(run_folder: RunFolder) -> tuple[Path | None, str | None]:
     """The checkpoint from which another worker than the first continues, or a reason not to train."""
     try:
-        return newest_checkpoint(run_folder), None
+        return run_folder.newest_checkpoint()[0], None
     except UserError as mistake:
         return None, str(mistake)
-
-
-def newest_checkpoint(run_folder: RunFolder) -> Path | None:
-    """The newest intact checkpoint of the run, on this machine; None at its beginning."""
-    if run_folder.remote is None:
-        return newest(run_folder.checkpoints)
-    return download_newest(run_folder.remote, run_folder.checkpoints)[0]
 
 
 def step_of(checkpoint: Path | None) -> int:
@@ -193,7 +179,7 @@ def step_of(checkpoint: Path | None) -> int:
 
 def with_checkpoint(result: RunResult, run_folder: RunFolder) -> RunResult:
     """``result`` of an earlier worker, which need not have been the one that knew the newest checkpoint."""
-    checkpoint = newest_checkpoint(run_folder)
+    checkpoint, _ = run_folder.newest_checkpoint()
     return replace(result, checkpoint=run_folder.checkpoint_address(checkpoint) if checkpoint else None)
 
 
@@ -206,7 +192,7 @@ def check_resume_step(run_folder: RunFolder, last_reported_step: int, step: int)
     if step < last_reported_step:
         there = f"ends at step {step:,}" if step else "has no intact checkpoint"
         raise UserError(
-            f"the run continues from step {last_reported_step:,}, but {run_folder.run_dir / 'checkpoints'}, "
+            f"the run continues from step {last_reported_step:,}, but {run_folder.location / 'checkpoints'}, "
             f"seen from {socket.gethostname()}"
             f", {there}: restore the checkpoint, or remove what is left of it to continue from the one before it."
         )
@@ -233,7 +219,7 @@ def load_data(assignment: WorkerJob, say: Callable[[str], Any] = lambda text: No
     if assignment.stream:
         return StreamData(config, assignment.stream)
     host, data_dir, last_report = socket.gethostname(), StorageDir.of(config.dataset.data), [0.0]
-    if not data_dir.is_remote and not data_dir.exists(MANIFEST):
+    if not data_dir.exists(MANIFEST):
         raise UserError(
             f"--data {data_dir} is not on {host}, where Ray placed the worker: give object storage, such as --data "
             "s3://bucket/tokens, or a folder on a disk that all machines share."
@@ -357,7 +343,7 @@ def _train_once(
         on_cycle=on_cycle,
         should_stop=driver.stopping,
         checkpoints=run_folder.checkpoints,
-        upload_dir=run_folder.remote,
+        upload_dir=run_folder.copy_of,
         resume=resume,
         limit=limit,
     )

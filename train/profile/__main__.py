@@ -20,10 +20,11 @@ from infra.cli.table import Report, Table, bullet_list
 from infra.device.hardware import device_info
 from infra.errors import UserError
 from infra.storage.directory import StorageDir
+from infra.storage.workspace import Workspace
 from train.config import TrainConfig, load_config
 from train.model_config import short_name
 from train.resolved import resolve
-from train.run_files.run_folder import new_folder
+from train.run_files.run_folder import new_directory
 
 if TYPE_CHECKING:
     from train.profile.trace import Profile
@@ -81,7 +82,8 @@ def profile(options: ProfileOptions) -> None:
     manifest = read_manifest(options.training.dataset.data)
     config = resolve(match_tokenizer(options.training, manifest), device_info())
     name = options.name or f"profile-{short_name(options.training.model)}-{time.strftime('%Y%m%d-%H%M%S')}"
-    folder = new_folder(options.out, name, resumable=False, allowed_leftovers=(StorageDir.LOCK,))
+    run_dir = new_directory(options.out, name, resumable_with=None, allowed_leftovers=(StorageDir.LOCK,))
+    folder = Workspace.of(run_dir).path
     try:
         folder.parent.mkdir(parents=True, exist_ok=True)
     except OSError as failure:
@@ -94,7 +96,6 @@ def profile(options: ProfileOptions) -> None:
         )
     tags = provenance.collect() | {"kind": "profile"}
     open_store(options.tracking_uri)
-    run_dir = StorageDir.of(folder)
     # The header comes first, because compilation can take a minute before any other output.
     report.print_header(config, options.training, manifest, run_dir)
     with ExitStack() as stack:

@@ -31,5 +31,5 @@ def record_curves(tracker: Tracker, config: TrainConfig, result: RunResult, run_
         axes.spines[["top", "right"]].set_visible(False)
     with atomic_file(run_folder.curves) as file:
         figure.savefig(file, format="png", dpi=130)
-    run_folder.send(run_folder.curves)
+    run_folder.push(run_folder.curves)
     tracker.log_file(run_folder.curves)

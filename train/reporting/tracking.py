@@ -13,7 +13,7 @@ from infra.cli.units import GB
 from infra.device.downsampling import sampling_interval
 from infra.errors import UserError
 from infra.schema import from_json, to_json
-from infra.storage.directory import StorageDir, WorkingCopy
+from infra.storage.directory import StorageDir
 from infra.storage.files import write_text
 from infra.tracking.names import group_under_detail, non_default_params
 from infra.tracking.orphaned_runs import incomplete, is_complete, lock_run_dir
@@ -169,10 +169,10 @@ def record_end(
     _record_result(tracker, config, result)
     if result.too_large:
         tracker.log_json(config.to_json(), "config.json")  # Its micro-batch is not the one recorded at the start.
-    report = run_report(config, result, run_folder.run_dir, memory_limit)
+    report = run_report(config, result, run_folder.location, memory_limit)
     text = replace(report, sections=[*data_paragraph(config, tracker.run_ref.store), *report.sections]).markdown()
     write_text(run_folder.summary, text)
-    run_folder.send(run_folder.summary)
+    run_folder.push(run_folder.summary)
     tracker.set_description(text)
 
 
@@ -195,8 +195,7 @@ def complete_orphaned_runs(run_ref: RunRef) -> None:
     """
     with suppress(Exception):
         for orphan in incomplete:
-            directory = StorageDir(orphan.home)
-            run_folder = RunFolder(WorkingCopy.folder_of(directory), directory if directory.is_remote else None)
+            run_folder = RunFolder.of(orphan.home)
             if orphan.experiment_id == run_ref.experiment_id:
                 with suppress(UserError), lock_run_dir(orphan):
                     if not _complete_run(run_folder, orphan):

@@ -1,79 +1,90 @@
-"""Find the run or the checkpoint that a flag names, on disk or in object storage; and how to name it."""
+"""Find the run or the checkpoint that a flag names, and name a run in the commands that are printed."""
 
 import shlex
 from pathlib import Path
 
+from infra.cli.console import errors
 from infra.errors import UserError
-from infra.storage.directory import StorageDir, scratch
-from infra.storage.object_storage import is_remote
+from infra.storage.directory import StorageDir
 from train.config import TrainConfig, load_config
-from train.run_files.progress import checkpoints_in, newest, read_progress
-from train.run_files.run_folder import KEY, RunFolder, working_copy
-from train.run_files.uploads import CHECKPOINTS, download_newest, download_progress, newest_uploaded
+from train.run_files.progress import PROGRESS
+from train.run_files.run_folder import CONFIG, KEY, RESULT, RunFolder
+from train.run_files.uploads import CHECKPOINTS
 
 
-def find_run(text: str, out: Path | str, flag: str = "--resume") -> RunFolder:
-    """The run that ``flag`` names: by its name under ``out``, its folder, or the folder of its newest checkpoint.
+def find_run(text: str, out: Path | str) -> tuple[RunFolder, Path]:
+    """The run that ``--resume`` names: by its name in ``out``, its location, or that of its newest checkpoint.
 
-    Of a run in object storage its small files are copied to this machine. Raises ``UserError`` when there is nothing to
-    continue.
+    Returns: (run, its newest intact checkpoint, of which a copy of object storage has the progress alone). Raises
+    ``UserError`` if there is nothing to resume.
     """
-    if run_dir := _remote_run(text, out):
-        copy = _newest(run_dir, text, flag)
-        run = working_copy(run_dir, fresh=False)
-        progress = read_progress(download_progress(run_dir, copy, run.checkpoints))
-        run.truncate_after(progress.reported)  # training continued while it was copied
-        return run
-    out = Path(out)
-    for path in (out / text, Path(text)):
-        if (path / "progress.json").is_file():
-            run = RunFolder(path.resolve().parent.parent)
-            there = checkpoints_in(run.checkpoints)
-            if path.resolve() not in there:
-                raise UserError(
-                    f"{flag} {text} was copied or moved out of its run, whose other files tell how to continue: put it "
-                    f"back into runs/NAME/{CHECKPOINTS}, under its name."
-                )
-            if path.resolve() != there[-1]:
-                raise _not_newest(flag, text, there[-1].name)
-        elif (path / "config.json").is_file():
-            run = RunFolder(path.resolve())
-        else:
-            continue
-        if newest(run.checkpoints) is None:
-            raise UserError(f"{flag} {text}: {run.path} has no intact checkpoint; start a new run with --name.")
-        return run
-    raise UserError(f"{flag} {text}: there is no run {out / text} or {text}; 'ls {out}' lists runs.")
+    run = RunFolder.of(_resumable_run(text, out))
+    return run, _intact(*run.newest_progress(), f"--resume {text}: {run.location}")
 
 
 def load_run_config(text: str, out: Path | str) -> TrainConfig:
-    run_dir = _remote_run(text, out)
-    if run_dir is None:
-        return load_config(find_run(text, out).config)
-    _newest(run_dir, text, "--resume")
-    return load_config((run_dir / "config.json").address, "--resume")
+    """The settings of the run that ``--resume`` names."""
+    return load_config((_resumable_run(text, out) / CONFIG).address, "--resume")
 
 
-def find_checkpoint(text: str, out: Path | str) -> Path:
-    """The checkpoint that ``--checkpoint`` names, or the newest of the run that it names.
+def find_checkpoint(text: str, out: Path | str) -> tuple[RunFolder, Path]:
+    """The checkpoint that ``--checkpoint`` names, or the newest intact one of the run that it names, with its run.
 
-    One in object storage is copied to this machine, unless it is here already.
+    A checkpoint in object storage is downloaded, unless it is on this machine already.
     """
-    if run_dir := _remote_run(text, out):
-        newest_uploaded(run_dir, "--checkpoint")
-        folder = scratch("fetched", run_dir.digest)
-        named = StorageDir.of(text).name if is_remote(text) else run_dir.name
-        wanted = None if named == run_dir.name else named
-        checkpoint, damaged = download_newest(run_dir, folder / "checkpoints", only=wanted)
-        if checkpoint is None:
-            raise UserError(f"--checkpoint {text}: " + (damaged[-1] if damaged else "there is no such checkpoint."))
-        for name in (KEY, "result.json"):
-            if run_dir.exists(name):
-                run_dir.download(name, folder / name)
-        return checkpoint
-    if (Path(text) / "progress.json").is_file():
-        return Path(text)
-    return find_run(text, out, flag="--checkpoint").newest()
+    location, is_checkpoint = _find(text, out, "--checkpoint")
+    run_dir = location.parent.parent if is_checkpoint else location
+    run = RunFolder.of(run_dir, "downloads", run_dir.digest, run_dir.name)
+    if is_checkpoint:
+        checkpoint = run.pull_checkpoint(location)
+    else:
+        checkpoint = _intact(*run.newest_checkpoint(), f"--checkpoint {text}: {run_dir}")
+    for name in (KEY, RESULT):
+        if run_dir.exists(name):
+            run.pull(name)
+    return run, checkpoint
+
+
+def _intact(checkpoint: Path | None, damaged: list[str], run: str) -> Path:
+    for message in damaged:
+        errors.print(message, markup=False)
+    if checkpoint is None:
+        raise UserError(f"{run} has no intact checkpoint; start a new run with --name.")
+    return checkpoint
+
+
+def _find(text: str, out: Path | str, flag: str) -> tuple[StorageDir, bool]:
+    """The location that ``flag`` names in ``out`` or by itself, and whether it is a checkpoint and not a run."""
+    candidates = dict.fromkeys((StorageDir.of(out, text), StorageDir.of(text)))
+    for location in candidates:
+        if location.exists(PROGRESS):
+            return location, True
+        if location.exists(CONFIG):
+            return location, False
+    raise UserError(
+        f"{flag} {text}: there is no run {' or '.join(map(str, candidates))}. Use the name of a run in --out {out}, or "
+        "the location of its folder."
+    )
+
+
+def _resumable_run(text: str, out: Path | str) -> StorageDir:
+    """The location of the run that ``--resume`` names, or whose newest checkpoint it names."""
+    location, is_checkpoint = _find(text, out, "--resume")
+    if not is_checkpoint:
+        return location
+    run_dir = location.parent.parent
+    names = RunFolder.of(run_dir).checkpoint_names()
+    if location.parent.name != CHECKPOINTS or location.name not in names:
+        raise UserError(
+            f"--resume {text} was copied or moved out of its run, whose other files tell how to continue: put it back "
+            f"into runs/NAME/{CHECKPOINTS}, under its name."
+        )
+    if location.name != names[-1]:
+        raise UserError(
+            f"--resume {text} is not the newest checkpoint of its run: to continue from there, remove those after it, "
+            f"up to {names[-1]}."
+        )
+    return run_dir
 
 
 def format_run_argument(run_dir: StorageDir) -> str:
@@ -88,26 +99,3 @@ def format_resume_command(run_dir: StorageDir) -> str:
 
 def format_run_command(config: StorageDir) -> str:
     return f"python -m train.run --config {shlex.quote(str(config))}"
-
-
-def _remote_run(text: str, out: Path | str) -> StorageDir | None:
-    """The place of the run in object storage that ``text`` or, as a name in ``out``, names; None for one on disk."""
-    if not is_remote(text):
-        return StorageDir.of(out) / text if is_remote(str(out)) else None
-    run_dir = StorageDir.of(text)
-    return run_dir.parent.parent if run_dir.parent.name == CHECKPOINTS else run_dir
-
-
-def _newest(run_dir: StorageDir, text: str, flag: str) -> str:
-    """The newest copy of a checkpoint, which is also the one that ``text`` names if it names one."""
-    copy = newest_uploaded(run_dir, flag)
-    if is_remote(text) and (named := StorageDir.of(text).name) != run_dir.name and named != copy:
-        raise _not_newest(flag, text, copy)
-    return copy
-
-
-def _not_newest(flag: str, text: str, later: str) -> UserError:
-    return UserError(
-        f"{flag} {text} is not the newest checkpoint of its run: to continue from there, remove those after it, up to "
-        f"{later}."
-    )

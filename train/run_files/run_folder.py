@@ -9,56 +9,46 @@ import json
 import os
 import re
 import shlex
-import shutil
 from collections.abc import Iterator, Sequence
 from contextlib import AbstractContextManager, contextmanager
 from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any
 
-from infra.cli.console import errors
 from infra.errors import UserError
 from infra.schema import from_json, to_json
-from infra.storage.directory import StorageDir, WorkingCopy, check_object_name
+from infra.storage.directory import StorageDir
 from infra.storage.files import atomic_file, lock, write_json
-from infra.storage.lease import exclusive_use
-from infra.storage.object_storage import is_remote
+from infra.storage.workspace import Workspace
 from infra.tracking.run_ref import RunRef
 from train.result import CycleReport
-from train.run_files.progress import PROGRESS, checkpoints_in, describe_skipped, newest
+from train.run_files.progress import PROGRESS, checkpoints_in, describe_skipped, find_damage, newest, read_progress
+from train.run_files.uploads import (
+    CHECKPOINTS,
+    download_checkpoint,
+    download_newest,
+    download_progress,
+    list_uploaded,
+)
 
-KEY = "tracking.json"
+KEY, CONFIG, RESULT = "tracking.json", "config.json", "result.json"
 
 HANDOVER_SECONDS = 60.0
 """How long to wait for an earlier worker that is being killed; Ray's workers outlive their driver by a few seconds."""
 
 
 @dataclass(frozen=True)
-class RunFolder:
-    """The paths of one run."""
-
-    path: Path
-    remote: StorageDir | None = None
-    """The run's place in object storage, of which ``path`` is this machine's copy; None where ``path`` is its place."""
-
-    @property
-    def run_dir(self) -> StorageDir:
-        return self.remote or StorageDir.of(self.path)
-
-    def send(self, *files: Path) -> None:
-        """Send these files of ``path`` to the run's place. Raises ``UserError`` when storage keeps failing."""
-        if self.remote is None:
-            return
-        WorkingCopy(self.run_dir, self.path).push(*(file.relative_to(self.path).as_posix() for file in files))
+class RunFolder(Workspace):
+    """The files of one run."""
 
     @property
     def config(self) -> Path:
         """The run's settings, which ``--config`` and ``--resume`` read."""
-        return self.path / "config.json"
+        return self.path / CONFIG
 
     @property
     def result(self) -> Path:
-        return self.path / "result.json"
+        return self.path / RESULT
 
     @property
     def summary(self) -> Path:
@@ -92,8 +82,8 @@ class RunFolder:
 
     def save_run_ref(self, run_ref: RunRef) -> None:
         """Save the key of the MLflow run, in which a resumed run continues."""
-        write_json(self.path / KEY, run_ref.to_json_for(self.run_dir.address))
-        self.send(self.path / KEY)
+        write_json(self.path / KEY, run_ref.to_json_for(self.location.address))
+        self.push(self.path / KEY)
 
     def run_ref(self, store: str | None = None) -> RunRef | None:
         """The key of the MLflow run that :meth:`save_run_ref` saved, in ``store`` if that is given; None without one.
@@ -106,10 +96,10 @@ class RunFolder:
         except (OSError, ValueError, UserError):
             return None
         if store:
-            return replace(run_ref, store=store) if run_ref.home == self.run_dir.address else None
-        if self.remote and not run_ref.is_reachable:
+            return replace(run_ref, store=store) if run_ref.home == self.location.address else None
+        if self.copy_of and not run_ref.is_reachable:
             return None
-        return run_ref.check_belongs_to(self.run_dir, "name a store for its run with --tracking-uri")
+        return run_ref.check_belongs_to(self.location, "name a store for its run with --tracking-uri")
 
     @contextmanager
     def worker_lock(self) -> Iterator[None]:
@@ -119,41 +109,75 @@ class RunFolder:
             yield
 
     def command_lock(self) -> AbstractContextManager[None]:
-        """Hold the run's place for the command that runs or continues this run."""
-        return exclusive_use(self.run_dir, _in_use(self.run_dir))
-
-    def newest(self) -> Path:
-        """The newest intact checkpoint of a run from :func:`find_run`, which has one; prints which ones are skipped.
-
-        Of a run in object storage only its progress is here.
-        """
-        if self.remote:
-            return checkpoints_in(self.checkpoints)[-1]
-        checkpoint = newest(self.checkpoints)
-        assert checkpoint is not None, "find_run refuses a run without an intact checkpoint"
-        for line in describe_skipped(checkpoint):
-            errors.print(line, markup=False)
-        return checkpoint
-
-    def checkpoint_address(self, checkpoint: Path) -> str:
-        """The address of ``checkpoint`` for a sentence."""
-        return str(self.run_dir / f"checkpoints/{checkpoint.name}")
-
-    def has_checkpoint(self) -> bool:
-        return any(name.endswith(PROGRESS) for name in self.run_dir.list_files())
+        """Hold the run for the command that resumes it."""
+        return self.exclusive_use(self._in_use)
 
     @contextmanager
-    def remove_unless_started(self) -> Iterator[None]:
-        """Remove this new folder, which frees its name, when the block fails before the first cycle or checkpoint."""
-        try:
-            yield
-        except BaseException:
-            has_started = self.cycles.exists() or self.result.exists() or checkpoints_in(self.checkpoints)
-            if not (has_started or self.has_checkpoint()):
-                shutil.rmtree(self.path, ignore_errors=True)
-                if self.remote:
-                    self.remote.remove(self.remote.list_files())
-            raise
+    def create(self) -> Iterator[None]:
+        """Create the folder of a new run, and hold it.
+
+        It is removed, which frees its name, if the block fails before the first cycle or checkpoint.
+        """
+        with self.location.create(self._in_use):
+            self.discard_copy()
+            self.path.mkdir(parents=True, exist_ok=True)
+            try:
+                yield
+            except BaseException:
+                has_started = self.cycles.exists() or self.result.exists() or checkpoints_in(self.checkpoints)
+                if not (has_started or self.has_checkpoint()):
+                    self.remove()
+                raise
+
+    @property
+    def _in_use(self) -> str:
+        return f"another command is training in {self.location}: wait for it, or stop it."
+
+    def checkpoint_names(self) -> list[str]:
+        """The names of the run's checkpoints, oldest first; damaged ones, too."""
+        return list_uploaded(self.copy_of) if self.copy_of else [path.name for path in checkpoints_in(self.checkpoints)]
+
+    def newest_checkpoint(self) -> tuple[Path | None, list[str]]:
+        """The newest intact checkpoint. It is downloaded to a copy, which then has no other.
+
+        Returns: (checkpoint or None, one message per newer checkpoint that is damaged).
+        """
+        if self.copy_of:
+            return download_newest(self.copy_of, self.checkpoints)
+        checkpoint = newest(self.checkpoints)
+        return checkpoint, list(describe_skipped(checkpoint)) if checkpoint else []
+
+    def pull_checkpoint(self, location: StorageDir) -> Path:
+        """The checkpoint at ``location``, downloaded to a copy. Raises ``UserError`` if the download is damaged."""
+        checkpoint = self.path / location.parent.name / location.name
+        if self.copy_of:
+            download_checkpoint(location, checkpoint)
+            if fault := find_damage(checkpoint):
+                raise UserError(f"{location} is damaged: {fault}.")
+        return checkpoint
+
+    def newest_progress(self) -> tuple[Path | None, list[str]]:
+        """As :meth:`newest_checkpoint`, but of the checkpoint a copy gets its progress alone.
+
+        The run's small files are downloaded, too. The worker that resumes the run checks the checkpoint.
+        """
+        if not self.copy_of:
+            return self.newest_checkpoint()
+        with self.location.lock(self._in_use):
+            self.refresh(lambda name: "/" not in name)
+        checkpoint = download_progress(self.copy_of, self.checkpoints)
+        if checkpoint:
+            # Training continued, and reported cycles, while the checkpoint was uploaded.
+            self.truncate_after(read_progress(checkpoint).reported)
+        return checkpoint, []
+
+    def checkpoint_address(self, checkpoint: Path) -> str:
+        """The address of ``checkpoint`` for a message."""
+        return str(self.location / f"{CHECKPOINTS}/{checkpoint.name}")
+
+    def has_checkpoint(self) -> bool:
+        """Whether the run can be resumed."""
+        return any(name.endswith(PROGRESS) for name in self.location.list_files())
 
     def append_report(self, report: CycleReport) -> dict[str, Any]:
         """Add a cycle to the log, durably; returns what was added."""
@@ -175,6 +199,11 @@ class RunFolder:
                 "with --resume."
             ) from refused
 
+    def receive_cycle(self, cycle: dict[str, Any]) -> None:
+        """Add a cycle that a worker has logged; its log is this one unless both work in copies."""
+        if self.copy_of:
+            self.append_cycle(cycle)
+
     def cycles_until(self, step: int) -> Iterator[dict[str, Any]]:
         """The logged cycles up to ``step``; later ones are about to be repeated."""
         return (json.loads(line) for line in self._lines_until(step))
@@ -193,78 +222,33 @@ class RunFolder:
         return [line for line in lines if line.endswith(b"\n") and json.loads(line)["step"] <= step]
 
 
-def new_folder(out: Path, name: str, *, resumable: bool = True, allowed_leftovers: Sequence[str] = ()) -> Path:
-    """The folder of a new run, ladder, search or profile. Raises ``UserError`` when ``name`` is not a valid name.
+def new_directory(
+    out: Path | str, name: str, *, resumable_with: str | None = "", allowed_leftovers: Sequence[str] = ()
+) -> StorageDir:
+    """The directory ``name`` in ``out`` for a new run, ladder, search or profile, which is not created yet.
 
     It must not exist, unless it contains nothing but ``allowed_leftovers``: the names of files that a command leaves
-    when it fails at the beginning.
+    when it fails at the beginning. The message says how to resume what exists if that has a file whose name ends in
+    ``resumable_with``. Raises ``UserError`` also for an invalid ``name``, or if ``out`` is not writable.
     """
-    _refuse_name(name)
-    folder = (out / name).resolve()
-    if folder.exists() and not (
-        allowed_leftovers and folder.is_dir() and {path.name for path in folder.iterdir()} <= set(allowed_leftovers)
-    ):
+    if not re.fullmatch(r"[^/\0]+", name) or name in (".", "..") or len(os.fsencode(name)) > 200:
+        raise UserError(f"--name {name!r} is not the name of a folder: write for example --name first.")
+    directory = StorageDir.of(out, name)
+    directory.check_writable("--out")
+    entries = directory.entries()
+    if entries is not None and not (allowed_leftovers and entries <= set(allowed_leftovers)):
+        resumable = resumable_with is not None and any(file.endswith(resumable_with) for file in directory.list_files())
         resume = f"continue it with --resume {name}, or " if resumable else ""
-        raise UserError(f"{folder} exists already: {resume}give another --name.")
-    return folder
+        raise UserError(f"{directory} exists already: {resume}give another --name.")
+    return directory
 
 
-def new_experiment_dir(out: str, name: str, *, allowed_leftovers: Sequence[str] = ()) -> StorageDir:
-    """The place of a new ladder or search in ``out``, a path or a URI. Raises ``UserError`` as :func:`new_folder`."""
-    if not is_remote(out):
-        return StorageDir.of(new_folder(Path(out), name, allowed_leftovers=allowed_leftovers))
-    check_object_name(name)
-    return _unused(StorageDir.of(out) / name)
+def new_run(out: str, name: str) -> RunFolder:
+    """The folder of a new run in ``out``, a path or a URI. Raises ``UserError`` as :func:`new_directory` does."""
+    return RunFolder.of(new_directory(out, name, resumable_with=PROGRESS))
 
 
 def resume_command(module: str, directory: StorageDir) -> str:
     """The command that continues the ladder or search in ``directory``, which ``python -m module`` began."""
     out = [] if directory.parent == StorageDir.of("runs") else ["--out", str(directory.parent)]
     return shlex.join(["python", "-m", module, "--resume", directory.name, *out])
-
-
-def new_run(out: str, name: str) -> RunFolder:
-    """The folder of a new run in ``out``, a path or a URI. Raises ``UserError`` as :func:`new_folder` does."""
-    _refuse_name(name)
-    if not is_remote(out):
-        return RunFolder(new_folder(Path(out), name, resumable=RunFolder(Path(out) / name).has_checkpoint()))
-    return working_copy(_unused(StorageDir.of(out) / name, PROGRESS), fresh=True)
-
-
-def _unused(directory: StorageDir, ending: str = "") -> StorageDir:
-    """``directory``, in object storage. Raises ``UserError`` when it is taken, or cannot be written.
-
-    ``ending`` is that of a file without which what is there cannot be continued.
-    """
-    directory.check_writable("--out")
-    if files := directory.list_files():
-        resumable = any(name.endswith(ending) for name in files)
-        resume = f"continue it with --resume {directory.name}, or " if resumable else ""
-        raise UserError(f"{directory} exists already: {resume}give another --name.")
-    return directory
-
-
-def working_copy(run_dir: StorageDir, *, fresh: bool) -> RunFolder:
-    """This machine's copy of the small files of the run in object storage at ``run_dir``; empty where ``fresh``."""
-    there = {name for name in run_dir.list_files() if "/" not in name} if not fresh else set[str]()
-    with run_dir.lock(_in_use(run_dir)):
-        return RunFolder(WorkingCopy.of(run_dir, empty=fresh, include=there.__contains__).local_path, run_dir)
-
-
-def _in_use(directory: StorageDir) -> str:
-    return f"another command is training in {directory}: wait for it, or stop it."
-
-
-def _refuse_name(name: str) -> None:
-    if not re.fullmatch(r"[^/\0]+", name) or name in (".", "..") or len(os.fsencode(name)) > 200:
-        raise UserError(f"--name {name!r} is not the name of a folder: write for example --name first.")
-
-
-def create_folder(folder: Path) -> None:
-    """Create a new ``folder``. Raises ``UserError`` when that fails, or another command was faster."""
-    try:
-        folder.mkdir(parents=True)
-    except FileExistsError:
-        raise UserError(f"{folder} exists already: give another --name.") from None
-    except OSError as refused:
-        raise UserError(f"{folder} cannot be created ({refused.strerror}): give another --out.") from refused

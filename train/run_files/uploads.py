@@ -8,7 +8,6 @@ run.
 import shutil
 from pathlib import Path
 
-from infra.errors import UserError
 from infra.storage.directory import StorageDir
 from infra.storage.files import TEMPORARY
 from train.run_files.progress import PROGRESS, checkpoints_in, find_damage
@@ -37,64 +36,60 @@ def list_uploaded(run_dir: StorageDir) -> list[str]:
     return sorted(name.split("/")[1] for name in run_dir.list_files(CHECKPOINTS) if name.endswith(f"/{PROGRESS}"))
 
 
-def download_newest(run_dir: StorageDir, checkpoints: Path, only: str | None = None) -> tuple[Path | None, list[str]]:
-    """The newest intact checkpoint of the run at ``run_dir``, alone below the folder ``checkpoints`` of this machine.
+def download_newest(run_dir: StorageDir, checkpoints: Path) -> tuple[Path | None, list[str]]:
+    """The newest intact checkpoint of the run at ``run_dir``, alone in the folder ``checkpoints`` of this machine.
 
-    With ``only`` a name, the checkpoint of that name. None without one. What is here already is not fetched again. The
-    second value has a line for each copy that is damaged. The cycles of the run are beside the folder. Raises
-    ``UserError`` when storage keeps failing.
+    What is on this machine already is not downloaded again. The cycles of the run are put beside the folder. Raises
+    ``UserError`` if storage keeps failing.
+
+    Returns: (checkpoint or None, one message per newer checkpoint that is damaged).
     """
-    lines: list[str] = []
-    for copy in reversed(list_uploaded(run_dir)):
-        if only and copy != only:
-            continue
-        checkpoint = download_checkpoint(run_dir, copy, checkpoints)
-        if fault := find_damage(checkpoint):
-            lines.append(f"{run_dir / CHECKPOINTS / copy} is damaged: {fault}; the one before it is used instead.")
-            continue
-        break
-    else:
-        checkpoint = None
+    messages: list[str] = []
+    newest = None
+    for name in reversed(list_uploaded(run_dir)):
+        checkpoint = checkpoints / name
+        download_checkpoint(run_dir / CHECKPOINTS / name, checkpoint)
+        fault = find_damage(checkpoint)
+        if fault is None:
+            newest = checkpoint
+            break
+        messages.append(f"{run_dir / CHECKPOINTS / name} is damaged: {fault}; the one before it is used instead.")
     for other in checkpoints_in(checkpoints):
-        if other != checkpoint:
+        if other != newest:
             shutil.rmtree(other)
     cycles = checkpoints.parent / CYCLES
     cycles.unlink(missing_ok=True)
-    if checkpoint and (checkpoint / CYCLES).exists():
-        (checkpoint / CYCLES).replace(cycles)
-    return checkpoint, lines
+    if newest and (newest / CYCLES).exists():
+        (newest / CYCLES).replace(cycles)
+    return newest, messages
 
 
-def download_checkpoint(run_dir: StorageDir, copy: str, checkpoints: Path) -> Path:
-    """The checkpoint ``copy`` of ``run_dir``, below ``checkpoints``; only its cycles where the rest is here, intact."""
-    here, there = checkpoints / copy, run_dir / CHECKPOINTS / copy
-    progress = there.read(PROGRESS)
-    known = here / PROGRESS
-    intact = known.exists() and known.read_bytes() == progress and find_damage(here) is None
-    target = here if intact else checkpoints / f"{TEMPORARY}{here.name}"
+def download_checkpoint(uploaded: StorageDir, checkpoint: Path) -> None:
+    """Make ``checkpoint`` a copy of the ``uploaded`` one. If it is one already, only its cycles are downloaded."""
+    progress = checkpoint / PROGRESS
+    is_intact = (
+        progress.exists() and progress.read_bytes() == uploaded.read(PROGRESS) and find_damage(checkpoint) is None
+    )
+    target = checkpoint if is_intact else checkpoint.with_name(f"{TEMPORARY}{checkpoint.name}")
     target.mkdir(parents=True, exist_ok=True)
-    for name in there.list_files():
-        if not intact or name == CYCLES:
-            there.download(name, target / name)
-    if not intact:
-        shutil.rmtree(here, ignore_errors=True)
-        target.rename(here)
-    return here
+    for name in uploaded.list_files():
+        if not is_intact or name == CYCLES:
+            uploaded.download(name, target / name)
+    if not is_intact:
+        shutil.rmtree(checkpoint, ignore_errors=True)
+        target.rename(checkpoint)
 
 
-def download_progress(run_dir: StorageDir, copy: str, checkpoints: Path) -> Path:
-    """What a driver needs of the checkpoint ``copy``: how far it got, below ``checkpoints``, and the cycles."""
-    here, there = checkpoints / copy, run_dir / CHECKPOINTS / copy
-    there.download(PROGRESS, here / PROGRESS)
-    if there.exists(CYCLES):
-        there.download(CYCLES, checkpoints.parent / CYCLES)
-    return here
+def download_progress(run_dir: StorageDir, checkpoints: Path) -> Path | None:
+    """The newest checkpoint of ``run_dir``, in ``checkpoints``, with its progress alone; its cycles beside the folder.
 
-
-def newest_uploaded(run_dir: StorageDir, flag: str) -> str:
-    """The newest of the :func:`list_uploaded` of ``run_dir``, which ``flag`` names. Raises ``UserError`` when there is
-    none."""
-    checkpoint_names = list_uploaded(run_dir)
-    if not checkpoint_names:
-        raise UserError(f"{flag} {run_dir}: there is no run with a checkpoint; give the address of a run's folder.")
-    return checkpoint_names[-1]
+    None if the run has no checkpoint.
+    """
+    names = list_uploaded(run_dir)
+    if not names:
+        return None
+    checkpoint, uploaded = checkpoints / names[-1], run_dir / CHECKPOINTS / names[-1]
+    uploaded.download(PROGRESS, checkpoint / PROGRESS)
+    if uploaded.exists(CYCLES):
+        uploaded.download(CYCLES, checkpoints.parent / CYCLES)
+    return checkpoint

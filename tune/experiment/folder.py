@@ -13,9 +13,9 @@ from typing import Any, TypeVar
 
 from infra.errors import UserError, nearest
 from infra.schema import from_json, strict
-from infra.storage.directory import StorageDir, WorkingCopy
+from infra.storage.directory import StorageDir
 from infra.storage.files import clear_temporaries, write_json
-from infra.storage.lease import exclusive_use
+from infra.storage.workspace import Workspace
 from infra.tracking.run_ref import RunRef
 from tune.config import ExperimentConfig
 
@@ -36,19 +36,13 @@ class ExperimentRecord:
     """The experiment's run in MLflow."""
 
 
-def place_of(out: str, name: str) -> StorageDir:
-    """The folder of the experiment ``name`` in ``--out``."""
-    directory = StorageDir.of(out)
-    return directory / name if directory.is_remote else StorageDir.of(directory.local_path / name)
-
-
 def read_record(directory: StorageDir, kind: str) -> ExperimentRecord:
     """The stored settings of the ``search`` or ``ladder`` in ``directory``, which :func:`write_record` wrote."""
     try:
         content = directory.read(f"{kind}.json")
     except OSError:
-        siblings = directory.parent.local_path.glob(f"*/{kind}.json") if not directory.is_remote else ()
-        names = [path.parent.name for path in siblings]
+        siblings = directory.parent.entries() or ()
+        names = [name for name in siblings if (directory.parent / name).exists(f"{kind}.json")]
         hint = nearest(directory.name, names) if names else f". Check --out, or start a new {kind} with --name."
         raise UserError(f"--resume {directory.name}: there is no {kind} in {directory}{hint}") from None
     try:
@@ -63,24 +57,25 @@ def read_config(directory: StorageDir, kind: type[Config]) -> Config:
 
 
 @contextmanager
-def locked(directory: StorageDir, kind: str) -> Iterator[WorkingCopy]:
-    """Create the experiment's ``directory`` and lock it for this driver; yields the local copy to write to."""
-    if directory.is_remote:
-        directory.check_writable("--out")
+def open_workspace(directory: StorageDir, kind: str) -> Iterator[Workspace]:
+    """Hold the experiment's ``directory`` for this driver, and yield the workspace with its record and trials."""
+    directory.check_writable("--out")
+    workspace = Workspace.of(directory)
     message = f"Another process is running the {kind} in {directory}. Wait for it to finish, or stop it."
-    with exclusive_use(directory, message):
+    with workspace.exclusive_use(message):
         prefixes = (f"{kind}.json", f"{TRIALS}/")
-        copy = WorkingCopy.of(directory, empty=False, include=lambda name: name.startswith(prefixes))
-        (copy.local_path / TRIALS).mkdir(exist_ok=True)
-        clear_temporaries(copy.local_path / TRIALS)
-        yield copy
+        workspace.refresh(lambda name: name.startswith(prefixes))
+        (workspace.path / TRIALS).mkdir(exist_ok=True)
+        clear_temporaries(workspace.path / TRIALS)
+        yield workspace
 
 
-def write_record(copy: WorkingCopy, config: ExperimentConfig, identity: dict[str, Any], parent: RunRef) -> None:
+def write_record(workspace: Workspace, config: ExperimentConfig, identity: dict[str, Any], parent: RunRef) -> None:
     """Store the settings of a new experiment, so that it can be resumed."""
-    values = {"config": config.to_json(), "identity": identity, "parent": parent.to_json_for(copy.directory.address)}
-    write_json(copy.local_path / f"{config.kind}.json", values)
-    copy.push(f"{config.kind}.json")
+    mlflow_run = parent.to_json_for(workspace.location.address)
+    file = workspace.path / f"{config.kind}.json"
+    write_json(file, {"config": config.to_json(), "identity": identity, "parent": mlflow_run})
+    workspace.push(file)
 
 
 def resumed_parent(directory: StorageDir, kind: str, identity: dict[str, Any]) -> RunRef:

@@ -45,14 +45,14 @@ class Machine:
     busy: tuple[str, ...] = ()
     """Other processes on the GPU."""
     data: str | None = None
-    """Fingerprint of the token shards that the machine finds at a local ``--data``; None if there are none."""
+    """Fingerprint of the token shards that the machine finds at ``--data``; None if there are none."""
 
 
 def describe_machine(data: str | None = None, *, cpu: bool, own_processes: Sequence[int] = ()) -> Machine:
-    """Describe this machine, including the token shards at a local ``data``. ``own_processes`` do not make it busy."""
+    """Describe this machine, including the token shards at ``data``. ``own_processes`` do not make it busy."""
     state = None if cpu else read_gpu()
     fingerprint = None
-    if data and not StorageDir.of(data).is_remote:
+    if data:
         with suppress(UserError):  # The folder may exist on another machine only.
             fingerprint = read_manifest(data).fingerprint
     return Machine(
@@ -89,7 +89,7 @@ def trial_machines(
     if training.execution.device == "cuda" and idle[0].device.kind != "cuda":
         raise UserError("--device cuda: no GPU found. Use --device cpu, or --address of a cluster with a GPU.")
     data = StorageDir.of(training.dataset.data)
-    if not (is_local or data.is_remote):
+    if not is_local:
         without_data = [machine.name for machine in idle if machine.data != fingerprint]
         if without_data:
             raise UserError(

@@ -30,7 +30,6 @@ from infra.ray.cluster import temporary_ray_dir
 from infra.ray.machines import ASKING_SECONDS, PLACING_SECONDS, is_pending, resource_wait_message, run_on_nodes
 from infra.schema import from_json, to_json
 from infra.storage.files import write_text
-from tune.experiment.folder import TRIALS
 from tune.experiment.trials import Experiment
 from tune.strategy.nodes import reference_row
 from tune.trial.row import TrialRow, read_rows, write_row
@@ -223,7 +222,7 @@ class ExperimentSearcher(Searcher):
         started_at = time.monotonic()
         while True:
             try:
-                return self.experiment.working_copy.push(f"{TRIALS}/{row.key}.txt", f"{TRIALS}/{row.key}.json")
+                return self.experiment.workspace.push(self.rows / f"{row.key}.txt", self.rows / f"{row.key}.json")
             except UserError as failure:
                 if time.monotonic() - started_at > STORAGE_PATIENCE:
                     raise

@@ -16,9 +16,9 @@ from train.data.tokenizer import match_tokenizer
 from train.estimate.gpu_rates import load_gpu_rates
 from train.model_config import format_model
 from train.resolved import resolve
-from train.run_files.run_folder import new_experiment_dir
+from train.run_files.run_folder import new_directory
 from tune.config import SearchConfig
-from tune.experiment.folder import TRIALS, place_of, read_record
+from tune.experiment.folder import TRIALS, read_record
 from tune.experiment.machines import Machine, make_prior, memory_limit, trial_machines
 from tune.experiment.trials import Experiment
 from tune.space import ACCUMULATION, Candidate, Space, make_space, without_accumulation
@@ -147,9 +147,9 @@ def make_search(config: SearchConfig) -> Search:
     """The search that ``config`` describes. Reads the data's manifest and the device, and writes nothing."""
     manifest = read_manifest(config.training.dataset.data)
     name = search_name(config)
-    directory = place_of(config.out, name)
+    directory = StorageDir.of(config.out, name)
     if not (config.resume or config.dry_run):
-        new_experiment_dir(config.out, name, allowed_leftovers=(TRIALS, StorageDir.LOCK))
+        new_directory(config.out, name, allowed_leftovers=(TRIALS, StorageDir.LOCK))
     if config.gpu:
         config, machines = (
             replace(config, training=config.training.replace(device="cuda")),

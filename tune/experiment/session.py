@@ -2,7 +2,6 @@
 
 from collections.abc import Callable, Sequence
 from contextlib import nullcontext, suppress
-from dataclasses import replace
 from functools import partial
 from typing import Any, TypeVar
 
@@ -17,7 +16,7 @@ from infra.tracking.tracker import Tracker
 from infra.tracking.views import ui_link
 from train.run_files.run_folder import resume_command
 from tune.config import LadderConfig, SearchConfig
-from tune.experiment.folder import locked, resumed_parent
+from tune.experiment.folder import open_workspace, resumed_parent
 from tune.experiment.machines import trial_nodes
 from tune.experiment.ray_tune import ExperimentSearcher, run_tuner
 from tune.experiment.tracking import ExperimentRecorder, open_parent
@@ -49,14 +48,13 @@ def run_experiment(
         if config.dry_run:
             return 0
         open_store(config.tracking_uri)  # An MLflow store that cannot be used is rejected before anything is created.
-        with locked(experiment.directory, experiment.config.kind) as copy:
-            experiment = replace(experiment, opened_copy=copy)
+        with open_workspace(experiment.directory, experiment.config.kind) as workspace:
             try:
                 return _run(experiment, publish)
             except UserError:
                 trained = any(row.step_seconds for row in read_rows(experiment.trials))
                 if not (config.resume or trained or any(experiment.trials.glob("*.txt"))):  # *.txt are tracebacks
-                    copy.discard()  # The corrected command can then use the same name.
+                    workspace.remove()  # The corrected command can then use the same name.
                 raise
 
 

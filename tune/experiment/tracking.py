@@ -162,5 +162,5 @@ def open_parent(experiment: Experiment) -> RunRef:
     return create_run(
         experiment.mlflow_experiment, experiment.directory.name, tracking_uri=experiment.config.tracking_uri,
         run_dir=experiment.directory.address, tags=provenance.collect() | {"kind": experiment.config.kind},
-        keep=partial(folder.write_record, experiment.working_copy, experiment.config, experiment.identity()),
+        keep=partial(folder.write_record, experiment.workspace, experiment.config, experiment.identity()),
     )  # fmt: skip

@@ -2,15 +2,16 @@
 
 from abc import ABC, abstractmethod
 from collections.abc import Iterable, Mapping, Sequence
-from dataclasses import dataclass, field
+from dataclasses import dataclass
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, ClassVar
 
 from infra.cli.console import console
 from infra.cli.table import Report
 from infra.cli.units import GB
-from infra.storage.directory import StorageDir, WorkingCopy
+from infra.storage.directory import StorageDir
 from infra.storage.files import atomic_file, write_text
+from infra.storage.workspace import Workspace
 from infra.tracking.tracker import Tracker
 from pipeline.shards import Manifest
 from train.config import TrainConfig
@@ -38,8 +39,6 @@ class Experiment(ABC):
     """The run that all trials are variations of, resolved for their device."""
     limit: int | None
     """Maximum memory of a trial's process in bytes; None without a limit."""
-    opened_copy: WorkingCopy | None = field(default=None, kw_only=True)
-    """The local copy of the experiment's folder; None before it is locked."""
 
     mlflow_experiment: ClassVar[str]
     """Name of the experiment in MLflow."""
@@ -111,12 +110,12 @@ class Experiment(ABC):
 
     @property
     def folder(self) -> Path:
-        return self.working_copy.local_path
+        return self.workspace.path
 
     @property
-    def working_copy(self) -> WorkingCopy:
+    def workspace(self) -> Workspace:
         """The local folder to which this driver writes the experiment's files."""
-        return self.opened_copy or WorkingCopy(self.directory, self.directory.local_path)
+        return Workspace.of(self.directory)
 
     @property
     def trials(self) -> Path:
@@ -144,6 +143,6 @@ class Experiment(ABC):
         tracker.set_description(report.markdown())
         for name in ("summary.md", *files, *(f"{name}.png" for name in figures)):
             tracker.log_file(self.folder / name)
-            self.working_copy.push(name)
+            self.workspace.push(self.folder / name)
         report.show()
         console.print(f"report, charts and trials: {self.directory}", markup=False)

@@ -16,9 +16,9 @@ from train.data.source import estimate_manifest, open_stream
 from train.data.tokenizer import match_tokenizer
 from train.estimate.memory import peak_if_known
 from train.resolved import resolve, with_model_info
-from train.run_files.run_folder import new_experiment_dir
+from train.run_files.run_folder import new_directory
 from tune.config import SHORTEST, LadderConfig
-from tune.experiment.folder import TRIALS, place_of
+from tune.experiment.folder import TRIALS
 from tune.experiment.machines import trial_machines
 from tune.space import Candidate
 from tune.suite import study
@@ -39,9 +39,9 @@ from tune.trial.row import TrialRow
 def make_ladder(config: LadderConfig) -> Ladder:
     """The ladder that ``config`` describes. Reads the data's manifest and the device, and writes nothing."""
     config, name = config.with_ends(), config.name or config.suite
-    directory = place_of(config.out, name)
+    directory = StorageDir.of(config.out, name)
     if not (config.resume or config.dry_run):
-        new_experiment_dir(config.out, name, allowed_leftovers=(TRIALS, StorageDir.LOCK))
+        new_directory(config.out, name, allowed_leftovers=(TRIALS, StorageDir.LOCK))
     manifest = read_manifest(config.data)
     start = with_model_info(match_tokenizer(config.training, manifest))
     suite = chosen(config, start)

@@ -10,7 +10,6 @@ from infra.device import provenance
 from infra.errors import UserError
 from infra.storage.directory import StorageDir
 from infra.storage.files import write_json
-from infra.storage.object_storage import is_remote
 from infra.tracking.tracker import Tracker
 from train.config import TrainConfig
 from train.intervals import Estimate
@@ -94,11 +93,11 @@ def load(text: str, out: str) -> dict[str, Any] | str:
     """The results of an earlier ladder, by its name or folder, or the name of the study."""
     if text == study.NAME:
         return text
-    by_name = StorageDir.of(text) if is_remote(text) else StorageDir.of(out) / text
-    directory = next((each for each in (by_name, StorageDir.of(text)) if each.exists("standings.json")), None)
+    candidates = (StorageDir.of(out, text), StorageDir.of(text))
+    directory = next((each for each in candidates if each.exists("standings.json")), None)
     if directory is None:
         raise UserError(
-            f"--compare {text}: no finished ladder found in {StorageDir.of(out) / text} or {text}. Use the name or "
+            f"--compare {text}: no finished ladder found in {candidates[0]} or {candidates[1]}. Use the name or "
             "folder of a ladder that has finished."
         )
     content = directory.read("standings.json")

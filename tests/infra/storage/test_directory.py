@@ -1,14 +1,12 @@
 """A place means the same files, whether it is a folder or in object storage."""
 
-import os
-import shutil
 from pathlib import Path
 
 import pytest
 import xxhash
 
 from infra.errors import UserError
-from infra.storage.directory import StorageDir, WorkingCopy, scratch
+from infra.storage.directory import StorageDir
 
 
 def test_files_are_written_listed_read_and_removed(place: StorageDir, tmp_path: Path) -> None:
@@ -20,7 +18,7 @@ def test_files_are_written_listed_read_and_removed(place: StorageDir, tmp_path: 
     place.write("train/a", b"three")
     place.write("b", b"")
     assert place.list_files() == {"train/a": 5, "b": 0}
-    assert place.list_files("train") == {"train/a": 5}
+    assert place.list_files("train", "none") == {"train/a": 5}
     assert (place / "train").read("a") == b"three"
     assert place.checksum("train/a") == xxhash.xxh3_128_hexdigest(b"three")
     place.write_json("b", {"ö": 1})
@@ -47,6 +45,7 @@ def test_what_differs_from_its_checksum_is_not_fetched(place: StorageDir, tmp_pa
 
 def test_a_place_that_cannot_be_written_is_refused_by_its_flag(bucket: str, tmp_path: Path) -> None:
     StorageDir.of(tmp_path / "new").check_writable("--out")
+    assert list(tmp_path.iterdir()) == []
     StorageDir.of(f"s3://places/new{bucket}").check_writable("--out")
     assert StorageDir.of(f"s3://places/new{bucket}").list_files() == {}
     with pytest.raises(UserError, match=r"^--out s3://nobodys/new\S* cannot be written \(The specified bucket"):
@@ -56,40 +55,41 @@ def test_a_place_that_cannot_be_written_is_refused_by_its_flag(bucket: str, tmp_
         StorageDir.of(tmp_path / "file/new").check_writable("--out")
 
 
-def test_a_working_copy_begins_with_the_wanted_files_and_sends_what_it_is_told(place: StorageDir) -> None:
-    place.write("config.json", b"{}")
-    place.write("checkpoints/step-1/model", b"x" * 10)
-    copy = WorkingCopy.of(place, empty=False, include=lambda name: not name.startswith("checkpoints/"))
-    assert (copy.local_path / "config.json").read_bytes() == b"{}"
-    assert (copy.local_path / "checkpoints").exists() is not place.is_remote
-    (copy.local_path / "result.json").write_bytes(b"done")
-    copy.push("result.json", "missing.png")
-    assert place.read("result.json") == b"done"
-    if place.is_remote:
-        assert list(WorkingCopy.of(place, empty=True).local_path.iterdir()) == []
+def test_a_directory_is_created_once_and_held(place: StorageDir) -> None:
+    new = place / "new"
+    assert new.entries() is None
+    with new.create("in use"):
+        new.write("deep/er/file", b"content")
+        with pytest.raises(UserError, match="in use"), new.exclusive_use("in use"):
+            pass
+    assert new.entries() == {"deep"} | ({StorageDir.LOCK} if new.local_path else set())
+    with pytest.raises(UserError, match=r"new\S* already exists.*--name"), new.create("in use"):
+        pass
 
 
-def test_scratch_is_private_and_never_another_users(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr("tempfile.tempdir", str(tmp_path))
-    folder = scratch("data", "abc")
-    assert folder.stat().st_mode & 0o077 == 0
-    assert folder.is_relative_to(tmp_path)
-    shutil.rmtree(folder.parents[1])
-    elsewhere = tmp_path / "elsewhere"
-    elsewhere.mkdir()
-    (tmp_path / f"throughline-{os.getuid()}").symlink_to(elsewhere)
-    with pytest.raises(UserError, match="belongs to another user: set TMPDIR"):
-        scratch("data")
+def test_names_lead_from_a_location_as_paths_do(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.chdir(tmp_path)
+    for location, name, address in (
+        ("runs", "", f"{tmp_path}/runs"),
+        ("runs", "one", f"{tmp_path}/runs/one"),
+        ("runs", "../two", f"{tmp_path}/two"),
+        ("runs", "/three", "/three"),
+        ("s3://bucket/runs/?region=a", "my run", "s3://bucket/runs/my%20run?region=a"),
+        ("s3://bucket/runs", "/three", "/three"),
+        ("runs", "gs://bucket/four/", "gs://bucket/four"),
+        ("odd://runs", "", f"{tmp_path}/odd:/runs"),
+    ):
+        assert StorageDir.of(location, name).address == address
+    directory = StorageDir.of("s3://bucket/runs?region=a", "my run")
+    assert (directory.name, directory.parent / directory.name) == ("my run", directory)
 
 
-@pytest.mark.parametrize("mode", [0o755, 0o770, 0o702])
-def test_scratch_into_which_others_could_have_put_files_is_refused(
-    mode: int, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    monkeypatch.setattr("tempfile.tempdir", str(tmp_path))
-    scratch("data").parent.chmod(mode)
-    with pytest.raises(UserError, match="is open to other users: remove it, or set TMPDIR"):
-        scratch("data")
+def test_a_file_is_mapped_without_copying_it_where_it_can_be(place: StorageDir) -> None:
+    place.write("file", b"content")
+    view = memoryview(place.map("file"))
+    assert (bytes(view), view.readonly) == (b"content", True)
+    with pytest.raises(FileNotFoundError):
+        place.map("none")
 
 
 def test_names_in_a_bucket_that_lead_out_of_a_folder_are_refused(bucket: str, tmp_path: Path) -> None:

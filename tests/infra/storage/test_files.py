@@ -2,6 +2,7 @@
 
 import os
 import resource
+import shutil
 import signal
 import stat
 import subprocess
@@ -13,7 +14,7 @@ from pathlib import Path
 import pytest
 
 from infra.errors import UserError
-from infra.storage.files import TEMPORARY, atomic_file, clear_temporaries, lock, write_json
+from infra.storage.files import TEMPORARY, atomic_file, clear_temporaries, lock, scratch, write_json
 
 
 def test_an_error_leaves_the_old_file_and_no_temporary_one(tmp_path: Path) -> None:
@@ -157,3 +158,26 @@ def test_a_lock_is_waited_for(tmp_path: Path) -> None:
         release.start()
         with lock(path, "taken", patience=30.0):
             release.join()
+
+
+def test_scratch_is_private_and_never_another_users(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr("tempfile.tempdir", str(tmp_path))
+    folder = scratch("data", "abc")
+    assert folder.stat().st_mode & 0o077 == 0
+    assert folder.is_relative_to(tmp_path)
+    shutil.rmtree(folder.parents[1])
+    elsewhere = tmp_path / "elsewhere"
+    elsewhere.mkdir()
+    (tmp_path / f"throughline-{os.getuid()}").symlink_to(elsewhere)
+    with pytest.raises(UserError, match=r"belongs to another user.*TMPDIR"):
+        scratch("data")
+
+
+@pytest.mark.parametrize("mode", [0o755, 0o770, 0o702])
+def test_scratch_into_which_others_could_have_put_files_is_refused(
+    mode: int, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr("tempfile.tempdir", str(tmp_path))
+    scratch("data").parent.chmod(mode)
+    with pytest.raises(UserError, match=r"is open to other users.*TMPDIR"):
+        scratch("data")

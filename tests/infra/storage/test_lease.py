@@ -9,48 +9,55 @@ import threading
 import time
 from collections.abc import Callable, Iterator
 from contextlib import AbstractContextManager, contextmanager
+from dataclasses import replace
 from pathlib import Path
-from typing import Any
+from typing import Any, Protocol
 
 import pytest
 
 from infra.errors import UserError
 from infra.ray.cluster import PROJECT
-from infra.storage import lease, object_storage
-from infra.storage.directory import LEASE, StorageDir
-from infra.storage.lease import exclusive_use
+from infra.storage import object_storage
+from infra.storage.directory import StorageDir
+from infra.storage.lease import LEASE, LeaseTiming, Write, hold_lease
 
 S3 = tuple[str, Callable[[float], None]]
-Held = Callable[[str], AbstractContextManager[None]]
+TIMING = LeaseTiming(renew_seconds=0.2, poll_seconds=0.1)
+"""Leases are renewed and read often."""
+
+
+class Held(Protocol):
+    """``held(machine)`` holds the place for a block, on a machine with a scratch of its own."""
+
+    def __call__(
+        self, machine: str, stale_seconds: float = 45.0, write: Write = object_storage.write
+    ) -> AbstractContextManager[None]: ...
+
 
 HOLD = """
 import sys
-from infra.storage import lease
 from infra.storage.directory import StorageDir
-lease.RENEW_SECONDS = float(sys.argv[2])
-with lease.exclusive_use(StorageDir(sys.argv[1]), "held on this machine"):
+from infra.storage.lease import LeaseTiming, hold_lease
+place = StorageDir.of(sys.argv[1])
+with place.lock("held on this machine"), hold_lease(place, LeaseTiming(renew_seconds=float(sys.argv[2]))):
     print("held", flush=True)
     sys.stdin.read()
 """
 
 
 @pytest.fixture
-def place(bucket: str, monkeypatch: pytest.MonkeyPatch) -> StorageDir:
-    """A place in object storage, where leases are renewed and looked at often."""
-    monkeypatch.setattr(lease, "RENEW_SECONDS", 0.2)
-    monkeypatch.setattr(lease, "POLL_SECONDS", 0.1)
+def place(bucket: str) -> StorageDir:
     return StorageDir.of(f"s3://places/run{bucket}")
 
 
 @pytest.fixture
 def held(place: StorageDir, monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> Held:
-    """``held(machine)`` holds the place for a block, on a machine with a scratch of its own."""
-
     @contextmanager
-    def held(machine: str) -> Iterator[None]:
+    def held(machine: str, stale_seconds: float = 45.0, write: Write = object_storage.write) -> Iterator[None]:
         (tmp_path / machine).mkdir(exist_ok=True)
         monkeypatch.setattr("tempfile.tempdir", str(tmp_path / machine))
-        with exclusive_use(place, "held on this machine"):
+        timing = replace(TIMING, stale_seconds=stale_seconds)
+        with place.lock("held on this machine"), hold_lease(place, timing, write):
             yield
 
     return held
@@ -86,14 +93,14 @@ def test_a_place_is_held_against_another_machine_until_its_command_ends(place: S
         mine = held_by(place)["id"]
         for rate in (0.0, 0.2):
             s3[1](rate)
-            with pytest.raises(UserError, match=rf"in use by process {os.getpid()} on \S+: wait"), held("two"):
+            with pytest.raises(UserError, match=rf"in use by process {os.getpid()} on \S+\. Wait"), held("two"):
                 pass
         s3[1](0.0)
         assert held_by(place)["id"] == mine
         assert place.list_files() == {}, "a lease is not among a place's files"
         with pytest.raises(UserError, match=r"^held on this machine$"), held("one"):
             pass
-        with exclusive_use(place / "another", ""):
+        with (place / "another").exclusive_use(""):
             pass
     assert held_by(place) == {}
     began = time.monotonic()
@@ -121,7 +128,7 @@ def test_of_commands_that_start_together_one_holds_the_place(place: StorageDir, 
 
 
 def test_a_killed_command_delays_other_machines_for_a_limited_time_and_its_own_not_at_all(
-    place: StorageDir, held: Held, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+    place: StorageDir, held: Held, tmp_path: Path
 ) -> None:
     with process(place, tmp_path / "one") as killed:
         pass
@@ -131,10 +138,9 @@ def test_a_killed_command_delays_other_machines_for_a_limited_time_and_its_own_n
     with held("one"):
         assert held_by(place)["process"] == os.getpid()
     assert time.monotonic() - began < 5, "its lock was free, so it had been killed"
-    monkeypatch.setattr(lease, "STALE_SECONDS", 2.0)
     place.write(LEASE, content)
     began = time.monotonic()
-    with held("two"):
+    with held("two", stale_seconds=2.0):
         assert time.monotonic() - began >= 2.0
         assert held_by(place)["process"] == os.getpid()
 
@@ -152,18 +158,17 @@ def test_what_another_command_has_just_written_is_not_overlooked(
 
     ending = threading.Thread(target=end, daemon=True)
     ending.start()
-    with pytest.raises(UserError, match="run the same one again"), held("one"):
+    with pytest.raises(UserError, match="Run this command again"), held("one"):
         pass
     ending.join()
 
 
 def test_a_command_that_had_stopped_exits_when_its_place_has_been_taken(
-    place: StorageDir, held: Held, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+    place: StorageDir, held: Held, tmp_path: Path
 ) -> None:
-    monkeypatch.setattr(lease, "STALE_SECONDS", 1.0)
     with process(place, tmp_path / "one") as stopped:
         stopped.send_signal(signal.SIGSTOP)
-        with held("two"):
+        with held("two", stale_seconds=1.0):
             stopped.send_signal(signal.SIGCONT)
             assert stopped.wait(60) == 1  # and not before by itself: its input is still open
             assert held_by(place)["process"] == os.getpid()
@@ -172,13 +177,12 @@ def test_a_command_that_had_stopped_exits_when_its_place_has_been_taken(
 
 
 def test_a_command_that_had_stopped_exits_when_its_place_has_been_taken_and_left_again(
-    place: StorageDir, held: Held, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+    place: StorageDir, held: Held, tmp_path: Path
 ) -> None:
     """Its lease is gone, but so may be the files that it knew."""
-    monkeypatch.setattr(lease, "STALE_SECONDS", 1.0)
     with process(place, tmp_path / "one") as stopped:
         stopped.send_signal(signal.SIGSTOP)
-        with held("two"):
+        with held("two", stale_seconds=1.0):
             pass
         assert held_by(place) == {}
         stopped.send_signal(signal.SIGCONT)
@@ -187,35 +191,27 @@ def test_a_command_that_had_stopped_exits_when_its_place_has_been_taken_and_left
 
 
 def test_a_command_that_ends_before_it_notices_leaves_the_lease_of_the_next_one(
-    place: StorageDir, held: Held, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+    place: StorageDir, held: Held, tmp_path: Path
 ) -> None:
-    monkeypatch.setattr(lease, "STALE_SECONDS", 1.0)
-    with process(place, tmp_path / "one", renew=100.0) as late, held("two"):
+    with process(place, tmp_path / "one", renew=100.0) as late, held("two", stale_seconds=1.0):
         late.communicate(timeout=60)
         assert late.returncode == 0
         assert held_by(place)["process"] == os.getpid()
 
 
-def test_a_renewal_whose_answer_was_lost_is_not_taken_for_another_command(
-    place: StorageDir, held: Held, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_a_renewal_whose_answer_was_lost_is_not_taken_for_another_command(place: StorageDir, held: Held) -> None:
     """The storage has the new version, of which this command knows only the one before."""
-    write = object_storage.write
+    losing = threading.Event()
 
-    def create_twice(uri: str, content: bytes, mode: Any) -> dict[str, Any]:
-        monkeypatch.setattr(object_storage, "write", write)
-        return write_twice(uri, content, mode)
+    def write(uri: str, content: bytes, mode: Any) -> dict[str, Any]:
+        version = object_storage.write(uri, content, mode)
+        return object_storage.write(uri, content, mode) if mode == "create" or losing.is_set() else version
 
-    def write_twice(uri: str, content: bytes, mode: Any) -> dict[str, Any]:
-        write(uri, content, mode)
-        return write(uri, content, mode)
-
-    monkeypatch.setattr(object_storage, "write", create_twice)
     began = time.monotonic()
-    with held("one"):
+    with held("one", write=write):
         assert time.monotonic() - began < 5, "its own lease is not waited for"
-        monkeypatch.setattr(object_storage, "write", write_twice)
+        losing.set()
         time.sleep(1.0)
-        monkeypatch.setattr(object_storage, "write", write)
+        losing.clear()
         time.sleep(0.5)
         assert held_by(place)["process"] == os.getpid()

@@ -92,7 +92,7 @@ def test_a_large_file_arrives_whole_through_a_storage_that_fails_now_and_then(s3
     set_rate(0.2)
     place = StorageDir.of(f"s3://places/large/{query}")
     place.upload(tmp_path / "file", "file")
-    place.download("file", tmp_path / "copy", expected=place.checksum("file"))
+    place.download("file", tmp_path / "copy", checksum=place.checksum("file"))
     assert (tmp_path / "copy").read_bytes() == content
 
 

@@ -462,10 +462,11 @@ def test_the_members_of_an_archive_that_are_no_text_are_listed(tmp_path: Path) -
 
 def replace_file(place: StorageDir, name: str, content: bytes) -> None:
     """Put ``content`` in place of a file, a second later as far as the time of a local one tells."""
-    before = 0 if place.is_remote else (place.local_path / name).stat().st_mtime_ns
+    folder = place.local_path
+    modified = (folder / name).stat().st_mtime_ns if folder else 0
     place.write(name, content)
-    if not place.is_remote:
-        os.utime(place.local_path / name, ns=(before + 10**9, before + 10**9))
+    if folder:
+        os.utime(folder / name, ns=(modified + 10**9, modified + 10**9))
 
 
 def write_parquet(table: pa.Table) -> bytes:

@@ -13,7 +13,7 @@ from typing import Any
 import pytest
 
 from infra.errors import UserError
-from infra.storage import directory
+from infra.storage import local_directory
 from infra.storage.directory import StorageDir
 from pipeline.books.readers import DroppedBook
 from pipeline.config import IDENTITY_SETTINGS, TokenizeConfig
@@ -201,7 +201,7 @@ def test_a_record_counts_only_for_the_piece_whose_key_it_holds(
     job = Job(config)
     with pytest.raises(UserError, match=r"2 of 6 pieces .* did not arrive in .*pieces/000000\.json"):
         output.read_results(job)  # the records of the earlier texts are there
-    with pytest.raises(UserError, match=r"2 of 6 pieces .* give an --out on a disk that all workers share"):
+    with pytest.raises(UserError, match=r"2 of 6 pieces .* --out that all workers share"):
         tokenize(config, other_disk)
     for folder in (Path(config.out), other_disk):
         with pytest.raises(UserError, match="so its shards are unfinished"):
@@ -275,8 +275,8 @@ def test_manifest_and_record_are_durably_removed_before_the_first_new_shard(
 ) -> None:
     tokenize(small_pieces)
     events: list[str] = []
-    synced, written = directory.sync_folder, task.write_shard
-    monkeypatch.setattr(directory, "sync_folder", lambda folder: events.append(folder.name) or synced(folder))
+    synced, written = local_directory.sync_folder, task.write_shard
+    monkeypatch.setattr(local_directory, "sync_folder", lambda folder: events.append(folder.name) or synced(folder))
     monkeypatch.setattr(task, "write_shard", lambda *rest: events.append("shard") or written(*rest))
     do_piece(Job(small_pieces).partitions[2], StorageDir.of(small_pieces.out), f"test-{uuid.uuid4()}")
     assert events[:3] == ["out", "pieces", "shard"]

@@ -9,7 +9,8 @@ from pathlib import Path
 import pytest
 
 from infra.errors import UserError
-from infra.storage.directory import StorageDir, WorkingCopy
+from infra.storage.directory import StorageDir
+from infra.storage.workspace import Workspace
 from pipeline import inspect
 from pipeline.config import TokenizeConfig
 from pipeline.inspect import InspectConfig
@@ -89,8 +90,9 @@ def test_a_whole_bucket_holds_a_data_set(config: TokenizeConfig, tmp_path: Path,
     assert output.compare_with_plan(Job(root)).todo == {}
     place = StorageDir.of(root.out)
     assert list(inspect.verify(place, read_manifest(place))) == []
-    copy = WorkingCopy.of(place, empty=False)
-    assert contents(str(copy.local_path)) == contents(local.out)
+    workspace = Workspace.of(place)
+    workspace.refresh()
+    assert contents(str(workspace.path)) == contents(local.out)
     output.clear(place)
     assert contents(root.out).keys() == {output.SETTINGS_FILE, SPLIT_HISTORY}
 

@@ -12,6 +12,7 @@ from pathlib import Path
 import pytest
 
 from infra.storage.directory import StorageDir
+from infra.storage.local_directory import LocalDir
 from pipeline.config import TokenizeConfig
 from pipeline.inspect import verify
 from pipeline.job import output, plan
@@ -170,7 +171,7 @@ def test_of_equal_texts_the_one_that_is_held_out_is_kept(tmp_path: Path, prose: 
 def test_a_kill_while_a_book_moves_loses_nothing(tmp_path: Path, prose: Prose, monkeypatch: pytest.MonkeyPatch) -> None:
     folder = put(tmp_path / "books", {f"{n}.txt": prose(n, 100) for n in range(4)})
     whole = tokenize(TokenizeConfig((str(folder),), out=str(tmp_path / "whole")))
-    write = StorageDir.write
+    write = LocalDir.write
     for killed_at in range(7):
         config = TokenizeConfig((str(folder),), out=str(tmp_path / f"killed {killed_at}"))
         job, left = Job(config), iter(range(killed_at))
@@ -178,13 +179,13 @@ def test_a_kill_while_a_book_moves_loses_nothing(tmp_path: Path, prose: Prose, m
         for piece in job.partitions:
             do_piece(piece, job.out_dir, f"test-{uuid.uuid4()}")
 
-        def limited(place: StorageDir, name: str, content: bytes, left: Iterable[int] = left) -> None:
+        def limited(place: LocalDir, name: str, content: bytes, left: Iterable[int] = left) -> None:
             if next(iter(left), None) is None:
                 raise KeyboardInterrupt
             write(place, name, content)
 
         with monkeypatch.context() as patch:
-            patch.setattr(StorageDir, "write", limited)
+            patch.setattr(LocalDir, "write", limited)
             try:
                 output.finish(job)
                 assert killed_at == 6, "settings, two shards, a record, the quarantine, the manifest"

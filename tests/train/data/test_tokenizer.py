@@ -110,7 +110,7 @@ def test_a_run_on_it_is_resumed(own: TrainConfig, tmp_path: Path) -> None:
     assert plan.progress
     assert plan.progress.step == 1
     assert plan.requested.model.vocab_size == 600
-    rest = Trainer(plan.requested, checkpoints=home.checkpoints, resume=plan.run_folder.newest())
+    rest = Trainer(plan.requested, checkpoints=home.checkpoints, resume=plan.run_folder.newest_checkpoint()[0])
     result = rest.run()
     assert (result.outcome, result.steps) == ("finished", 3)
     losses = [loss for report in straight.times.reports for loss in report.step_losses]

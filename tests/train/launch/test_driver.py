@@ -79,9 +79,9 @@ def test_a_worker_is_told_what_its_run_is(run: RunPlan, config: TrainConfig, wor
         tracker.log_metrics({"loss/step": 1.0}, 50)
         launch(continued, config, tracker)
     new = WorkerJob(
-        config=with_absolute_paths(config), run_dir=run.run_folder.run_dir, fingerprint=run.manifest.fingerprint,
+        config=with_absolute_paths(config), run_dir=run.run_folder.location, fingerprint=run.manifest.fingerprint,
         step=0, memory_limit=None,
-        stream=None, retries_smaller_batch=True, shared_disk_marker=None,
+        stream=None, retries_smaller_batch=True, driver_marker=None,
     )  # fmt: skip
     assert worker.told == [
         (new, 0, 0),

@@ -81,7 +81,7 @@ def train(home: RunFolder, config: TrainConfig, resume: Path | None, told: Told 
 
 
 def assigned(home: RunFolder, config: TrainConfig, step: int = 0) -> WorkerJob:
-    return WorkerJob(config, home.run_dir, read_manifest(config.dataset.data).fingerprint, step)
+    return WorkerJob(config, home.location, read_manifest(config.dataset.data).fingerprint, step)
 
 
 def cycles(home: RunFolder) -> list[dict[str, Any]]:
@@ -110,7 +110,7 @@ def test_a_resumed_run_reads_its_checkpoint_once_to_check_it(
         return checksum(path)
 
     monkeypatch.setattr(progress, "checksum", counted)
-    found = find_run(str(home.path), home.path.parent).newest()
+    found = find_run(str(home.path), home.path.parent)[1]
     with ExitStack() as locks:
         assert worker.lock_and_find_checkpoint(home, locks, assigned(home, config, step=7), EarlierWorkers()) == (
             found,

@@ -9,6 +9,7 @@ import pytest
 from infra.cli.units import GB
 from infra.device.hardware import A100, cpu_info
 from infra.storage.directory import StorageDir
+from infra.storage.local_directory import LocalDir
 from pipeline.shards import read_manifest
 from train.config import AUTO, TrainConfig
 from train.estimate.memory import predict_peak
@@ -96,12 +97,12 @@ def test_what_is_about_to_be_trained(
     manifest = read_manifest(small_shards)
     config, cut_off = config.replace(data=str(small_shards)), replace(A100, uncompilable="there is no C compiler")
     asked = config.replace(micro_batch=AUTO, compile="auto", precision="auto", attention="sdpa")
-    report.print_header(resolve(config, cpu_info()), asked, manifest, StorageDir("runs/a name"), cut_off)
+    report.print_header(resolve(config, cpu_info()), asked, manifest, LocalDir("runs/a name"), cut_off)
     printed = " ".join(capfd.readouterr().out.split())
     for known in (f"{manifest.splits['train']['tokens']:,}", "2 (auto)", "fp32 (auto)", "off (auto)", "runs/a name"):
         assert known in printed
     assert "no C compiler" not in printed, "which a CPU's run does not miss"
-    report.print_header(config.replace(device="cuda"), asked, manifest, StorageDir("runs/a name"), cut_off)
+    report.print_header(config.replace(device="cuda"), asked, manifest, LocalDir("runs/a name"), cut_off)
     assert "no C compiler" in capfd.readouterr().out
 
 

@@ -190,7 +190,7 @@ def test_what_the_store_lacks_of_a_run_is_sent_by_the_next_command(
     keys = []
     for home in homes:
         home.path.mkdir()
-        keys.append(create_run("train", home.path.name, run_dir=home.run_dir.address, keep=home.save_run_ref))
+        keys.append(create_run("train", home.path.name, run_dir=home.location.address, keep=home.save_run_ref))
         home.append_report(CYCLE)
         home.append_report(replace(CYCLE, step=6, step_losses=[2.5, 2.0, 1.5]))
     with Tracker(keys[0]) as tracker:

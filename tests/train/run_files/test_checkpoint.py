@@ -21,7 +21,7 @@ from train.run_files import checkpoint
 from train.run_files.checkpoint import Checkpoints, Snapshot, take_snapshot, write
 from train.run_files.lookup import find_run
 from train.run_files.progress import Progress, check_not_finished, checkpoints_in, describe_skipped, find_damage, newest
-from train.run_files.run_folder import RunFolder, create_folder, new_folder
+from train.run_files.run_folder import RunFolder, new_directory
 
 
 @pytest.fixture
@@ -339,15 +339,19 @@ def test_one_command_drives_a_run(tmp_path: Path) -> None:
 @pytest.mark.parametrize("left", ["config.json", "cycles.jsonl", "result.json", "checkpoints/step-00000007"])
 def test_a_new_run_that_fails_leaves_its_folder_only_where_it_trained(tmp_path: Path, left: str) -> None:
     home = RunFolder(tmp_path / "one")
-    create_folder(home.path)
-    home.checkpoints.mkdir()
-    (home.path / left).touch()
-    with pytest.raises(UserError, match="no GPU"), home.command_lock(), home.remove_unless_started():
-        raise UserError("no GPU")
+
+    def fail() -> None:
+        with home.create():
+            home.checkpoints.mkdir()
+            (home.path / left).touch()
+            raise UserError("no GPU")
+
+    with pytest.raises(UserError, match="no GPU"):
+        fail()
     assert home.path.exists() is (left != "config.json")
 
 
 def test_what_cannot_be_a_folders_name_is_refused(tmp_path: Path) -> None:
     for name in ("", ".", "..", "a/b", "x" * 300, "é" * 150):
         with pytest.raises(UserError, match="is not the name of a folder"):
-            new_folder(tmp_path, name)
+            new_directory(tmp_path, name)

@@ -17,7 +17,7 @@ from infra.tracking.run_ref import RunRef
 from train.result import CycleReport
 from train.run_files.lookup import find_checkpoint, find_run, format_resume_command
 from train.run_files.progress import Progress
-from train.run_files.run_folder import RunFolder, create_folder, new_folder, new_run, resume_command
+from train.run_files.run_folder import RunFolder, new_directory, new_run, resume_command
 
 
 def report(step: int, loss: float = 3.0) -> CycleReport:
@@ -110,12 +110,12 @@ def test_a_run_continues_from_its_newest_checkpoint_alone(tmp_path: Path, capfd:
     with pytest.raises(UserError, match="to continue from there, remove those after it, up to step-"):
         find_run(str(older), tmp_path)
     for named in ("one", str(tmp_path / "one"), str(newer)):
-        assert find_run(named, tmp_path).path == (tmp_path / "one").resolve()
-        assert find_checkpoint(named, tmp_path).resolve() == newer.resolve()
-    assert find_checkpoint(str(older), tmp_path) == older
+        assert find_run(named, tmp_path)[0].path == (tmp_path / "one").resolve()
+        assert find_checkpoint(named, tmp_path)[1].resolve() == newer.resolve()
+    assert find_checkpoint(str(older), tmp_path)[1] == older
     newer.joinpath("progress.json").unlink()
     capfd.readouterr()
-    assert find_checkpoint("one", tmp_path).resolve() == older.resolve()
+    assert find_checkpoint("one", tmp_path)[1].resolve() == older.resolve()
     assert capfd.readouterr().err.count("step-00000020 is damaged") == 1
 
 
@@ -123,7 +123,7 @@ def test_a_checkpoint_outside_of_its_run_can_be_used_but_not_continued(tmp_path:
     kept = checkpoint(tmp_path / "one", 10)
     for copy in (tmp_path / kept.name, tmp_path / "copy", kept.with_name("copy")):
         copytree(kept, copy)
-        assert find_checkpoint(str(copy), tmp_path) == copy
+        assert find_checkpoint(str(copy), tmp_path)[1] == copy
         with pytest.raises(UserError, match="moved out of its run"):
             find_run(str(copy), tmp_path)
 
@@ -132,16 +132,16 @@ def test_a_name_is_first_looked_for_among_the_runs(tmp_path: Path, monkeypatch: 
     monkeypatch.chdir(tmp_path)
     for folder in (Path("one"), Path("runs/one"), Path("two")):
         checkpoint(folder, 10)
-    assert find_run("one", "runs").path == (tmp_path / "runs/one").resolve()
-    assert find_run("two", "runs").path == (tmp_path / "two").resolve()
+    assert find_run("one", "runs")[0].path == (tmp_path / "runs/one").resolve()
+    assert find_run("two", "runs")[0].path == (tmp_path / "two").resolve()
 
 
 def test_a_folder_that_cannot_be_made_is_one_sentence(tmp_path: Path) -> None:
     (tmp_path / "file").touch()
-    with pytest.raises(UserError, match=r"one cannot be created .*: give another --out"):
-        create_folder(tmp_path / "file" / "one")
-    with pytest.raises(UserError, match="exists already: give another --name"):
-        create_folder(tmp_path)
+    with pytest.raises(UserError, match=r"one cannot be created .*--out"), RunFolder(tmp_path / "file/one").create():
+        pass
+    with pytest.raises(UserError, match=r"already exists.*--name"), RunFolder(tmp_path).create():
+        pass
 
 
 def test_a_run_that_was_killed_before_its_first_checkpoint_is_not_to_be_resumed(tmp_path: Path) -> None:
@@ -160,20 +160,21 @@ def test_a_folder_that_a_command_only_began_may_be_taken(tmp_path: Path) -> None
     folder = tmp_path / "one"
     folder.mkdir()
     (folder / "lock").touch()
-    assert new_folder(tmp_path, "one", allowed_leftovers=["lock", "config.json"]) == folder.resolve()
+    assert new_directory(tmp_path, "one", allowed_leftovers=["lock", "config.json"]) == StorageDir.of(folder)
     with pytest.raises(UserError, match="exists already"):
-        new_folder(tmp_path, "one", allowed_leftovers=["config.json"])
+        new_directory(tmp_path, "one", allowed_leftovers=["config.json"])
     (folder / "config.json").touch()
-    assert new_folder(tmp_path, "one", allowed_leftovers=["lock", "config.json"]) == folder.resolve()
+    assert new_directory(tmp_path, "one", allowed_leftovers=["lock", "config.json"]) == StorageDir.of(folder)
     for begun in ([], ["lock"], ["config.json"]):
         with pytest.raises(UserError, match="exists already: continue it with --resume one, or give another --name"):
-            new_folder(tmp_path, "one", allowed_leftovers=begun)
+            new_directory(tmp_path, "one", allowed_leftovers=begun)
 
 
 def test_a_run_elsewhere_is_continued_by_its_whole_path(tmp_path: Path) -> None:
     assert format_resume_command(StorageDir.of("runs/my run")) == "python -m train.run --resume 'my run'"
     assert (
-        format_resume_command(StorageDir("s3://bucket/runs/one")) == "python -m train.run --resume s3://bucket/runs/one"
+        format_resume_command(StorageDir.of("s3://bucket/runs/one"))
+        == "python -m train.run --resume s3://bucket/runs/one"
     )
     assert format_resume_command(StorageDir.of(tmp_path / "one")) == f"python -m train.run --resume {tmp_path / 'one'}"
     assert resume_command("tune.search", StorageDir.of("runs/one")) == "python -m tune.search --resume one"

@@ -12,6 +12,7 @@ from collections.abc import Callable, Iterable, Iterator
 from contextlib import suppress
 from dataclasses import replace
 from pathlib import Path
+from typing import ClassVar
 
 import psutil
 import pytest
@@ -20,11 +21,12 @@ from mlflow.tracking import MlflowClient
 
 from infra.errors import UserError
 from infra.storage import object_storage
-from infra.storage.directory import LEASE, StorageDir
+from infra.storage.directory import StorageDir
 from infra.storage.files import write_json
+from infra.storage.lease import LEASE
+from infra.storage.local_directory import LocalDir
 from infra.tracking.run_ref import RunRef
 from train.config import Cycle, TrainConfig
-from train.launch import worker
 from train.loop.trainer import Trainer
 from train.model_config import ModelConfig
 from train.result import CycleReport
@@ -32,7 +34,7 @@ from train.run_files import checkpoint, uploads
 from train.run_files.checkpoint import Checkpoints
 from train.run_files.lookup import find_checkpoint, find_run, load_run_config
 from train.run_files.progress import Progress, checkpoints_in, find_damage, newest, read_progress
-from train.run_files.run_folder import RunFolder, new_run, working_copy
+from train.run_files.run_folder import RunFolder, new_run
 
 
 @pytest.fixture
@@ -64,20 +66,23 @@ def test_a_run_continues_from_its_copy(config: TrainConfig, bucket: str, tmp_pat
     assert result.checkpoint == f"s3://places/kept/run1/checkpoints/step-00000017{bucket}"
     assert result.checkpoint is not None
     assert uploads.list_uploaded(place) == ["step-00000015", "step-00000017"]
-    with pytest.raises(UserError, match="there is no run with a checkpoint"):
+    with pytest.raises(UserError, match=r"there is no run .*--out runs"):
         find_run(f"s3://places/kept/other{bucket}", "runs")
     for text, out in ((place.address, "runs"), (result.checkpoint, "runs"), ("run1", f"s3://places/kept{bucket}")):
-        run = find_run(text, out)
-        assert run.run_dir == place
-        assert read_progress(run.newest()).step == 17
+        run, progress = find_run(text, out)
+        assert run.location == place
+        assert read_progress(progress).step == 17
         assert load_run_config(text, out) == config
-        found = find_checkpoint(text, out)
+        run, found = find_checkpoint(text, out)
+        assert run.location == place
         assert (found.name, find_damage(found)) == ("step-00000017", None)
-    assert find_checkpoint(f"s3://places/kept/run1/checkpoints/step-00000015{bucket}", "runs").name == "step-00000015"
+    _, older = find_checkpoint(f"s3://places/kept/run1/checkpoints/step-00000015{bucket}", "runs")
+    assert (older.name, find_damage(older)) == ("step-00000015", None)
     with pytest.raises(UserError, match="is not the newest checkpoint of its run"):
         find_run(f"s3://places/kept/run1/checkpoints/step-00000015{bucket}", "runs")
     rest: list[CycleReport] = []
-    Trainer(config, on_cycle=rest.append, resume=worker.newest_checkpoint(RunFolder(tmp_path / "there", place))).run()
+    resume, _ = RunFolder(tmp_path / "there", place).newest_checkpoint()
+    Trainer(config, on_cycle=rest.append, resume=resume).run()
     assert [(r.step, r.step_losses) for r in rest] == [(r.step, r.step_losses) for r in straight[1:]]
 
 
@@ -107,16 +112,19 @@ def test_a_worker_takes_from_storage_what_it_lacks_and_nothing_else(
 
 def test_a_new_run_takes_no_name_that_is_taken(bucket: str) -> None:
     home = new_run(f"s3://places/kept{bucket}", "run3")
-    home.config.write_text("{}")
-    home.send(home.config, home.result)
-    assert home.run_dir.list_files() == {"config.json": 2}
+    with home.create():
+        home.config.write_text("{}")
+    home.push(home.config, home.result)
+    assert home.location.list_files() == {"config.json": 2}
     with pytest.raises(UserError, match=r"s3://places/kept/\w+.* exists already: give another --name"):
         new_run(f"s3://places/kept{bucket}", "run3")
-    home.run_dir.write("checkpoints/step-00000005.progress.json", b"{}")
+    home.location.write("checkpoints/step-00000005.progress.json", b"{}")
     with pytest.raises(UserError, match=r"s3://places/kept/\w+.* exists already: continue it with --resume run3, or"):
         new_run(f"s3://places/kept{bucket}", "run3")
     with home.command_lock(), pytest.raises(UserError, match="another command is training in s3://places/kept/run3"):
-        working_copy(home.run_dir, fresh=False)
+        home.newest_progress()
+    with pytest.raises(UserError, match=r"run3\S* already exists.*--name"), home.create():
+        pass
     with pytest.raises(UserError, match=r"--out s3://absent/.* cannot be written"):
         new_run(f"s3://absent{bucket}", "run3")
 
@@ -146,7 +154,7 @@ def test_mlflow_has_the_whole_curve_of_a_run_whose_machine_was_lost(
     (here / "mlflow.db").unlink()
     place.remove([LEASE])  # else it would be waited for until it is stale
 
-    progress = read_progress(find_run(place.address, "runs").newest())
+    progress = read_progress(find_run(place.address, "runs")[1])
     known, end = progress.reported, progress.step + 30
     resumed = [sys.executable, "-m", "train.run", "--resume", place.address, "--steps", str(end)]
     printed = subprocess.run(resumed, cwd=there, capture_output=True, text=True, timeout=240, check=True).stdout
@@ -245,23 +253,24 @@ def test_training_does_not_wait_for_storage_that_does_not_respond(
     assert [path.name for path in checkpoints_in(tmp_path)] == ["step-00000003"]
 
 
-def test_what_has_progress_in_the_storage_is_whole(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+class RecordingDir(LocalDir, schemes=()):
+    """A directory that records what is uploaded and removed."""
+
+    uploaded: ClassVar[list[str]] = []
+    removed: ClassVar[list[list[str]]] = []
+
+    def upload(self, file: Path, name: str) -> None:
+        self.uploaded.append(name)
+        super().upload(file, name)
+
+    def remove(self, names: Iterable[str]) -> None:
+        self.removed.append(sorted(names))
+        super().remove(self.removed[-1])
+
+
+def test_what_has_progress_in_the_storage_is_whole(tmp_path: Path) -> None:
     """At every moment: it comes last and goes first, and alone, because files of one removal go in any order."""
-    did: list[str] = []
-    removed: list[list[str]] = []
-    put, remove = StorageDir.upload, StorageDir.remove
-
-    def watched_put(self: StorageDir, file: Path, name: str) -> None:
-        did.append(f"+{name}")
-        put(self, file, name)
-
-    def watched_remove(self: StorageDir, names: Iterable[str]) -> None:
-        removed.append(sorted(names))
-        remove(self, removed[-1])
-
-    monkeypatch.setattr(StorageDir, "upload", watched_put)
-    monkeypatch.setattr(StorageDir, "remove", watched_remove)
-    place = StorageDir.of(tmp_path / "kept")
+    place = RecordingDir(str(tmp_path / "kept"))
     for old in ("checkpoints/step-00000005", "checkpoints/step-00000020"):  # one is older, the other damaged
         for name in ("model.safetensors", "progress.json", "state.pt"):
             place.write(f"{old}/{name}", b"")
@@ -271,10 +280,10 @@ def test_what_has_progress_in_the_storage_is_whole(tmp_path: Path, monkeypatch: 
         (made / name).write_text(name)
     (tmp_path / "one" / "cycles.jsonl").write_text("a cycle")
     uploads.upload(made, tmp_path / "one" / "cycles.jsonl", place, keep=1)
-    new = [f"+checkpoints/step-00000010/{name}" for name in ("cycles.jsonl", "model.safetensors", "state.pt")]
-    assert sorted(did[:3]) == new
-    assert did[3:] == ["+checkpoints/step-00000010/progress.json"]
-    assert removed == [
+    new = [f"checkpoints/step-00000010/{name}" for name in ("cycles.jsonl", "model.safetensors", "state.pt")]
+    assert sorted(place.uploaded[:3]) == new
+    assert place.uploaded[3:] == ["checkpoints/step-00000010/progress.json"]
+    assert place.removed == [
         names
         for old in ("checkpoints/step-00000005", "checkpoints/step-00000020")
         for names in ([f"{old}/progress.json"], [f"{old}/model.safetensors", f"{old}/state.pt"])
@@ -290,16 +299,19 @@ def test_a_copy_is_as_far_as_its_checkpoint(config: TrainConfig, bucket: str, tm
     checkpoints.mkdir(parents=True)
     (tmp_path / "one" / "cycles.jsonl").write_text("".join(lines))
     Trainer(config.replace(steps=12), checkpoints=checkpoints, upload_dir=place).run()
-    run = find_run(place.address, "runs")
-    assert read_progress(run.newest()).reported == 12
+    place.write_json("config.json", config.to_json())
+    run, progress = find_run(place.address, "runs")
+    assert read_progress(progress).reported == 12
     assert run.cycles.read_text() == "".join(lines[:2])
 
 
 def test_the_mlflow_run_of_a_run_in_storage_is_known_where_its_store_is(bucket: str, tmp_path: Path) -> None:
     home = new_run(f"s3://places/kept{bucket}", "run10")
+    home.path.mkdir()
     key = RunRef("http://127.0.0.1:5000", "1", "abc")
     home.save_run_ref(key)
-    known = working_copy(home.run_dir, fresh=False).run_ref()
+    home.newest_progress()
+    known = home.run_ref()
     assert known
     assert (known.store, known.run_id) == (key.store, "abc")
     home.save_run_ref(replace(key, store=f"sqlite:///{tmp_path}/gone.db"))

@@ -5,11 +5,12 @@ from pathlib import Path
 import pytest
 
 from infra.errors import UserError
-from infra.storage.directory import StorageDir, WorkingCopy
+from infra.storage.directory import StorageDir
 from infra.storage.files import TEMPORARY
+from infra.storage.workspace import Workspace
 from infra.tracking.run_ref import RunRef
 from tune.config import LadderConfig, SearchConfig
-from tune.experiment.folder import TRIALS, locked, place_of, read_config, resumed_parent, write_record
+from tune.experiment.folder import TRIALS, open_workspace, read_config, resumed_parent, write_record
 
 IDENTITY = {"confirm": 3, "memory_limit": 10**9, "knobs": "compile"}
 
@@ -17,7 +18,7 @@ IDENTITY = {"confirm": 3, "memory_limit": 10**9, "knobs": "compile"}
 def test_another_search_is_refused_by_what_differs(tmp_path: Path) -> None:
     place = StorageDir.of(tmp_path)
     key = RunRef("sqlite:///none.db", "1", "a")
-    write_record(WorkingCopy.of(place, empty=True), SearchConfig(name="one"), IDENTITY, key)
+    write_record(Workspace.of(place), SearchConfig(name="one"), IDENTITY, key)
     for now, said in (
         (IDENTITY | {"confirm": 2}, "confirm: 3 → 2"),
         (IDENTITY | {"searcher": "grid"}, "searcher: None → 'grid'"),
@@ -31,16 +32,16 @@ def test_one_process_at_a_time_and_no_halves_of_rows(tmp_path: Path) -> None:
     folder = tmp_path / "runs" / "one"
     place = StorageDir.of(folder)
     with (
-        locked(place, "search"),
+        open_workspace(place, "search"),
         pytest.raises(UserError, match=r"Another process .* the search"),
-        locked(place, "search"),
+        open_workspace(place, "search"),
     ):
         pass
     half = folder / TRIALS / f"{TEMPORARY}1-m8.json"
     half.write_text("{")
     row = folder / TRIALS / "m8.json"
     row.write_text("{}")
-    with locked(place, "search"):
+    with open_workspace(place, "search"):
         assert not half.exists()
         assert row.exists()
 
@@ -50,25 +51,25 @@ def test_a_search_in_object_storage_is_continued_from_what_was_sent(
 ) -> None:
     """By a machine that has nothing of it, and while no other driver here holds it."""
     monkeypatch.setattr("tempfile.tempdir", str(tmp_path))
-    place = place_of(f"s3://places/deep{bucket}", "one")
+    place = StorageDir.of(f"s3://places/deep{bucket}", "one")
     key = RunRef("sqlite:////of/another/machine.db", "1", "a")
-    with locked(place, "search") as copy:
-        write_record(copy, SearchConfig(name="one"), IDENTITY, key)
-        (copy.local_path / TRIALS / "m8.json").write_text("{}")
-        (copy.local_path / TRIALS / "m4.json").write_text("{}")
-        copy.push(f"{TRIALS}/m8.json")
-        with pytest.raises(UserError, match=r"Another process .* the search"), locked(place, "search"):
+    with open_workspace(place, "search") as workspace:
+        write_record(workspace, SearchConfig(name="one"), IDENTITY, key)
+        (workspace.path / TRIALS / "m8.json").write_text("{}")
+        (workspace.path / TRIALS / "m4.json").write_text("{}")
+        workspace.push(workspace.path / TRIALS / "m8.json")
+        with pytest.raises(UserError, match=r"Another process .* the search"), open_workspace(place, "search"):
             pass
-    with locked(place, "search") as copy:
-        assert [path.name for path in (copy.local_path / TRIALS).iterdir()] == ["m8.json"]
+    with open_workspace(place, "search") as workspace:
+        assert [path.name for path in (workspace.path / TRIALS).iterdir()] == ["m8.json"]
     assert read_config(place, SearchConfig).name == "one"
     with pytest.raises(UserError, match=r"machine\.db of s3://places/deep/one\S* is not on this machine"):
         resumed_parent(place, "search", IDENTITY)
     with pytest.raises(UserError, match="--resume two: there is no search in s3://places/deep/two"):
-        read_config(place_of(f"s3://places/deep{bucket}", "two"), SearchConfig)
+        read_config(StorageDir.of(f"s3://places/deep{bucket}", "two"), SearchConfig)
     (tmp_path / "first").mkdir()
     (tmp_path / "first/ladder.json").write_text("{")
     with pytest.raises(UserError, match=r"there is no ladder in .*/frist; did you mean first\?"):
-        read_config(place_of(str(tmp_path), "frist"), LadderConfig)
+        read_config(StorageDir.of(str(tmp_path), "frist"), LadderConfig)
     with pytest.raises(UserError, match=r"ladder\.json is corrupt"):
-        read_config(place_of(str(tmp_path), "first"), LadderConfig)
+        read_config(StorageDir.of(str(tmp_path), "first"), LadderConfig)

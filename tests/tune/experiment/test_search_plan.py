@@ -10,7 +10,6 @@ import pytest
 
 from infra.device.hardware import A100, cpu_info
 from infra.errors import UserError
-from infra.storage.directory import WorkingCopy
 from infra.tracking.run_ref import RunRef
 from pipeline.encoding.tokenizer import read_tokenizer
 from pipeline.shards import TOKENIZER_FILE
@@ -98,7 +97,7 @@ def test_a_search_that_is_continued_keeps_its_limit(
 
     before = search_on(4, config)
     before.folder.mkdir()
-    write_record(WorkingCopy.of(before.directory, empty=True), config, before.identity(), RunRef("", "", ""))
+    write_record(before.workspace, config, before.identity(), RunRef("", "", ""))
     assert search_on(16, replace(config, name=None, resume="one")).limit == before.limit
 
 

@@ -49,14 +49,14 @@ def measured(
 
 
 def test_a_ladder_is_told_in_five_lines() -> None:
-    told = dict(summary_fields(FLAT, ROWS, "NVIDIA H100", StorageDir("/a ladder/best.json")))
+    told = dict(summary_fields(FLAT, ROWS, "NVIDIA H100", StorageDir.of("/a ladder/best.json")))
     for name, numbers in {
         "Ladder": "2 of 3 .*NVIDIA H100",
         "Tokens/s": "first 1,500 .*1,490 to 1,510.* 1,000", "Peak memory": "9.00 GB.* 10.00 GB",
         "Speedup": "x1.50 .*x1.40 to x1.60", "Next": "--config '/a ladder/best.json'",
     }.items():  # fmt: skip
         assert re.search(numbers, told[name]), told[name]
-    alone = dict(summary_fields(FLAT, ROWS[:1], "cpu", StorageDir("/one/best.json")))
+    alone = dict(summary_fields(FLAT, ROWS[:1], "cpu", StorageDir.of("/one/best.json")))
     assert re.search("1,000 .*990 to 1,003", alone["Tokens/s"])
     assert "no rung is faster" in alone["Speedup"]
 
