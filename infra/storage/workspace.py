@@ -25,7 +25,7 @@ class Workspace:
 
     @classmethod
     def of(cls, location: StorageDir | Path | str, *scratch_path: str) -> Self:
-        """The workspace of ``location``, without creating or reading anything.
+        """The workspace of ``location``, without reading anything.
 
         A copy is at ``scratch_path`` in the scratch folder. By default it is that of the command that writes to
         ``location``; other processes of the same machine need copies of their own.
@@ -33,8 +33,7 @@ class Workspace:
         directory = StorageDir.of(location)
         if directory.local_path:
             return cls(directory.local_path)
-        *parents, name = scratch_path or ("copies", directory.digest, directory.name)
-        return cls(scratch(*parents) / name, directory)
+        return cls(scratch(*(scratch_path or ("copies", directory.digest, directory.name))), directory)
 
     @property
     def location(self) -> StorageDir:
@@ -54,7 +53,6 @@ class Workspace:
         if not self.copy_of:
             yield
             return
-        self.path.mkdir(mode=0o700, parents=True, exist_ok=True)
         with lock(self.path / ".lock", message, patience=timeout):
             yield
 

@@ -315,7 +315,7 @@ def test_a_run_whose_checkpoint_the_worker_does_not_find_is_not_trained_anew(
     shutil.copytree(home.path, elsewhere, ignore=shutil.ignore_patterns("step-*"))
     trained = driver.launch
     there = RunFolder(elsewhere)
-    monkeypatch.setattr(driver, "launch", lambda run, *how: trained(dataclasses.replace(run, home=there), *how))
+    monkeypatch.setattr(driver, "launch", lambda run, *how: trained(dataclasses.replace(run, run_folder=there), *how))
     said = refused(run.main, "--resume", "one", "--steps", "8")
     assert "the run continues from step 6, but" in said
     assert not (elsewhere / "cycles.jsonl").exists()

@@ -307,7 +307,6 @@ def test_a_copy_is_as_far_as_its_checkpoint(config: TrainConfig, bucket: str, tm
 
 def test_the_mlflow_run_of_a_run_in_storage_is_known_where_its_store_is(bucket: str, tmp_path: Path) -> None:
     home = new_run(f"s3://places/kept{bucket}", "run10")
-    home.path.mkdir()
     key = RunRef("http://127.0.0.1:5000", "1", "abc")
     home.save_run_ref(key)
     home.newest_progress()
