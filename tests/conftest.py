@@ -10,6 +10,7 @@ import signal
 import socket
 import subprocess
 import sys
+import threading
 import time
 import typing
 import urllib.request
@@ -187,6 +188,27 @@ def signals_as_they_were() -> Iterator[None]:
     yield
     for number, handler in before.items():
         signal.signal(number, handler)
+
+
+@pytest.fixture
+def interrupt_when() -> Iterator[Callable[[Callable[[], object]], None]]:
+    """``interrupt_when(is_due)`` presses Ctrl-C once ``is_due()`` is true, unless the test has ended by then."""
+    ended, threads = threading.Event(), list[threading.Thread]()
+
+    def start(is_due: Callable[[], object]) -> None:
+        def work() -> None:
+            while not is_due():
+                if ended.wait(0.05):
+                    return
+            os.kill(os.getpid(), signal.SIGINT)
+
+        threads.append(threading.Thread(target=work))
+        threads[-1].start()
+
+    yield start
+    ended.set()
+    for thread in threads:
+        thread.join()
 
 
 @pytest.fixture(autouse=True)
