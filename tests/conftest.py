@@ -153,15 +153,26 @@ def distinct() -> Callable[..., Any]:
     return made
 
 
+@contextmanager
+def _command_line(*words: str) -> Iterator[None]:
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(sys, "argv", ["command", *words])
+        yield
+
+
+@pytest.fixture(scope="session")
+def command_line() -> Callable[..., AbstractContextManager[None]]:
+    """``command_line(*words)``: a block in which this process was started with these words."""
+    return _command_line
+
+
 @pytest.fixture(scope="session")
 def command() -> Callable[..., int]:
     """``command(main, *flags)``: the exit code of an entry with these flags, in this process."""
 
     def called(main: Callable[[], object], *flags: str) -> int:
-        with pytest.MonkeyPatch.context() as patch:
-            patch.setattr(sys, "argv", ["command", *flags])
-            with pytest.raises(SystemExit) as leaving:
-                main()
+        with _command_line(*flags), pytest.raises(SystemExit) as leaving:
+            main()
         return int(leaving.value.code or 0)
 
     return called
