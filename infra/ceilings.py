@@ -25,6 +25,9 @@ SECONDS = 0.4
 LAUNCHES = 8
 """Consecutive repetitions on a GPU, so that launching adds little time to each."""
 
+Measure = Callable[[Callable[[], object], torch.device], float]
+"""Measures the seconds of some work on a device."""
+
 
 def first_device() -> tuple[torch.device, str]:
     """This machine's first GPU and its name in torch, or the CPU and ``cpu``."""
@@ -34,13 +37,19 @@ def first_device() -> tuple[torch.device, str]:
     return device, torch.cuda.get_device_name(device)
 
 
-def best_seconds(work: Callable[[], object], device: torch.device) -> float:
-    """Seconds of the fastest of at least three repetitions of ``work`` within ``SECONDS``, after one for warm-up."""
+def best_seconds(
+    work: Callable[[], object],
+    device: torch.device,
+    *,
+    duration: float = SECONDS,
+    clock: Callable[[], float] = time.perf_counter,
+) -> float:
+    """Seconds of the fastest of at least three repetitions of ``work`` within ``duration``, after one for warm-up."""
     work()
     best = float("inf")
-    end_time = time.perf_counter() + SECONDS
+    end_time = clock() + duration
     repetitions = 0
-    while repetitions < 3 or time.perf_counter() < end_time:
+    while repetitions < 3 or clock() < end_time:
         if device.type == "cuda":
             start, end = torch.cuda.Event(enable_timing=True), torch.cuda.Event(enable_timing=True)
             start.record()
@@ -50,14 +59,16 @@ def best_seconds(work: Callable[[], object], device: torch.device) -> float:
             end.synchronize()
             best = min(best, start.elapsed_time(end) / 1000 / LAUNCHES)
         else:
-            started_at = time.perf_counter()
+            started_at = clock()
             work()
-            best = min(best, time.perf_counter() - started_at)
+            best = min(best, clock() - started_at)
         repetitions += 1
     return best
 
 
-def matmul_rate(rows: int, inner: int, columns: int, precision: str, device: torch.device) -> float:
+def matmul_rate(
+    rows: int, inner: int, columns: int, precision: str, device: torch.device, measure: Measure = best_seconds
+) -> float:
     """FLOP/s of one matrix product. ``precision`` is fp32, tf32 or bf16."""
     kind = torch.bfloat16 if precision == "bf16" else torch.float32
     left = torch.randn(rows, inner, device=device, dtype=kind)
@@ -66,7 +77,7 @@ def matmul_rate(rows: int, inner: int, columns: int, precision: str, device: tor
     previous_precision = torch.get_float32_matmul_precision()
     torch.set_float32_matmul_precision("high" if precision == "tf32" else "highest")
     try:
-        seconds = best_seconds(lambda: torch.mm(left, right, out=out), device)
+        seconds = measure(lambda: torch.mm(left, right, out=out), device)
     finally:
         torch.set_float32_matmul_precision(previous_precision)
     return 2 * rows * inner * columns / seconds
@@ -79,17 +90,17 @@ def matmul_rates(device: torch.device) -> dict[str, float]:
     return {precision: matmul_rate(8192, 8192, 8192, precision, device) for precision in ("bf16", "tf32", "fp32")}
 
 
-def copy_rates(device: torch.device) -> dict[str, float]:
+def copy_rates(device: torch.device, measure: Measure = best_seconds) -> dict[str, float]:
     """Bytes/s read and written by a copy within the device, and copied to a GPU from pinned and pageable memory."""
     size = 2**30 if device.type == "cuda" else 2**27
     source = torch.ones(size, dtype=torch.uint8, device=device)
     target = torch.empty_like(source)
-    rates = {"within the device": 2 * size / best_seconds(lambda: target.copy_(source), device)}
+    rates = {"within the device": 2 * size / measure(lambda: target.copy_(source), device)}
     if device.type == "cuda":
         for name, pinned in (("host to device, pinned", True), ("host to device, pageable", False)):
             host = torch.ones(2**28, dtype=torch.uint8, pin_memory=pinned)
             on_device = target[: 2**28]
-            seconds = best_seconds(lambda to=on_device, host=host: to.copy_(host, non_blocking=True), device)
+            seconds = measure(lambda to=on_device, host=host: to.copy_(host, non_blocking=True), device)
             rates[name] = 2**28 / seconds
     return rates
 

@@ -12,10 +12,10 @@ def make_shards(config: "TokenizeConfig") -> "Manifest":
 
     What an interrupted call has left is finished. Raises ``infra.errors.UserError`` for what a user can correct.
     """
-    from infra.cli.command import restore_signal_handlers
+    from infra.cli.interrupts import interrupts
     from pipeline.shards import read_manifest
     from pipeline.tokenize import main
 
-    with restore_signal_handlers():
+    with interrupts.handled():
         main(config)
     return read_manifest(config.out)

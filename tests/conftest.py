@@ -10,6 +10,7 @@ import signal
 import socket
 import subprocess
 import sys
+import threading
 import time
 import typing
 import urllib.request
@@ -152,15 +153,26 @@ def distinct() -> Callable[..., Any]:
     return made
 
 
+@contextmanager
+def _command_line(*words: str) -> Iterator[None]:
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(sys, "argv", ["command", *words])
+        yield
+
+
+@pytest.fixture(scope="session")
+def command_line() -> Callable[..., AbstractContextManager[None]]:
+    """``command_line(*words)``: a block in which this process was started with these words."""
+    return _command_line
+
+
 @pytest.fixture(scope="session")
 def command() -> Callable[..., int]:
     """``command(main, *flags)``: the exit code of an entry with these flags, in this process."""
 
     def called(main: Callable[[], object], *flags: str) -> int:
-        with pytest.MonkeyPatch.context() as patch:
-            patch.setattr(sys, "argv", ["command", *flags])
-            with pytest.raises(SystemExit) as leaving:
-                main()
+        with _command_line(*flags), pytest.raises(SystemExit) as leaving:
+            main()
         return int(leaving.value.code or 0)
 
     return called
@@ -187,6 +199,27 @@ def signals_as_they_were() -> Iterator[None]:
     yield
     for number, handler in before.items():
         signal.signal(number, handler)
+
+
+@pytest.fixture
+def interrupt_when() -> Iterator[Callable[[Callable[[], object]], None]]:
+    """``interrupt_when(is_due)`` presses Ctrl-C once ``is_due()`` is true, unless the test has ended by then."""
+    ended, threads = threading.Event(), list[threading.Thread]()
+
+    def start(is_due: Callable[[], object]) -> None:
+        def work() -> None:
+            while not is_due():
+                if ended.wait(0.05):
+                    return
+            os.kill(os.getpid(), signal.SIGINT)
+
+        threads.append(threading.Thread(target=work))
+        threads[-1].start()
+
+    yield start
+    ended.set()
+    for thread in threads:
+        thread.join()
 
 
 @pytest.fixture(autouse=True)

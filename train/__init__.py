@@ -16,14 +16,14 @@ def train(config: "TrainConfig", name: str | None = None, out: str = "runs") -> 
     """
     import json
 
-    from infra.cli.command import restore_signal_handlers
+    from infra.cli.interrupts import interrupts
     from infra.schema import from_json
     from infra.storage.directory import StorageDir
     from train import run
     from train.result import RunResult
 
     name = name or run.default_name(config)
-    with restore_signal_handlers():
+    with interrupts.handled():
         run.run(run.RunOptions(config, name, out))
     run_dir = StorageDir.of(out) / name
     if not run_dir.exists("result.json"):

@@ -10,8 +10,8 @@ from typing import Annotated, ClassVar
 import tyro
 
 from infra.cli import command, flags
-from infra.cli.command import EXIT_INTERRUPTED
 from infra.cli.console import console
+from infra.cli.interrupts import EXIT_INTERRUPTED
 from infra.cli.options import Address, ConfigFile, TrackingUri
 from infra.cli.progress import IMPORTING, status
 from infra.cli.units import BytesOrNone, format_size

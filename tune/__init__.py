@@ -19,7 +19,7 @@ def find_fastest(config: "SearchConfig") -> "TrainConfig":
     import dataclasses
     import json
 
-    from infra.cli.command import EXIT_INTERRUPTED, restore_signal_handlers
+    from infra.cli.interrupts import EXIT_INTERRUPTED, interrupts
     from infra.errors import UserError
     from infra.storage.directory import StorageDir
     from train.config import config_from_json
@@ -27,7 +27,7 @@ def find_fastest(config: "SearchConfig") -> "TrainConfig":
     from tune.search import run
 
     config = dataclasses.replace(config, name=search_name(config))
-    with restore_signal_handlers():
+    with interrupts.handled():
         code = run(config)
     if code == EXIT_INTERRUPTED:
         raise KeyboardInterrupt

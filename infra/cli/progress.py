@@ -6,7 +6,7 @@ is for.
 
 import threading
 import time
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from contextlib import contextmanager, nullcontext
 
 from rich.live import Live
@@ -28,20 +28,21 @@ REFRESH_HZ = 2.0
 class Status:
     """Something that is being done. Other threads may show it at any time."""
 
-    def __init__(self, what: str) -> None:
+    def __init__(self, what: str, clock: Callable[[], float] = time.monotonic) -> None:
         self._what = what
         self._details = ""
-        self._since = time.monotonic()
+        self._clock = clock
+        self._since = clock()
 
     def update(self, what: str, details: str = "") -> None:
         """Do ``what`` from now on, with ``details`` to show beside it in the place of the seconds that it takes."""
         if what != self._what:
-            self._since = time.monotonic()
+            self._since = self._clock()
         self._what, self._details = what, details
 
     @property
     def seconds(self) -> float:
-        return time.monotonic() - self._since
+        return self._clock() - self._since
 
     def __str__(self) -> str:
         if self._details:
@@ -52,8 +53,23 @@ class Status:
 _statuses: list[Status] = []
 """What is being done, the innermost last, which is shown."""
 
-_last = [float("-inf")]
-"""When a pipe was told last."""
+
+class PipeLines:
+    """The lines that a pipe gets: the first after seconds, and then seldom."""
+
+    def __init__(self, clock: Callable[[], float] = time.monotonic) -> None:
+        self._clock = clock
+        self._printed_at = float("-inf")
+
+    def due(self, task: Status) -> str:
+        """The line about ``task`` that is due now; empty if none is."""
+        if task.seconds < FIRST_SECONDS or self._clock() - self._printed_at < PIPE_INTERVAL_SECONDS:
+            return ""
+        self._printed_at = self._clock()
+        return f"... {task}"
+
+
+_pipe_lines = PipeLines()
 
 
 @contextmanager
@@ -95,7 +111,5 @@ def _line() -> Text:
 
 def _print_periodically(ended: threading.Event) -> None:
     while not ended.wait(FIRST_SECONDS / 4):
-        task = _statuses[-1] if _statuses else None
-        if task and task.seconds >= FIRST_SECONDS and time.monotonic() - _last[0] >= PIPE_INTERVAL_SECONDS:
-            _last[0] = time.monotonic()
-            errors.print(f"... {task}", markup=False)
+        if _statuses and (line := _pipe_lines.due(_statuses[-1])):
+            errors.print(line, markup=False)

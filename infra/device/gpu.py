@@ -112,15 +112,23 @@ class GpuMeter:
 
 
 def _visible_handle(index: int):
-    """NVML ignores CUDA_VISIBLE_DEVICES, so the process's device ``index`` is looked up in it first."""
-    named = os.environ.get("CUDA_VISIBLE_DEVICES")
-    if named is None:
-        return pynvml.nvmlDeviceGetHandleByIndex(index) if index < pynvml.nvmlDeviceGetCount() else None
-    visible = [name.strip() for name in named.split(",") if name.strip()]  # set to nothing, it hides every GPU
-    if index >= len(visible):
+    name = visible_gpu(index, os.environ.get("CUDA_VISIBLE_DEVICES"), pynvml.nvmlDeviceGetCount())
+    if name is None:
         return None
-    name = visible[index]
-    return pynvml.nvmlDeviceGetHandleByIndex(int(name)) if name.isdigit() else pynvml.nvmlDeviceGetHandleByUUID(name)
+    return pynvml.nvmlDeviceGetHandleByIndex(name) if isinstance(name, int) else pynvml.nvmlDeviceGetHandleByUUID(name)
+
+
+def visible_gpu(index: int, visible: str | None, count: int) -> int | str | None:
+    """NVML's index or UUID of the process's device ``index``; None if there is no such device.
+
+    NVML has ``count`` GPUs and ignores CUDA_VISIBLE_DEVICES, which is ``visible``: None if it is not set.
+    """
+    if visible is None:
+        return index if index < count else None
+    names = [name.strip() for name in visible.split(",") if name.strip()]  # set to nothing, it hides every GPU
+    if index >= len(names):
+        return None
+    return int(names[index]) if names[index].isdigit() else names[index]
 
 
 def _attempt(read, *arguments):

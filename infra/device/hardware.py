@@ -16,7 +16,7 @@ from pathlib import Path
 from typing import Literal
 
 from infra.device import host
-from infra.device.gpu import read_gpu
+from infra.device.gpu import GpuState, read_gpu
 from infra.errors import first_line
 
 _PEAKS: tuple[tuple[str, float, float | None, float], ...] = (
@@ -82,22 +82,25 @@ KNOWN_GPUS = {
 
 
 def device_info() -> DeviceInfo:
-    """The facts about this machine's first visible GPU, or its CPU. Asks NVML, so that CUDA need not be initialised."""
+    """Describe this machine's first visible GPU, or its CPU. Asks NVML, so that CUDA need not be initialized."""
     state = read_gpu()
-    if state is None:
-        return cpu_info()
+    return cpu_info() if state is None else gpu_info(state)
+
+
+def gpu_info(state: GpuState) -> DeviceInfo:
+    """Describe the GPU of this machine that is in ``state``."""
     capability = state.capability or (0, 0)
     others = state.memory_used - (state.process_memory or 0)
     return DeviceInfo(
         "cuda", state.name, capability, bf16=capability >= (8, 0), memory=state.memory_total - others,
-        uncompilable=_missing_for_gpu(capability),
+        uncompilable=compile_blocker(capability),
     )  # fmt: skip
 
 
-def cpu_info() -> DeviceInfo:
-    """The facts about this machine's CPU; where /proc/cpuinfo is missing, bf16 counts as emulated."""
+def cpu_info(cpuinfo: Path = Path("/proc/cpuinfo")) -> DeviceInfo:
+    """Describe this machine's CPU; where ``cpuinfo`` is missing, bf16 counts as emulated."""
     try:
-        flags = set(Path("/proc/cpuinfo").read_text(encoding="utf-8").split())
+        flags = set(cpuinfo.read_text(encoding="utf-8").split())
     except OSError:
         flags = set[str]()
     compiler = os.environ.get("CXX") or any(map(shutil.which, ("g++", "clang++", "c++")))
@@ -107,8 +110,11 @@ def cpu_info() -> DeviceInfo:
     )  # fmt: skip
 
 
-def _missing_for_gpu(capability: tuple[int, int]) -> str:
-    """What torch.compile lacks for a GPU: it writes kernels in Triton, which builds their launchers in C."""
+def compile_blocker(capability: tuple[int, int], headers: Path | None = None) -> str:
+    """The reason why torch.compile cannot work on a GPU, and what to install; empty if it can.
+
+    It writes kernels in Triton, which builds their launchers in C with Python's ``headers``.
+    """
     if capability < (7, 0):
         return "Triton needs a GPU of compute capability 7.0 or later"
     try:
@@ -121,6 +127,6 @@ def _missing_for_gpu(capability: tuple[int, int]) -> str:
         return f"Triton cannot be imported ({first_line(broken)}): 'pip install --force-reinstall triton'"
     if not (os.environ.get("CC") or any(map(shutil.which, ("gcc", "clang")))):
         return "there is no C compiler: install gcc"
-    if not Path(sysconfig.get_path("include"), "Python.h").exists():
+    if not ((headers or Path(sysconfig.get_path("include"))) / "Python.h").exists():
         return "Python's headers are missing: install python3-dev"
     return ""

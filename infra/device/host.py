@@ -18,9 +18,9 @@ import psutil
 ROOT = Path("/")
 
 
-def cpu_count(root: Path = ROOT) -> int:
+def cpu_count(root: Path = ROOT, affinity: int | None = None) -> int:
     """Cores that this process may keep busy: those of its affinity, or as many as its time on them is worth."""
-    cores = len(os.sched_getaffinity(0)) if hasattr(os, "sched_getaffinity") else os.cpu_count() or 1
+    cores = affinity or (len(os.sched_getaffinity(0)) if hasattr(os, "sched_getaffinity") else os.cpu_count() or 1)
     quotas = [
         *(_ratio(_text(group / "cpu.max")) for group in _groups("cpu", 2, root)),
         *(

@@ -6,11 +6,12 @@ import platform
 import shlex
 import subprocess
 import sys
+from collections.abc import Callable
 from importlib.metadata import PackageNotFoundError, version
 from pathlib import Path
 
 from infra.cli import command
-from infra.device.gpu import read_gpu
+from infra.device.gpu import GpuState, read_gpu
 
 _GIT_VARIABLES = ("GIT_DIR", "GIT_WORK_TREE", "GIT_INDEX_FILE", "GIT_COMMON_DIR", "GIT_PREFIX")
 
@@ -38,11 +39,10 @@ def collect() -> dict[str, str]:
     return tags | machine()
 
 
-def machine() -> dict[str, str]:
+def machine(read_gpu: Callable[[], GpuState | None] = read_gpu) -> dict[str, str]:
     """Tags that describe this machine, which for a training is that of its worker."""
     tags = {"host": platform.node(), "platform": platform.platform()}
-    gpu = read_gpu()
-    if gpu:
+    if gpu := read_gpu():
         tags |= {"gpu": gpu.name, "driver": gpu.driver}
         if gpu.power_limit:
             tags["gpu_power_limit_watts"] = f"{gpu.power_limit:g}"

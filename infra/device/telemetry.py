@@ -38,14 +38,23 @@ class Telemetry:
     """Reads this process's machine in the background until :meth:`stop`, or while its block runs.
 
     ``send`` is called on the thread with each point's second and metrics. Seconds count on from ``second``, for a run
-    that an earlier process has begun.
+    that an earlier process has begun. A second has one reading, of the ``host`` and of its GPU.
     """
 
-    def __init__(self, send: Callable[[int, dict[str, float]], object], second: int = 0) -> None:
+    def __init__(
+        self,
+        send: Callable[[int, dict[str, float]], object],
+        second: int = 0,
+        *,
+        period: float = PERIOD,
+        host: "HostReader | None" = None,
+        gpu: GpuMeter | None = None,
+    ) -> None:
         self._send = send
         self._last = second
-        self._machine = HostReader()
-        self._meter = GpuMeter()
+        self._period = period
+        self._host = host or HostReader()
+        self._gpu = gpu or GpuMeter()
         self._energy = Energy()
         self._points: list[tuple[float, dict[str, list[float]]]] = []
         """When each point's first reading was taken, and the sum and number of its readings."""
@@ -88,8 +97,8 @@ class Telemetry:
         while True:
             ended = self._ended.wait(max(0.0, due - time.perf_counter()))
             now = time.perf_counter()
-            due = max(due + PERIOD, now)  # after a pause of the process, not once for every second of it
-            second = first + round((now - began) / PERIOD)
+            due = max(due + self._period, now)  # after a pause of the process, not once for every second of it
+            second = first + round((now - began) / self._period)
             opened = opened if sums else now
             for name, value in self._read(now).items():
                 sums.setdefault(name, []).append(value)
@@ -106,11 +115,11 @@ class Telemetry:
     def _read(self, now: float) -> dict[str, float]:
         values: dict[str, float] = {}
         try:
-            values |= self._machine.read(now)
+            values |= self._host.read(now)
         except Exception:  # noqa: BLE001 /proc may be hidden or a process may be out of files: the run continues
             values.clear()
         try:
-            reading = self._meter.read()
+            reading = self._gpu.read()
             if reading is not None:
                 self._energy.add(now, reading)
                 values |= gpu_metrics(reading)

@@ -81,7 +81,7 @@ def examine(options: DoctorOptions) -> int:
     parts[-1].show()
     problems = [f"{check.name}: {check.fix}" for check in results if check.fix]
     print_problems(problems)
-    failing = any(check.fix and check.fatal for check in results)
+    failing = any(check.prevents_training for check in results)
     if options.address:
         with status("checking the cluster's machines"):
             machines = nodes.examine(options.address, out, measure=not options.quick)

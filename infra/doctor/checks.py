@@ -6,6 +6,7 @@ The checks change nothing on the machine.
 import os
 import platform
 import shutil
+from collections.abc import Callable
 from dataclasses import dataclass
 from importlib.metadata import PackageNotFoundError, version
 from pathlib import Path
@@ -33,13 +34,18 @@ class Check:
     fix: str = ""
     fatal: bool = False
 
+    @property
+    def prevents_training(self) -> bool:
+        return bool(self.fix) and self.fatal
+
 
 def run_checks(device: torch.device, out: Path) -> list[Check]:
     """All checks for ``device``; ``out`` is the folder of runs."""
     results = [*software(), *disk(out)]
     if device.type == "cuda":
         return [*results, *gpu(read_gpu(), torch.cuda.get_device_name(device)), *attention_kernels(device)]
-    return [*results, check_missing_gpu(read_gpu()), *cpu(), *attention_kernels(device)]
+    load = os.getloadavg()[0]
+    return [*results, check_missing_gpu(read_gpu()), *cpu(cpu_count(), load), *attention_kernels(device)]
 
 
 def check_missing_gpu(state: GpuState | None) -> Check:
@@ -55,12 +61,12 @@ def check_missing_gpu(state: GpuState | None) -> Check:
     )
 
 
-def software() -> list[Check]:
+def software(find_version: Callable[[str], str] = version) -> list[Check]:
     """Versions of Python and of the packages that determine the speed, and whether torch can compile."""
     results = [Check("Python", platform.python_version())]
     for package in ("torch", "ray", "mlflow"):
         try:
-            results.append(Check(package, version(package)))
+            results.append(Check(package, find_version(package)))
         except PackageNotFoundError:
             results.append(Check(package, "missing", f"run 'pip install {package}'", fatal=True))
     if torch.version.cuda:
@@ -83,10 +89,8 @@ def disk(out: Path) -> list[Check]:
     return results
 
 
-def cpu() -> list[Check]:
-    """Cores of the CPU and the load of other work."""
-    cores = cpu_count()
-    load = os.getloadavg()[0]
+def cpu(cores: int, load: float) -> list[Check]:
+    """Cores of the CPU and the ``load`` of other work, in cores."""
     fix = (
         f"{load:.1f} of {cores} cores are busy with other work; stop it before measuring" if load > 0.5 * cores else ""
     )

@@ -5,7 +5,7 @@ import platform
 import shutil
 import socket
 import time
-from collections.abc import Mapping
+from collections.abc import Callable, Mapping
 from dataclasses import asdict, dataclass, field
 from importlib.metadata import PackageNotFoundError, version
 from typing import Any
@@ -153,7 +153,9 @@ def examine(address: str, out: StorageDir, *, measure: bool = False) -> list[Nod
                 report.problems[f"does not respond: {_failure_reason(response, ANSWER_SECONDS)}"] = True
         reachable = {node: report for node, report in reports.items() if report.machine}
         for node, report in reachable.items():
-            report.clock = _clock_difference(node)
+            report.clock = clock_offset(
+                lambda node=node: run_on_nodes([node], clock, seconds=CLOCK_TIMEOUT_SECONDS).get(node)
+            )
             if report.clock is not None and abs(report.clock) > CLOCK_SECONDS:
                 problem = f"its clock differs from this machine's by {report.clock:+.1f} s; synchronize it with NTP"
                 report.problems[problem] = False
@@ -212,12 +214,15 @@ def _failure_reason(response: Exception | None, seconds: float) -> str:
     return first_line(getattr(response, "cause", response)) if response else f"no reply within {seconds:.0f} s"
 
 
-def _clock_difference(node: str) -> float | None:
-    """Seconds by which the clock of a machine is ahead of the driver's, by the fastest of three requests."""
+def clock_offset(read_clock: Callable[[], Any]) -> float | None:
+    """Seconds by which the clock of a machine is ahead of this one's, by the fastest of three readings.
+
+    None if ``read_clock`` returns no time.
+    """
     best: tuple[float, float] | None = None
     for _ in range(3):
         sent_at = time.time()
-        node_time = run_on_nodes([node], clock, seconds=CLOCK_TIMEOUT_SECONDS).get(node)
+        node_time = read_clock()
         received_at = time.time()
         if not isinstance(node_time, float):
             break

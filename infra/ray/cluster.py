@@ -15,8 +15,8 @@ from contextlib import AbstractContextManager, chdir, contextmanager, nullcontex
 from pathlib import Path
 from typing import Any
 
-from infra.cli.command import EXIT_INTERRUPTED, delay_interrupts, interrupt_on_termination
 from infra.cli.console import console, errors
+from infra.cli.interrupts import EXIT_INTERRUPTED, interrupts
 from infra.cli.progress import status
 from infra.device.host import cpu_count
 from infra.errors import UserError, first_line
@@ -97,7 +97,7 @@ def ray_session(
     quiet = {"log_to_driver": False, "logging_level": logging.ERROR}
     local = address in (None, "", "local")
     if address and not local:
-        with status(f"joining the Ray cluster at {address}"):
+        with status(f"joining the Ray cluster at {address}"), interrupts.handled():
             _join(address, source, runtime_env=_runtime_env(variables, code), **quiet)
     else:
         os.environ["RAY_TMPDIR"] = temporary_folder()
@@ -111,11 +111,10 @@ def ray_session(
             own_process_group(),
             only_needed_processes(),
             same_interpreter(),
-            delay_interrupts(),
+            interrupts.delayed(),
             _unshadowed(),
         ):
             ray.init(address="local", num_cpus=cpus or cpu_count(), include_dashboard=False, **quiet)
-    interrupt_on_termination()
     try:
         if local:
             refuse_exposed()

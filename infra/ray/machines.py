@@ -176,8 +176,8 @@ def _has_room(node: Mapping[str, Any]) -> bool:
     return any(node["Resources"].get(name) for name in ("CPU", "GPU"))
 
 
-def wait_for_resources(what: str, bundles: Sequence[Node], stopped: Callable[[], object] = lambda: False) -> bool:
-    """Wait until Ray has room for the ``bundles`` of ``what``, and say so; False when ``stopped`` ends the waiting.
+def wait_for_resources(what: str, bundles: Sequence[Node]) -> None:
+    """Wait until Ray has free resources for the ``bundles`` of ``what``, with a message.
 
     For work whose own request would outlive it: the placement group of an actor that asks for one while its driver
     ends is kept for ever by Ray 2.60, with what it reserves. This one is the driver's, and Ray removes it. A run that
@@ -188,12 +188,9 @@ def wait_for_resources(what: str, bundles: Sequence[Node], stopped: Callable[[],
     group, began, has_reported = placement_group([dict(bundle) for bundle in bundles]), time.monotonic(), False
     try:
         while not group.wait(RESOURCE_POLL_SECONDS):
-            if stopped():
-                return False
             if not has_reported and time.monotonic() - began >= PLACING_SECONDS:
                 has_reported = True
                 errors.print(resource_wait_message(what, bundles), markup=False)
-        return True
     finally:
         remove_placement_group(group)
 

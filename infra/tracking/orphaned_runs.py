@@ -10,7 +10,7 @@ from contextlib import AbstractContextManager, nullcontext, suppress
 
 from mlflow.tracking import MlflowClient
 
-from infra.cli.command import delay_interrupts
+from infra.cli.interrupts import interrupts
 from infra.errors import UserError
 from infra.storage.directory import StorageDir
 from infra.tracking.run_ref import RunRef
@@ -32,7 +32,7 @@ def open_run_tags(run_dir: str) -> dict[str, str]:
     return {"home": run_dir, "host": platform.node(), COMPLETE: "false"}
 
 
-@delay_interrupts()
+@interrupts.delayed()
 def close_orphaned_runs(client: MlflowClient, experiments: list[str], parent: RunRef | None = None) -> None:
     """Close as KILLED the runs whose process has died on this machine and, on any machine, the children of ``parent``.
 

@@ -16,7 +16,7 @@ from typing import Any, NamedTuple
 from mlflow.store.tracking import SEARCH_MAX_RESULTS_THRESHOLD
 from mlflow.tracking import MlflowClient
 
-from infra.cli.command import delay_interrupts
+from infra.cli.interrupts import interrupts
 from infra.tracking.run_ref import RunRef
 from infra.tracking.views import children_view
 
@@ -95,7 +95,7 @@ VIEWS = {  # the first of ladder and tune is that of each run's children too
 }
 
 
-@delay_interrupts()
+@interrupts.delayed()
 def save_views(client: MlflowClient, experiment: str, run: RunRef, tags: Mapping[str, str]) -> None:
     """Save the views whose names the ``tags`` of ``experiment`` lack, and one of the run's children. Never raises."""
     with suppress(Exception):
@@ -109,7 +109,7 @@ def save_views(client: MlflowClient, experiment: str, run: RunRef, tags: Mapping
             _offer_children(client, experiment, VIEWS[experiment][0], run)
 
 
-@delay_interrupts()
+@interrupts.delayed()
 def tag_ranks(search: RunRef, ranks: Mapping[str, str]) -> None:
     """Tag the trials of a search with their ``ranks``, by trial, and order their view by them. Never raises.
 

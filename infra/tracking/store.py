@@ -15,7 +15,7 @@ from mlflow.protos.databricks_pb2 import RESOURCE_DOES_NOT_EXIST, ErrorCode
 from mlflow.store.tracking import SEARCH_MAX_RESULTS_THRESHOLD
 from mlflow.tracking import MlflowClient
 
-from infra.cli.command import delay_interrupts
+from infra.cli.interrupts import interrupts
 from infra.device.provenance import user
 from infra.errors import UserError, first_line
 from infra.storage.credentials import has_secret
@@ -50,7 +50,7 @@ def store_uri(tracking_uri: str | None = None) -> str:
     return sqlite_store(file.resolve()) if file else uri
 
 
-@delay_interrupts()
+@interrupts.delayed()
 def open_store(tracking_uri: str | None = None) -> None:
     """Open the store, and create its database if it is new, which takes seconds."""
     store = store_uri(tracking_uri)
@@ -115,7 +115,7 @@ def create_run(
         orphaned_runs.open_run_tags(run_dir) if run_dir else {}
     )
     ours: dict[str, Experiment] = {}
-    with delay_interrupts():
+    with interrupts.delayed():
         if not parent:
             open_store(tracking_uri)
         try:
@@ -150,7 +150,7 @@ def _unusable(store: str, failure: Exception) -> UserError:
     )
 
 
-@delay_interrupts()
+@interrupts.delayed()
 def reopen_run(run_ref: RunRef) -> None:
     """Set a run that has ended to RUNNING again. Raises ``UserError`` when it is not in its store, or deleted."""
     open_store(run_ref.store)
@@ -180,7 +180,7 @@ def reopen_run(run_ref: RunRef) -> None:
         ) from failure
 
 
-@delay_interrupts()
+@interrupts.delayed()
 def last_steps(run_ref: RunRef) -> dict[str, int]:
     """The last step of every metric of the run, up to which a continued run need not send them again."""
     try:
@@ -191,7 +191,7 @@ def last_steps(run_ref: RunRef) -> dict[str, int]:
         raise UserError(f"the MLflow store {run_ref.store} does not answer: {first_line(failure)}") from failure
 
 
-@delay_interrupts()
+@interrupts.delayed()
 def has_run(run_ref: RunRef) -> bool:
     """Whether the run is in its store and not deleted."""
     try:
@@ -202,7 +202,7 @@ def has_run(run_ref: RunRef) -> bool:
         raise _unusable(run_ref.store, failure) from failure
 
 
-@delay_interrupts()
+@interrupts.delayed()
 def children(parent: RunRef, tag: str) -> dict[str, tuple[RunRef, bool]]:
     """The children of ``parent`` (but deleted ones) by their value of ``tag``.
 
@@ -225,7 +225,7 @@ def children(parent: RunRef, tag: str) -> dict[str, tuple[RunRef, bool]]:
     }
 
 
-@delay_interrupts()
+@interrupts.delayed()
 def add_to_page(run_ref: RunRef, paragraph: str, tags: Mapping[str, str]) -> None:
     """Add a ``paragraph`` below the first one of a run's description, and tags; the run may have ended.
 

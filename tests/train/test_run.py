@@ -2,22 +2,20 @@
 
 import dataclasses
 import json
-import os
 import re
 import shutil
 import signal
 import subprocess
 import sys
-import time
 from collections.abc import Callable
 from contextlib import ExitStack
 from pathlib import Path
-from threading import Thread
 
 import pytest
 from matplotlib.image import imread
 from mlflow.tracking import MlflowClient
 
+from infra.cli.interrupts import SIGNALS
 from infra.device import telemetry
 from infra.errors import UserError
 from infra.storage.directory import StorageDir
@@ -205,28 +203,8 @@ def test_data_whose_vocabulary_is_another_than_their_manifests_are_refused(
     assert TOKENIZER_FILE in refused(run.main, "--data", "other", "--steps", "1", *FLAGS), "which is lost"
 
 
-def test_the_first_signal_asks_and_the_second_leaves() -> None:
-    signalled = """
-import os, signal, time
-from train.launch.signals import stop_on_signal
-with stop_on_signal() as asked:
-    os.kill(os.getpid(), signal.SIGTERM)
-    time.sleep(0.1)
-    if asked:
-        os.kill(os.getpid(), signal.SIGINT)
-        time.sleep(10)
-"""
-    reader, writer = os.pipe()
-    os.close(reader)  # as of `2>&1 | tee log`, which ends by the same Ctrl-C
-    for stderr in (None, writer):
-        command = [sys.executable, "-c", signalled]
-        left = subprocess.run(command, timeout=60, cwd=ROOT, check=False, stderr=stderr)
-        assert left.returncode == 130
-    os.close(writer)
-
-
 def test_a_program_continues_after_a_run_of_its_own_was_interrupted(
-    small_shards: Path, small_model: ModelConfig
+    small_shards: Path, small_model: ModelConfig, interrupt_when: Callable[[Callable[[], object]], None]
 ) -> None:
     """Its next Ctrl-C is its own, and does not exit at once as the second one of a command."""
     config = TrainConfig.of(
@@ -234,16 +212,10 @@ def test_a_program_continues_after_a_run_of_its_own_was_interrupted(
         device="cpu",
     )  # fmt: skip
 
-    def interrupt() -> None:
-        while not Path("runs/one/cycles.jsonl").exists():
-            time.sleep(0.1)
-        os.kill(os.getpid(), signal.SIGINT)
-
-    numbers = signal.SIGINT, signal.SIGTERM, signal.SIGHUP
-    before = list(map(signal.getsignal, numbers))
-    Thread(target=interrupt).start()
+    before = list(map(signal.getsignal, SIGNALS))
+    interrupt_when(Path("runs/one/cycles.jsonl").absolute().exists)
     assert train(config, name="one").outcome == "interrupted"
-    assert list(map(signal.getsignal, numbers)) == before
+    assert list(map(signal.getsignal, SIGNALS)) == before
 
 
 def begin(

@@ -10,7 +10,6 @@ import signal
 import socket
 import subprocess
 import sys
-import threading
 import time
 from collections import Counter
 from collections.abc import Callable, Iterator
@@ -265,22 +264,13 @@ def test_dry_run_runs_nothing(
 
 
 def test_a_search_from_python_that_is_interrupted_is_not_one_without_a_winner(
-    folder: Path, small_shards: Path, small_model: ModelConfig
+    folder: Path, small_shards: Path, small_model: ModelConfig, interrupt_when: Callable[[Callable[[], object]], None]
 ) -> None:
     """What it has found is kept, as after Ctrl-C in the command."""
     training = TrainConfig.of(data=str(small_shards), model=small_model, global_batch=2, micro_batch=1, device="cpu")
     config = SearchConfig(training=training, searcher="grid", trial_steps=8, memory_limit=8 * 10**9, name="python")
     place = folder / "runs" / "python"
-
-    def interrupt() -> None:
-        deadline = time.monotonic() + 120
-        while not any(place.glob("ray-*")) and time.monotonic() < deadline:  # which Tune makes
-            time.sleep(0.05)
-        os.kill(os.getpid(), signal.SIGINT)
-
-    interrupting = threading.Thread(target=interrupt)
-    interrupting.start()
+    interrupt_when(lambda: any(place.glob("ray-*")))  # which Tune makes
     with pytest.raises(KeyboardInterrupt):
         find_fastest(config)
-    interrupting.join()
     assert (place / "search.json").exists()

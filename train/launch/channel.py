@@ -22,6 +22,9 @@ from ray.exceptions import RayError
 if TYPE_CHECKING:
     from train.result import RunResult  # which the actor's process need not import
 
+STOP_MESSAGE = "Stopping after this step and saving"
+"""Printed when the driver is interrupted."""
+
 LISTEN_SECONDS = 0.5
 """How often a worker asks whether to stop, and the driver what is new."""
 

@@ -10,16 +10,16 @@ import ray.train
 import ray.train.torch
 from ray.exceptions import RayActorError
 
+from infra.cli.interrupts import interrupts
 from infra.cli.progress import status
 from infra.errors import UserError
 from infra.ray.cluster import RAY_THREAD_NAME, ray_session, temporary_ray_dir
 from infra.ray.machines import wait_for_resources
-from train.launch.channel import LISTEN_SECONDS, open_channel
+from train.launch.channel import LISTEN_SECONDS, STOP_MESSAGE, open_channel
 from train.launch.controller import SingleWorker
 from train.launch.job import WorkerJob, WorkerResult
 from train.launch.listener import Listener
 from train.launch.placement import make_scaling_config, resources_per_worker
-from train.launch.signals import stop_on_signal
 from train.launch.worker import train_function
 
 
@@ -66,23 +66,21 @@ def run_training(assignment: WorkerJob, listener: Listener, reported: int, telem
 
         thread = threading.Thread(target=fit, name=RAY_THREAD_NAME, daemon=True)
         group = listener.group
-        with status("waiting for Ray to start the worker") as shown, stop_on_signal() as stop:
-            if not wait_for_resources(
-                "the training", [resources_per_worker(wanted)] * config.batch.workers, lambda: stop
-            ):
-                raise KeyboardInterrupt
-            has_requested_stop, updates = False, channel.actor.take_updates.remote()
-            thread.start()
-            while thread.is_alive():
-                thread.join(LISTEN_SECONDS)
-                if ray.wait([updates], timeout=0)[0]:  # else the actor is still starting, which is not waited for
-                    listener.take(ray.get(updates), shown)
-                    updates = channel.actor.take_updates.remote()
-                if (stop or listener.failure) and not has_requested_stop:
-                    has_requested_stop = True
-                    channel.stop()
-                if stop and (group.is_lost or stop.check_deadline()):
-                    raise KeyboardInterrupt
+        with status("waiting for Ray to start the worker") as shown:
+            wait_for_resources("the training", [resources_per_worker(wanted)] * config.batch.workers)
+            with interrupts.stop_requests(STOP_MESSAGE):
+                has_requested_stop, updates = False, channel.actor.take_updates.remote()
+                thread.start()
+                while thread.is_alive():
+                    thread.join(LISTEN_SECONDS)
+                    if ray.wait([updates], timeout=0)[0]:  # else the actor is still starting, which is not waited for
+                        listener.take(ray.get(updates), shown)
+                        updates = channel.actor.take_updates.remote()
+                    if (interrupts.stop_requested or listener.failure) and not has_requested_stop:
+                        has_requested_stop = True
+                        channel.stop()
+                    if interrupts.stop_requested and group.is_lost:
+                        raise KeyboardInterrupt
             shown.update("ending")
             listener.take(ray.get(updates), shown)
             listener.take(channel.take_updates(), shown)

@@ -9,12 +9,12 @@ import threading
 from dataclasses import replace
 from typing import Any
 
+from infra.cli.interrupts import interrupts
 from infra.cli.progress import status
 from infra.device.host import cpu_count
-from train.launch.channel import LISTEN_SECONDS, Channel
+from train.launch.channel import LISTEN_SECONDS, STOP_MESSAGE, Channel
 from train.launch.job import WorkerJob, WorkerResult
 from train.launch.listener import Listener
-from train.launch.signals import interrupt_main, stop_on_signal
 
 
 def run_training(assignment: WorkerJob, listener: Listener, reported: int, telemetry_second: int) -> WorkerResult:
@@ -33,15 +33,17 @@ def run_training(assignment: WorkerJob, listener: Listener, reported: int, telem
     logging.getLogger("ray.train").setLevel(logging.WARNING)  # it says that it runs here
     torch.set_num_threads(min(torch.get_num_threads(), cpu_count()))  # it knows of affinity, and not of quotas
     channel, ended = Channel(reported, telemetry_second), threading.Event()
-    with borrowed_process(assignment.config) as own_peak, status("loading the data") as shown, stop_on_signal() as stop:
+    with (
+        borrowed_process(assignment.config) as own_peak,
+        status("loading the data") as shown,
+        interrupts.stop_requests(STOP_MESSAGE),
+    ):
 
         def listen() -> None:
             while not ended.wait(LISTEN_SECONDS):
                 listener.take(channel.take_updates(), shown)
-                if stop or listener.failure:
+                if interrupts.stop_requested or listener.failure:
                     channel.stop()
-                if stop.check_deadline():
-                    interrupt_main()
 
         thread = threading.Thread(target=listen, name="listener", daemon=True)
         thread.start()

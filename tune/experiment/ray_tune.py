@@ -23,6 +23,7 @@ import ray.tune
 from ray.tune.search import Searcher
 
 from infra.cli.console import errors
+from infra.cli.interrupts import interrupts
 from infra.cli.units import format_duration
 from infra.device.host import count_oom_kills
 from infra.errors import UserError, first_line
@@ -226,6 +227,8 @@ class ExperimentSearcher(Searcher):
             except UserError as failure:
                 if time.monotonic() - started_at > STORAGE_PATIENCE:
                     raise
+                if interrupts.stop_requested:
+                    raise KeyboardInterrupt from failure
                 errors.print(
                     f"Cannot upload the result of trial {row.number}: {failure} Retrying every {STORAGE_PAUSE:.0f} s. "
                     "Press Ctrl-C to exit.",
@@ -259,7 +262,7 @@ class PlacementStopper(ray.tune.Stopper):
     def stop_all(self) -> bool:
         """Whether to end Tune, which calls this several times per second."""
         proposals, running = self.proposals, list(self.proposals.running.values())
-        if proposals.failure:
+        if proposals.failure or interrupts.stop_requested:
             return True
         if all(trial.started for trial in running) or not is_pending([self.resources]):
             self.waiting_since, self.has_warned = None, False
@@ -306,7 +309,8 @@ def run_trial(request: TrialRequest) -> dict[str, Any]:
 
 
 def run_tuner(proposals: ExperimentSearcher, resources: dict[str, float]) -> None:
-    """Run trials with ``resources`` each until none is left, or until Ctrl-C, which Tune handles between events."""
+    """Run trials with ``resources`` each until none is left or a stop is requested, which ends Tune between events."""
+    os.environ.setdefault("TUNE_DISABLE_SIGINT_HANDLER", "1")
     os.environ.setdefault("RAY_AIR_NEW_OUTPUT", "0")  # Its console prints a box even with verbose=0.
     os.environ.setdefault("TUNE_DISABLE_AUTO_CALLBACK_LOGGERS", "1")  # They write copies of the rows as CSV and JSON.
     # Its final summary counts processes that ran again as failures.
@@ -322,7 +326,7 @@ def run_tuner(proposals: ExperimentSearcher, resources: dict[str, float]) -> Non
     with temporary_ray_dir(folder) as ray_folder:
         for number in itertools.count():
             _await_machine(proposals, resources)
-            ray.tune.Tuner(
+            tuner = ray.tune.Tuner(
                 ray.tune.with_resources(trainable, placed_on),
                 tune_config=ray.tune.TuneConfig(
                     search_alg=proposals, num_samples=-1, reuse_actors=False,
@@ -332,15 +336,18 @@ def run_tuner(proposals: ExperimentSearcher, resources: dict[str, float]) -> Non
                     name=f"{ray_folder.name}-{number}" if number else ray_folder.name, storage_path=str(folder),
                     stop=PlacementStopper(proposals, resources), verbose=0,
                 ),
-            ).fit()  # fmt: skip
+            )  # fmt: skip
+            with interrupts.stop_requests("Stopping the running trials"):
+                tuner.fit()
+                is_finished = interrupts.stop_requested or not proposals.restart_tuner
             if proposals.failure:
                 raise proposals.failure
-            if not proposals.restart_tuner:
+            if is_finished:
                 return
 
 
 def _await_machine(proposals: ExperimentSearcher, resources: dict[str, float]) -> None:
-    """Wait until there is a machine for trials, with a message. Tune itself would wait without handling Ctrl-C."""
+    """Wait until there is a machine for trials, with a message."""
     proposals.running.clear()
     proposals.restart_tuner = False
     has_warned = False

@@ -5,8 +5,8 @@ from contextlib import nullcontext, suppress
 from functools import partial
 from typing import Any, TypeVar
 
-from infra.cli.command import EXIT_INTERRUPTED
 from infra.cli.console import console
+from infra.cli.interrupts import EXIT_INTERRUPTED
 from infra.cli.progress import status
 from infra.cli.units import format_duration
 from infra.errors import UserError
@@ -97,7 +97,7 @@ def _reusable_rows(experiment: Experiment) -> list[TrialRow]:
 
 
 def _drive(experiment: Experiment, recorder: ExperimentRecorder) -> None:
-    """Run trials until none is left, or until Ctrl-C, which Ray Tune handles between two of its events."""
+    """Run trials until none is left, or until Ctrl-C."""
 
     def on_started(request: TrialRequest) -> None:
         recorder.start(request)

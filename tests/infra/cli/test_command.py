@@ -5,25 +5,21 @@ import io
 import os
 import re
 import resource
-import signal
 import subprocess
 import sys
 import termios
 import time
 from array import array
-from contextlib import nullcontext
 from pathlib import Path
 
 import pytest
 
-from infra.cli.command import delay_interrupts
 from infra.cli.console import _Console
 
 HARD_LIMIT = resource.getrlimit(resource.RLIMIT_FSIZE)[1]
 
 SCRIPT = """
-import importlib, signal, subprocess, sys, threading, time, weakref
-from contextlib import suppress
+import signal, subprocess, sys
 from dataclasses import dataclass
 from pathlib import Path
 from rich.markdown import Markdown
@@ -88,35 +84,6 @@ def main(options):
         signal.raise_signal(signal.SIGHUP)
     if options.do == "terminate":
         signal.raise_signal(signal.SIGTERM)
-    if options.do == "get stuck":
-        command.EXIT_TIMEOUT_SECONDS = 0.5
-        signal.signal(signal.SIGINT, lambda *_: None)  # as a call that does not return has it
-        signal.raise_signal(signal.SIGINT)
-        time.sleep(60)
-    if options.do == "interrupt in a callback":
-        options_of_before = Options()
-        reference = weakref.ref(options_of_before, lambda _: signal.raise_signal(signal.SIGINT))
-        del options_of_before
-        time.sleep(10)
-    if options.do == "interrupt imports":
-        def import_for_ever(*names, imported):
-            while True:
-                for name in names:
-                    sys.modules.pop(name, None)
-                    importlib.import_module(name)
-                imported.append(time.monotonic())
-
-        others = []
-        there = {"imported": others}
-        threading.Thread(target=import_for_ever, args=("nturl2path", "csv"), kwargs=there, daemon=True).start()
-        for _ in range(25):
-            with suppress(KeyboardInterrupt):
-                threading.Timer(0.01, signal.pthread_kill, (threading.get_ident(), signal.SIGINT)).start()
-                import_for_ever("colorsys", "sched", imported=[])
-            interrupted = time.monotonic()
-            while not others or others[-1] < interrupted:
-                assert time.monotonic() < interrupted + 10
-                time.sleep(0.001)
     return 0
 
 if "left alone" not in sys.argv:  # as nohup has it, under which the tests may run
@@ -221,24 +188,6 @@ def test_what_the_locale_cannot_print_does_not_end_the_work(encoding: dict[str, 
     assert b"?" in done.stdout
 
 
-def test_an_interrupt_in_a_finalizer_is_not_lost() -> None:
-    done = run("--do", "interrupt in a callback")
-    assert done.returncode == 130
-    assert done.stderr.splitlines() == ["Interrupted. Finished work is kept; run the same command again to continue."]
-
-
-def test_an_interrupted_import_does_not_block_those_of_other_threads() -> None:
-    assert run("--do", "interrupt imports").returncode == 0
-
-
-def test_a_command_that_is_stuck_still_ends() -> None:
-    before = time.monotonic()
-    done = run("--do", "get stuck")
-    assert done.returncode == 130
-    assert time.monotonic() - before < 30
-    assert "exiting without waiting any longer" in done.stderr
-
-
 def test_a_mistake_is_one_sentence_with_its_brackets_kept() -> None:
     done = run("--do", "mistake")
     assert done.stderr.strip() == "error: books[1].txt is missing: run something else."
@@ -292,22 +241,6 @@ def test_help_describes_the_command_and_its_flags() -> None:
     shown = run("--help")
     assert (shown.returncode, shown.stderr) == (0, "")
     assert {"Options of the test.", "--do"} <= set(re.findall("Options of the test.|--do", shown.stdout))
-
-
-def test_a_first_interrupt_waits_for_what_must_be_whole_and_a_second_does_not() -> None:
-    done: list[int] = []
-
-    @delay_interrupts()
-    def work(interrupts: int) -> None:
-        for _ in range(interrupts):
-            signal.raise_signal(signal.SIGINT)
-        done.append(interrupts)
-
-    for interrupts in (0, 1, 2):
-        with pytest.raises(KeyboardInterrupt) if interrupts else nullcontext():
-            work(interrupts)
-        assert signal.getsignal(signal.SIGINT) is signal.default_int_handler
-    assert done == [0, 1]
 
 
 def test_no_control_character_reaches_the_terminal() -> None:

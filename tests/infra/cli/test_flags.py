@@ -4,6 +4,8 @@ import importlib
 import io
 import re
 import sys
+from collections.abc import Callable
+from contextlib import AbstractContextManager, redirect_stdout
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Annotated, Any, Literal
@@ -15,6 +17,8 @@ from infra.cli import main
 from infra.cli.flags import parse_flags, parse_only, summarize_tyro_error
 from infra.cli.units import Bytes, BytesOrNone
 from infra.errors import UserError
+
+CommandLine = Callable[..., AbstractContextManager[None]]
 
 
 @dataclass(frozen=True)
@@ -38,33 +42,41 @@ class Options:
             print("colours are not seen", file=sys.stderr)
 
 
-def read(monkeypatch: pytest.MonkeyPatch, *words: str) -> Options:
-    monkeypatch.setattr(sys, "argv", ["command", *words])
-    return parse_flags(Options, "a command")
+@pytest.fixture
+def read(command_line: CommandLine) -> Callable[..., Options]:
+    """``read(*words)``: the options of a command that is started with these words."""
+
+    def read(*words: str) -> Options:
+        with command_line(*words):
+            return parse_flags(Options, "a command")
+
+    return read
 
 
-def test_what_is_right_is_read(monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]) -> None:
-    assert read(monkeypatch) == Options()
+def test_what_is_right_is_read(read: Callable[..., Options], capsys: pytest.CaptureFixture[str]) -> None:
+    assert read() == Options()
     words = ["a", "b", "--count", "4", "--rate", "1e-3", "--room", "2GB", "--quiet", "--no-colour"]
-    found = read(monkeypatch, *words)
+    found = read(*words)
     assert found == Options(("a", "b"), 4, 0.001, room=2 * 10**9, quiet=True, colour=False)
-    assert read(monkeypatch, "--rate", "None").rate is None, "which takes back what a file of settings says"
+    assert read("--rate", "None").rate is None, "which takes back what a file of settings says"
     assert "not seen" not in capsys.readouterr().err
-    assert read(monkeypatch, "--quiet").quiet
+    assert read("--quiet").quiet
     assert "not seen" in capsys.readouterr().err, "a warning is printed"
 
 
-def test_a_file_may_begin_with_a_dash(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
+def test_a_file_may_begin_with_a_dash(
+    read: Callable[..., Options], monkeypatch: pytest.MonkeyPatch, tmp_path: Path
+) -> None:
     monkeypatch.chdir(tmp_path)
     for name in ("-dash.txt", "--count"):
         Path(name).write_text("It was a book.")
-    found = read(monkeypatch, "a.txt", "-dash.txt", "--count", "4")
+    found = read("a.txt", "-dash.txt", "--count", "4")
     assert (found.sources, found.count) == (("a.txt", "./-dash.txt"), 4)
 
 
-def test_some_flags_are_read_before_the_defaults_of_others_are_known(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(sys, "argv", ["command", "--steps", "3", "--how=fast", "--count", "0", "a.txt", "--help"])
-    some = parse_only(Options, "how", "rate")
+def test_some_flags_are_read_before_the_defaults_of_others_are_known(command_line: CommandLine) -> None:
+    with command_line("--steps", "3", "--how=fast", "--count", "0", "a.txt", "--help"):
+        some = parse_only(Options, "how", "rate")
     assert vars(some) == {"how": "fast", "rate": None}
 
 
@@ -74,13 +86,13 @@ COUNT = "--count 0 must be at least 1: [give] a larger one, and read this to its
 @pytest.mark.parametrize("columns", ["20", "80", "500"])
 @pytest.mark.parametrize("encoding", ["utf-8", "ascii"])
 def test_the_width_and_the_encoding_of_the_terminal_make_no_difference(
-    monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str], columns: str, encoding: str
-) -> None:
+    read: Callable[..., Options], monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str], columns: str,
+    encoding: str,
+) -> None:  # fmt: skip
     monkeypatch.setenv("COLUMNS", columns)
-    monkeypatch.setattr(sys, "stdout", io.TextIOWrapper(io.BytesIO(), encoding))
     for words, said in ((["--count", "0"], COUNT), (["--room", "40"], "Error parsing --room: '40' is not a size; ")):
-        with pytest.raises(UserError) as mistake:
-            read(monkeypatch, *words)
+        with redirect_stdout(io.TextIOWrapper(io.BytesIO(), encoding)), pytest.raises(UserError) as mistake:
+            read(*words)
         assert str(mistake.value).startswith(said)
         assert "\n" not in str(mistake.value)
     assert capsys.readouterr().err == ""
@@ -131,13 +143,12 @@ MISTAKES = {
     ("name", "words", "said"), [(name, *row) for name, rows in MISTAKES.items() for row in rows], ids=str
 )
 def test_a_mistake_is_one_sentence_that_names_the_flag(
-    monkeypatch: pytest.MonkeyPatch, tmp_path: Path, name: str, words: list[str], said: str
+    command_line: CommandLine, monkeypatch: pytest.MonkeyPatch, tmp_path: Path, name: str, words: list[str], said: str
 ) -> None:
     monkeypatch.chdir(tmp_path)
-    monkeypatch.setattr(sys, "argv", ["command", *words])
     module = importlib.import_module(main.COMMANDS[name][0])
     default: Any = getattr(module, "defaults", None)
-    with pytest.raises(UserError) as mistake:
+    with command_line(*words), pytest.raises(UserError) as mistake:
         parse_flags(getattr(module, main.COMMANDS[name][1]), "a command", default and default())
     sentence = str(mistake.value)
     assert all(word in sentence for word in said.split()), sentence
@@ -157,16 +168,15 @@ def test_a_message_in_another_form_is_repeated() -> None:
 
 @pytest.mark.parametrize("name", list(MISTAKES))
 def test_help_shows_the_main_flags_first_and_every_other_one_under_a_heading(
-    monkeypatch: pytest.MonkeyPatch, name: str
+    command_line: CommandLine, monkeypatch: pytest.MonkeyPatch, name: str
 ) -> None:
     module, kind = main.COMMANDS[name]
-    printed = io.BytesIO()
+    printed = io.TextIOWrapper(io.BytesIO(), "ascii")
     monkeypatch.setenv("COLUMNS", "120")
-    monkeypatch.setattr(sys, "argv", ["command", "--help"])
-    monkeypatch.setattr(sys, "stdout", io.TextIOWrapper(printed, "ascii"))
-    with pytest.raises(SystemExit):
+    with command_line("--help"), redirect_stdout(printed), pytest.raises(SystemExit):
         parse_flags(getattr(importlib.import_module(module), kind), "a command")
-    text = printed.getvalue().decode()
+    printed.seek(0)
+    text = printed.read()
     _, *boxes = re.split(r"(?m)^ ([a-zA-Z ]+?) *\n -+ *\n", text)
     groups = dict(zip(boxes[::2], boxes[1::2], strict=True))
     flags = [flag for box in groups.values() for flag in re.findall(r"(?m)^ (?:-h, )?(--[a-z0-9-]+)", box)]
@@ -177,15 +187,13 @@ def test_help_shows_the_main_flags_first_and_every_other_one_under_a_heading(
     assert not re.search(r"\{None\}|default: None|default: \)|STR\b|default: False", text)
 
 
-def test_settings_in_groups_are_read_like_others(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_settings_in_groups_are_read_like_others(command_line: CommandLine) -> None:
     """Of the command and of the settings nested in it, with the defaults of an instance."""
     from train.config import TrainConfig
     from tune.config import SearchConfig
 
-    monkeypatch.setattr(
-        sys, "argv", ["command", "--seed", "4", "--trial-steps", "9", "--no-fp8", "--knobs", "loss=plain"]
-    )
     default = SearchConfig(name="one", training=TrainConfig.of(steps=3, beta1=0.8))
-    found = parse_flags(SearchConfig, "a command", default)
+    with command_line("--seed", "4", "--trial-steps", "9", "--no-fp8", "--knobs", "loss=plain"):
+        found = parse_flags(SearchConfig, "a command", default)
     assert (found.name, found.trial_steps, found.knobs) == ("one", 9, ("loss=plain",))
     assert found.training == TrainConfig.of(steps=3, beta1=0.8, seed=4)

@@ -1,21 +1,14 @@
 """What a command is doing is shown in one live line on a terminal, and seldom in a pipe."""
 
-import io
 import os
 import pty
 import re
 import subprocess
 import sys
-import time
 from contextlib import suppress
 from pathlib import Path
-from types import SimpleNamespace
 
-import pytest
-
-from infra.cli import progress
-from infra.cli.console import _Console
-from infra.cli.progress import Status, status
+from infra.cli.progress import FIRST_SECONDS, PIPE_INTERVAL_SECONDS, PipeLines, Status
 
 ROOT = Path(__file__).resolve().parents[3]
 
@@ -59,48 +52,24 @@ def test_a_terminal_has_one_line_that_goes_away() -> None:
     assert "\x1b[1A\x1b[2Kthe end" in text, "in the place of the live line"
 
 
-@pytest.fixture
-def clock(monkeypatch: pytest.MonkeyPatch) -> list[float]:
-    """The time, which stands still: it tells a pipe's thread, which looks at it 20 times a second, what is due."""
+def test_a_pipe_gets_a_line_after_seconds_and_then_seldom() -> None:
     now = [1000.0]
-    monkeypatch.setattr(progress, "FIRST_SECONDS", 0.2)
-    monkeypatch.setattr(progress, "_last", [float("-inf")])
-    monkeypatch.setattr(progress, "time", SimpleNamespace(monotonic=lambda: now[0]))
-    return now
+    lines, task = PipeLines(lambda: now[0]), Status("starting Ray", lambda: now[0])
+
+    def after(seconds: float) -> str:
+        now[0] += seconds
+        return lines.due(task)
+
+    assert [after(FIRST_SECONDS - 1), after(1), after(1)] == ["", "... starting Ray (2s)", ""]
+    task.update("training", "step 1 of 9")
+    assert [after(PIPE_INTERVAL_SECONDS - 2), after(1)] == ["", "... training: step 1 of 9"]
 
 
-def test_a_pipe_gets_a_line_after_seconds_and_then_seldom(
-    clock: list[float], monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
-) -> None:
-    printed = io.StringIO()
-    monkeypatch.setattr(progress, "errors", _Console(file=printed))
-
-    def after(seconds: float, lines: int) -> list[str]:
-        """What has been printed when ``seconds`` have passed, which should be as many ``lines``, and no more."""
-        clock[0] += seconds
-        while printed.getvalue().count("\n") < lines:
-            time.sleep(0.01)
-        time.sleep(0.2)
-        return printed.getvalue().splitlines()
-
-    with status("starting Ray") as shown:
-        assert after(0.1, 0) == []
-        assert after(0.2, 1) == ["... starting Ray (0s)"]
-        shown.update("training", "step 1 of 9")
-        assert len(after(progress.PIPE_INTERVAL_SECONDS - 1, 1)) == 1
-        assert after(2, 2)[1:] == ["... training: step 1 of 9"]
-    assert capsys.readouterr().out == "", "which may be a file for the text of a model"
-
-
-def test_a_pipe_is_not_told_of_what_has_only_begun(clock: list[float], capsys: pytest.CaptureFixture[str]) -> None:
-    """However long this machine takes."""
-    with status("starting Ray"):
-        time.sleep(0.3)
-        assert capsys.readouterr().err == ""
-        clock[0] += 3600
-        while progress._last[0] < clock[0]:
-            time.sleep(0.01)
-    assert capsys.readouterr().err == "... starting Ray (1h)\n"
+def test_a_pipe_is_told_while_the_work_goes_on() -> None:
+    """By a line on stderr: the output may be a file for the text of a model."""
+    program = "import time; from infra.cli.progress import status\nwith status('starting Ray'): time.sleep(4)"
+    done = subprocess.run([sys.executable, "-c", program], cwd=ROOT, capture_output=True, text=True, timeout=60)
+    assert (done.stdout, done.stderr) == ("", "... starting Ray (2s)\n")
 
 
 def test_the_seconds_are_those_of_what_is_done_now() -> None:

@@ -12,7 +12,8 @@ import shlex
 import shutil
 import subprocess
 import sys
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
+from contextlib import AbstractContextManager
 from pathlib import Path
 from typing import Any
 
@@ -335,8 +336,8 @@ def commands() -> set[str]:
 
 
 @pytest.mark.parametrize("command", sorted(commands()))
-def test_a_command_takes_its_flags(command: str, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_a_command_takes_its_flags(command: str, command_line: Callable[..., AbstractContextManager[None]]) -> None:
     _, _, module, *words = shlex.split(command)
     ((name, kind),) = [entry for entry in COMMANDS.values() if entry[0].removesuffix(".__main__") == module]
-    monkeypatch.setattr(sys, "argv", ["command", *words])
-    assert parse_flags(getattr(importlib.import_module(name), kind), command)
+    with command_line(*words):
+        assert parse_flags(getattr(importlib.import_module(name), kind), command)

@@ -2,14 +2,12 @@
 
 import re
 import sys
-import sysconfig
 from pathlib import Path
 
 import pytest
 
-from infra.device import hardware
 from infra.device.gpu import GpuState
-from infra.device.hardware import DeviceInfo, cpu_info, device_info
+from infra.device.hardware import DeviceInfo, compile_blocker, cpu_info, gpu_info
 
 
 @pytest.mark.parametrize(
@@ -20,36 +18,27 @@ from infra.device.hardware import DeviceInfo, cpu_info, device_info
         (None, DeviceInfo("cuda", "a GPU", (0, 0), bf16=False)),
     ],
 )
-def test_a_gpu_multiplies_bf16_from_ampere_on(
-    monkeypatch: pytest.MonkeyPatch, capability: tuple[int, int] | None, facts: DeviceInfo
-) -> None:
+def test_a_gpu_multiplies_bf16_from_ampere_on(capability: tuple[int, int] | None, facts: DeviceInfo) -> None:
     state = GpuState("a GPU", "570", 80 * 10**9, 0, None, (), None, None, None, None, capability=capability)
-    monkeypatch.setattr(hardware, "read_gpu", lambda: state)
-    assert device_info() == facts
+    assert gpu_info(state) == facts
 
 
 @pytest.mark.parametrize(
     ("flags", "bf16"),
     [("fpu avx512f avx512_bf16", True), ("fpu amx_tile", True), ("fpu avx2 avx512f", False), (None, False)],
 )
-def test_a_cpu_multiplies_bf16_where_the_kernel_says_so(
-    monkeypatch: pytest.MonkeyPatch, tmp_path: Path, flags: str | None, bf16: bool
-) -> None:
-    monkeypatch.setattr(hardware, "Path", lambda _: tmp_path / "cpuinfo")
-    monkeypatch.setattr(hardware, "read_gpu", lambda: None)
+def test_a_cpu_multiplies_bf16_where_the_kernel_says_so(tmp_path: Path, flags: str | None, bf16: bool) -> None:
     if flags is not None:
         (tmp_path / "cpuinfo").write_text(f"processor\t: 0\nflags\t\t: {flags}\n")
-    assert device_info() == cpu_info() == DeviceInfo("cpu", "cpu", bf16=bf16)
+    assert cpu_info(tmp_path / "cpuinfo") == DeviceInfo("cpu", "cpu", bf16=bf16)
 
 
-def test_what_others_use_of_a_gpu_is_not_free(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_what_others_use_of_a_gpu_is_not_free() -> None:
     state = GpuState("a GPU", "570", 80 * 10**9, 30 * 10**9, 10 * 10**9, (7,), None, None, None, None)
-    monkeypatch.setattr(hardware, "read_gpu", lambda: state)
-    assert device_info().memory == 60 * 10**9, "what this process holds itself it can use"
-    assert device_info().with_memory_limit(40 * 10**9).memory == 40 * 10**9
-    assert (
-        device_info().with_memory_limit(70 * 10**9).memory == device_info().with_memory_limit(None).memory == 60 * 10**9
-    )
+    info = gpu_info(state)
+    assert info.memory == 60 * 10**9, "what this process holds itself it can use"
+    assert info.with_memory_limit(40 * 10**9).memory == 40 * 10**9
+    assert info.with_memory_limit(70 * 10**9).memory == info.with_memory_limit(None).memory == 60 * 10**9
 
 
 @pytest.mark.parametrize(
@@ -79,19 +68,16 @@ def test_what_compiling_for_a_gpu_lacks_is_named(
     headers = tmp_path / "include"
     headers.mkdir()
     (headers / "Python.h").touch()
-    monkeypatch.setattr(sysconfig, "get_path", lambda name: str(headers))
     monkeypatch.delitem(sys.modules, "triton", raising=False)
     monkeypatch.syspath_prepend(str(tmp_path))
     if triton is None:
         monkeypatch.setitem(sys.modules, "triton", None)  # as if it were not installed
     else:
         (tmp_path / "triton.py").write_text(triton)
-    state = GpuState("a GPU", "570", 80 * 10**9, 0, None, (), None, None, None, None, capability=capability)
-    monkeypatch.setattr(hardware, "read_gpu", lambda: state)
-    found = device_info().uncompilable
-    assert re.search(named, found) if named else not found
+    reason = compile_blocker(capability, headers)
+    assert re.search(named, reason) if named else not reason
     (headers / "Python.h").unlink()
-    assert device_info().uncompilable == (found or "Python's headers are missing: install python3-dev")
+    assert compile_blocker(capability, headers) == (reason or "Python's headers are missing: install python3-dev")
     sys.modules.pop("triton", None)
 
 

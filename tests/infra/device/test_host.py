@@ -116,10 +116,9 @@ def test_the_cache_of_files_is_available_and_what_exceeds_a_limit_is_not(
     ],
 )
 def test_the_cores_are_as_many_as_the_time_on_them_is_worth(
-    where: tuple[str, str], files: Mapping[str, object], cores: int, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+    where: tuple[str, str], files: Mapping[str, object], cores: int, tmp_path: Path
 ) -> None:
-    monkeypatch.setattr(os, "sched_getaffinity", lambda process: set(range(64)))
-    assert cpu_count(machine(tmp_path, *where, files)) == cores
+    assert cpu_count(machine(tmp_path, *where, files), affinity=64) == cores
 
 
 def test_the_cores_are_those_of_the_affinity() -> None:

@@ -9,9 +9,8 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from infra.device import telemetry
 from infra.device.downsampling import sampling_interval
-from infra.device.gpu import GpuReading
+from infra.device.gpu import GpuMeter, GpuReading
 from infra.device.telemetry import POINTS, Energy, HostReader, Telemetry, gpu_metrics, prefix_node
 
 CARD = GpuReading(97.0, 30 * 10**9, 690.0, 61, 1980, 0, 1000.0)
@@ -40,12 +39,18 @@ def test_an_interval_is_short_against_the_run_and_a_resumed_run_has_no_more_poin
     assert cut <= len(list(points(0, max(begin, end)))) + 1
 
 
-def watched(monkeypatch: pytest.MonkeyPatch, seconds: float, begin: int = 0) -> list[tuple[int, dict[str, float]]]:
+def watched(
+    monkeypatch: pytest.MonkeyPatch,
+    seconds: float,
+    begin: int = 0,
+    host: HostReader | None = None,
+    gpu: GpuMeter | None = None,
+) -> list[tuple[int, dict[str, float]]]:
     """What is sent while this process works for ``seconds`` of a faster clock, which count as 20 times as many."""
-    monkeypatch.setattr(telemetry, "PERIOD", 0.05)
     monkeypatch.setenv("CUDA_VISIBLE_DEVICES", "")
     sent: list[tuple[int, dict[str, float]]] = []
-    with Telemetry(lambda second, metrics: sent.append((second, metrics)), begin):
+    points = Telemetry(lambda *point: sent.append(point), begin, period=0.05, host=host, gpu=gpu)
+    with points:
         end = time.perf_counter() + seconds
         while time.perf_counter() < end:
             pass
@@ -82,25 +87,28 @@ def test_what_was_read_since_the_last_point_is_sent_at_the_end(monkeypatch: pyte
     assert metrics["system/worker_cpu_percent"] > 0
 
 
+class PausedReader(HostReader):
+    """The host's reader in a process that is stopped for a second at its second reading."""
+
+    readings = 0
+
+    def read(self, now: float) -> dict[str, float]:
+        self.readings += 1
+        if self.readings == 2:
+            time.sleep(1.0)
+        return super().read(now)
+
+
 def test_after_a_pause_of_the_process_the_missed_readings_are_not_made_up(monkeypatch: pytest.MonkeyPatch) -> None:
     """As after SIGSTOP, or on a machine that was asleep."""
-    read, times = psutil.virtual_memory, list[float]()
-
-    def memory() -> object:
-        times.append(time.perf_counter())
-        if len(times) == 2:
-            time.sleep(1.0)
-        return read()
-
-    monkeypatch.setattr(psutil, "virtual_memory", memory)
-    watched(monkeypatch, 1.6)
-    assert len(times) < 20, "1.6 s have 32 periods, of which 20 passed in the pause"
+    host = PausedReader()
+    watched(monkeypatch, 1.6, host=host)
+    assert 2 < host.readings < 20, "1.6 s have 32 periods, of which 20 passed in the pause"
 
 
 def test_means_are_those_of_the_readings_after_a_time(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(telemetry, "PERIOD", 0.02)
     monkeypatch.setenv("CUDA_VISIBLE_DEVICES", "")
-    with Telemetry(lambda second, metrics: None) as watched:
+    with Telemetry(lambda second, metrics: None, period=0.02) as watched:
         middle = time.perf_counter() + 0.2
         while time.perf_counter() < middle + 0.2:
             pass
@@ -117,22 +125,25 @@ def test_means_are_those_of_the_readings_after_a_time(monkeypatch: pytest.Monkey
     assert watched.averages_since(time.perf_counter()) == {}
 
 
-def test_what_cannot_be_read_is_left_out_and_tried_again(monkeypatch: pytest.MonkeyPatch) -> None:
-    """The /proc of a machine that is out of file descriptors, and a GPU that fell off the bus."""
+class FailingReader(HostReader):
+    """The host's reader, where every second reading fails."""
+
     calls = itertools.count()
 
-    def memory() -> object:
-        if next(calls) % 2:
+    def read(self, now: float) -> dict[str, float]:
+        if next(self.calls) % 2:
             raise OSError(24, "Too many open files")
-        return of_machine()
+        return super().read(now)
 
-    def no_gpu(self: object) -> None:
+
+class LostGpu(GpuMeter):
+    def read(self) -> GpuReading | None:
         raise RuntimeError("GPU is lost")
 
-    of_machine = psutil.virtual_memory
-    monkeypatch.setattr(psutil, "virtual_memory", memory)
-    monkeypatch.setattr(telemetry.GpuMeter, "read", no_gpu)
-    sent = watched(monkeypatch, 0.4)
+
+def test_what_cannot_be_read_is_left_out_and_tried_again(monkeypatch: pytest.MonkeyPatch) -> None:
+    """The /proc of a machine that is out of file descriptors, and a GPU that fell off the bus."""
+    sent = watched(monkeypatch, 0.4, host=FailingReader(), gpu=LostGpu())
     assert any("system/machine_memory_percent" in metrics for _, metrics in sent)
 
 

@@ -1,7 +1,6 @@
 """The doctor: it measures the machine, reports problems with their fixes, and saves JSON that ladders read."""
 
 import json
-import os
 import platform
 import re
 import resource
@@ -11,7 +10,6 @@ from collections.abc import Callable
 from dataclasses import replace
 from importlib.metadata import PackageNotFoundError
 from pathlib import Path
-from types import SimpleNamespace
 
 import pytest
 import torch
@@ -37,7 +35,6 @@ def test_the_whole_examination(
 ) -> None:
     monkeypatch.chdir(tmp_path)
     monkeypatch.delenv("MLFLOW_TRACKING_URI", raising=False)
-    monkeypatch.setattr(ceilings, "SECONDS", 0.02)
     assert command(doctor.main, "--out", "runs") == 0
     output = capfd.readouterr()
     assert "refuses" not in output.err
@@ -60,34 +57,22 @@ def test_the_whole_examination(
     assert sorted("matmul/fp32" in run.data.metrics for run in runs) == [False, True], "the quick one measured nothing"
 
 
-@pytest.mark.usefixtures("working_folder")
-def test_only_problems_that_prevent_training_change_the_exit_code(
-    command: Callable[..., int], monkeypatch: pytest.MonkeyPatch, capfd: pytest.CaptureFixture[str]
-) -> None:
-    monkeypatch.setattr(os, "getloadavg", lambda: (0.0, 0.0, 0.0))
-    assert command(doctor.main, "--quick") == 0
-    assert "keeps" not in capfd.readouterr().out
-    monkeypatch.setattr(os, "getloadavg", lambda: (9999.0, 0.0, 0.0))
-    assert command(doctor.main, "--quick") == 0, "a busy machine trains, if slowly"
-    assert "9999.0 of" in capfd.readouterr().out
-
-    def version(package: str) -> str:
+def test_only_problems_that_prevent_training_change_the_exit_code() -> None:
+    def find_version(package: str) -> str:
         if package == "ray":
             raise PackageNotFoundError(package)
         return "1.0"
 
-    monkeypatch.setattr(checks, "version", version)
-    for load in (0.0, 9999.0):
-        monkeypatch.setattr(os, "getloadavg", lambda load=load: (load, 0.0, 0.0))
-        assert command(doctor.main, "--quick") == 1
-        assert "pip install ray" in capfd.readouterr().out
+    busy, missing = wrong(checks.cpu(4, 9999.0)), wrong(checks.software(find_version))
+    assert "9999.0 of 4 cores" in busy["load"]
+    assert "pip install ray" in missing["ray"]
+    assert not any(check.prevents_training for check in [*checks.cpu(4, 9999.0), *checks.software()])
+    assert [check.name for check in checks.software(find_version) if check.prevents_training] == ["ray"]
 
 
-def test_a_machine_is_busy_when_other_work_takes_more_than_half_of_its_cores(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(os, "sched_getaffinity", lambda process: {0, 1, 2, 3}, raising=False)
-    for load, busy in ((2.0, False), (2.1, True)):
-        monkeypatch.setattr(os, "getloadavg", lambda load=load: (load, 0.0, 0.0))
-        assert ("load" in wrong(checks.cpu())) is busy
+@pytest.mark.parametrize(("load", "busy"), [(2.0, False), (2.1, True)])
+def test_a_machine_is_busy_when_other_work_takes_more_than_half_of_its_cores(load: float, busy: bool) -> None:
+    assert ("load" in wrong(checks.cpu(4, load))) is busy
 
 
 def test_a_full_disk_is_reported_in_one_sentence(
@@ -95,7 +80,6 @@ def test_a_full_disk_is_reported_in_one_sentence(
 ) -> None:
     """No file may grow beyond a megabyte, as on a full disk; the disk's speed takes one of 256."""
     monkeypatch.chdir(tmp_path)
-    monkeypatch.setattr(ceilings, "SECONDS", 0.02)
     old, most = resource.getrlimit(resource.RLIMIT_FSIZE)
     resource.setrlimit(resource.RLIMIT_FSIZE, (10**6, most))
     try:
@@ -104,28 +88,24 @@ def test_a_full_disk_is_reported_in_one_sentence(
         resource.setrlimit(resource.RLIMIT_FSIZE, (old, most))
 
 
-def test_a_matrix_product_is_two_flops_for_each_multiplication(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_a_matrix_product_is_two_flops_for_each_multiplication() -> None:
     """Of 64 x 32 and 32 x 16: 32,768 multiplications and as many additions, here in half a second."""
-    monkeypatch.setattr(ceilings, "best_seconds", lambda work, device: 0.5)
-    assert ceilings.matmul_rate(64, 32, 16, "fp32", CPU) == 131_072
+    assert ceilings.matmul_rate(64, 32, 16, "fp32", CPU, lambda work, device: 0.5) == 131_072
 
 
-def test_a_copy_reads_and_writes_each_byte(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_a_copy_reads_and_writes_each_byte() -> None:
     """On a CPU 2^27 of them, here in half a second: 2 x 2^27 / 0.5."""
-    monkeypatch.setattr(ceilings, "best_seconds", lambda work, device: 0.5)
-    assert ceilings.copy_rates(CPU) == {"within the device": 2**29}
+    assert ceilings.copy_rates(CPU, lambda work, device: 0.5) == {"within the device": 2**29}
 
 
-def test_the_best_of_several_repetitions_counts(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_the_best_of_several_repetitions_counts() -> None:
     """But not the first, which warms up."""
     now, times = [0.0], iter([0.001, 0.15, 0.05, 0.1])
 
     def work() -> None:
         now[0] += next(times)
 
-    monkeypatch.setattr(ceilings, "SECONDS", 0.0)
-    monkeypatch.setattr(ceilings, "time", SimpleNamespace(perf_counter=lambda: now[0]))
-    assert ceilings.best_seconds(work, CPU) == pytest.approx(0.05)
+    assert ceilings.best_seconds(work, CPU, duration=0.0, clock=lambda: now[0]) == pytest.approx(0.05)
     assert list(times) == [], "three repetitions even where there is no time for them"
 
 
@@ -175,17 +155,17 @@ def test_all_reduce_between_two_workers() -> None:
     assert all(rate > 1e5 for rate in reduced.bus_bytes_per_second.values())
 
 
-def test_a_clock_is_compared_by_the_fastest_answer(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_a_clock_is_compared_by_the_fastest_answer() -> None:
     """A slow one says little: the clock was read at any moment of it."""
     pauses = iter([0.5, 0.0, 0.5])
 
-    def ask(machines: list[str], question: Callable[[], float], seconds: float) -> dict[str, float]:
-        there = question() + 100
+    def read_clock() -> float:
+        node_time = nodes.clock() + 100
         time.sleep(next(pauses))
-        return dict.fromkeys(machines, there)
+        return node_time
 
-    monkeypatch.setattr(nodes, "run_on_nodes", ask)
-    assert nodes._clock_difference("w1") == pytest.approx(100, abs=0.2)
+    assert nodes.clock_offset(read_clock) == pytest.approx(100, abs=0.2)
+    assert nodes.clock_offset(lambda: None) is None
 
 
 def test_every_precision_has_the_rate_of_its_matrix_products() -> None:

@@ -149,14 +149,15 @@ def nothing_is_reserved() -> bool:
 def test_room_is_waited_for_and_none_of_it_is_kept(cluster: str) -> None:
     with ray_session(cluster):
         cores = int(ray.cluster_resources()["CPU"])
-        assert wait_for_resources("work", [{"CPU": cores}])
+        wait_for_resources("work", [{"CPU": cores}])
         assert nothing_is_reserved()
         others = ray.util.placement_group([{"CPU": cores}])
         assert others.wait(60)
-        stopped = iter([False, False, True])
-        assert not wait_for_resources("work", [{"CPU": 1}], lambda: next(stopped))
+        threading.Timer(0.5, signal.pthread_kill, [threading.get_ident(), signal.SIGINT]).start()
+        with pytest.raises(KeyboardInterrupt):
+            wait_for_resources("work", [{"CPU": 1}])
         threading.Timer(0.5, ray.util.remove_placement_group, [others]).start()
-        assert wait_for_resources("work", [{"CPU": cores}]), "as soon as there is some"
+        wait_for_resources("work", [{"CPU": cores}])
         assert nothing_is_reserved()
 
 
@@ -221,7 +222,10 @@ def test_a_machine_that_an_autoscaler_may_bring_is_waited_for(
 def test_a_long_step_ends_on_ctrl_c(
     address: str | None, request: pytest.FixtureRequest, small_shards: Path, tmp_path: Path
 ) -> None:
-    program = "import train.launch.signals; train.launch.signals.STOP_SECONDS = 1; from train.run import main; main()"
+    program = (
+        "from infra.cli.interrupts import interrupts; interrupts.stop_timeout_seconds = 1\n"
+        "from train.run import main; main()"
+    )
     where = ["--address", request.getfixturevalue("cluster")] if address else []
     flags = ["--model", "gpt2-124m", "--global-batch", "40", "--micro-batch", "1", "--device", "cpu"]
     slow = subprocess.Popen(
@@ -235,7 +239,7 @@ def test_a_long_step_ends_on_ctrl_c(
     slow.send_signal(signal.SIGTERM)
     _, said = slow.communicate(timeout=60)
     assert slow.returncode == 130
-    assert "No step was finished and saved within 1 s; exiting without it." in said
+    assert "within 1 s" in said
 
 
 def test_our_code_and_the_users_travel_to_other_machines(tmp_path: Path) -> None:

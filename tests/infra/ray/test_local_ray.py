@@ -6,6 +6,7 @@ import os
 import subprocess
 import sys
 import tempfile
+from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
@@ -27,6 +28,13 @@ from infra.ray.local_ray import (
 )
 
 UV = str(Path(sys.executable).with_name("uv"))
+
+
+@pytest.fixture
+def node_address(monkeypatch: pytest.MonkeyPatch) -> Callable[[str], None]:
+    """``node_address(address)``: the address of this machine that Ray finds."""
+    return lambda address: monkeypatch.setattr(ray.util, "get_node_ip_address", lambda: address)
+
 
 PROGRAM = """
 import json, os, psutil, ray
@@ -153,9 +161,11 @@ with ray_session(cpus=1):
     assert done.stdout.split() == ["3"], done.stderr
 
 
-def test_a_ray_without_the_switch_for_loopback_is_refused_before_it_starts(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_a_ray_without_the_switch_for_loopback_is_refused_before_it_starts(
+    monkeypatch: pytest.MonkeyPatch, node_address: Callable[[str], None]
+) -> None:
     monkeypatch.delattr(ray_constants, "ENABLE_RAY_CLUSTER")
-    monkeypatch.setattr(ray.util, "get_node_ip_address", lambda: "192.0.2.9")
+    node_address("192.0.2.9")
     monkeypatch.delenv("RAY_ADDRESS", raising=False)
     before = psutil.Process().children()
     with pytest.raises(
@@ -176,18 +186,20 @@ def test_a_ray_that_ignores_the_switch_is_refused_and_stopped(cluster: str, monk
     assert not ray.is_initialized()
 
 
-def test_a_ray_that_obeys_the_environment_alone_is_accepted(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_a_ray_that_obeys_the_environment_alone_is_accepted(
+    monkeypatch: pytest.MonkeyPatch, node_address: Callable[[str], None]
+) -> None:
     monkeypatch.delattr(ray_constants, "ENABLE_RAY_CLUSTER")
-    monkeypatch.setattr(ray.util, "get_node_ip_address", lambda: "127.0.0.1")
+    node_address("127.0.0.1")
     with on_loopback():
         pass
 
 
 @pytest.mark.parametrize("before", [None, 0o755])
 def test_the_token_of_a_local_ray_is_for_its_user_alone(
-    before: int | None, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+    before: int | None, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, node_address: Callable[[str], None]
 ) -> None:
-    monkeypatch.setattr(ray.util, "get_node_ip_address", lambda: "127.0.0.1")
+    node_address("127.0.0.1")
     monkeypatch.setenv("HOME", str(tmp_path))
     if before:
         (tmp_path / ".ray").mkdir(mode=before)
@@ -197,9 +209,9 @@ def test_the_token_of_a_local_ray_is_for_its_user_alone(
 
 @pytest.mark.parametrize("home", ["/proc/nowhere", "/dev/null"])
 def test_a_local_ray_has_a_token_of_its_own_where_no_home_can_be_written(
-    home: str, monkeypatch: pytest.MonkeyPatch
+    home: str, monkeypatch: pytest.MonkeyPatch, node_address: Callable[[str], None]
 ) -> None:
-    monkeypatch.setattr(ray.util, "get_node_ip_address", lambda: "127.0.0.1")
+    node_address("127.0.0.1")
     monkeypatch.setenv("RAY_AUTH_TOKEN", "")
     monkeypatch.setenv("HOME", home)
     with on_loopback():
@@ -231,7 +243,7 @@ def test_a_user_decides_whether_uv_run_starts_the_workers(
     """Ray has read the variable already when it is known that a Ray starts."""
     variable = "RAY_ENABLE_UV_RUN_RUNTIME_ENV"
     monkeypatch.delenv(variable, raising=False)
-    monkeypatch.setattr(ray_constants, variable, True)
+    assert getattr(ray_constants, variable)
     if user:
         monkeypatch.setenv(variable, user)
     with same_interpreter():

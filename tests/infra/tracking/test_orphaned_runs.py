@@ -17,7 +17,7 @@ import pytest
 from mlflow.entities import Run
 from mlflow.tracking import MlflowClient
 
-from infra.cli.command import interrupt_on_termination
+from infra.cli.interrupts import interrupts
 from infra.errors import UserError
 from infra.storage.directory import StorageDir
 from infra.storage.files import write_json
@@ -36,11 +36,8 @@ def project(tmp_path: Path, empty_store: Path, monkeypatch: pytest.MonkeyPatch) 
     """A folder with a store of its own, in a process that takes SIGTERM as commands do."""
     shutil.copy(empty_store, tmp_path / "mlflow.db")
     monkeypatch.chdir(tmp_path)
-    before = {number: signal.getsignal(number) for number in (signal.SIGTERM, signal.SIGHUP)}
-    interrupt_on_termination()
-    yield tmp_path
-    for number, handler in before.items():
-        signal.signal(number, handler)
+    with interrupts.handled():
+        yield tmp_path
 
 
 def command(name: str, experiment: str = "train", work: Callable[[RunRef], object] = bool) -> None:
