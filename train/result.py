@@ -8,6 +8,8 @@ from train.intervals import Estimate
 
 Outcome = Literal["finished", "interrupted", "oom", "over_limit", "diverged"]
 
+MemorySource = Literal["nvml", "device", "reserved", "rss", "rss-of-process"]
+
 TRAINING = "training"
 """What a loop does between its first step, which compiles, and its end."""
 
@@ -44,9 +46,10 @@ class Memory:
     """Segments that the allocator took from the device."""
     process: int
     """The whole process: NVML's count on a GPU, peak resident set on the CPU."""
-    process_source: Literal["nvml", "reserved", "rss", "rss-of-process"]
-    """Where ``process`` comes from; ``reserved`` is used where NVML does not report it, and ``rss-of-process`` where
-    the system does not allow the peak of what the process did before the run to be forgotten."""
+    process_source: MemorySource
+    """Where ``process`` comes from; ``reserved`` is used where NVML does not report it, ``device`` (the growth of the
+    GPU's use) for a trial there, and ``rss-of-process`` where the system does not allow the peak of what the process
+    did before the run to be forgotten."""
     allocator_retries: int = 0
     """Times the allocator had to free its cache to continue: a sign that too little memory slows the run."""
 

@@ -4,12 +4,15 @@ A cause is reported only if the measurements of the run, compared with those of 
 """
 
 import json
-from collections.abc import Iterator, Mapping
+from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass
+from itertools import chain
+from statistics import fmean
 from typing import NamedTuple
 
 from infra.device.telemetry import THROTTLED
 from infra.errors import UserError
+from infra.schema import from_json, strict
 from infra.storage.directory import StorageDir
 from train.config import TrainConfig, config_from_json
 from train.intervals import Estimate
@@ -38,17 +41,44 @@ OTHER_PROCESS_BYTES = 2e9
 """Minimum GPU memory of other processes for these to count as a cause; the driver itself needs less."""
 
 
+@strict
 @dataclass(frozen=True)
 class SearchReference:
-    """The measurements of a search's winner."""
+    """The measurements of the winner of a search or ladder, as ``best.json`` stores them under ``measured``."""
 
     name: str
-    """Name of the search."""
-    speed: Estimate
+    """Name of the search or ladder."""
+    tokens_per_second: float
+    speed_low: float
+    """Lower end of the speed's 95% confidence interval."""
+    speed_high: float
+    """Upper end of the speed's 95% confidence interval."""
+    memory_bytes: int | None
+    """Peak memory of the process."""
+    runs: int
+    """Number of runs on which the speed is based."""
+    tied_with: list[str]
+    """Labels of the candidates that may be as fast."""
     device: str
-    machines: tuple[str, ...]
+    machines: list[str]
     data_wait_fraction: float | None
-    telemetry: Mapping[str, float]
+    telemetry: dict[str, float]
+
+    @property
+    def speed(self) -> Estimate:
+        """Tokens per second."""
+        return Estimate(self.tokens_per_second, self.speed_low, self.speed_high)
+
+    @classmethod
+    def of(cls, name: str, speed: Estimate, memory: int | None, results: Sequence[RunResult]) -> "SearchReference":
+        """The reference for later runs from the ``results`` of the winner's runs, with their pooled speed."""
+        waits = [result.data_wait_fraction for result in results if result.data_wait_fraction is not None]
+        averages = [result.telemetry for result in results if result.telemetry]
+        return cls(
+            name, *speed, memory, len(results), [], results[0].device,
+            sorted({result.machine for result in results}), fmean(waits) if waits else None,
+            {metric: fmean(each[metric] for each in averages if metric in each) for metric in chain(*averages)},
+        )  # fmt: skip
 
 
 class Cause(NamedTuple):
@@ -67,31 +97,24 @@ def read_search_reference(file: str, config: TrainConfig) -> SearchReference | N
         return None
     try:
         values = json.loads(content)
-        searched, measured = config_from_json(values["config"], str(file)), values["measured"]
-        confirmed = SearchReference(
-            name=path.parent.name,
-            speed=Estimate(measured["tokens_per_second"], measured["low"], measured["high"]),
-            device=measured["device"],
-            machines=tuple(measured["machines"]),
-            data_wait_fraction=measured["data_wait_fraction"],
-            telemetry=measured["telemetry"],
-        )
+        searched = config_from_json(values["config"], file)
+        reference = from_json(SearchReference, values["measured"], file)
     except (ValueError, UserError, KeyError, TypeError):
         return None
     same_settings = all(searched.setting(name) == config.setting(name) for name in SPEED_SETTINGS)
-    return confirmed if same_settings else None
+    return reference if same_settings else None
 
 
-def diagnose_slowdown(result: RunResult, confirmed: SearchReference, config: TrainConfig) -> Diagnosis | None:
-    """The diagnosis of a run of ``config`` that is slower than ``confirmed``; None if it is not."""
+def diagnose_slowdown(result: RunResult, reference: SearchReference, config: TrainConfig) -> Diagnosis | None:
+    """The diagnosis of a run of ``config`` that is slower than ``reference``; None if it is not."""
     run = result.throughput
-    if run is None or run.high >= confirmed.speed.low:
+    if run is None or run.high >= reference.speed.low:
         return None
-    missing = 1 - run.tokens_per_second / confirmed.speed.middle
-    interval = f"95% CI {confirmed.speed.low:,.0f} to {confirmed.speed.high:,.0f}"
-    measured = f"{confirmed.speed.middle:,.0f} tokens/s ({interval})"
-    rows = [("speed", f"{missing:.1%} slower than the search {confirmed.name} measured: {measured}")]
-    checks = list(_checks(result, confirmed, missing))
+    missing = 1 - run.tokens_per_second / reference.speed.middle
+    interval = f"95% CI {reference.speed_low:,.0f} to {reference.speed_high:,.0f}"
+    measured = f"{reference.tokens_per_second:,.0f} tokens/s ({interval})"
+    rows = [("speed", f"{missing:.1%} slower than the search {reference.name} measured: {measured}")]
+    checks = list(_checks(result, reference, missing))
     causes = [check.text for check in checks if check.is_evident]
     if causes:
         return Diagnosis([*rows, *(("likely cause", text) for text in causes)])
@@ -103,18 +126,18 @@ def diagnose_slowdown(result: RunResult, confirmed: SearchReference, config: Tra
     return Diagnosis([*rows, ("likely cause", unknown)])
 
 
-def _checks(result: RunResult, confirmed: SearchReference, missing: float) -> Iterator[Cause]:
+def _checks(result: RunResult, reference: SearchReference, missing: float) -> Iterator[Cause]:
     """All causes with measurements; ``missing`` is the fraction by which the run is slower."""
-    if result.device != confirmed.device:
-        yield Cause(True, f"ran on {result.device} (search: {confirmed.device})")
-    elif result.machine not in confirmed.machines:
-        yield Cause(True, f"ran on {result.machine} (search: {', '.join(confirmed.machines)})")
+    if result.device != reference.device:
+        yield Cause(True, f"ran on {result.device} (search: {reference.device})")
+    elif result.machine not in reference.machines:
+        yield Cause(True, f"ran on {result.machine} (search: {', '.join(reference.machines)})")
     min_effect = MIN_EXPLAINED_FRACTION * missing
     if result.data_wait_fraction is not None:
-        wait, search_wait = result.data_wait_fraction, confirmed.data_wait_fraction
+        wait, search_wait = result.data_wait_fraction, reference.data_wait_fraction
         text = f"waited for data {wait:.1%} of the time{_in_search(search_wait, '.1%')}"
         yield Cause(wait - (search_wait or 0.0) >= min_effect, text)
-    telemetry, search_telemetry = result.telemetry, confirmed.telemetry
+    telemetry, search_telemetry = result.telemetry, reference.telemetry
     if clock := telemetry.get("system/gpu_sm_clock_mhz"):
         search_clock = search_telemetry.get("system/gpu_sm_clock_mhz")
         throttled = {cause: telemetry.get(f"system/gpu_throttled_by_{cause}_percent", 0.0) for cause in THROTTLED}

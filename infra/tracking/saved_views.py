@@ -82,7 +82,7 @@ CREATED, MEMORY = "attributes.start_time", "memory/process_gb"
 CURVE_METRICS = ("loss/train", "loss/val", "throughput/tokens_per_second", "optimizer/learning_rate")
 CURVES = View("Curves", CREATED, False, CURVE_METRICS, "progress/train_tokens")
 MEMORY_VIEW = View("Memory", f"metrics.`{MEMORY}`", False, (MEMORY,), "detail/memory/predicted_gb")
-TRIAL_MEMORY_VIEW = MEMORY_VIEW._replace(over="prediction/memory_gb")
+TRIAL_MEMORY_VIEW = MEMORY_VIEW._replace(over="memory/predicted_gb")
 VIEWS = {  # the first of ladder and tune is that of each run's children too
     "pipeline": (View("Data", CREATED),),
     "train": (View("Runs", CREATED), CURVES, MEMORY_VIEW),

@@ -49,16 +49,18 @@ def trial(config: TrainConfig, limit: int) -> TrialRow:
 def test_a_trial_is_judged_by_the_memory_of_its_process(config: TrainConfig) -> None:
     row = trial(config, LIMIT)
     kernel = "cudnn" if torch.cuda.get_device_capability()[0] == 9 else "flash"
-    assert (row.outcome, row.memory_source, row.attention) == ("ok", "nvml", kernel)
+    assert row.result
+    assert (row.outcome, row.result.memory.process_source, row.result.attention) == ("ok", "nvml", kernel)
     assert row.speed
-    assert row.memory
-    assert row.reserved
-    assert row.reserved < row.memory <= LIMIT
+    memory = row.result.memory
+    assert memory.reserved
+    assert memory.reserved < memory.process <= LIMIT
     state = read_gpu()
     assert state
-    assert row.device == state.name
-    assert row.telemetry["system/gpu_memory_gb"] == pytest.approx(state.memory_used / 1e9, rel=0.5)
-    assert row.telemetry["system/gpu_power_watts"] > 0
+    assert row.result.device == state.name
+    telemetry = row.result.telemetry
+    assert telemetry["system/gpu_memory_gb"] == pytest.approx(state.memory_used / 1e9, rel=0.5)
+    assert telemetry["system/gpu_power_watts"] > 0
 
 
 def test_a_trial_above_its_limit_is_no_failure(config: TrainConfig) -> None:

@@ -10,10 +10,10 @@ from typing import Any
 import pytest
 
 from infra.errors import UserError
+from infra.schema import to_json
 from infra.storage.directory import StorageDir
 from pipeline.shards import read_manifest
 from train.config import TrainConfig
-from train.intervals import Estimate
 from train.launch.driver import diagnosed
 from train.launch.job import RunPlan
 from train.reporting.report import detail_rows
@@ -27,9 +27,10 @@ Make = Callable[..., RunResult]
 MACHINE = {"system/processors": 8.0, "system/machine_cpu_percent": 95.0, "system/worker_cpu_percent": 500.0}
 CARD = MACHINE | {"system/gpu_sm_clock_mhz": 1755.0, "system/gpu_memory_gb": 20.0}
 CONFIRMED = SearchReference(
-    "fast", Estimate(1000.0, 980.0, 1020.0), "NVIDIA H100", ("w1",), 0.01, CARD | {"system/machine_cpu_percent": 70.0}
-)
-BARE = replace(CONFIRMED, machines=("w1", "w2"), data_wait_fraction=None, telemetry={})
+    "fast", 1000.0, 980.0, 1020.0, 20 * 2**30, 3, [], "NVIDIA H100", ["w1"], 0.01,
+    CARD | {"system/machine_cpu_percent": 70.0},
+)  # fmt: skip
+BARE = replace(CONFIRMED, machines=["w1", "w2"], data_wait_fraction=None, telemetry={})
 """Of trials that were too short for telemetry."""
 
 
@@ -125,11 +126,7 @@ def test_a_run_whose_interval_reaches_the_searchs_is_not_slower(make_result: Mak
 def best(tmp_path: Path) -> Path:
     file = tmp_path / "fast" / "best.json"
     file.parent.mkdir()
-    measured = {
-        "tokens_per_second": 1000.0, "low": 980.0, "high": 1020.0, "memory_bytes": 1, "runs": 3, "tied_with": [],
-        "device": CONFIRMED.device, "machines": ["w1"], "data_wait_fraction": 0.01, "telemetry": CONFIRMED.telemetry,
-    }  # fmt: skip
-    file.write_text(json.dumps({"study": "s", "config": TrainConfig().to_json(), "measured": measured}))
+    file.write_text(json.dumps({"study": "s", "config": TrainConfig().to_json(), "measured": to_json(CONFIRMED)}))
     return file
 
 

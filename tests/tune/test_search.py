@@ -120,7 +120,7 @@ def test_a_search_leaves_rows_files_and_runs(command: Callable[..., int], folder
     assert Counter(r.info.status for r in children) == {"FINISHED": len(rows)}
     assert len({r.data.tags["trial"] for r in children}) == len(rows)
     assert all(r.data.metrics["result/tokens_per_second"] > 0 for r in children)
-    assert all(r.data.metrics["prediction/memory_gb"] > 0 for r in children), "a grid's and confirmations' too"
+    assert all(r.data.metrics["memory/predicted_gb"] > 0 for r in children), "a grid's and confirmations' too"
     client = MlflowClient(f"sqlite:///{folder}/mlflow.db")
     charts = ("leaderboard", "memory_by_micro_batch", "speed_by_micro_batch", "pareto", "progress")
     assert {file.path for file in client.list_artifacts(parent.info.run_id)} == {

@@ -12,6 +12,7 @@ import torch
 
 from infra.device.gpu import read_gpu
 from train.loop import memory
+from train.result import MemorySource
 
 RESERVED_OUTSIDE_ALLOCATOR = 256 * 2**20
 """Bytes that a process may use outside torch's allocator after the cap is set: kernels, especially compiled ones, and
@@ -48,7 +49,7 @@ class MemoryLimit:
         """Bytes of it that can be relied on: on a GPU the cap leaves some for what is loaded later."""
         return self.size - (RESERVED_OUTSIDE_ALLOCATOR if self.device.type == "cuda" else 0)
 
-    def used(self) -> tuple[int, str]:
+    def used(self) -> tuple[int, MemorySource]:
         """Peak bytes of the process, and their source: ``nvml``, ``device`` (its growth), ``reserved`` or ``rss``."""
         measured = memory.peak(self.device)
         state = read_gpu(self.device.index or 0) if measured.process_source == "reserved" else None

@@ -1,7 +1,7 @@
 """The result of a finished loop: speed, arithmetic, memory, losses, and the amount of data."""
 
 import socket
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 
 import torch
 
@@ -13,7 +13,7 @@ from train.estimate import flops as flops_formula
 from train.estimate.flops import utilization
 from train.loop import memory, throughput
 from train.loop.validation import Text, bits_per, id_counts, perplexity, unigram_loss, window_count
-from train.result import CycleReport, Outcome, RunResult
+from train.result import CycleReport, Outcome, RunResult, Throughput
 from train.run_files.progress import RunState
 
 PAUSE = 5.0
@@ -46,14 +46,10 @@ def build_result(
     one."""
     manifest = data.manifest
     steady = throughput.steady_state(times.steps, config.step_tokens)
-    counted = flops_formula.formulas(config)[0]
-    again = flops_formula.recomputed_blocks(config)
-    executed = flops_formula.executed_flops_per_token(config) if again else None
+    formula = flops_formula.formulas(config)[0]
     name = torch.cuda.get_device_name(device) if device.type == "cuda" else "cpu"
     impossible = throughput.implausible_reason(steady, config, name) if steady else ""
     speed = None if impossible else steady
-    peak = peak_flops(name, config.execution.precision)
-    rate = speed.tokens_per_second * counted.flops if speed else None
     last = times.reports[-1] if times.reports else None
     warmup_steps = speed.warmup_steps if speed else 0
     step = throughput.median_batch_seconds(times.steps[warmup_steps:])
@@ -62,11 +58,11 @@ def build_result(
     totals = manifest.splits["train"]
     val_loss = last.val_loss if last else None
     bits_per_byte, bits_per_character, without_inputs = _held_out_losses(val_loss, config, data)
-    return RunResult(
+    result = RunResult(
         outcome=outcome_and_reason[0],
         reason=outcome_and_reason[1],
         steps=state.step,
-        throughput=speed,
+        throughput=None,
         impossible=impossible,
         memory=memory.peak(device),
         first_loss=times.reports[0].first_loss if times.reports else None,
@@ -80,11 +76,10 @@ def build_result(
         data_wait_fraction=throughput.median_batch_seconds(times.data_wait[warmup_steps:]) / step if step else None,
         optimizer_fraction=throughput.median_batch_seconds(times.optimizer[warmup_steps:]) / step if step else None,
         paused_seconds=sum(pauses),
-        flops_per_token=counted.flops,
-        flops_formula=counted.text,
-        flops_per_second=rate,
-        mfu=utilization(speed.tokens_per_second, counted.flops, peak, config.batch.workers) if speed else None,
-        hfu=utilization(speed.tokens_per_second, executed, peak, config.batch.workers) if speed and executed else None,
+        flops_per_token=formula.flops,
+        flops_formula=formula.text,
+        flops_per_second=None,
+        mfu=None,
         device=name,
         machine=socket.gethostname(),
         checkpoint=checkpoint,
@@ -94,6 +89,22 @@ def build_result(
         unigram_loss=without_inputs,
         val_bits_per_byte=bits_per_byte,
         val_bits_per_character=bits_per_character,
+    )
+    return with_throughput(result, config, speed)
+
+
+def with_throughput(result: RunResult, config: TrainConfig, throughput: Throughput | None) -> RunResult:
+    """``result`` with this speed, and with the FLOP/s and the utilization that follow from it."""
+    if throughput is None:
+        return replace(result, throughput=None, flops_per_second=None, mfu=None, hfu=None)
+    speed, peak = throughput.tokens_per_second, peak_flops(result.device, config.execution.precision)
+    executed = flops_formula.executed_flops_per_token(config) if flops_formula.recomputed_blocks(config) else None
+    return replace(
+        result,
+        throughput=throughput,
+        flops_per_second=speed * result.flops_per_token,
+        mfu=utilization(speed, result.flops_per_token, peak, config.batch.workers),
+        hfu=executed and utilization(speed, executed, peak, config.batch.workers),
     )
 
 

@@ -1,12 +1,13 @@
 """Ray Tune as the runner of an experiment: it requests trials, runs each in a fresh process, and returns its row.
 
 Ray Tune provides processes and resources, and returns a trial's row to the driver as its result, because the trial's
-machine may not share a disk with it. The state is read from the rows alone, never from Tune's own snapshots, which are
+machine may not share a disk with it. The state is the rows alone, never from Tune's own snapshots, which are
 up to a second old when the driver is killed. A trial that cannot win ends itself (:mod:`tune.trial.early_stop`),
 because a scheduler of Tune would stop it by an exception before its row is complete. A trial that exceeds its time is
 killed. Every trial gets a row: if it did not return one, the driver writes one with the reason.
 """
 
+import bisect
 import itertools
 import json
 import logging
@@ -14,7 +15,7 @@ import os
 import threading
 import time
 from collections import Counter
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Mapping
 from dataclasses import replace
 from typing import Any, cast
 
@@ -33,7 +34,7 @@ from infra.schema import from_json, to_json
 from infra.storage.files import write_text
 from tune.experiment.trials import Experiment
 from tune.strategy.nodes import reference_row
-from tune.trial.row import TrialRow, read_rows, write_row
+from tune.trial.row import TrialRow, write_row
 from tune.trial.run import TrialRequest, fetch_data, run, unmeasured
 
 ATTEMPTS = 3
@@ -102,22 +103,23 @@ class RunningTrial:
 
 
 class ExperimentSearcher(Searcher):
-    """An experiment as a searcher of Ray Tune. Trials are decided from the rows on disk, each for its own machine."""
+    """An experiment as a searcher of Ray Tune. Trials are decided from the rows so far, each for its own machine."""
 
     def __init__(
-        self, experiment: Experiment, nodes: Callable[[], Mapping[str, str]], started: Callable[[TrialRequest], None],
-        ended: Callable[[TrialRow, Sequence[TrialRow]], None], oom_kills: Callable[[str], int] = oom_kills_on,
+        self, experiment: Experiment, rows: list[TrialRow], nodes: Callable[[], Mapping[str, str]],
+        started: Callable[[TrialRequest], None], ended: Callable[[TrialRow], None],
+        oom_kills: Callable[[str], int] = oom_kills_on,
     ) -> None:  # fmt: skip
         """Args:
+        rows: The rows of all trials in the order of their starts; those of trials that end are added.
         nodes: Returns the ids by name of the machines with enough resources for a trial, in use or not.
         started: Called when a trial is about to start.
-        ended: Called with the row of a trial that has ended, and with the rows of all trials.
+        ended: Called with the row of a trial that has ended.
         oom_kills: Returns the number of processes that a node's kernel has killed for memory.
         """
         super().__init__(metric="tokens_per_second", mode="max")
-        self.experiment = experiment
+        self.experiment, self.rows = experiment, rows
         self.nodes, self.started, self.ended, self.oom_kills = nodes, started, ended, oom_kills
-        self.rows = experiment.trials
         self.running: dict[str, RunningTrial] = {}
         self.attempts: Counter[str] = Counter()
         """Number of attempts without a row by the trial's key."""
@@ -150,10 +152,9 @@ class ExperimentSearcher(Searcher):
         if not name:
             self.restart_tuner = not running
             return None
-        rows = read_rows(self.rows)
-        number = max((trial.number for trial in [*rows, *running]), default=0) + 1
+        number = max((trial.number for trial in [*self.rows, *running]), default=0) + 1
         try:
-            request = self.experiment.request(name, number, rows, running)
+            request = self.experiment.request(name, number, self.rows, running)
         except UserError as failure:
             self.failure = failure
             return None
@@ -161,11 +162,10 @@ class ExperimentSearcher(Searcher):
 
     def machines(self) -> dict[str, str]:
         """Node ids by name of the machines that trials may run on now, the reference machine first."""
-        rows, nodes = read_rows(self.rows), self.nodes()
-        first = reference_row(rows)
+        nodes, first = self.nodes(), reference_row(self.rows)
         try:
             usable = self.experiment.usable_machines(
-                {machine.name for machine in self.experiment.machines} & set(nodes), rows
+                {machine.name for machine in self.experiment.machines} & set(nodes), self.rows
             )
         except UserError as failure:
             self.failure = failure
@@ -213,17 +213,19 @@ class ExperimentSearcher(Searcher):
         except UserError as failure:
             self.failure = failure
             return
-        self.ended(row, read_rows(self.rows))
+        self.ended(row)
 
     def _keep(self, row: TrialRow, traceback: str | None) -> None:
         """Store ``row`` in the experiment's folder. Raises ``UserError`` if that fails."""
+        trials = self.experiment.trials
         if traceback:
-            write_text(self.rows / f"{row.key}.txt", traceback)
-        write_row(self.rows, row)
+            write_text(trials / f"{row.key}.txt", traceback)
+        write_row(trials, row)
+        bisect.insort(self.rows, row, key=lambda row: row.number)
         started_at = time.monotonic()
         while True:
             try:
-                return self.experiment.workspace.push(self.rows / f"{row.key}.txt", self.rows / f"{row.key}.json")
+                return self.experiment.workspace.push(trials / f"{row.key}.txt", trials / f"{row.key}.json")
             except UserError as failure:
                 if time.monotonic() - started_at > STORAGE_PATIENCE:
                     raise
@@ -305,7 +307,7 @@ def run_trial(request: TrialRequest) -> dict[str, Any]:
     except Exception as failure:  # noqa: BLE001 the driver needs the reason, which Tune would not pass on
         return {"tokens_per_second": 0.0, "refused": f"it could not run: {first_line(failure)}"}
     row_json = json.dumps(to_json(row))
-    return {"tokens_per_second": row.tokens_per_second or 0.0, "row": row_json, "traceback": traceback}
+    return {"tokens_per_second": row.tokens_per_second, "row": row_json, "traceback": traceback}
 
 
 def run_tuner(proposals: ExperimentSearcher, resources: dict[str, float]) -> None:

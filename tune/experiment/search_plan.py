@@ -111,7 +111,7 @@ class Search(Experiment):
 
     def usable_machines(self, machines: Iterable[str], rows: Sequence[TrialRow]) -> set[str]:
         """Machines on which the control did not fail. Without it, the speeds of a machine cannot be compared."""
-        without_control = {row.node for row in rows if row.stage == "control" and not row.tokens_per_second}
+        without_control = {row.node for row in rows if row.stage == "control" and not row.speed}
         usable = set(machines) - without_control
         if without_control and not usable:
             first = reference_row(rows)

@@ -49,30 +49,29 @@ def run_experiment(
             return 0
         open_store(config.tracking_uri)  # An MLflow store that cannot be used is rejected before anything is created.
         with open_workspace(experiment.directory, experiment.config.kind) as workspace:
+            rows = _reusable_rows(experiment)  # Damaged rows are rejected before a run in MLflow is created.
             try:
-                return _run(experiment, publish)
+                return _run(experiment, rows, publish)
             except UserError:
-                trained = any(row.step_seconds for row in read_rows(experiment.trials))
+                trained = any(row.step_seconds for row in rows)
                 if not (config.resume or trained or any(experiment.trials.glob("*.txt"))):  # *.txt are tracebacks
                     workspace.remove()  # The corrected command can then use the same name.
                 raise
 
 
-def _run(experiment: Kind, publish: Publish[Kind]) -> int:
-    """Run trials until none is left, and publish the results; returns the exit code."""
-    reused = _reusable_rows(experiment)  # Damaged rows are rejected before a run in MLflow is created.
+def _run(experiment: Kind, rows: list[TrialRow], publish: Publish[Kind]) -> int:
+    """Run trials until none is left, add them to ``rows``, and publish the results; returns the exit code."""
     kind, resumed = experiment.config.kind, experiment.config.resume
     parent = resumed_parent(experiment.directory, kind, experiment.identity()) if resumed else open_parent(experiment)
     recorder = ExperimentRecorder(experiment, parent)
     if resumed:
-        console.print(f"resuming with {len(reused)} finished trial{'s' * (len(reused) != 1)}")
+        console.print(f"resuming with {len(rows)} finished trial{'s' * (len(rows) != 1)}")
     with Tracker(parent) as tracker:
         recorder.describe(tracker)
         try:
-            recorder.catch_up(reused)
-            if not experiment.is_finished(reused):
-                _drive(experiment, recorder)
-            rows = read_rows(experiment.trials)
+            recorder.catch_up(rows)
+            if not experiment.is_finished(rows):
+                _drive(experiment, rows, recorder)
             recorder.catch_up(rows)
         finally:
             recorder.close()
@@ -96,15 +95,15 @@ def _reusable_rows(experiment: Experiment) -> list[TrialRow]:
     return list(filter(experiment.is_reusable, rows))
 
 
-def _drive(experiment: Experiment, recorder: ExperimentRecorder) -> None:
-    """Run trials until none is left, or until Ctrl-C."""
+def _drive(experiment: Experiment, rows: list[TrialRow], recorder: ExperimentRecorder) -> None:
+    """Run trials and add them to ``rows``, until none is left, or until Ctrl-C."""
 
     def on_started(request: TrialRequest) -> None:
         recorder.start(request)
         running[request.key] = f"running trial {request.number} ({request.proposal.stage}): {request.name}"
         live_status.update("; ".join(running.values()))
 
-    def on_ended(row: TrialRow, rows: Sequence[TrialRow]) -> None:
+    def on_ended(row: TrialRow) -> None:
         running.pop(row.key, None)
         live_status.update("; ".join(running.values()) or "choosing the next trial")
         recorder.catch_up(rows)
@@ -117,19 +116,22 @@ def _drive(experiment: Experiment, recorder: ExperimentRecorder) -> None:
     with suppress(KeyboardInterrupt), ray_session(experiment.config.address, code=code):
         resources = experiment.resources()
         with status("starting trials") as live_status:
-            run_tuner(ExperimentSearcher(experiment, partial(trial_nodes, resources), on_started, on_ended), resources)
+            nodes = partial(trial_nodes, resources)
+            run_tuner(ExperimentSearcher(experiment, rows, nodes, on_started, on_ended), resources)
 
 
 def format_trial(experiment: Experiment, row: TrialRow) -> str:
     """The line that is printed when a trial ends: what ran, speed, memory, and outcome with its reason."""
-    validation = "" if row.val_loss is None else f"/{row.val_loss:.3f}"
+    result, loss = row.result, ""
+    if result and result.train_loss is not None:
+        loss = f"loss {result.train_loss:.3f}" + ("" if result.val_loss is None else f"/{result.val_loss:.3f}")
     parts = [
         f"{row.number:3d} {experiment.trial_label(row)}",
         f"{row.speed.middle:,.0f} tokens/s ±{row.speed.width / 2:.1%}" if row.speed else "no speed measured",
         experiment.trial_columns(row).get("memory"),
-        row.mfu and f"MFU {row.mfu:.1%}",
+        result and result.mfu and f"MFU {result.mfu:.1%}",
         row.compile_seconds is not None and f"compile {row.compile_seconds:.1f} s",
-        row.train_loss is not None and f"loss {row.train_loss:.3f}{validation}",
+        loss,
         experiment.config.cluster and f"on {row.node}",
         f"{row.outcome}: {row.reason}",
     ]

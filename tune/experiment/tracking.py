@@ -26,7 +26,7 @@ from tune.trial.run import TrialRequest
 
 TRIAL_METRICS = (
     "result/tokens_per_second", "result/mfu", "memory/process_gb", "prediction/tokens_per_second",
-    "prediction/memory_gb", "time/trial_seconds", "time/compile_seconds", "loss/val", "time/step_seconds",
+    "memory/predicted_gb", "time/trial_seconds", "time/compile_seconds", "loss/val", "time/step_seconds",
     "loss/train", "progress/train_tokens",
 )  # fmt: skip
 """Metrics at the top level of a trial's page in MLflow; its other metrics are under ``detail/``."""
@@ -139,21 +139,23 @@ class ExperimentRecorder:
 
 def metrics(row: TrialRow) -> dict[str, float | int | None]:
     """The metrics of a trial's result."""
+    result, speed = row.result, row.speed
+    memory = result and result.memory
     return {
-        "result/tokens_per_second": row.tokens_per_second,
-        "result/tokens_per_second_low": row.low,
-        "result/tokens_per_second_high": row.high,
-        "result/mfu": row.mfu,
+        "result/tokens_per_second": speed and speed.middle,
+        "result/tokens_per_second_low": speed and speed.low,
+        "result/tokens_per_second_high": speed and speed.high,
+        "result/mfu": result and result.mfu,
         "prediction/tokens_per_second": row.predicted_speed,
-        "prediction/memory_gb": row.predicted_memory and row.predicted_memory / GB,
-        "memory/process_gb": row.memory and row.memory / GB,
-        "memory/allocated_gb": row.allocated and row.allocated / GB,
-        "memory/reserved_gb": row.reserved and row.reserved / GB,
-        "memory/allocator_retries": row.allocator_retries,
+        "memory/predicted_gb": row.predicted_memory and row.predicted_memory / GB,
+        "memory/process_gb": memory and memory.process / GB,
+        "memory/allocated_gb": memory and memory.allocated and memory.allocated / GB,
+        "memory/reserved_gb": memory and memory.reserved and memory.reserved / GB,
+        "memory/allocator_retries": memory.allocator_retries if memory else 0,
         "time/trial_seconds": row.seconds,
         "time/compile_seconds": row.compile_seconds,
-        "time/data_wait_fraction": row.data_wait_fraction,
-        "loss/val": row.val_loss,
+        "time/data_wait_fraction": result and result.data_wait_fraction,
+        "loss/val": result and result.val_loss,
     }
 
 

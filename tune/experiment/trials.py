@@ -89,8 +89,8 @@ class Experiment(ABC):
     def trial_columns(self, row: TrialRow) -> dict[str, str]:
         """A trial's columns in MLflow's list of runs: batch, other settings, and speed and memory as texts."""
         columns = {"batch": f"{row.candidate.micro_batch} x {row.accumulation}"} | self.extra_columns(row)
-        if row.attention:
-            columns["attention"] = row.attention
+        if row.result and row.result.attention:
+            columns["attention"] = row.result.attention
         if row.speed:
             columns["tokens/s"] = str(row.speed)
         if row.memory is not None:

@@ -210,7 +210,7 @@ def _deltas(rows: Sequence[TrialRow], memory: MemorySearcher) -> Figure | None:
     """The effect of each knob alone: the best speed of each neighbor of the control, relative to the control's best."""
     best: dict[KnobValues, float] = {}
     for row in rows_with_speed(rows):
-        best[row.candidate.knobs] = max(best.get(row.candidate.knobs, 0.0), row.tokens_per_second or 0.0)
+        best[row.candidate.knobs] = max(best.get(row.candidate.knobs, 0.0), row.tokens_per_second)
     control = memory.space.control.knobs
     neighbors = [knobs for knobs in memory.space.neighbours(control) if knobs in best]
     if control not in best or not neighbors:

@@ -3,6 +3,7 @@
 import csv
 import io
 from collections.abc import Sequence
+from dataclasses import replace
 from itertools import chain
 from typing import Any
 
@@ -10,6 +11,7 @@ from infra.cli.console import console
 from infra.cli.table import Report, Table, bullet_list
 from infra.cli.units import GB, format_duration, format_size
 from infra.errors import UserError
+from infra.schema import to_json
 from infra.storage.files import write_json, write_text
 from infra.tracking.names import group_under_detail
 from infra.tracking.saved_views import tag_ranks
@@ -19,13 +21,14 @@ from train.estimate.roofline import SOURCE, format_expected_range, roofline_spee
 from train.model_config import format_model
 from train.resolved import describe_execution, format_setting
 from train.run_files.lookup import format_run_command
+from train.search_reference import SearchReference
 from tune.experiment.search_plan import Search
 from tune.reporting import charts
 from tune.space import ACCUMULATION, Candidate, KnobValues, Space
 from tune.strategy.nodes import normalize_speeds
 from tune.strategy.ranking import DOES_NOT_FIT, Ranked, eligible_rows, rank
 from tune.trial.compare import ratio_of
-from tune.trial.row import OUTCOMES, TrialRow, flatten_row, measurement_json
+from tune.trial.row import OUTCOMES, TrialRow, flatten_row
 
 ACCUMULATION_NOTE = (
     "A larger global batch changes the training itself. The fastest candidate of each accumulation is marked; "
@@ -78,7 +81,7 @@ def publish(search: Search, rows: Sequence[TrialRow], tracker: Tracker) -> bool:
 def search_report(search: Search, rows: Sequence[TrialRow]) -> Report:
     """The results of a search, for the terminal, ``summary.md`` and its description in MLflow."""
     space = search.space
-    sources = sorted({row.memory_source for row in rows if row.memory_source})
+    sources = sorted({row.result.memory.process_source for row in rows if row.result})
     notes = [f"memory is {MEMORY_SOURCES[source]}" for source in sources] + [CONTROL_NOTE]
     notes += [STAR_NOTE] * any("*" in space.short_label(row.candidate) for row in rows)
     notes += [TIE_NOTE] * any(entry.tied for entry in rank(rows))
@@ -122,7 +125,7 @@ def leaderboard(search: Search, rows: Sequence[TrialRow]) -> list[tuple[str, ...
         for entry in ranked
     ]  # fmt: skip
     for row in _unranked(rows):
-        speed = f"{row.tokens_per_second:,.0f}" if row.tokens_per_second else "-"
+        speed = f"{row.tokens_per_second:,.0f}" if row.speed else "-"
         memory = "-" if row.memory is None else f"{row.memory / GB:.2f}"
         lines.append((*batch_cells(row.candidate), speed, "", "", memory, "1", row.outcome))
     return lines
@@ -215,14 +218,14 @@ def best_json(search: Search, rows: Sequence[TrialRow]) -> dict[str, Any] | None
     if not ranked:
         return None
     best = ranked[0]
+    results = [row.result for row in eligible_rows(rows)[best.candidate] if row.result]
+    tied = [search.space.short_label(entry.candidate) for entry in ranked[1:] if entry.tied]
+    reference = SearchReference.of(search.directory.name, best.speed, best.memory, results)
+    reference = replace(reference, runs=best.runs, tied_with=tied)
     return {
         "study": search.space_label,
         "config": search.space.config(best.candidate).to_json(),
-        "measured": measurement_json(best.speed, best.memory, eligible_rows(rows)[best.candidate])
-        | {
-            "runs": best.runs,
-            "tied_with": [search.space.short_label(entry.candidate) for entry in ranked[1:] if entry.tied],
-        },
+        "measured": to_json(reference),
     }
 
 

@@ -58,7 +58,7 @@ class RetryShortTrials:
         return (self._short(rows) is not None) + self.explorer.remaining(_last_attempts(rows))
 
     def _short(self, rows: Sequence[TrialRow]) -> TrialRow | None:
-        return next((row for row in _last_attempts(rows) if row.too_short and row.round == 0), None)
+        return next((row for row in _last_attempts(rows) if row.ended_too_early and row.round == 0), None)
 
 
 def _last_attempts(rows: Sequence[TrialRow]) -> list[TrialRow]:
@@ -74,7 +74,7 @@ def trial_time_limit(rows: Sequence[TrialRow], trial_time: float) -> float:
     fixed global batch do the same work in a step, so the limit holds for candidates that have not run, too. A candidate
     with a larger global batch may have to be retried, too.
     """
-    steps = [statistics.median(row.step_seconds[1:] or row.step_seconds) for row in rows if row.too_short]
+    steps = [statistics.median(row.step_seconds[1:] or row.step_seconds) for row in rows if row.ended_too_early]
     return max([trial_time, *(2 * (FEWEST + 2) * step for step in steps)])
 
 

@@ -86,7 +86,7 @@ class FittedCurves:
     def fastest(self, knobs: KnobValues | None = None) -> TrialRow | None:
         """The fastest of the rows that :meth:`measured` returns for ``knobs``, or of all rows with a speed."""
         rows = chain(*self._measured.values()) if knobs is None else self.measured(knobs)
-        return max(rows, key=lambda row: row.tokens_per_second or 0.0, default=None)
+        return max(rows, key=lambda row: row.tokens_per_second, default=None)
 
     def speed(self, candidate: Candidate) -> float | None:
         """Predicted tokens per second; None if the runs with its knobs do not determine it or do not enclose its
@@ -99,7 +99,7 @@ class FittedCurves:
             (1, 1 / each.micro_batch, 1 / self.space.global_batch(each))
             for each in (candidate, *(row.candidate for row in rows))
         )
-        seconds_per_token = [1 / (row.tokens_per_second or 1) for row in rows]
+        seconds_per_token = [1 / row.tokens_per_second for row in rows]
         costs, _, rank, _ = np.linalg.lstsq(np.array(row_features), seconds_per_token)
         if self.space.is_accumulation_searched and np.linalg.matrix_rank([features, *row_features]) > rank:
             return None

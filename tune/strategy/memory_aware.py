@@ -55,7 +55,7 @@ class MemorySearcher:
         if choice is None:
             return None
         candidate, stage = choice
-        lows = [row.low for runs in eligible_rows(rows).values() for row in runs if row.low]
+        lows = [row.speed.low for runs in eligible_rows(rows).values() for row in runs if row.speed]
         return Proposal(
             candidate, stage, predicted_memory=curves.memory(candidate), predicted_speed=curves.speed(candidate),
             speed_threshold=max(lows) if lows and candidate != self.space.control else None,
@@ -165,4 +165,4 @@ class MemorySearcher:
 
 
 def _speed(row: TrialRow | None) -> float:
-    return (row and row.tokens_per_second) or 0.0
+    return row.tokens_per_second if row else 0.0

@@ -49,11 +49,11 @@ def normalize_speeds(rows: Sequence[TrialRow]) -> list[TrialRow]:
     for row in rows:
         control = speeds.get(row.node)
         if first and control and control is not first:
-            ratio = [(first, 1.0), (control, -1.0)]
-            speed = row.speed and power_product([(row.speed, 1.0), *ratio])
             predicted = row.predicted_speed and row.predicted_speed * first.middle / control.middle
-            middle, low, high = speed or (None, None, None)
-            scaled.append(replace(row, predicted_speed=predicted, tokens_per_second=middle, low=low, high=high))
+            scaled_row = replace(row, predicted_speed=predicted)
+            if row.speed:
+                scaled_row = scaled_row.with_speed(power_product([(row.speed, 1.0), (first, 1.0), (control, -1.0)]))
+            scaled.append(scaled_row)
         else:
             scaled.append(row)
     return [row for row in scaled if row.stage != "control"]

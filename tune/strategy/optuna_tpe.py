@@ -50,7 +50,7 @@ class OptunaSearcher:
         for row in rows:
             parameters = {"micro_batch": row.candidate.micro_batch} | dict(row.candidate.knobs)
             study.add_trial(
-                optuna.trial.create_trial(params=parameters, distributions=spaces, value=row.tokens_per_second or 0.0)
+                optuna.trial.create_trial(params=parameters, distributions=spaces, value=row.tokens_per_second)
             )
         for _ in range(ASKS):
             trial = study.ask(spaces)
@@ -58,7 +58,7 @@ class OptunaSearcher:
             if candidate in candidates and candidate not in tried:
                 return Proposal(candidate, "probe")
             row = tried.get(candidate)
-            study.tell(trial, (row.tokens_per_second or 0.0) if row else 0.0)
+            study.tell(trial, row.tokens_per_second if row else 0.0)
         return Proposal(next(c for c in candidates if c not in tried), "probe")
 
     def remaining(self, rows: Sequence[TrialRow]) -> int:

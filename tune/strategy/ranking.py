@@ -59,7 +59,7 @@ def eligible_rows(rows: Sequence[TrialRow]) -> dict[Candidate, list[TrialRow]]:
     unfit = {row.candidate for row in rows if row.outcome in DOES_NOT_FIT}
     eligible: dict[Candidate, list[TrialRow]] = {}
     for row in rows:
-        if row.outcome == "ok" and row.tokens_per_second and row.candidate not in unfit:
+        if row.outcome == "ok" and row.speed and row.candidate not in unfit:
             eligible.setdefault(row.candidate, []).append(row)
     return eligible
 
@@ -123,9 +123,9 @@ def _pooled(runs: list[TrialRow]) -> Ranked:
     """Pool a candidate's runs: their geometric mean, with an interval as wide as their intervals or their range."""
     confirmed = [row for row in runs if row.stage == "confirm"]
     used = confirmed or runs
-    squares = sum(math.log(row.high / row.low) ** 2 for row in used if row.high and row.low)
+    squares = sum(math.log(row.speed.high / row.speed.low) ** 2 for row in used if row.speed)
     half_width = math.sqrt(squares) / 2 / len(used)
-    speeds = [row.tokens_per_second for row in used if row.tokens_per_second]
+    speeds = [row.tokens_per_second for row in used]
     factor = math.exp(max(half_width, math.log(max(speeds) / min(speeds)) / 2))
     middle = statistics.geometric_mean(speeds)
     speed = Estimate(middle, middle / factor, middle * factor)

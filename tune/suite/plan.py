@@ -17,10 +17,9 @@ from train.data.tokenizer import match_tokenizer
 from train.estimate.memory import peak_if_known
 from train.resolved import resolve, with_model_info
 from train.run_files.run_folder import new_directory
-from tune.config import SHORTEST, LadderConfig
+from tune.config import LadderConfig
 from tune.experiment.folder import TRIALS
 from tune.experiment.machines import trial_machines
-from tune.space import Candidate
 from tune.suite import study
 from tune.suite.runs import Ladder, SuiteReplay
 from tune.suite.suites import (
@@ -33,7 +32,6 @@ from tune.suite.suites import (
     streaming_rung,
     with_model,
 )
-from tune.trial.row import TrialRow
 
 
 def make_ladder(config: LadderConfig) -> Ladder:
@@ -102,11 +100,7 @@ def introduce(ladder: Ladder, reference: dict[str, Any] | str | None) -> None:
     console.print(heading, escape(str(ladder.directory)))
     if not ladder.config.dry_run:
         return
-    success = TrialRow(
-        "", 1, "rung", 0, Candidate(1), 1, "ok", "", 0.0, node="", step_seconds=[1.0] * SHORTEST,
-        tokens_per_second=1.0, low=1.0, high=1.0,
-    )  # fmt: skip
-    controls, rungs = SuiteReplay(ladder, lambda key: success).replay()
+    controls, rungs = SuiteReplay(ladder, rows=None).replay()
     lines: list[tuple[str, str, str]] = []
     for rung in (controls[0], *rungs):
         if rung.config:

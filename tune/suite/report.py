@@ -8,16 +8,18 @@ from typing import Any
 from infra.cli.table import Report, Table, bullet_list
 from infra.device import provenance
 from infra.errors import UserError
+from infra.schema import to_json
 from infra.storage.directory import StorageDir
 from infra.storage.files import write_json
 from infra.tracking.tracker import Tracker
 from train.config import TrainConfig
 from train.intervals import Estimate
+from train.search_reference import SearchReference
 from tune.reporting import charts
 from tune.suite import study
 from tune.suite.results import compare_rungs, legend, parts, results_table, summary_fields
 from tune.suite.runs import Ladder, RungResult
-from tune.trial.row import TrialRow, flatten_row, measurement_json
+from tune.trial.row import TrialRow, flatten_row
 
 
 def publish(
@@ -32,7 +34,7 @@ def publish(
     results = compare_rungs(controls, rungs, out)
     ran = [(rung, rung.row, rung.speed) for rung in results if rung.row and rung.speed]
     base, fastest = ran[0], max(ran, key=lambda each: each[2].middle)
-    device = base[1].device or ladder.device
+    device = base[1].result.device if base[1].result else ladder.device
     control_rows = [control.row for control in controls if control.row]
     control_speeds = [row.speed.middle for row in control_rows if row.speed]
     record = {
@@ -40,7 +42,7 @@ def publish(
         "controls": control_speeds, "rows": list(map(as_json, results)),
     }  # fmt: skip
     write_json(folder / "standings.json", record)
-    write_json(folder / "best.json", best_json(*fastest))
+    write_json(folder / "best.json", best_json(ladder.directory.name, *fastest))
     sections = [
         results_table(suite, results),
         bullet_list(legend(suite, results, control_speeds)),
@@ -66,7 +68,7 @@ def publish(
     numbers = {"result/baseline_tokens_per_second": base[2].middle}
     if gains := [(speed.middle, rung.total.ratio) for rung, _, speed in ran if rung.total]:
         best, gain = max(gains)
-        numbers |= {"result/best_tokens_per_second": best, "result/best_over_baseline": gain}
+        numbers |= {"result/best_tokens_per_second": best, "result/speedup_over_baseline": gain}
     tracker.log_metrics(numbers)
     return True
 
@@ -78,15 +80,17 @@ def as_json(rung: RungResult) -> dict[str, Any]:
     return (flatten_row(rung.row) if rung.row else {}) | values
 
 
-def best_json(rung: RungResult, row: TrialRow, speed: Estimate) -> dict[str, Any]:
+def best_json(name: str, rung: RungResult, row: TrialRow, speed: Estimate) -> dict[str, Any]:
     """The fastest rung in the format of a search's winner: its config without the ladder's length, its measurements."""
     defaults, config = TrainConfig(), rung.config
     assert config is not None, "a rung with a speed has run"
+    assert row.result is not None, "a rung with a speed has a result"
     length = {} if config.dataset.stream else {"steps": None, "time_budget": None}  # A stream has no end without them.
     config = config.replace(
         within=None, cycle=defaults.duration.cycle, keep_checkpoints=defaults.checkpoints.keep_checkpoints, **length
     )
-    return {"config": config.to_json(), "measured": measurement_json(speed, row.memory, [row])}
+    reference = SearchReference.of(name, speed, row.memory, [row.result])
+    return {"config": config.to_json(), "measured": to_json(reference)}
 
 
 def load(text: str, out: str) -> dict[str, Any] | str:

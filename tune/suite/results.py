@@ -26,11 +26,12 @@ def compare_rungs(controls: Sequence[RungResult], rungs: Sequence[RungResult], o
     for rung in (controls[0], *rungs):
         if rung.row and rung.config and rung.speed:
             row, number = rung.row, sum(bool(result.row) for result in results) - 1
+            device = row.result.device if row.result else ""
             total = speeds.over_control(number) if results else None
             rung = replace(
                 rung, loss=loss_at(row, tokens), total=total,
                 step=speeds.over_rung(number, number - 1) if number > 0 else total,
-                matmul_rate=read_matmul_rate(out, row.device or "", rung.config.execution.precision, row.node),
+                matmul_rate=read_matmul_rate(out, device, rung.config.execution.precision, row.node),
             )  # fmt: skip
         results.append(rung if rung.speed else RungResult(rung.name, rung.reason))
     return results
@@ -45,7 +46,7 @@ def loss_at(trial: TrialRow, tokens: int) -> float | None:
 def results_table(suite: Suite, rungs: Sequence[RungResult]) -> Table:
     """The table of all rungs; a rung that was skipped has only its name."""
     step_time = f"s/{suite.steps_timed} steps" if suite.steps_timed > 1 else "s/step"
-    kernels = {rung.row.attention for rung in rungs if rung.row}
+    kernels = {rung.row.result.attention for rung in rungs if rung.row and rung.row.result}
     heading = (
         "rung", "batch (sequences)", "tokens/s", "± tokens/s", "vs previous", "vs baseline", step_time,
         "peak memory (GB)", "predicted (GB)", "loss (nats/token)", "attention kernel",
@@ -68,7 +69,7 @@ def results_table(suite: Suite, rungs: Sequence[RungResult]) -> Table:
             f"{(row.memory or 0) / GB:.2f}",
             predicted,
             f"{rung.loss:.3f}" if rung.loss is not None else "-",
-            (row.attention or "") if len(kernels) > 1 else "",
+            row.result.attention if row.result and len(kernels) > 1 else "",
         ))  # fmt: skip
     return without_empty_columns(suite.title, heading, lines)
 
@@ -198,11 +199,12 @@ def held_out(suite: Suite, rungs: Sequence[RungResult]) -> Table:
 
 def utilisation(rungs: Sequence[RungResult]) -> Table:
     """A line for each rung: model TFLOP/s and the fraction of the hardware's; empty if the hardware is unknown."""
-    ran = [(rung, rung.row) for rung in rungs if rung.row and rung.row.flops_per_second]
+    ran = [(rung, rung.row.result) for rung in rungs if rung.row and rung.row.result]
+    ran = [(rung, result, result.flops_per_second) for rung, result in ran if result.flops_per_second]
     lines = [
-        (rung.name, f"{(row.flops_per_second or 0) / 1e12:,.3g}", *map(_percent, (row.mfu, row.hfu, rung.ceiling)))
-        for rung, row in ran
-        if any(row.mfu or rung.ceiling for rung, row in ran)
+        (rung.name, f"{flops / 1e12:,.3g}", *map(_percent, (result.mfu, result.hfu, rung.ceiling)))
+        for rung, result, flops in ran
+        if any(result.mfu or rung.ceiling for rung, result, _ in ran)
     ]
     return without_empty_columns("Utilization", ("rung", "model TFLOP/s", "MFU", "HFU", "% of matmul ceiling"), lines)
 

@@ -9,7 +9,7 @@ import hashlib
 import json
 import math
 import re
-from collections.abc import Callable, Iterable, Sequence
+from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass, replace
 
 from infra.cli.units import format_size
@@ -83,6 +83,10 @@ class RungResult:
         return self.row and self.row.memory
 
     @property
+    def val_loss(self) -> float | None:
+        return self.row and self.row.result and self.row.result.val_loss
+
+    @property
     def batch(self) -> str:
         """Micro-batch, accumulation above 1, and in brackets the batch that was predicted to fit and did not."""
         if self.config is None:
@@ -93,7 +97,7 @@ class RungResult:
     @property
     def ceiling(self) -> float | None:
         """Model FLOP/s as a fraction of the measured matmul rate."""
-        flops = self.row and self.row.flops_per_second
+        flops = self.row and self.row.result and self.row.result.flops_per_second
         return flops / self.matmul_rate if flops and self.matmul_rate else None
 
 
@@ -149,7 +153,7 @@ class Ladder(Experiment):
             NotRun: a run has no row yet.
             UserError: the baseline cannot be measured.
         """
-        return SuiteReplay(self, {row.key: row for row in rows}.get).replay()
+        return SuiteReplay(self, {row.key: row for row in rows}).replay()
 
 
 @dataclass(frozen=True)
@@ -157,8 +161,8 @@ class SuiteReplay:
     """Replays a suite from its beginning, as far as its runs have rows."""
 
     ladder: Ladder
-    row_of: Callable[[str], TrialRow | None]
-    """Returns the row of the run with a key, or None."""
+    rows: Mapping[str, TrialRow] | None
+    """The rows of the runs by key; None to plan the suite as if every run succeeded."""
 
     @property
     def device_info(self) -> DeviceInfo:
@@ -171,7 +175,8 @@ class SuiteReplay:
         check_single_worker(baseline)
         check_split_lengths(baseline, self.ladder.manifest)
         first, baseline, memory = self._run_with_smaller_batches("control-00", Rung("baseline"), baseline, memory)
-        check_baseline_speed(first, fitted=bool(memory))
+        if first.row:
+            check_baseline_speed(first.row, first.reason, fitted=bool(memory))
         controls, previous, state = [first], first, baseline
         rungs: list[RungResult] = []
         for number, rung in enumerate(suite.rungs, 1):
@@ -197,11 +202,11 @@ class SuiteReplay:
                 if result.too_large:  # Its batch is not the requested one, so its loss may differ.
                     result = replace(result, changes_numerics=True)
                 rungs.append(result)
-                if result.speed is None:
+                if result.reason:
                     continue
                 control = f"control-{number:02d}{'-same-batch' * same_batch}"
                 controls.append(self._run_or_pending(control, Rung("control"), baseline))
-                if controls[-1].speed is None:
+                if controls[-1].reason:
                     raise UserError(
                         f"The control failed when it ran again after {stage.name!r}: {controls[-1].reason}. Check "
                         "the machine, and run the ladder again."
@@ -211,7 +216,7 @@ class SuiteReplay:
                     config.batch.global_batch == state.batch.global_batch
                     and config.dataset.stream == state.dataset.stream
                 )
-                if suite.seeds > 1 and rounds_differently and equal_work:
+                if suite.seeds > 1 and rounds_differently and equal_work and result.row:
                     rungs[-1] = replace(result, held_out=self._held_out((previous, state), (result, config)))
                 if suite.cumulative:
                     previous, state, memory = rungs[-1], config, memory if same_batch else reduced_memory
@@ -225,12 +230,12 @@ class SuiteReplay:
         losses: list[list[float | None]] = []
         for result, config in runs:
             assert result.row is not None, "a rung with a speed has a row"
-            losses.append([result.row.val_loss])
+            losses.append([result.val_loss])
             for seed in range(config.dataset.seed + 1, config.dataset.seed + self.ladder.suite.seeds):
                 label = f"{result.row.key.rpartition('-')[0]}-seed-{seed}"
                 rung = Rung(f"{result.name}, seed {seed}")
                 with_seed = self._run_or_pending(label, rung, config.replace(seed=seed), "seed")
-                losses[-1].append(with_seed.row and with_seed.row.val_loss)
+                losses[-1].append(with_seed.val_loss)
         pairs = zip(*losses, strict=True)
         return tuple((previous, loss) for previous, loss in pairs if previous is not None and loss is not None)
 
@@ -283,7 +288,9 @@ class SuiteReplay:
         """The result of the run of ``config`` with this ``label``. Raises ``PendingRun`` if it has no row."""
         config = resolve(config, self.device_info)
         key = f"{label}-{hashlib.sha256(json.dumps(config.to_json()).encode()).hexdigest()[:8]}"
-        row = self.row_of(key)
+        if self.rows is None:
+            return RungResult(rung.name, config=config, changes_numerics=rung.changes_numerics)
+        row = self.rows.get(key)
         if row is None:
             default: Stage = "baseline" if label.startswith("control") else "rung"
             raise PendingRun(key, rung.name, config, stage or default)
@@ -357,15 +364,13 @@ def largest_batch(config: TrainConfig, limit: int) -> TrainConfig:
     return sized(sizes[fitting - 1])
 
 
-def check_baseline_speed(baseline: RungResult, *, fitted: bool = False) -> None:
+def check_baseline_speed(row: TrialRow, reason: str, *, fitted: bool = False) -> None:
     """Raise ``UserError`` if the baseline failed, or was too short to measure a speed.
 
     ``fitted`` is whether smaller batches have been tried already.
     """
-    row = baseline.row
-    assert row is not None, "the baseline has run"
     steps = row.step_seconds
-    if row.too_short or (row.speed and len(steps) < SHORTEST):
+    if row.ended_too_early or (row.speed and len(steps) < SHORTEST):
         seconds = sum(steps[1:]) / (len(steps) - 1) if len(steps) > 1 else sum(steps)
         raise UserError(
             f"The baseline made only {len(steps)} steps in {sum(steps[1:]):.1f} s; a rung needs {SHORTEST} to get past "
@@ -377,4 +382,4 @@ def check_baseline_speed(baseline: RungResult, *, fitted: bool = False) -> None:
             advice = f"{RETRIES} smaller batches did not fit either. Use a larger --memory-limit or a smaller --model."
         elif row.outcome in TOO_LARGE:
             advice = "Use --fit with --memory-limit for the largest batch that fits."
-        raise UserError(f"The baseline failed: {baseline.reason}. {advice}")
+        raise UserError(f"The baseline failed: {reason}. {advice}")

@@ -7,16 +7,15 @@ therefore the only state: whichever process is killed, the finished trials are t
 import hashlib
 import json
 from collections.abc import Sequence
-from dataclasses import dataclass, field
-from itertools import chain
+from dataclasses import dataclass, field, replace
 from pathlib import Path
-from statistics import fmean
 from typing import Any, Literal, get_args
 
 from infra.errors import UserError
 from infra.schema import from_json, strict, to_json
 from infra.storage.files import write_json
 from train.intervals import Estimate
+from train.result import RunResult
 from tune.space import Candidate
 
 Stage = Literal["probe", "refine", "confirm", "control", "baseline", "rung", "seed"]
@@ -56,7 +55,7 @@ Curve = list[tuple[int, float]]
 @strict
 @dataclass(frozen=True)
 class TrialRow:
-    """One finished trial. Memory in bytes, speeds in tokens per second, times in seconds."""
+    """One finished trial: what ran, how it ended, and what it measured. Memory in bytes, times in seconds."""
 
     key: str
     number: int
@@ -71,41 +70,17 @@ class TrialRow:
     """Duration from the request for a process to the result, by the driver's clock."""
     predicted_memory: float | None = None
     predicted_speed: float | None = None
-    tokens_per_second: float | None = None
-    low: float | None = None
-    """Lower end of the speed's 95% confidence interval."""
-    high: float | None = None
-    """Upper end of the speed's 95% confidence interval."""
-    memory: int | None = None
-    """Peak memory of the process, to which the limit applies."""
-    memory_source: str | None = None
-    """Method that measured ``memory``: a key of :data:`tune.reporting.report.MEMORY_SOURCES`."""
-    allocated: int | None = None
-    reserved: int | None = None
-    allocator_retries: int = 0
-    rejected_steps: int = 0
-    """Steps excluded from the speed, because the allocator freed its cache in them."""
-    flops_per_second: float | None = None
-    """Model FLOP/s, by the model's formula."""
-    mfu: float | None = None
-    hfu: float | None = None
-    """MFU including recomputation; None if nothing is recomputed."""
-    compile_seconds: float | None = None
-    """Time of the first step beyond a steady step: compilation, autotuning and warm-up."""
-    data_wait_fraction: float | None = None
-    train_loss: float | None = None
-    val_loss: float | None = None
-    """Validation loss after the last cycle; None without validation."""
-    device: str | None = None
-    attention: str | None = None
-    """The attention kernel that ran."""
+    """Tokens per second."""
     node: str = field(kw_only=True)
     """Name of the machine that ran the trial."""
     name: str = field(default="", kw_only=True)
     """Label of the configuration."""
-    telemetry: dict[str, float] = field(default_factory=dict)
-    """Averages of the machine's metrics after the first step; empty for a trial that failed."""
-    too_short: bool = False
+    result: RunResult | None = None
+    """What the trial measured; None if it ended by an error or without a reply. Its speed is of the valid steps, and
+    its process memory is what the limit applies to."""
+    rejected_steps: int = 0
+    """Steps excluded from the speed, because the allocator freed its cache in them."""
+    ended_too_early: bool = False
     """Whether the trial failed because its time was over before a speed could be measured."""
     step_tokens: int = 0
     step_seconds: list[float] = field(default_factory=list)
@@ -114,9 +89,33 @@ class TrialRow:
 
     @property
     def speed(self) -> Estimate | None:
-        if self.tokens_per_second and self.low and self.high:
-            return Estimate(self.tokens_per_second, self.low, self.high)
-        return None
+        """Tokens per second with their interval."""
+        return self.result and self.result.throughput and self.result.throughput.estimate
+
+    @property
+    def tokens_per_second(self) -> float:
+        """Tokens per second; 0 without a speed."""
+        return self.speed.middle if self.speed else 0.0
+
+    def with_speed(self, speed: Estimate) -> "TrialRow":
+        """The row with another speed, if its trial has one."""
+        result = self.result
+        if result is None or result.throughput is None:
+            return self
+        throughput = replace(result.throughput, tokens_per_second=speed.middle, low=speed.low, high=speed.high)
+        return replace(self, result=replace(result, throughput=throughput))
+
+    @property
+    def memory(self) -> int | None:
+        """Peak memory of the process, to which the limit applies."""
+        return self.result and self.result.memory.process
+
+    @property
+    def compile_seconds(self) -> float | None:
+        """Time of the first step beyond a steady step: compilation, autotuning and warm-up."""
+        if not (self.speed and self.step_seconds):
+            return None
+        return max(0.0, self.step_seconds[0] - self.step_tokens / self.speed.middle)
 
     @property
     def curve(self) -> Curve:
@@ -141,28 +140,25 @@ def _read_row(path: Path) -> TrialRow:
 
 def rows_with_speed(rows: Sequence[TrialRow]) -> list[TrialRow]:
     """Rows of trials that stayed within the memory limit and have a speed."""
-    return [row for row in rows if row.outcome in ("ok", "stopped") and row.tokens_per_second]
-
-
-def measurement_json(speed: Estimate, memory: int | None, rows: Sequence[TrialRow]) -> dict[str, Any]:
-    """The measurements of a candidate's ``rows`` in ``best.json``, the reference if a later run is slower."""
-    waits = [row.data_wait_fraction for row in rows if row.data_wait_fraction is not None]
-    averages = [row.telemetry for row in rows if row.telemetry]
-    return {
-        "tokens_per_second": speed.middle,
-        "low": speed.low,
-        "high": speed.high,
-        "memory_bytes": memory,
-        "runs": len(rows),
-        "tied_with": [],
-        "device": rows[0].device,
-        "machines": sorted({row.node for row in rows}),
-        "data_wait_fraction": fmean(waits) if waits else None,
-        "telemetry": {name: fmean(each[name] for each in averages if name in each) for name in chain(*averages)},
-    }
+    return [row for row in rows if row.outcome in ("ok", "stopped") and row.speed]
 
 
 def flatten_row(row: TrialRow) -> dict[str, Any]:
-    """A row as one flat dictionary with the candidate's values, without the values of single steps and telemetry."""
-    values = {k: v for k, v in to_json(row).items() if k not in ("candidate", "step_seconds", "losses", "telemetry")}
-    return {"micro_batch": row.candidate.micro_batch} | dict(row.candidate.knobs) | values
+    """A row as the columns of trials.csv, without the values of single steps and telemetry."""
+    result = row.result
+    memory, speed = result and result.memory, row.speed
+    return {"micro_batch": row.candidate.micro_batch} | dict(row.candidate.knobs) | {
+        "key": row.key, "number": row.number, "stage": row.stage, "round": row.round, "accumulation": row.accumulation,
+        "outcome": row.outcome, "reason": row.reason, "seconds": row.seconds,
+        "predicted_memory": row.predicted_memory, "predicted_speed": row.predicted_speed,
+        "tokens_per_second": speed and speed.middle, "speed_low": speed and speed.low,
+        "speed_high": speed and speed.high, "memory": row.memory, "memory_source": memory and memory.process_source,
+        "allocated": memory and memory.allocated, "reserved": memory and memory.reserved,
+        "allocator_retries": memory.allocator_retries if memory else 0, "rejected_steps": row.rejected_steps,
+        "flops_per_second": result and result.flops_per_second, "mfu": result and result.mfu,
+        "hfu": result and result.hfu, "compile_seconds": row.compile_seconds,
+        "data_wait_fraction": result and result.data_wait_fraction, "train_loss": result and result.train_loss,
+        "val_loss": result and result.val_loss, "device": result and result.device,
+        "attention": result and result.attention, "node": row.node, "name": row.name,
+        "ended_too_early": row.ended_too_early, "step_tokens": row.step_tokens,
+    }  # fmt: skip

@@ -12,7 +12,6 @@ from typing import Any
 
 import torch
 
-from infra.device.hardware import peak_flops
 from infra.device.telemetry import Telemetry
 from infra.errors import UserError, first_line
 from infra.storage.directory import StorageDir
@@ -20,12 +19,11 @@ from pipeline.cache import ensure_local
 from train.config import TrainConfig, config_from_json
 from train.data.source import open_stream
 from train.data.stream import StreamData
-from train.estimate.flops import model_flops_per_token, utilization
 from train.loop.execution import configure_allocator
 from train.loop.memory import is_oom_error
 from train.loop.memory_limit import MemoryLimit
 from train.loop.oom import OutOfMemory
-from train.loop.result_builder import StepTimes
+from train.loop.result_builder import StepTimes, with_throughput
 from train.loop.throughput import steady_state
 from train.loop.trainer import Trainer
 from train.result import CycleReport, RunResult
@@ -143,14 +141,14 @@ def run(request: TrialRequest) -> tuple[TrialRow, str | None]:
     """
     started_at = time.monotonic()
     config = config_from_json(request.config, "the trial's config")
-    limit = watch = result = trace = None
+    limit = monitor = result = trace = None
     times = StepTimes()
     try:
         configure_allocator(config)
         limit = MemoryLimit.apply(request.memory_limit, config.execution.device) if request.memory_limit else None
         if request.early and limit:
-            watch = TrialMonitor(request.early, request.proposal.speed_threshold, config.step_tokens, limit)
-            trainer = Trainer(config, on_cycle=watch.on_cycle, should_stop=watch.should_stop)
+            monitor = TrialMonitor(request.early, request.proposal.speed_threshold, config.step_tokens, limit)
+            trainer = Trainer(config, on_cycle=monitor.on_cycle, should_stop=monitor.should_stop)
         else:
             data = StreamData(config, open_stream(config)) if config.dataset.stream else None
             trainer = Trainer(config, data=data, limit=limit)
@@ -158,87 +156,81 @@ def run(request: TrialRequest) -> tuple[TrialRow, str | None]:
         with Telemetry(lambda second, metrics: None) as telemetry:
             result = trainer.run()
         result = replace(result, telemetry=trainer.while_training(telemetry))
-        if watch:
-            watch.retries.append(_retries(watch.limit.device))
-        outcome, reason = classify_outcome(result, watch)
+        if monitor:
+            monitor.retries.append(_retries(monitor.limit.device))
+        result = as_trial_result(result, config, monitor, limit)
+        outcome, reason = classify_outcome(result, monitor)
     except UserError as mistake:
         outcome, reason = "failed", str(mistake).rstrip(".")
     except Exception as failure:  # noqa: BLE001 a trial that fails is a row like any other
+        if isinstance(failure, OutOfMemory):
+            result = as_trial_result(failure.result, config, monitor, limit)
         if isinstance(failure, OutOfMemory) or (isinstance(failure, RuntimeError) and is_oom_error(failure)):
             outcome, reason = "oom", first_line(failure)
         else:
             outcome, reason = "failed", f"{type(failure).__name__}: {first_line(failure)}"
             trace = traceback.format_exc()
-    row = make_row(unmeasured(request, outcome, reason, 0.0), config, result, watch, times, limit)
+    row = make_row(unmeasured(request, outcome, reason, 0.0), config, result, monitor, times)
     return replace(row, seconds=time.monotonic() - started_at), trace
 
 
-def classify_outcome(result: RunResult, watch: TrialMonitor | None = None) -> tuple[TrialOutcome, str]:
-    """Returns: (outcome, reason) of a run that ended without an exception; ``watch`` monitored a search's trial."""
+def as_trial_result(
+    result: RunResult, config: TrainConfig, monitor: TrialMonitor | None, limit: MemoryLimit | None
+) -> RunResult:
+    """``result`` with the speed of the steps that count for a trial, and with the memory that its limit applies to."""
+    if monitor:
+        throughput = None if result.impossible else steady_state(monitor.counted(), config.step_tokens)
+        result = with_throughput(result, config, throughput)
+    if limit:
+        used, source = limit.used()
+        result = replace(result, memory=replace(result.memory, process=used, process_source=source))
+    return result
+
+
+def classify_outcome(result: RunResult, monitor: TrialMonitor | None = None) -> tuple[TrialOutcome, str]:
+    """Returns: (outcome, reason) of a run that ended without an exception; ``monitor`` followed a search's trial."""
     if result.outcome in ("oom", "over_limit"):
         return result.outcome, result.reason
-    if watch and (excess := watch.limit.excess_message()):
+    if monitor and (excess := monitor.limit.excess_message()):
         return "over_limit", excess
     if result.impossible or result.outcome == "diverged":
         return "failed", result.impossible or result.reason
-    if watch is None:
+    if monitor is None:
         if result.outcome != "finished":
             return "failed", f"{result.outcome}: {result.reason}"
         if result.throughput is None:
             reason = f"{result.steps} steps are too few: the run did not get past warm-up; give it more time or steps"
             return "failed", reason
         return "ok", result.reason
-    rejected = len(watch.rejected())
+    rejected = len(monitor.rejected())
     if rejected >= THRASHING_STEPS:
         return "thrash", f"the allocator freed its cache in {rejected} steps"
-    measured = steady_state(watch.counted(), watch.step_tokens)
-    if measured is None:
-        in_time = " within the trial's time" if watch.verdict == "time" else ""
+    if result.throughput is None:
+        in_time = " within the trial's time" if monitor.verdict == "time" else ""
         advice = "; increase --trial-time" if in_time else ""
-        return "failed", f"only {len(watch.counted())} valid steps{in_time}, too few to measure a speed{advice}"
-    if watch.verdict == "cannot win":
-        return "stopped", f"cannot reach {watch.speed_threshold:,.0f} tokens/s after {measured.steps} steps"
+        return "failed", f"only {len(monitor.counted())} valid steps{in_time}, too few to measure a speed{advice}"
+    if monitor.verdict == "cannot win":
+        steps = result.throughput.steps
+        return "stopped", f"cannot reach {monitor.speed_threshold:,.0f} tokens/s after {steps} steps"
     reasons = {"precise": "speed interval is narrow enough", "time": "trial time reached"}
     note = f"; {rejected} step excluded" if rejected else ""  # From two steps on, the outcome is thrash.
-    return "ok", reasons.get(watch.verdict, f"completed {result.steps} steps") + note
+    return "ok", reasons.get(monitor.verdict, f"completed {result.steps} steps") + note
 
 
 def make_row(
-    row: TrialRow, config: TrainConfig, result: RunResult | None, watch: TrialMonitor | None = None,
-    times: StepTimes | None = None, limit: MemoryLimit | None = None,
-) -> TrialRow:  # fmt: skip
-    """``row``, which has the outcome, with all measurements up to it."""
-    measured = steady_state(watch.counted(), config.step_tokens) if watch else result and result.throughput
-    impossible = bool(result and result.impossible)
-    if impossible:
-        measured = None
-    used, source = limit.used() if limit else (None, None)
-    steps = watch.seconds if watch else times.steps if times else []
-    short = watch.verdict == "time" if watch else bool(result and result.outcome == "finished")
+    row: TrialRow, config: TrainConfig, result: RunResult | None, monitor: TrialMonitor | None, times: StepTimes
+) -> TrialRow:
+    """``row``, which has the outcome, with the ``result`` and with the steps up to it."""
     row = replace(
-        row, memory=used, memory_source=source, rejected_steps=len(watch.rejected()) if watch else 0,
-        too_short=row.outcome == "failed" and measured is None and short and not impossible,
-        step_tokens=config.step_tokens, step_seconds=steps,
-        losses=[loss for cycle in times.reports for loss in cycle.step_losses] if times else [],
+        row, result=result, rejected_steps=len(monitor.rejected()) if monitor else 0, step_tokens=config.step_tokens,
+        step_seconds=monitor.seconds if monitor else times.steps,
+        losses=[loss for cycle in times.reports for loss in cycle.step_losses],
     )  # fmt: skip
-    if measured:
-        speed, flops = measured.tokens_per_second, model_flops_per_token(config)
-        peak = peak_flops(result.device, config.execution.precision) if result else None
-        row = replace(
-            row, tokens_per_second=speed, low=measured.low, high=measured.high, flops_per_second=speed * flops,
-            mfu=utilization(speed, flops, peak, 1),
-            compile_seconds=max(0.0, steps[0] - config.step_tokens / speed) if steps else None,
-        )  # fmt: skip
-    if result:
-        memory = result.memory
-        if not limit:
-            row = replace(row, memory=memory.process, memory_source=memory.process_source)
-        row = replace(
-            row, allocated=memory.allocated, reserved=memory.reserved, allocator_retries=memory.allocator_retries,
-            hfu=result.hfu, data_wait_fraction=result.data_wait_fraction, train_loss=result.train_loss,
-            val_loss=result.val_loss, device=result.device, attention=result.attention, telemetry=result.telemetry,
-        )  # fmt: skip
-    return row
+    is_short = monitor.verdict == "time" if monitor else bool(result and result.outcome == "finished")
+    is_implausible = bool(result and result.impossible)
+    return replace(
+        row, ended_too_early=row.outcome == "failed" and row.speed is None and is_short and not is_implausible
+    )
 
 
 def _retries(device: torch.device) -> int:

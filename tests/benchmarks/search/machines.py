@@ -9,7 +9,7 @@ import statistics
 from collections.abc import Sequence
 from dataclasses import dataclass, replace
 from pathlib import Path
-from typing import Protocol
+from typing import Any, Protocol
 
 from infra.device.hardware import cpu_info
 from infra.schema import from_json
@@ -17,6 +17,7 @@ from train.config import config_from_json
 from train.estimate.memory import CONTEXT
 from train.loop.throughput import steady_state
 from train.resolved import resolve
+from train.result import Memory, RunResult, Throughput
 from tune.experiment.machines import make_prior
 from tune.space import Candidate, Space, make_space
 from tune.trial import early_stop
@@ -79,8 +80,18 @@ def measured(row: TrialRow, times: Sequence[float], step_tokens: int, *, memory:
     assert speed is not None
     stopped: TrialOutcome = "stopped" if _ended(times, step_tokens, bar) == "cannot win" else "ok"
     return replace(
-        row, outcome=stopped, tokens_per_second=speed.tokens_per_second, low=speed.low, high=speed.high,
-        memory=int(memory), step_seconds=list(times), seconds=row.seconds + sum(times),
+        row, outcome=stopped, result=result(int(memory), speed), step_seconds=list(times),
+        seconds=row.seconds + sum(times),
+    )  # fmt: skip
+
+
+def result(memory: int, speed: Throughput | None = None) -> RunResult:
+    """What a trial measured, as far as a search looks at it: its peak memory in bytes, and its speed."""
+    return RunResult(
+        outcome="finished", reason="", steps=0, throughput=speed, memory=Memory(None, None, memory, "rss"),
+        train_loss=None, val_loss=None, train_tokens=0, val_tokens=0, books=0.0, seconds=0.0, first_step_seconds=None,
+        data_wait_fraction=None, flops_per_token=0.0, flops_formula="", flops_per_second=None, mfu=None, device="",
+        machine="", checkpoint=None, data_fingerprint="", loss_curve=[],
     )  # fmt: skip
 
 
@@ -160,7 +171,7 @@ class Simulated:
         memory = self.memory(candidate)
         if memory <= self.limit:
             step = config.step_tokens / self.speed(candidate) * self.noise.gauss(1.0, 0.003)
-            row = replace(row, outcome="thrash", memory=int(memory), seconds=START_SECONDS + 8 * step)
+            row = replace(row, outcome="thrash", result=result(int(memory)), seconds=START_SECONDS + 8 * step)
             if self.fits(candidate):
                 times, bar = [step + self.value("compile", candidate)], proposal.speed_threshold if race else None
                 drift = 0.0
@@ -192,9 +203,9 @@ class Replayed:
         kept = json.loads(self.record.read_text(encoding="utf-8"))
         self.space = make_space(resolve(config_from_json(kept["base"], str(self.record)), cpu_info()), kept["knobs"])
         self.idle = float(kept["idle_bytes"])
-        self.rows: dict[Candidate, list[TrialRow]] = {}
-        for row in (from_json(TrialRow, values, self.record) for values in kept["rows"]):
-            self.rows.setdefault(row.candidate, []).append(row)
+        self.rows: dict[Candidate, list[dict[str, Any]]] = {}
+        for row in kept["rows"]:
+            self.rows.setdefault(from_json(Candidate, row["candidate"], self.record), []).append(row)
         peaks = sorted(self.memory(candidate) for candidate in self.rows)
         fit = round(self.fitting * len(peaks))
         self.limit = (peaks[fit - 1] + [*peaks, 1.2 * peaks[-1]][fit]) / 2
@@ -206,11 +217,11 @@ class Replayed:
 
     def memory(self, candidate: Candidate) -> float:
         """The largest peak that was seen."""
-        return max(row.memory or 0 for row in self.rows[candidate])
+        return max(row["memory"] for row in self.rows[candidate])
 
     def speed(self, candidate: Candidate) -> float:
         """The geometric mean of the runs."""
-        return statistics.geometric_mean(row.tokens_per_second or 0.0 for row in self.rows[candidate])
+        return statistics.geometric_mean(row["tokens_per_second"] for row in self.rows[candidate])
 
     def fits(self, candidate: Candidate) -> bool:
         """Whether no run went over the limit."""
@@ -219,16 +230,16 @@ class Replayed:
     def run(self, proposal: Proposal, number: int, *, race: bool) -> TrialRow:
         """One of the candidate's runs, cut where the stopping rule would have."""
         real = self.draw.choice(self.rows[proposal.candidate])
-        start = real.seconds - sum(real.step_seconds)
+        start = real["seconds"] - sum(real["step_seconds"])
         row = new_row(proposal, number, self.space, "over_limit", start)
-        times, tokens = real.step_seconds, self.space.base.step_tokens
+        times, tokens = real["step_seconds"], self.space.base.step_tokens
         bar = proposal.speed_threshold if race else None
-        if (real.memory or 0) > self.limit:
-            row = replace(row, memory=real.memory, seconds=start + times[0])
+        if real["memory"] > self.limit:
+            row = replace(row, result=result(real["memory"]), seconds=start + times[0])
         else:
             if race:
                 ends = (n for n in range(1, len(times)) if _ended(times[:n], tokens, bar))
                 times = times[: next(ends, len(times))]
-            row = measured(row, times, tokens, memory=real.memory or 0, bar=bar)
+            row = measured(row, times, tokens, memory=real["memory"], bar=bar)
         self.seconds += row.seconds
         return row

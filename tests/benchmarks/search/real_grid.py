@@ -19,6 +19,7 @@ import tempfile
 import time
 from concurrent.futures import ProcessPoolExecutor
 from pathlib import Path
+from typing import Any
 
 import numpy as np
 
@@ -30,8 +31,8 @@ from pipeline.shards import Manifest, ShardRow, write_shard
 from train.config import Cycle, TrainConfig
 from train.model_config import ModelConfig
 from train.resolved import resolve
-from tune.space import make_space
-from tune.trial.row import Proposal, TrialRow
+from tune.space import Candidate, make_space
+from tune.trial.row import Proposal, flatten_row
 from tune.trial.run import StopRule, TrialRequest, run
 
 MODEL = ModelConfig(layers=2, heads=2, width=64, context_length=64, vocab_size=512, padded_vocab_size=512)
@@ -55,8 +56,8 @@ def main() -> int:
     )  # fmt: skip
     space = make_space(resolve(base, cpu_info()), KNOBS)
     kept = json.loads(chosen.record.read_text()) if chosen.record.exists() else {"rows": []}
-    rows = [from_json(TrialRow, row, chosen.record) for row in kept["rows"]]
-    done = {(row.candidate, row.round) for row in rows}
+    rows: list[dict[str, Any]] = kept["rows"]
+    done = {(from_json(Candidate, row["candidate"], chosen.record), row["round"]) for row in rows}
     with ProcessPoolExecutor(1, multiprocessing.get_context("spawn")) as pool:
         idle = pool.submit(own_peak).result()
     every = space.candidates()
@@ -74,9 +75,9 @@ def main() -> int:
             )  # fmt: skip
             with ProcessPoolExecutor(1, multiprocessing.get_context("spawn")) as process:
                 row, _ = process.submit(run, request).result()
-        rows.append(row)
+        rows.append(flatten_row(row) | {"candidate": to_json(candidate), "step_seconds": row.step_seconds})
         done.add((candidate, repeat))
-        speed = f"{row.tokens_per_second or 0:,.0f} tok/s"
+        speed = f"{row.tokens_per_second:,.0f} tok/s"
         print(f"{len(rows)} of {len(order)}: {space.short_label(candidate)} {row.outcome} {speed}", flush=True)
         write_json(
             chosen.record,
@@ -85,7 +86,7 @@ def main() -> int:
                 "knobs": KNOBS,
                 "idle_bytes": idle,
                 "provenance": collect(),
-                "rows": [to_json(row) for row in rows],
+                "rows": rows,
             },
         )
     print("the grid is complete" if len(rows) == len(order) else "not complete: run it again")

@@ -13,6 +13,7 @@ from pathlib import Path
 
 import pytest
 from playwright.sync_api import Browser, Page, expect, sync_playwright
+from trial_rows import trial_row
 
 from infra.schema import to_json
 from infra.tracking.run_ref import RunRef
@@ -101,7 +102,7 @@ def trained(name: str, config: TrainConfig, speed: float) -> RunRef:
 
 
 def trial(size: int, speed: float | None, reason: str = "") -> TrialRow:
-    return TrialRow(
+    return trial_row(
         key=f"m{size}", number=size, stage="probe", round=0, candidate=Candidate(size, ()), accumulation=8 // size,
         outcome="ok" if speed else "failed", reason=reason, seconds=10.0, tokens_per_second=speed,
         low=speed and speed - 10, high=speed and speed + 20, memory=size * 10**9 if speed else None,
@@ -214,7 +215,7 @@ def test_the_winner_of_a_search_is_the_first_row(links: dict[str, str], page: Pa
         ("run", "curves", ("loss/train", "loss/val", "throughput/tokens_per_second", "optimizer/learning_rate")),
         ("run", "memory", ("detail/memory/predicted_gb vs. memory/process_gb",)),
         ("ladder", "curves", ("loss/train",)),
-        ("search", "memory", ("prediction/memory_gb vs. memory/process_gb",)),
+        ("search", "memory", ("memory/predicted_gb vs. memory/process_gb",)),
     ],
 )
 def test_a_view_has_its_charts(links: dict[str, str], page: Page, link: str, name: str, titles: tuple[str]) -> None:

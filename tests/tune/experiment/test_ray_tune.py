@@ -13,6 +13,7 @@ from pathlib import Path
 from typing import Any
 
 import pytest
+from trial_rows import trial_row
 
 from infra.ray.cluster import ray_session
 from infra.schema import to_json
@@ -48,13 +49,13 @@ def proposals(search: Search, nodes: Mapping[str, str] | None = None) -> tuple[E
     there = {HERE: "its id"} if nodes is None else nodes
     machines = tuple(replace(search.machines[0], name=name) for name in there)
     on = replace(search, machines=machines, config=replace(search.config, parallel=len(there)))
-    return ExperimentSearcher(on, lambda: there, begun.append, lambda row, rows: None, lambda node: 3), begun
+    return ExperimentSearcher(on, [], lambda: there, begun.append, lambda row: None, lambda node: 3), begun
 
 
 def row_of(request: TrialRequest, speed: float | None = None) -> TrialRow:
     """What the trial of ``request`` sends when it ran, at ``speed`` tokens per second."""
     proposal = request.proposal
-    return TrialRow(
+    return trial_row(
         request.key, request.number, proposal.stage, proposal.round, proposal.candidate, 1, "ok", "ran 8 steps", 1.0,
         tokens_per_second=speed, low=speed and 0.99 * speed, high=speed and 1.01 * speed, node=request.node,
     )  # fmt: skip
@@ -74,8 +75,9 @@ def test_a_trial_is_asked_for_as_the_search_says(search: Search, capfd: pytest.C
     assert request.config == trial.to_json(), "however long the training is"
     assert request.proposal.predicted_memory == search.memory.prior(Candidate(2)) > 0
     assert capfd.readouterr().out == ""
-    row = TrialRow(
-        "m1", 1, "probe", 0, Candidate(1), 2, "failed", "", 1.0, node=HERE, too_short=True, step_seconds=[9.0, 10.0]
+    row = trial_row(
+        "m1", 1, "probe", 0, Candidate(1), 2, "failed", "", 1.0, node=HERE, ended_too_early=True,
+        step_seconds=[9.0, 10.0],
     )  # fmt: skip
     again = search.trial(Proposal(Candidate(1), "probe", 1), HERE, 2, [row])
     assert again.early == StopRule(140.0, 0.01)
@@ -237,7 +239,7 @@ def test_a_trial_that_does_not_end_is_killed_and_one_that_was_killed_runs_again(
         resources = search.resources()
         nodes = partial(trial_nodes, resources)
         slowed = Slow(**{field.name: getattr(search, field.name) for field in fields(search)})
-        run_tuner(Disturbed(slowed, nodes, begun.append, lambda row, rows: None), resources)
+        run_tuner(Disturbed(slowed, [], nodes, begun.append, lambda row: None), resources)
     slow, other = read_rows(search.trials)
     assert (slow.key, slow.outcome) == (begun[0].key, "failed")
     assert re.search(r"killed after 2s.*--compile-time", slow.reason)

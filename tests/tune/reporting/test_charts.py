@@ -1,7 +1,6 @@
 """The charts of a search show its rows, the limit, and what the searcher believed."""
 
 from collections.abc import Callable
-from dataclasses import replace
 from types import ModuleType
 
 import numpy as np
@@ -10,6 +9,7 @@ from matplotlib.collections import LineCollection
 from matplotlib.figure import Figure
 from matplotlib.lines import Line2D
 from matplotlib.patches import Rectangle
+from trial_rows import changed
 
 from infra.device.hardware import A100
 from train.config import TrainConfig
@@ -130,7 +130,7 @@ def test_neither_a_confirmation_nor_a_trial_that_cannot_win_counts_as_progress(
     search: tuple[list[TrialRow], MemorySearcher], stage: Stage, outcome: TrialOutcome
 ) -> None:
     rows, memory = search
-    lucky = replace(rows[-1], stage=stage, outcome=outcome, tokens_per_second=1e9, low=1e9, high=1e9)
+    lucky = changed(rows[-1], stage=stage, outcome=outcome, tokens_per_second=1e9, low=1e9, high=1e9)
     (line,) = draw([*rows, lucky], memory)["progress"].axes[0].lines
     assert max(y for _, y in path(line)) < 1e9
 

@@ -10,13 +10,13 @@ from pathlib import Path
 from typing import Any
 
 import pytest
+from trial_rows import changed, trial_row
 
 from infra.cli.units import format_duration
 from infra.device.hardware import A100, cpu_info
 from infra.storage.directory import StorageDir
 from pipeline.shards import Manifest
 from train.config import TrainConfig
-from train.intervals import Estimate
 from train.resolved import resolve
 from train.search_reference import SearchReference, read_search_reference
 from tune.config import SearchConfig
@@ -52,7 +52,7 @@ def row(
     round: int = 0,
 ) -> TrialRow:  # fmt: skip
     """A finished trial, at one percent where it has a speed."""
-    return TrialRow(
+    return trial_row(
         f"m{size}", size, stage, round, Candidate(size, OWN), 16 // size, outcome, reason, 10.0,
         tokens_per_second=speed, low=speed and 0.99 * speed, high=speed and 1.01 * speed, memory=size * 10**9,
         node="w1",
@@ -103,9 +103,9 @@ def test_who_won_and_by_how_much() -> None:
     assert best
     assert (best["config"]["micro_batch"], best["config"]["global_batch"]) == (8, 16)
     assert best["measured"] == {
-        "tokens_per_second": pytest.approx(150.0), "low": pytest.approx(148.5, rel=1e-3),
-        "high": pytest.approx(151.5, rel=1e-3), "memory_bytes": 8 * 10**9, "runs": 1, "tied_with": [],
-        "device": None, "machines": ["w1"], "data_wait_fraction": None, "telemetry": {},
+        "name": "one", "tokens_per_second": pytest.approx(150.0), "speed_low": pytest.approx(148.5, rel=1e-3),
+        "speed_high": pytest.approx(151.5, rel=1e-3), "memory_bytes": 8 * 10**9, "runs": 1, "tied_with": [],
+        "device": "cpu", "machines": ["w1"], "data_wait_fraction": None, "telemetry": {},
     }  # fmt: skip
     assert best_json(SEARCH, [row(16, "oom")]) is None
 
@@ -113,7 +113,7 @@ def test_who_won_and_by_how_much() -> None:
 def test_the_winner_is_kept_with_what_its_machine_did() -> None:
     """For a run that is slower than it was."""
     rows = [
-        replace(
+        changed(
             row(8, speed=150.0 + number), device="NVIDIA H100", node="w1", data_wait_fraction=0.01 * number,
             telemetry={"system/gpu_sm_clock_mhz": 1700.0 + 100 * number},
         )
@@ -157,13 +157,13 @@ def test_the_table_fits_a_terminal_without_breaking_words(
     space = make_space(resolve(TrainConfig.of(global_batch=480, micro_batch=32), A100), knobs)
     longest = max(space.combinations, key=lambda knobs: len(space.knobs_label(knobs)))
     rows = [
-        replace(row(32, speed=123456.0), candidate=space.control, memory=39 * 10**9),
+        changed(row(32, speed=123456.0), candidate=space.control, memory=39 * 10**9),
         replace(row(48, speed=123457.0), candidate=Candidate(48, longest), stage="confirm", round=1),
         replace(row(60, "over_limit", "the process used 41.00 GB of 40.00 GB"), candidate=Candidate(60, longest)),
     ]
     monkeypatch.setenv("COLUMNS", "80")
     search_report(planned(40e9, space), rows).show()
-    table, _ = capsys.readouterr().out.split("- the control is")
+    table, _ = capsys.readouterr().out.split("- memory is")
     assert max(map(len, table.splitlines())) <= 80
     assert {*space.knobs_label(longest).split(), "micro-batch", "over_limit", "123,457"} <= set(table.split())
 
@@ -240,7 +240,7 @@ def test_all_rows_as_csv() -> None:
 
 def test_a_ratio_to_the_control_is_in_brackets_where_no_difference_is_shown() -> None:
     def row(size: int, speed: float, width: float) -> TrialRow:
-        return TrialRow(
+        return trial_row(
             f"{size}", 1, "probe", 0, Candidate(size), 1, "ok", "", 10.0, tokens_per_second=speed,
             low=speed * (1 - width), high=speed * (1 + width), memory=1, node="w1",
         )  # fmt: skip
@@ -266,16 +266,16 @@ def test_what_the_trials_measured_is_what_a_later_run_is_compared_with(
     """
     search = replace(SEARCH, directory=StorageDir.of(tmp_path / "fast"))
     search.folder.mkdir()
-    base = distinct(
-        TrialRow, candidate=Candidate(8, OWN), stage="probe", outcome="ok", number=1, round=0, memory=3 * 10**9,
-        tokens_per_second=150.0, low=148.0, high=152.0, node="w1", telemetry={"clock": 1700.0, "power": 300.0},
+    base = changed(
+        distinct(TrialRow, candidate=Candidate(8, OWN), stage="probe", outcome="ok", number=1, round=0, node="w1"),
+        memory=3 * 10**9, tokens_per_second=150.0, low=148.0, high=152.0, telemetry={"clock": 1700.0, "power": 300.0},
     )  # fmt: skip
-    control = replace(base, candidate=Candidate(4, OWN), key="c", tokens_per_second=100.0, low=99.0, high=101.0)
-    slow = replace(
+    control = changed(base, candidate=Candidate(4, OWN), key="c", tokens_per_second=100.0, low=99.0, high=101.0)
+    slow = changed(
         base, number=3, key="w2", stage="control", node="w2", candidate=Candidate(8, OWN), memory=9 * 10**9,
         tokens_per_second=75.0, low=74.0, high=76.0, telemetry={},
     )  # fmt: skip
-    again = replace(
+    again = changed(
         slow, number=4, key="again", stage="confirm", round=1, memory=4 * 10**9, data_wait_fraction=0.5,
         telemetry={"clock": 1500.0},
     )  # fmt: skip
@@ -289,19 +289,28 @@ def test_what_the_trials_measured_is_what_a_later_run_is_compared_with(
     found = read_search_reference(str(search.folder / "best.json"), search.space.config(base.candidate))
     assert found
     assert found.speed.middle == pytest.approx(150.0, rel=0.01), "as on the first machine"
+    assert base.result
     assert found == SearchReference(
-        name="fast", speed=found.speed, device=base.device, machines=("w1", "w2"),
-        data_wait_fraction=(base.data_wait_fraction + 0.5) / 2, telemetry={"clock": 1600.0, "power": 300.0},
+        "fast", *found.speed, 4 * 10**9, runs=1, tied_with=[], device=base.result.device, machines=["w1", "w2"],
+        data_wait_fraction=((base.result.data_wait_fraction or 0.0) + 0.5) / 2,
+        telemetry={"clock": 1600.0, "power": 300.0},
     )  # fmt: skip
-    measured = kept["measured"]
-    assert found.speed == Estimate(measured["tokens_per_second"], measured["low"], measured["high"])
 
 
 def test_the_table_of_trials_has_every_field_of_a_row(distinct: Callable[..., Any]) -> None:
-    """As it was measured, but for what has a value for each step or metric."""
+    """And the measurements of its result, each by its name, but for what has a value for each step or metric."""
     row = distinct(TrialRow, candidate=Candidate(8, OWN))
     (line,) = csv.DictReader(io.StringIO(csv_text([row])))
-    nested = {"candidate", "step_seconds", "losses", "telemetry"}
+    nested = {"candidate", "result", "step_seconds", "losses"}
+    own = {field.name: getattr(row, field.name) for field in fields(row) if field.name not in nested}
+    result, memory, speed = row.result, row.result.memory, row.result.throughput
+    names = ("flops_per_second", "mfu", "hfu", "data_wait_fraction", "train_loss", "val_loss", "device", "attention")
+    measured = {name: getattr(result, name) for name in names} | {
+        "tokens_per_second": speed.tokens_per_second, "speed_low": speed.low, "speed_high": speed.high,
+        "memory": memory.process, "memory_source": memory.process_source, "allocated": memory.allocated,
+        "reserved": memory.reserved, "allocator_retries": memory.allocator_retries,
+        "compile_seconds": row.compile_seconds,
+    }  # fmt: skip
     assert {name: line[name] for name in line if name not in ("micro_batch", *dict(OWN))} == {
-        field.name: str(getattr(row, field.name)) for field in fields(row) if field.name not in nested
+        name: str(value) for name, value in (own | measured).items()
     }

@@ -6,6 +6,7 @@ from dataclasses import dataclass, replace
 from pathlib import Path
 
 import pytest
+from trial_rows import changed, trial_row
 
 from infra.device.hardware import cpu_info
 from train.config import Cycle, TrainConfig
@@ -23,7 +24,7 @@ SPACE = make_space(resolve(TrainConfig.of(global_batch=8, micro_batch=8), cpu_in
 
 def row(size: int, *, stage: Stage = "probe", round: int = 0, speed: float = 100.0) -> TrialRow:
     """A trial that measured ``speed`` within three percent."""
-    return TrialRow(
+    return trial_row(
         f"m{size}-{stage}-{round}", 1, stage, round, Candidate(size), 8 // size, "ok", "", 10.0,
         tokens_per_second=speed, low=0.97 * speed, high=1.03 * speed, memory=size * 10**9, node="w1",
     )  # fmt: skip
@@ -31,8 +32,8 @@ def row(size: int, *, stage: Stage = "probe", round: int = 0, speed: float = 100
 
 def short(size: int, *, round: int = 0, step: float = 2.0) -> TrialRow:
     """A trial whose time was too short for a speed."""
-    bare = replace(row(size, round=round), tokens_per_second=None, low=None, high=None)
-    return replace(bare, outcome="failed", too_short=True, step_seconds=[9.0, step, step])
+    bare = changed(row(size, round=round), tokens_per_second=None, low=None, high=None)
+    return replace(bare, outcome="failed", ended_too_early=True, step_seconds=[9.0, step, step])
 
 
 def test_a_trial_with_too_little_time_runs_once_more_with_enough(
@@ -51,7 +52,7 @@ def test_a_trial_with_too_little_time_runs_once_more_with_enough(
         rows.append(row)
         assert most == (0.0 if len(rows) == 1 else 2 * (FEWEST + 2) * statistics.median(rows[0].step_seconds[1:]))
     first, second, *others = rows
-    assert (first.outcome, first.too_short, first.round) == ("failed", True, 0)
+    assert (first.outcome, first.ended_too_early, first.round) == ("failed", True, 0)
     assert (second.outcome, second.round) == ("ok", 1)
     assert second.candidate == first.candidate
     assert second.key != first.key
@@ -73,7 +74,7 @@ def test_a_trial_is_repeated_once() -> None:
 
 
 def test_a_trial_that_failed_for_another_reason_is_not_repeated() -> None:
-    proposal = RetryShortTrials(GridStrategy(SPACE)).propose([replace(short(1), too_short=False)])
+    proposal = RetryShortTrials(GridStrategy(SPACE)).propose([replace(short(1), ended_too_early=False)])
     assert proposal
     assert (proposal.candidate, proposal.round) == (Candidate(2), 0)
 
@@ -100,7 +101,7 @@ def test_every_second_round_of_confirmations_runs_in_the_opposite_order() -> Non
         order.setdefault(proposal.round, []).append(size)
         keys.setdefault(proposal.round, []).append(proposal.key("search"))
         confirmed = row(size, stage="confirm", round=proposal.round, speed={2: 101, 4: 100, 8: 99}[size])
-        rows.append(replace(confirmed, low=80.0, high=120.0))
+        rows.append(changed(confirmed, low=80.0, high=120.0))
     assert list(order) == [1, 2, 3]
     assert order[1] == [4, 2, 8]
     assert order[2] == [8, 4, 2]
@@ -132,5 +133,5 @@ def test_as_many_rounds_as_were_asked_for(rounds: int) -> None:
     while (proposal := strategy.propose(rows)) is not None:
         ran.append(proposal.round)
         wide = row(proposal.candidate.micro_batch, stage="confirm", round=proposal.round)
-        rows.append(replace(wide, low=50.0, high=200.0))
+        rows.append(changed(wide, low=50.0, high=200.0))
     assert ran == [number for number in range(1, rounds + 1) for _ in range(4)], "the best three and the control"

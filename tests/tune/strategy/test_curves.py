@@ -4,6 +4,7 @@ from dataclasses import replace
 from typing import Any
 
 import pytest
+from trial_rows import changed, trial_row
 
 from infra.device.hardware import cpu_info
 from train.config import TrainConfig
@@ -23,7 +24,7 @@ def row(
 ) -> TrialRow:
     """A finished trial."""
     candidate = Candidate(size, knobs)
-    return TrialRow(
+    return trial_row(
         f"m{size}", 1, "probe", 0, candidate, 1, outcome, "", 10.0, tokens_per_second=speed, memory=int(memory),
         node="w1",
     )  # fmt: skip
@@ -106,7 +107,7 @@ def test_accumulations_share_the_curves_of_memory_and_speed() -> None:
     assert one.speed(pair(8, 2)) is None, "what a step costs is not known apart"
     assert two.speed(pair(8, 2)) == pytest.approx(16 / 32)
     assert one.memory(pair(32, 4)) == pytest.approx(34e9)
-    unfit = ran(24, 2, outcome="oom", tokens_per_second=None)
+    unfit = changed(ran(24, 2, outcome="oom"), tokens_per_second=None)
     assert [known(unfit).fits(pair(size, 1)) for size in (16, 24)] == [True, False]
     assert known(*two.rows, unfit).max_micro_batch(pair(1, 4).knobs) == 23, (
         "closer than four fifths, as the line is known"

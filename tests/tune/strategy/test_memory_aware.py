@@ -7,6 +7,7 @@ from types import ModuleType
 from typing import Any
 
 import pytest
+from trial_rows import trial_row
 
 from infra.device.hardware import A100, cpu_info
 from train.config import TrainConfig
@@ -110,7 +111,7 @@ def test_nothing_fits(space: Space) -> None:
 
 def finished(size: int, outcome: TrialOutcome, **measured: Any) -> TrialRow:
     """A trial of one size of :func:`plain`."""
-    return TrialRow(f"m{size}", 1, "probe", 0, Candidate(size), 1, outcome, "", 10.0, node="w1", **measured)
+    return trial_row(f"m{size}", 1, "probe", 0, Candidate(size), 1, outcome, "", 10.0, node="w1", **measured)
 
 
 def plain(*knobs: str, batch: int = 64) -> MemorySearcher:
@@ -162,7 +163,7 @@ def test_what_fails_everywhere_near_the_control_ends_the_search(compare: ModuleT
     searcher = compare.ours(compare.Simulated(space, 3)).explorer
     rows: list[TrialRow] = []
     while (proposal := searcher.propose(rows)) is not None:
-        row = TrialRow(
+        row = trial_row(
             str(len(rows)), len(rows), proposal.stage, 0, proposal.candidate, 1, "failed", "no driver", 10.0, node="w1"
         )  # fmt: skip
         rows.append(row)

@@ -4,6 +4,7 @@ import math
 from dataclasses import replace
 
 import pytest
+from trial_rows import trial_row
 
 from tune.space import Candidate
 from tune.strategy.nodes import control_speeds, normalize_speeds, pending_control, slowdown_factor
@@ -13,7 +14,7 @@ from tune.trial.row import Proposal, Stage, TrialRow
 def row(number: int, node: str, size: int, speed: float | None, stage: Stage = "probe") -> TrialRow:
     """A trial's, with an interval of one percent to either side."""
     low, high = (speed / 1.01, speed * 1.01) if speed else (None, None)
-    return TrialRow(
+    return trial_row(
         f"m{number}", number, stage, 0, Candidate(size), 1, "ok" if speed else "oom", "", 1.0,
         tokens_per_second=speed, low=low, high=high, node=node,
     )  # fmt: skip
@@ -25,9 +26,8 @@ def test_a_machine_that_is_slower_throughout_ranks_no_candidate_lower() -> None:
     assert first == rows[0]
     assert failed == rows[3]
     assert scaled.tokens_per_second == pytest.approx(1200.0)
-    assert scaled.low
-    assert scaled.high
-    width = math.log(scaled.high / scaled.low) / 2
+    assert scaled.speed
+    width = math.log(scaled.speed.high / scaled.speed.low) / 2
     assert math.isclose(width, math.sqrt(3) * math.log(1.01)), "the controls are as uncertain as the trial"
 
 

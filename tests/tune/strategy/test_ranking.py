@@ -3,6 +3,7 @@
 from dataclasses import replace
 
 import pytest
+from trial_rows import trial_row
 
 from tune.space import Candidate
 from tune.strategy.ranking import contenders, rank
@@ -13,7 +14,7 @@ def row(
     size: int, speed: float, memory: int, *, width: float = 0.01, stage: Stage = "probe", outcome: TrialOutcome = "ok"
 ) -> TrialRow:
     """A finished trial."""
-    return TrialRow(
+    return trial_row(
         f"{size}-{stage}-{speed}", 1, stage, 0, Candidate(size), 1, outcome, "", 10.0, tokens_per_second=speed,
         low=speed * (1 - width), high=speed * (1 + width), memory=memory, node="w1",
     )  # fmt: skip
@@ -33,7 +34,9 @@ def test_a_wide_interval_does_not_let_a_slow_one_win() -> None:
 
 def test_overlapping_intervals_tie_though_the_means_lie_outside_of_them() -> None:
     fast, slow = row(8, 1000, 60, width=0.15), row(4, 800, 20, width=0.15)
-    assert (slow.tokens_per_second or 0) < (fast.low or 0) < (slow.high or 0)
+    assert fast.speed
+    assert slow.speed
+    assert slow.speed.middle < fast.speed.low < slow.speed.high
     assert [s.tied for s in rank([fast, slow])] == [True, True]
     apart = [row(8, 1000, 60, width=0.1), row(4, 800, 20, width=0.1)]
     assert [s.tied for s in rank(apart)] == [False, False]

@@ -6,6 +6,7 @@ from pathlib import Path
 from typing import Any
 
 import pytest
+from trial_rows import changed, trial_row
 
 from infra.cli.units import GB
 from infra.storage.directory import StorageDir
@@ -28,7 +29,6 @@ from tune.suite.results import (
 from tune.suite.runs import RungResult
 from tune.suite.suites import AA, SUITES, Rung, Suite
 from tune.trial.compare import Difference
-from tune.trial.row import TrialRow
 
 CUMULATIVE = Suite("mine", "Mine", {}, (Rung("first", {"batch": 2}), Rung("second", {"batch": 4})), cumulative=True)
 FLAT = replace(CUMULATIVE, cumulative=False)
@@ -39,13 +39,13 @@ def measured(
 ) -> RungResult:
     """A rung of ten steps, whose loss at each step is its number; ``changes`` are of its row or of the rung."""
     config = TrainConfig.of(global_batch=changes.pop("global_batch", batch), micro_batch=batch, device="cpu")
-    row = TrialRow(
+    row = trial_row(
         name, 1, "rung", 0, Candidate(batch), 2, "ok", "", 1.0, tokens_per_second=speed, low=speed - reach,
         high=speed + reach, memory=round(gigabytes * GB), node="w1", step_tokens=32, attention="flash",
         losses=[float(step) for step in range(1, 11)],
     )  # fmt: skip
-    of_row = {field: changes.pop(field) for field in [*changes] if field in TrialRow.__annotations__}
-    return RungResult(name, row=replace(row, **of_row), config=config, **changes)
+    of_rung = {field: changes.pop(field) for field in [*changes] if field in RungResult.__annotations__}
+    return RungResult(name, row=changed(row, **changes), config=config, **of_rung)
 
 
 def test_a_ladder_is_told_in_five_lines() -> None:

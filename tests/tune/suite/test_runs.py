@@ -6,6 +6,7 @@ from pathlib import Path
 from typing import Any
 
 import pytest
+from trial_rows import changed
 
 from infra.device.hardware import A100, DeviceInfo, cpu_info
 from infra.errors import UserError
@@ -29,7 +30,7 @@ Made = Callable[[TrialRequest, TrainConfig], TrialRow]
 def well(request: TrialRequest, config: TrainConfig, **more: Any) -> TrialRow:
     """The row of a run of eight steps at 1,000 tokens per second."""
     speed = {"tokens_per_second": 1000.0, "low": 990.0, "high": 1010.0, "step_seconds": [1.0] * 8}
-    return replace(unmeasured(request, "ok", "reached 8 steps", 1.0), **speed | more)
+    return changed(unmeasured(request, "ok", "reached 8 steps", 1.0), **speed | more)
 
 
 def too_large(request: TrialRequest) -> TrialRow:
@@ -334,17 +335,17 @@ def test_a_baseline_without_a_speed_says_what_to_do(base: TrainConfig, ladder_of
     request = ladder_of(AA, base).request("here", 1, [], [])
     assert request is not None
 
-    def baseline(row: TrialRow) -> RungResult:
-        return RungResult("baseline", "" if row.speed else row.reason, row, base)
+    def check(row: TrialRow) -> None:
+        check_baseline_speed(row, row.reason)
 
-    check_baseline_speed(baseline(well(request, base)))
+    check(well(request, base))
     with pytest.raises(UserError, match=r"7 steps in 3\.0 s; a rung needs 8 .* --time-budget 4s or more"):
-        check_baseline_speed(baseline(well(request, base, step_seconds=[9.0, *[0.5] * 6])))
-    short = replace(unmeasured(request, "failed", "too few", 1.0), too_short=True, step_seconds=[1.5])
+        check(well(request, base, step_seconds=[9.0, *[0.5] * 6]))
+    short = replace(unmeasured(request, "failed", "too few", 1.0), ended_too_early=True, step_seconds=[1.5])
     with pytest.raises(UserError, match=r"--time-budget 12s or more"):
-        check_baseline_speed(baseline(short))
+        check(short)
     with pytest.raises(UserError, match=r"baseline failed: no kernel"):
-        check_baseline_speed(baseline(unmeasured(request, "failed", "no kernel", 1.0)))
+        check(unmeasured(request, "failed", "no kernel", 1.0))
 
 
 def test_what_a_machine_cannot_show_is_refused(base: TrainConfig) -> None:

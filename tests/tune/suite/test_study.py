@@ -5,6 +5,7 @@ from pathlib import Path
 from typing import Any
 
 import pytest
+from trial_rows import changed, trial_row
 
 from train.config import TrainConfig
 from train.estimate.roofline import REACHED_FRACTION_RANGE
@@ -28,7 +29,6 @@ from tune.suite.study import (
 )
 from tune.suite.suites import A100, LOOP, MEMORY, apply_changes
 from tune.trial.compare import Difference
-from tune.trial.row import TrialRow
 
 ROOT = Path(__file__).parents[3]
 CONFIGS = dict(study_rungs()) | {"baseline": apply_changes(TrainConfig.of(device="cuda", steps=10), A100.base)}
@@ -39,7 +39,7 @@ def row(name: str, *, faster: float = 1.0, card: float = 1.0, **changes: Any) ->
     published, rate = STUDY[name], card * A100_MATMUL[kinds()[name]]
     speed = published.speed / VALIDATION * card * faster
     total = published.speed * faster / STUDY["baseline"].speed
-    trial = TrialRow(
+    trial = trial_row(
         name, 1, "rung", 0, Candidate(published.batch), 1, "ok", "", 1.0, memory=round(published.gib * GIB),
         tokens_per_second=speed, low=0.99 * speed, high=1.01 * speed, node="w1",
     )  # fmt: skip
@@ -85,7 +85,7 @@ def test_the_first_rung_that_is_too_slow_for_the_card_is_named() -> None:
 def test_what_was_not_measured_is_left_open() -> None:
     rows = [row("baseline"), replace(row("compile"), matmul_rate=None), RungResult("flash attention", "oom")]
     assert rows[1].row is not None
-    rows.insert(1, replace(rows[1], name="compile, same batch", row=replace(rows[1].row, memory=20 * GIB)))
+    rows.insert(1, replace(rows[1], name="compile, same batch", row=changed(rows[1].row, memory=20 * GIB)))
     (memory, _, speed), _ = compare("a100", rows)
     assert [line[5:] for line in memory.rows[4:9]] == [
         ("-", "-"), ("20.0", "48"), ("37.4", "48"), ("-", "-"), ("-", "-"),
@@ -110,7 +110,7 @@ def test_the_other_studies_figures_stand_beside_those_measured_here() -> None:
     assert {rung.name for rung in MEMORY.rungs} >= EFFECTS["memory"].keys()
     base, half = row("baseline"), row("baseline")
     assert half.row is not None
-    half = replace(half, name="checkpointing", row=replace(half.row, memory=round(18.5 * GIB)))
+    half = replace(half, name="checkpointing", row=changed(half.row, memory=round(18.5 * GIB)))
     half = replace(half, total=Difference(0.8, 0.7, 0.9))
     (table,), said = compare("loop", [base, half])
     assert table.rows == [

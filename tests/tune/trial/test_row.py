@@ -3,6 +3,8 @@
 from dataclasses import replace
 from pathlib import Path
 
+from trial_rows import changed, trial_row
+
 from tune.space import Candidate
 from tune.trial.row import Proposal, TrialRow, read_rows, rows_with_speed, write_row
 
@@ -10,7 +12,7 @@ PROPOSAL = Proposal(Candidate(8, (("compile", "off"),)), "confirm", 1)
 
 
 def row(proposal: Proposal, number: int) -> TrialRow:
-    return TrialRow(
+    return trial_row(
         proposal.key("search"), number, proposal.stage, proposal.round, proposal.candidate, 1, "ok", "", 10.0,
         tokens_per_second=100.0, step_seconds=[1.0, 0.5], node="w1",
     )  # fmt: skip
@@ -46,4 +48,4 @@ def test_only_what_ran_within_the_limit_can_win() -> None:
     ok = row(PROPOSAL, 1)
     stopped = replace(ok, outcome="stopped")
     unfit = [replace(ok, outcome=outcome) for outcome in ("over_limit", "oom", "thrash", "failed")]
-    assert rows_with_speed([ok, *unfit, stopped, replace(ok, tokens_per_second=None)]) == [ok, stopped]
+    assert rows_with_speed([ok, *unfit, stopped, changed(ok, tokens_per_second=None)]) == [ok, stopped]

@@ -13,14 +13,24 @@ from infra.errors import UserError
 from train.config import Cycle, Precision, TrainConfig
 from train.estimate.flops import palm_flops
 from train.loop.memory_limit import MemoryLimit
+from train.loop.result_builder import StepTimes
 from train.loop.throughput import steady_state
 from train.loop.trainer import Trainer
 from train.model_config import ModelConfig
-from train.result import CycleReport, RunResult
+from train.result import CycleReport, MemorySource, RunResult
 from tune.space import Candidate
 from tune.trial import early_stop
 from tune.trial.row import Proposal, TrialOutcome, TrialRow, read_rows, write_row
-from tune.trial.run import StopRule, TrialMonitor, TrialRequest, classify_outcome, make_row, run, unmeasured
+from tune.trial.run import (
+    StopRule,
+    TrialMonitor,
+    TrialRequest,
+    as_trial_result,
+    classify_outcome,
+    make_row,
+    run,
+    unmeasured,
+)
 
 
 @pytest.fixture(scope="module")
@@ -43,7 +53,9 @@ def test_a_trial_keeps_what_its_machine_did(
     training: TrainConfig, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setattr(telemetry, "PERIOD", 0.001)
-    found = attempt(training, tmp_path, steps=60).telemetry
+    result = attempt(training, tmp_path, steps=60).result
+    assert result
+    found = result.telemetry
     assert found["system/worker_memory_gb"] > 0.05
     assert found["system/processors"] >= 1
 
@@ -67,8 +79,8 @@ def test_a_trial_that_cannot_win_stops(eight_steps: RunResult, bar: float, verdi
     assert watch.verdict == verdict
     if verdict:
         assert len(watch.seconds) < 12
-        assert classify_outcome(eight_steps, watch)[0] == "stopped"
-        assert classify_outcome(eight_steps, watch)[1].startswith("cannot reach 200 tokens/s after ")
+        assert judged(eight_steps, watch)[0] == "stopped"
+        assert judged(eight_steps, watch)[1].startswith("cannot reach 200 tokens/s after ")
 
 
 def test_a_failure_is_an_outcome(training: TrainConfig, tmp_path: Path) -> None:
@@ -85,7 +97,7 @@ def test_running_out_of_memory_is_an_outcome(
     long = replace(training.model, context_length=2**21, heads=8, width=8)
     config = training.replace(data=str(data), model=long, attention="manual", micro_batch=1, global_batch=1)
     row = attempt(config, tmp_path / "rows")
-    assert (row.outcome, row.tokens_per_second) == ("oom", None)
+    assert (row.outcome, row.speed) == ("oom", None)
     assert "memory" in row.reason
 
 
@@ -104,13 +116,13 @@ def test_exactly_the_limit_is_within_it(eight_steps: RunResult) -> None:
 
         peak: int = 0
 
-        def used(self) -> tuple[int, str]:
+        def used(self) -> tuple[int, MemorySource]:
             return self.peak, "rss"
 
     for peak, verdict, outcome in ((10**9, "", "ok"), (10**9 + 1, "over the limit", "over_limit")):
         watch = watched([1.0] * 8, retries=[0] * 9)
         watch.limit = Told(10**9, torch.device("cpu"), 0, peak)
-        assert classify_outcome(eight_steps, watch)[0] == outcome
+        assert judged(eight_steps, watch)[0] == outcome
         watch.seconds = []
         watch.should_stop()
         assert watch.verdict == verdict
@@ -119,7 +131,7 @@ def test_exactly_the_limit_is_within_it(eight_steps: RunResult) -> None:
 def test_a_run_that_diverged_failed_whatever_it_measured(eight_steps: RunResult) -> None:
     watch = watched([1.0] * 8, retries=[0] * 9)
     diverged = replace(eight_steps, outcome="diverged", reason="the loss is nan")
-    assert classify_outcome(diverged, watch) == ("failed", "the loss is nan")
+    assert judged(diverged, watch) == ("failed", "the loss is nan")
 
 
 def test_an_impossible_speed_fails_its_trial_which_is_not_repeated(
@@ -127,10 +139,11 @@ def test_an_impossible_speed_fails_its_trial_which_is_not_repeated(
 ) -> None:
     watch = watched([1.0] * 8, retries=[0] * 9)
     impossible = replace(eight_steps, impossible="1,088% of the peak", throughput=None)
-    for followed, outcome in ((watch, classify_outcome(impossible, watch)), (None, classify_outcome(impossible))):
+    for followed, outcome in ((watch, judged(impossible, watch)), (None, judged(impossible))):
         assert outcome == ("failed", "1,088% of the peak")
-        row = make_row(row_of(*outcome), training, impossible, followed)
-        assert (row.speed, row.mfu, row.too_short) == (None, None, False)
+        row = measured_row(training, impossible, followed)
+        assert row.result
+        assert (row.outcome, row.speed, row.result.mfu, row.ended_too_early) == ("failed", None, None, False)
 
 
 @pytest.mark.parametrize("verdict", ["time", ""])
@@ -140,15 +153,15 @@ def test_only_a_trial_whose_time_ended_it_was_too_short(
     """A search repeats such a trial with more time, which would not help one that ran all its steps."""
     watch = watched([9.0, 1.0], retries=[0] * 3)
     watch.verdict = verdict
-    outcome, reason = classify_outcome(eight_steps, watch)
+    outcome, reason = judged(eight_steps, watch)
     assert outcome == "failed"
     assert ("--trial-time" in reason) == (verdict == "time")
-    assert make_row(row_of(outcome, reason), training, eight_steps, watch).too_short == (verdict == "time")
+    assert measured_row(training, eight_steps, watch).ended_too_early == (verdict == "time")
 
 
 def test_compilation_is_what_the_first_step_took_longer(training: TrainConfig, eight_steps: RunResult) -> None:
     watch = watched([9.0, *[2.0] * 7], retries=[0] * 9)
-    row = make_row(row_of(), training, eight_steps, watch)
+    row = measured_row(training, eight_steps, watch)
     assert row.compile_seconds == pytest.approx(7.0)
     assert row.tokens_per_second == training.step_tokens / 2
     assert (row.number, row.stage, row.candidate) == (1, "probe", Candidate(1))
@@ -178,9 +191,10 @@ def test_utilisation_is_of_one_device_at_the_trials_precision(
 ) -> None:
     on_gpu = replace(eight_steps, device="NVIDIA A100-SXM4-80GB")
     watch = watched([1.0] * 8, retries=[0] * 9)
-    row = make_row(row_of(), training.replace(precision=precision), on_gpu, watch)
+    row = measured_row(training.replace(precision=precision), on_gpu, watch)
     peak = {"fp32": 19.5e12, "tf32": 156e12, "bf16": 312e12}[precision]
-    assert row.mfu == pytest.approx((row.tokens_per_second or 0.0) * palm_flops(training.gpt2_config) / peak)
+    assert row.result
+    assert row.result.mfu == pytest.approx(row.tokens_per_second * palm_flops(training.gpt2_config) / peak)
 
 
 def test_a_damaged_row_is_named(training: TrainConfig, tmp_path: Path) -> None:
@@ -195,12 +209,22 @@ def eight_steps(training: TrainConfig) -> RunResult:
     return Trainer(training.replace(steps=8)).run()
 
 
+def judged(result: RunResult, watch: TrialMonitor | None = None) -> tuple[TrialOutcome, str]:
+    """The outcome and the reason of a trial that ended with ``result``."""
+    return classify_outcome(as_trial_result(result, TrainConfig.of(micro_batch=4, global_batch=8), watch, None), watch)
+
+
+def measured_row(config: TrainConfig, result: RunResult, watch: TrialMonitor | None = None) -> TrialRow:
+    """The row of such a trial."""
+    result = as_trial_result(result, config, watch, None)
+    return make_row(row_of(*classify_outcome(result, watch)), config, result, watch, StepTimes())
+
+
 def row_of(outcome: TrialOutcome = "ok", reason: str = "") -> TrialRow:
     """The row of a trial of which nothing else is known."""
     config = {"global_batch": 1, "micro_batch": 1}
-    return unmeasured(
-        TrialRequest("m1", 1, "m1", Proposal(Candidate(1), "probe"), config, "here"), outcome, reason, 0.0
-    )
+    request = TrialRequest("m1", 1, "m1", Proposal(Candidate(1), "probe"), config, "here")
+    return unmeasured(request, outcome, reason, 0.0)
 
 
 def watched(steps: Sequence[float], *, retries: Sequence[int], bar: float | None = None) -> TrialMonitor:
@@ -216,12 +240,12 @@ def test_a_step_in_which_the_allocator_freed_its_cache_is_left_out(eight_steps: 
     watch = watched([9.0, 8.0, 1.0, 1.0, 1.0, 1.0, 5.0, 1.0], retries=[1, 2, 2, 2, 2, 2, 3, 3, 3])
     assert watch.rejected() == {6}
     assert watch.counted() == [9.0, 8.0, 1.0, 1.0, 1.0, 1.0, 1.0]
-    assert classify_outcome(eight_steps, watch) == ("ok", "completed 8 steps; 1 step excluded")
+    assert judged(eight_steps, watch) == ("ok", "completed 8 steps; 1 step excluded")
 
 
 def test_an_allocator_that_lives_off_its_cache_thrashes(eight_steps: RunResult) -> None:
     watch = watched([1.0] * 8, retries=[0, 3, 3, 3, 4, 4, 5, 5, 5])
-    assert classify_outcome(eight_steps, watch) == ("thrash", "the allocator freed its cache in 2 steps")
+    assert judged(eight_steps, watch) == ("thrash", "the allocator freed its cache in 2 steps")
 
 
 @pytest.mark.parametrize("slow", [2, 7, 18])
@@ -233,7 +257,7 @@ def test_a_step_that_compiles_again_does_not_change_the_speed(
     for seconds in (0.0, 20.0):
         steps[slow] += seconds
         watch = watched(steps, retries=[0] * 21, bar=95.0)  # of 100 tokens/s
-        speeds.append(make_row(row_of(), training, eight_steps, watch).tokens_per_second)
+        speeds.append(measured_row(training, eight_steps, watch).tokens_per_second)
         assert all(
             early_stop.verdict(steps[:count], bar_seconds=100 / 95, precision=0.0) != "cannot win"
             for count in range(len(steps))
@@ -249,8 +273,10 @@ def test_speed_counts_the_tokens_of_whole_steps(training: TrainConfig, tmp_path:
     whole = steady_state(row.step_seconds, batch * training.model.context_length)
     assert whole
     assert row.tokens_per_second == whole.tokens_per_second
-    assert (row.outcome, row.memory_source, len(row.step_seconds)) == ("ok", "rss", 20)
-    assert (row.low or 0) <= whole.tokens_per_second <= (row.high or 0)
+    assert row.speed
+    assert row.result
+    assert (row.outcome, row.result.memory.process_source, len(row.step_seconds)) == ("ok", "rss", 20)
+    assert row.speed.low <= whole.tokens_per_second <= row.speed.high
     assert row.memory
 
 
@@ -258,35 +284,18 @@ def test_speed_counts_the_tokens_of_whole_steps(training: TrainConfig, tmp_path:
 class Known(MemoryLimit):
     """A limit on a process that has used a known amount."""
 
-    def used(self) -> tuple[int, str]:
+    def used(self) -> tuple[int, MemorySource]:
         return 5 * 10**9, "device"
 
 
-OF_ANOTHER_KIND = {"outcome", "reason", "seconds", "memory", "predicted_memory", "mfu", "flops_per_second"}
-"""Fields of a row that are not those of the same name of a result: all but the last two are the trial's, and those are
-computed from the row's speed."""
-
-
-def test_what_a_run_measured_is_in_the_row_of_its_trial_by_the_same_name(
-    training: TrainConfig, distinct: Callable[..., Any]
-) -> None:
-    """Whatever fields the two come to share: none is left out, and none is in the place of another."""
-    result = distinct(RunResult, impossible="", device="NVIDIA A100-SXM4-80GB")
-    measured = vars(result) | vars(result.throughput) | vars(result.memory)
-    config = training.replace(precision="bf16")
-    row = make_row(row_of(), config, result)
-    shared = {field.name for field in fields(TrialRow)} & measured.keys() - OF_ANOTHER_KIND
-    assert len(shared) >= 13
-    assert {name: getattr(row, name) for name in shared} == {name: measured[name] for name in shared}
-    assert (row.memory, row.memory_source) == (result.memory.process, result.memory.process_source)
-    assert row.flops_per_second == result.throughput.tokens_per_second * palm_flops(training.gpt2_config)
-    assert row.mfu == pytest.approx((row.flops_per_second or 0.0) / 312e12)
-    limited = make_row(row_of(), config, result, limit=Known(10**10, torch.device("cpu"), 0))
-    assert limited == replace(row, memory=5 * 10**9, memory_source="device"), "as the limit is checked"
-    unknown = replace(result, throughput=None)
-    assert make_row(row_of(), config, unknown) == replace(
-        row, tokens_per_second=None, low=None, high=None, flops_per_second=None, mfu=None
-    )
+def test_the_row_of_a_trial_has_what_its_run_measured(training: TrainConfig, distinct: Callable[..., Any]) -> None:
+    """But for the memory, where it has a limit, which is on another measure of it."""
+    result = distinct(RunResult, impossible="")
+    row = make_row(row_of(), training, as_trial_result(result, training, None, None), None, StepTimes())
+    assert row.result == result
+    assert (row.speed, row.memory) == (result.throughput.estimate, result.memory.process)
+    limited = as_trial_result(result, training, None, Known(10**10, torch.device("cpu"), 0))
+    assert limited == replace(result, memory=replace(result.memory, process=5 * 10**9, process_source="device"))
 
 
 def test_what_was_asked_of_a_trial_is_in_its_row_by_the_same_name(distinct: Callable[..., Any]) -> None:
@@ -306,9 +315,10 @@ def test_a_rung_is_measured_like_the_run_of_its_config(training: TrainConfig) ->
     expected = trainer.run()
     request = TrialRequest("m4", 1, "rung", Proposal(Candidate(4), "rung"), config.to_json(), "here")
     row, _ = run(request)
-    assert (row.outcome, row.train_loss, row.val_loss) == ("ok", expected.train_loss, expected.val_loss)
+    assert row.result
+    assert (row.outcome, row.result.train_loss, row.result.val_loss) == ("ok", expected.train_loss, expected.val_loss)
     assert row.losses == [loss for report in trainer.times.reports for loss in report.step_losses]
     assert [seen for seen, _ in row.curve] == [number * config.step_tokens for number in range(1, 10)]
-    assert (len(row.step_seconds), row.step_tokens, row.attention) == (9, config.step_tokens, expected.attention)
+    assert (len(row.step_seconds), row.step_tokens, row.result.attention) == (9, config.step_tokens, expected.attention)
     over, _ = run(replace(request, memory_limit=10**6))
-    assert (over.outcome, len(over.step_seconds), over.tokens_per_second) == ("over_limit", 1, None)
+    assert (over.outcome, len(over.step_seconds), over.speed) == ("over_limit", 1, None)
