@@ -11,7 +11,7 @@ from typing import NamedTuple
 from infra.device.telemetry import THROTTLED
 from infra.errors import UserError
 from infra.storage.directory import StorageDir
-from train.config import TrainConfig, config_from_json
+from train.config import Compile, TrainConfig, config_from_json
 from train.intervals import Estimate
 from train.result import Diagnosis, RunResult
 
@@ -82,7 +82,7 @@ def read_search_reference(file: str, config: TrainConfig) -> SearchReference | N
     return confirmed if same_settings else None
 
 
-def diagnose_slowdown(result: RunResult, confirmed: SearchReference, config: TrainConfig) -> Diagnosis | None:
+def diagnose_slowdown(result: RunResult, confirmed: SearchReference, compile: Compile) -> Diagnosis | None:
     """The diagnosis of a run of ``config`` that is slower than ``confirmed``; None if it is not."""
     run = result.throughput
     if run is None or run.high >= confirmed.speed.low:
@@ -98,7 +98,7 @@ def diagnose_slowdown(result: RunResult, confirmed: SearchReference, config: Tra
     unknown = (
         f"unknown. Checked: {'; '.join(check.text for check in checks) or 'nothing, because nothing was recorded'}"
     )
-    if config.execution.compile != "off":  # torch has no documented counter of recompilations.
+    if compile != "off":  # torch has no documented counter of recompilations.
         unknown += ". Recompilations are not recorded; set TORCH_LOGS=recompiles to print them"
     return Diagnosis([*rows, ("likely cause", unknown)])
 

@@ -33,7 +33,11 @@ def run_training(assignment: WorkerJob, listener: Listener, reported: int, telem
     logging.getLogger("ray.train").setLevel(logging.WARNING)  # it says that it runs here
     torch.set_num_threads(min(torch.get_num_threads(), cpu_count()))  # it knows of affinity, and not of quotas
     channel, ended = Channel(reported, telemetry_second), threading.Event()
-    with borrowed_process(assignment.config) as own_peak, status("loading the data") as shown, stop_on_signal() as stop:
+    with (
+        borrowed_process(assignment.config.execution) as own_peak,
+        status("loading the data") as shown,
+        stop_on_signal() as stop,
+    ):
 
         def listen() -> None:
             while not ended.wait(LISTEN_SECONDS):

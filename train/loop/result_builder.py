@@ -46,11 +46,15 @@ def build_result(
     one."""
     manifest = data.manifest
     steady = throughput.steady_state(times.steps, config.step_tokens)
-    counted = flops_formula.formulas(config)[0]
-    again = flops_formula.recomputed_blocks(config)
-    executed = flops_formula.executed_flops_per_token(config) if again else None
+    counted = flops_formula.formulas(config.model)[0]
+    again = flops_formula.recomputed_blocks(config.model, config.execution.checkpointing)
+    executed = flops_formula.executed_flops_per_token(config.model, config.execution.checkpointing) if again else None
     name = torch.cuda.get_device_name(device) if device.type == "cuda" else "cpu"
-    impossible = throughput.implausible_reason(steady, config, name) if steady else ""
+    impossible = (
+        throughput.implausible_reason(steady, config.model, config.execution, config.batch.workers, name)
+        if steady
+        else ""
+    )
     speed = None if impossible else steady
     peak = peak_flops(name, config.execution.precision)
     rate = speed.tokens_per_second * counted.flops if speed else None
@@ -104,10 +108,12 @@ def _held_out_losses(
 
     The first two are None where the tokenizer is not known, all of them without validation.
     """
-    windows, tokenizer = data.validation, load_tokenizer(config, data.manifest)
+    windows, tokenizer = data.validation, load_tokenizer(config.dataset, data.manifest)
     if val_loss is None or windows is None:
         return None, None, None
-    counts = id_counts(windows, window_count(windows, config), config.model.vocab_size)
+    counts = id_counts(
+        windows, window_count(windows, config.batch.global_batch, config.duration.cycle), config.model.vocab_size
+    )
     if tokenizer is None:
         return None, None, unigram_loss(counts)
     text = Text.of(counts, tokenizer)

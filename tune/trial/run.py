@@ -146,13 +146,13 @@ def run(request: TrialRequest) -> tuple[TrialRow, str | None]:
     limit = watch = result = trace = None
     times = StepTimes()
     try:
-        configure_allocator(config)
+        configure_allocator(config.execution.allocator)
         limit = MemoryLimit.apply(request.memory_limit, config.execution.device) if request.memory_limit else None
         if request.early and limit:
             watch = TrialMonitor(request.early, request.proposal.speed_threshold, config.step_tokens, limit)
             trainer = Trainer(config, on_cycle=watch.on_cycle, should_stop=watch.should_stop)
         else:
-            data = StreamData(config, open_stream(config)) if config.dataset.stream else None
+            data = StreamData(config, open_stream(config.dataset)) if config.dataset.stream else None
             trainer = Trainer(config, data=data, limit=limit)
         times = trainer.times
         with Telemetry(lambda second, metrics: None) as telemetry:
@@ -222,7 +222,7 @@ def make_row(
         losses=[loss for cycle in times.reports for loss in cycle.step_losses] if times else [],
     )  # fmt: skip
     if measured:
-        speed, flops = measured.tokens_per_second, model_flops_per_token(config)
+        speed, flops = measured.tokens_per_second, model_flops_per_token(config.model)
         peak = peak_flops(result.device, config.execution.precision) if result else None
         row = replace(
             row, tokens_per_second=speed, low=measured.low, high=measured.high, flops_per_second=speed * flops,
