@@ -80,7 +80,12 @@ def test_recomputation_saves_memory(small_shards: Path) -> None:
 
     def kept(checkpointing: str) -> int:
         config = resolve(config_of(small_shards, "gpt2", checkpointing=checkpointing), cpu_info())
-        model, sizes = build_model(config, torch.device("cpu")), dict[int, int]()
+        model, sizes = (
+            build_model(
+                config.model, config.execution, config.optimization.optimizer, config.dataset.seed, torch.device("cpu")
+            ),
+            dict[int, int](),
+        )
         tokens = torch.zeros(4, 32, dtype=torch.int64)
 
         def pack(tensor: torch.Tensor) -> torch.Tensor:
@@ -108,11 +113,11 @@ def test_gpt2_by_both_doors_is_one_model(doors: tuple[TrainConfig, TrainConfig])
     ours, theirs = map(Trainer, doors)
     theirs.model.model.load_state_dict(to_hf_state_dict(ours.model), strict=False)
     assert losses(theirs) == pytest.approx(losses(ours), rel=1e-4)
-    assert flops.parameters(theirs.config) == flops.parameters(ours.config)
-    assert flops.model_flops_per_token(theirs.config) == pytest.approx(
-        flops.model_flops_per_token(ours.config), rel=0.01
+    assert flops.parameters(theirs.config.model) == flops.parameters(ours.config.model)
+    assert flops.model_flops_per_token(theirs.config.model) == pytest.approx(
+        flops.model_flops_per_token(ours.config.model), rel=0.01
     )
-    assert flops.formulas(theirs.config)[0].name == "counted"
+    assert flops.formulas(theirs.config.model)[0].name == "counted"
 
 
 @pytest.mark.slow
@@ -337,7 +342,9 @@ def test_a_model_may_print_and_is_trained_whatever_mode_it_comes_in(
     monkeypatch.syspath_prepend(str(tmp_path))
     config = config_of(small_shards, "gpt2").replace(model=parse_model(f"loud:evaluated,{SIZES}"))
     config = resolve(config, cpu_info())
-    assert build_model(config, torch.device("cpu")).training
+    assert build_model(
+        config.model, config.execution, config.optimization.optimizer, config.dataset.seed, torch.device("cpu")
+    ).training
     assert measure_fit(config).weights == 4 * 257 * 257
 
 

@@ -22,7 +22,7 @@ def train(config: "TrainConfig", name: str | None = None, out: str = "runs") -> 
     from train import run
     from train.result import RunResult
 
-    name = name or run.default_name(config)
+    name = name or run.default_name(config.model)
     with interrupts.handled():
         run.run(run.RunOptions(config, name, out))
     run_dir = StorageDir.of(out) / name

@@ -76,17 +76,30 @@ def plan(options: PlanOptions) -> None:
     )
     console.print(describe_execution(config, training), "", sep="\n", markup=False)
     for title, rows in (
-        ("Parameters", forecast.parameter_rows(config)),
+        ("Parameters", forecast.parameter_rows(config.model)),
         ("Predicted peak memory", forecast.memory_rows(config)),
         ("Largest micro-batch", forecast.limit_rows(config, limit)),
-        ("Arithmetic", forecast.arithmetic_rows(config)),
+        ("Arithmetic", forecast.arithmetic_rows(config.model, config.step_tokens, config.total_steps)),
         *(
-            [("Tile and wave quantization (wasted fraction)", forecast.tile_rows(config, gpu_name))]
+            [
+                (
+                    "Tile and wave quantization (wasted fraction)",
+                    forecast.tile_rows(config.model, config.batch.micro_batch, config.execution.precision, gpu_name),
+                )
+            ]
             if config.execution.device == "cuda"
             else []
         ),
-        *([(f"Speed of one {gpu_name}", roofline.speed_rows(config, gpu_rates))] if gpu_rates else []),
-        *([("Network", network.network_rows(config, options.doctor))] if config.batch.workers > 1 else []),
+        *(
+            [(f"Speed of one {gpu_name}", roofline.speed_rows(config.model, config.batch, config.execution, gpu_rates))]
+            if gpu_rates
+            else []
+        ),
+        *(
+            [("Network", network.network_rows(config.model, config.batch, config.execution, options.doctor))]
+            if config.batch.workers > 1
+            else []
+        ),
         ("Data, time and cost", forecast.time_rows(config, options.tokens_per_second, options.price)),
     ):
         table = Table(title=title, title_justify="left", show_header=False, box=None, padding=(0, 2, 0, 0))

@@ -11,7 +11,7 @@ from typing import Any
 
 from infra.device.hardware import A100, DeviceInfo, cpu_info, device_info
 from infra.errors import UserError
-from train.config import AUTO, Compile, Loss, TrainConfig
+from train.config import AUTO, Compile, ExecutionConfig, Loss, TrainConfig
 from train.custom_model import CustomModel
 
 CPU_TOKENS = 4096
@@ -55,7 +55,9 @@ def resolve(config: TrainConfig, device_info: DeviceInfo) -> TrainConfig:
         attention = "sdpa"
     if config.execution.fp8 and device_info.capability < (8, 9):
         raise UserError(f"--fp8 needs 8-bit matmuls, which {device_info.name} does not have: leave it out.")
-    compile = _compile(config, device_info) if config.execution.compile == "auto" else config.execution.compile
+    compile = (
+        _compile(config.execution, device_info) if config.execution.compile == "auto" else config.execution.compile
+    )
     if compile != "off" and kind == device_info.kind and device_info.uncompilable:
         raise UserError(
             f"--compile {compile} cannot work on {device_info.name}: {device_info.uncompilable}; or use --compile off."
@@ -91,14 +93,14 @@ def with_model_info(config: TrainConfig) -> TrainConfig:
     return config.replace(model=model, loss="plain")
 
 
-def _compile(config: TrainConfig, device_info: DeviceInfo) -> Compile:
+def _compile(execution: ExecutionConfig, device_info: DeviceInfo) -> Compile:
     """What to compile where that is left open."""
-    if config.execution.checkpointing == "budget":
+    if execution.checkpointing == "budget":
         return "whole"  # without which there is no budget
-    if config.execution.device == "cpu" or device_info.kind == "cpu" or device_info.uncompilable:
+    if execution.device == "cpu" or device_info.kind == "cpu" or device_info.uncompilable:
         return "off"
-    if config.execution.shard:  # for which a block's weights are gathered, so that the graph ends there
-        return "off" if config.execution.checkpointing == "selective" else "blocks"
+    if execution.shard:  # for which a block's weights are gathered, so that the graph ends there
+        return "off" if execution.checkpointing == "selective" else "blocks"
     return "whole"
 
 
@@ -162,12 +164,12 @@ def describe_execution(config: TrainConfig, requested: TrainConfig) -> str:
     return ", ".join(f"{name} {format_setting(name, config, requested)}" for name in names)
 
 
-def local_device_info(config: TrainConfig) -> DeviceInfo:
+def local_device_info(execution: ExecutionConfig) -> DeviceInfo:
     """The device of this machine on which ``config`` would train. Raises ``UserError`` without its accelerator."""
-    info = cpu_info() if config.execution.device == "cpu" else device_info()
-    if config.execution.accelerator and config.execution.accelerator not in info.name:
+    info = cpu_info() if execution.device == "cpu" else device_info()
+    if execution.accelerator and execution.accelerator not in info.name:
         raise UserError(
-            f"--accelerator {config.execution.accelerator} is not in this machine, which has {info.name}: leave it "
+            f"--accelerator {execution.accelerator} is not in this machine, which has {info.name}: leave it "
             "out, or name a cluster with --address."
         )
     return info

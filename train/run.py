@@ -23,7 +23,7 @@ from infra.storage.files import write_json
 from infra.tracking.run_ref import RunRef
 from train.config import TrainConfig, load_config
 from train.launch.job import RunPlan
-from train.model_config import short_name
+from train.model_config import AnyModel, short_name
 from train.resolved import keep_memory_decisions, local_device_info, next_smaller_micro_batch, resolve
 from train.run_files.lookup import format_resume_command, load_run_config
 from train.run_files.run_folder import RunFolder, new_run
@@ -101,13 +101,13 @@ def plan_run(options: RunOptions) -> RunPlan:
     if options.resume:
         run = RunPlan.continued(config, options.resume, options.out)
     else:
-        run = RunPlan.new(config, new_run(options.out, options.name or default_name(config)))
+        run = RunPlan.new(config, new_run(options.out, options.name or default_name(config.model)))
     confirmed = read_search_reference(options.config, config) if options.config else None
     return dataclasses.replace(run, memory_limit=options.memory_limit, address=options.address, confirmed=confirmed)
 
 
-def default_name(config: TrainConfig) -> str:
-    return f"{short_name(config.model)}-{time.strftime('%Y%m%d-%H%M%S')}"
+def default_name(model: AnyModel) -> str:
+    return f"{short_name(model)}-{time.strftime('%Y%m%d-%H%M%S')}"
 
 
 def import_and_open_store(tracking_uri: str | None) -> None:
@@ -153,7 +153,7 @@ def train_and_report(run: RunPlan, tracking_uri: str | None, file: str | None) -
             console.print(f"resume with: {format_resume_command(run_folder.location)}", markup=False)
             return EXIT_INTERRUPTED
         config = next_smaller_micro_batch(config, result.too_large) or config
-        record_curves(tracker, config, result, run_folder)
+        record_curves(tracker, config.model, result, run_folder)
     final_report = report.run_report(config, result, run_folder.location, run.memory_limit)
     report.print_result(final_report, result, ui_link(run_ref))
     if result.outcome == "interrupted":
@@ -163,10 +163,10 @@ def train_and_report(run: RunPlan, tracking_uri: str | None, file: str | None) -
 
 def _facts(run: RunPlan) -> DeviceInfo:
     if run.is_local:
-        return local_device_info(run.requested)
+        return local_device_info(run.requested.execution)
     from train.launch.placement import worker_device_info
 
-    return worker_device_info(run.requested)
+    return worker_device_info(run.requested.execution, run.requested.batch.workers)
 
 
 def open_mlflow_run(run_folder: RunFolder, tracking_uri: str | None, *, starts: bool) -> tuple[RunRef, bool]:

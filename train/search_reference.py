@@ -14,7 +14,7 @@ from infra.device.telemetry import THROTTLED
 from infra.errors import UserError
 from infra.schema import from_json, strict
 from infra.storage.directory import StorageDir
-from train.config import TrainConfig, config_from_json
+from train.config import Compile, TrainConfig, config_from_json
 from train.intervals import Estimate
 from train.result import Diagnosis, RunResult
 
@@ -105,7 +105,7 @@ def read_search_reference(file: str, config: TrainConfig) -> SearchReference | N
     return reference if same_settings else None
 
 
-def diagnose_slowdown(result: RunResult, reference: SearchReference, config: TrainConfig) -> Diagnosis | None:
+def diagnose_slowdown(result: RunResult, reference: SearchReference, compile: Compile) -> Diagnosis | None:
     """The diagnosis of a run of ``config`` that is slower than ``reference``; None if it is not."""
     run = result.throughput
     if run is None or run.high >= reference.speed.low:
@@ -121,7 +121,7 @@ def diagnose_slowdown(result: RunResult, reference: SearchReference, config: Tra
     unknown = (
         f"unknown. Checked: {'; '.join(check.text for check in checks) or 'nothing, because nothing was recorded'}"
     )
-    if config.execution.compile != "off":  # torch has no documented counter of recompilations.
+    if compile != "off":  # torch has no documented counter of recompilations.
         unknown += ". Recompilations are not recorded; set TORCH_LOGS=recompiles to print them"
     return Diagnosis([*rows, ("likely cause", unknown)])
 

@@ -155,7 +155,7 @@ def train(options: argparse.Namespace) -> Found:
 
         def once() -> None:
             torch.compiler.cudagraph_mark_step_begin()
-            with autocast_context(resolved):
+            with autocast_context(resolved.execution):
                 trainer.forward(inputs, inputs).backward()
 
         try:

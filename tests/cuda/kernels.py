@@ -140,9 +140,12 @@ def lowered(
     config = resolve(config, device_info())
     device = torch.device("cuda", 0)
     torch.set_float32_matmul_precision("high")
-    forward = compile_model(build_model(config, device), config)
+    forward = compile_model(
+        build_model(config.model, config.execution, config.optimization.optimizer, config.dataset.seed, device),
+        config.execution,
+    )
     ids = torch.zeros(SEQUENCES, shape.context_length + 1, dtype=torch.int64, device=device)
-    with autocast_context(config):
+    with autocast_context(config.execution):
         loss = forward(ids[:, :-1], ids[:, 1:])
     loss.backward()
     from torch._inductor import metrics

@@ -69,7 +69,7 @@ def ran(make_result: Make, speed: float = 850.0, retries: int = 0, **changes: An
 def test_a_cause_that_the_records_show_is_named_and_no_other(
     make_result: Make, changes: dict[str, Any], cause: str
 ) -> None:
-    found = diagnose_slowdown(ran(make_result, **changes), CONFIRMED, EAGER)
+    found = diagnose_slowdown(ran(make_result, **changes), CONFIRMED, EAGER.execution.compile)
     assert found
     speed, (_, text) = found.rows
     assert re.search("15.0%.*1,000 tokens/s.*980 to 1,020", speed[1])
@@ -81,16 +81,16 @@ def test_a_cause_that_the_records_show_is_named_and_no_other(
 @pytest.mark.parametrize("confirmed", [CONFIRMED, BARE])
 def test_without_evidence_no_cause_is_named(make_result: Make, confirmed: SearchReference) -> None:
     """Nothing but the speed is other than it was, as far as the search recorded it; all that was compared is told."""
-    found = diagnose_slowdown(ran(make_result), confirmed, EAGER)
+    found = diagnose_slowdown(ran(make_result), confirmed, EAGER.execution.compile)
     assert found
     ((_, text),) = found.rows[1:]
     assert text.startswith("unknown")
     assert all(number in text for number in ("1.0%", "1,755 MHz", "0.6", "0 times in 10 steps"))
-    compiled = diagnose_slowdown(ran(make_result), confirmed, EAGER.replace(compile="whole"))
+    compiled = diagnose_slowdown(ran(make_result), confirmed, EAGER.replace(compile="whole").execution.compile)
     assert compiled
     assert "TORCH_LOGS=recompiles" in compiled.rows[1][1]
     on_cpu = ran(make_result, telemetry={}, device="cpu", memory=Memory(None, None, 2**30, "rss"))
-    found = diagnose_slowdown(on_cpu, replace(BARE, device="cpu"), EAGER)
+    found = diagnose_slowdown(on_cpu, replace(BARE, device="cpu"), EAGER.execution.compile)
     assert found
     assert found.rows[1][1].endswith("1.0% of the time"), "of a CPU no more is known"
 
@@ -98,7 +98,9 @@ def test_without_evidence_no_cause_is_named(make_result: Make, confirmed: Search
 @pytest.mark.parametrize("changes", [{"retries": 30, "steps": 10_000}, {"retries": 2}, {"data_wait_fraction": 0.04}])
 def test_what_is_usual_is_no_cause(make_result: Make, changes: dict[str, Any]) -> None:
     """Few retries in many steps, those of the first steps, and waits for data that the search's trials had, too."""
-    found = diagnose_slowdown(ran(make_result, **changes), replace(CONFIRMED, data_wait_fraction=0.03), EAGER)
+    found = diagnose_slowdown(
+        ran(make_result, **changes), replace(CONFIRMED, data_wait_fraction=0.03), EAGER.execution.compile
+    )
     assert found
     assert found.rows[1][1].startswith("unknown")
 
@@ -106,11 +108,13 @@ def test_what_is_usual_is_no_cause(make_result: Make, changes: dict[str, Any]) -
 def test_a_power_limit_is_no_cause_and_heat_is_one_where_the_searchs_clock_is_not_known(make_result: Make) -> None:
     """A healthy GPU runs at its power limit."""
     limited = CARD | {"system/machine_cpu_percent": 70.0, "system/gpu_throttled_by_power_percent": 97.0}
-    found = diagnose_slowdown(ran(make_result, telemetry=limited), BARE, EAGER)
+    found = diagnose_slowdown(ran(make_result, telemetry=limited), BARE, EAGER.execution.compile)
     assert found
     assert found.rows[1][1].startswith("unknown")
     hot = diagnose_slowdown(
-        ran(make_result, telemetry=limited | {"system/gpu_throttled_by_heat_percent": 40.0}), BARE, EAGER
+        ran(make_result, telemetry=limited | {"system/gpu_throttled_by_heat_percent": 40.0}),
+        BARE,
+        EAGER.execution.compile,
     )
     assert hot
     assert re.search("^GPU clock 1,755 MHz.* power 97%.* heat 40%", hot.rows[1][1])
@@ -118,8 +122,10 @@ def test_a_power_limit_is_no_cause_and_heat_is_one_where_the_searchs_clock_is_no
 
 @pytest.mark.parametrize("speed", [975.0, 980.0, 1000.0, 1200.0])
 def test_a_run_whose_interval_reaches_the_searchs_is_not_slower(make_result: Make, speed: float) -> None:
-    assert diagnose_slowdown(ran(make_result, speed, data_wait_fraction=0.5), CONFIRMED, EAGER) is None
-    assert diagnose_slowdown(ran(make_result, throughput=None), CONFIRMED, EAGER) is None
+    assert (
+        diagnose_slowdown(ran(make_result, speed, data_wait_fraction=0.5), CONFIRMED, EAGER.execution.compile) is None
+    )
+    assert diagnose_slowdown(ran(make_result, throughput=None), CONFIRMED, EAGER.execution.compile) is None
 
 
 @pytest.fixture
@@ -172,7 +178,7 @@ def test_it_is_in_the_result_of_the_run_and_after_memory(make_result: Make, smal
     run = RunPlan(config, read_manifest(small_shards), RunFolder(tmp_path), confirmed=CONFIRMED)
     result = ran(make_result, data_wait_fraction=0.12)
     found = diagnosed(run, config, result)
-    assert found == diagnose_slowdown(result, CONFIRMED, EAGER)
+    assert found == diagnose_slowdown(result, CONFIRMED, EAGER.execution.compile)
     assert found
     assert found.rows[1] in detail_rows(config, replace(result, diagnosis=found))
     assert diagnosed(replace(run, confirmed=None), config, result) is None

@@ -39,9 +39,15 @@ def config(small_shards: Path, small_model: ModelConfig) -> TrainConfig:
     )  # fmt: skip
 
 
+def cpu_model(config: TrainConfig) -> torch.nn.Module:
+    """The model of ``config`` as a run on this CPU builds it."""
+    execution = resolve(config, cpu_info()).execution
+    return build_model(config.model, execution, config.optimization.optimizer, config.dataset.seed, CPU)
+
+
 def gradients(config: TrainConfig, tokens: torch.Tensor) -> tuple[float, dict[str, torch.Tensor]]:
     """The loss and gradients of one batch, from the same weights and the same random numbers."""
-    model = build_model(resolve(config, cpu_info()), CPU)
+    model = cpu_model(config)
     torch.manual_seed(7)
     loss = model(tokens[:, :-1], tokens[:, 1:])
     loss.backward()
@@ -84,7 +90,7 @@ def test_masked_attention_stays_within_a_book(config: TrainConfig) -> None:
     assert book_numbers(tokens, end)[0, [0, 3, 4, 20, 21]].tolist() == [0, 0, 1, 1, 2]
     for attention in ("sdpa", "manual"):
         masked = config.replace(mask_books=True, attention=attention)
-        model = build_model(resolve(masked, cpu_info()), CPU).eval()
+        model = cpu_model(masked).eval()
         changed = tokens.clone()
         changed[0, 5] = (changed[0, 5] + 1) % end
         with torch.no_grad():
@@ -125,9 +131,9 @@ def test_the_allocator_is_chosen_unless_the_user_has(
         monkeypatch.delenv(name, raising=False)
     if setting:
         monkeypatch.setenv(setting, "max_split_size_mb:64")
-    configure_allocator(config.replace(allocator="default"))
+    configure_allocator(config.replace(allocator="default").execution.allocator)
     assert "PYTORCH_ALLOC_CONF" not in os.environ or setting
-    configure_allocator(config.replace(allocator="expandable"))
+    configure_allocator(config.replace(allocator="expandable").execution.allocator)
     expected = {None: "expandable_segments:True", "PYTORCH_ALLOC_CONF": "max_split_size_mb:64"}.get(setting)
     assert os.environ.get("PYTORCH_ALLOC_CONF") == expected
 
@@ -174,7 +180,7 @@ def test_what_was_compiled_for_one_precision_is_not_run_for_another(
         counters.clear()
         chosen = config.replace(compile="whole", precision=precision, device="cuda")
         with torch.autocast("cpu", kind):
-            compile_model(layer, chosen)(torch.randn(8, 8)).float().sum().backward()
+            compile_model(layer, chosen.execution)(torch.randn(8, 8)).float().sum().backward()
         found = counters["aot_autograd"]
         assert (found["autograd_cache_miss"], found["autograd_cache_saved"]) == (1, 1), (precision, dict(found))
 
@@ -259,7 +265,7 @@ def test_the_schedules() -> None:
 
     def rates(schedule: str) -> list[float]:
         chosen = config.replace(schedule=schedule)
-        return [learning_rate(chosen, step, 1000, step / 1000) for step in range(1001)]
+        return [learning_rate(chosen.optimization, step, 1000, step / 1000) for step in range(1001)]
 
     for schedule in ("cosine", "wsd", "constant"):
         assert rates(schedule)[:10] == pytest.approx([(i + 1) / 10 for i in range(10)])
@@ -274,7 +280,9 @@ def test_the_schedules() -> None:
 
 def test_a_tenth_of_a_short_time_warms_up() -> None:
     config = TrainConfig.of(learning_rate=1.0, warmup_steps=100, schedule="constant")
-    assert [learning_rate(config, step, None, step / 20) for step in range(3)] == pytest.approx([0.01, 0.5, 1.0])
+    assert [learning_rate(config.optimization, step, None, step / 20) for step in range(3)] == pytest.approx(
+        [0.01, 0.5, 1.0]
+    )
 
 
 @pytest.mark.gpu

@@ -13,9 +13,10 @@ from infra.errors import UserError
 from infra.storage.directory import StorageDir
 from pipeline.cache import ensure_local
 from pipeline.shards import Manifest, TokenShards
-from train.config import TrainConfig
+from train.config import Cycle, DatasetConfig
 from train.data.tokenizer import load_tokenizer
 from train.data.windows import VALIDATION_SEED, OrderedWindows, Windows
+from train.model_config import AnyModel
 
 
 class TrainingData(Protocol):
@@ -57,20 +58,28 @@ class ShardData:
     """
 
     def __init__(
-        self, config: TrainConfig, on_download: Callable[[Manifest, int], None] = lambda manifest, number: None
+        self,
+        dataset: DatasetConfig,
+        model: AnyModel,
+        cycle: Cycle,
+        on_download: Callable[[Manifest, int], None] = lambda manifest, number: None,
     ) -> None:
-        if config.dataset.stream:
+        if dataset.stream:
             raise UserError("--stream is for 'python -m train.run' alone: here, give token shards with --data.")
-        shards = TokenShards(ensure_local(StorageDir.of(config.dataset.data), on_download))
-        length = config.model.context_length
+        shards = TokenShards(ensure_local(StorageDir.of(dataset.data), on_download))
+        length = model.context_length
         self.manifest = shards.manifest
-        self.windows = Windows(shards.streams("train"), length, config.dataset.seed)
+        self.windows = Windows(shards.streams("train"), length, dataset.seed)
         self.epoch_windows = self.windows.count
         self.validation = None
-        if config.duration.cycle.val:
+        if cycle.val:
             self.validation = Windows(shards.streams("val"), length, VALIDATION_SEED, split="val")
-        if load_tokenizer(config, self.manifest) is None:  # which would tell its ids
-            _check_token_ids(config, [*self.windows.streams, *(self.validation.streams if self.validation else ())])
+        if load_tokenizer(dataset, self.manifest) is None:  # which would tell its ids
+            _check_token_ids(
+                dataset.source,
+                model.vocab_size,
+                [*self.windows.streams, *(self.validation.streams if self.validation else ())],
+            )
 
     def state_dict(self, position: int) -> None:
         """Always None: the position is enough."""
@@ -79,11 +88,11 @@ class ShardData:
         """Do nothing: every window can be read at any time."""
 
 
-def _check_token_ids(config: TrainConfig, streams: Iterable[np.ndarray]) -> None:
+def _check_token_ids(source: str, vocab_size: int, streams: Iterable[np.ndarray]) -> None:
     """Raise ``UserError`` when a token of ``streams`` is none of the model's."""
-    largest, known = max(int(stream.max(initial=0)) for stream in streams), config.model.vocab_size
-    if largest >= known:
+    largest = max(int(stream.max(initial=0)) for stream in streams)
+    if largest >= vocab_size:
         raise UserError(
-            f"{config.dataset.source} has the token id {largest:,} and --model has vocab_size={known:,}: give --model "
+            f"{source} has the token id {largest:,} and --model has vocab_size={vocab_size:,}: give --model "
             f"with vocab_size={largest + 1} or more."
         )

@@ -8,7 +8,7 @@ from infra.storage.directory import StorageDir
 from pipeline.books.sources import whole_path
 from pipeline.shards import Manifest
 from pipeline.stream import BYTES_PER_TOKEN, EncodedBook, Stream
-from train.config import TrainConfig
+from train.config import Cycle, DatasetConfig, TrainConfig
 from train.data.windows import refuse_short
 
 
@@ -21,9 +21,9 @@ def with_absolute_paths(config: TrainConfig) -> TrainConfig:
     return config.replace(stream=tuple(whole_path(source) for source in config.dataset.stream), reading=reading)
 
 
-def open_stream(config: TrainConfig) -> Stream:
+def open_stream(dataset: DatasetConfig) -> Stream:
     """The books that ``config`` names with ``--stream``. Raises ``UserError`` when there are none."""
-    return Stream(config.dataset.stream, config.dataset.seed, config.dataset.reading)
+    return Stream(dataset.stream, dataset.seed, dataset.reading)
 
 
 def estimate_manifest(
@@ -54,21 +54,21 @@ def estimate_manifest(
     )
 
 
-def check_split_lengths(config: TrainConfig, manifest: Manifest) -> None:
+def check_split_lengths(dataset: DatasetConfig, context_length: int, cycle: Cycle, manifest: Manifest) -> None:
     """Raise ``UserError`` when the shards of a split that ``config`` uses are shorter than a window."""
-    if config.dataset.stream:
+    if dataset.stream:
         return
-    for split in ("train", "val") if config.duration.cycle.val else ("train",):
+    for split in ("train", "val") if cycle.val else ("train",):
         lengths = (shard.tokens for shard in manifest.shards if shard.split == split)
-        refuse_short(split, lengths, config.model.context_length)
+        refuse_short(split, lengths, context_length)
 
 
-def check_enough_tokens(config: TrainConfig, manifest: Manifest) -> None:
+def check_enough_tokens(dataset: DatasetConfig, global_batch: int, context_length: int, manifest: Manifest) -> None:
     """Raise ``UserError`` when a step needs more tokens than the shards have."""
     available = manifest.splits["train"]["tokens"]
-    available_windows = available // config.model.context_length
-    if not config.dataset.stream and 0 < available_windows < config.batch.global_batch:
+    available_windows = available // context_length
+    if not dataset.stream and 0 < available_windows < global_batch:
         raise UserError(
-            f"--global-batch {config.batch.global_batch:,} needs {config.step_tokens:,} tokens for one step, and "
-            f"{config.dataset.data} has {available:,} for training: give at most {available_windows:,}."
+            f"--global-batch {global_batch:,} needs {global_batch * context_length:,} tokens for one step, and "
+            f"{dataset.data} has {available:,} for training: give at most {available_windows:,}."
         )

@@ -6,20 +6,20 @@ from infra.errors import UserError
 from infra.storage.directory import StorageDir
 from pipeline.encoding.tokenizer import Tokenizer, load_by_hash, load_from
 from pipeline.shards import TOKENIZER_FILE, Manifest
-from train.config import TrainConfig
+from train.config import DatasetConfig, TrainConfig
 
 
-def load_tokenizer(config: TrainConfig, manifest: Manifest) -> Tokenizer | None:
-    """The tokenizer of the data of ``config``; None for shards of ids without one.
+def load_tokenizer(dataset: DatasetConfig, manifest: Manifest) -> Tokenizer | None:
+    """The tokenizer of ``dataset``; None for shards of ids without one.
 
     Raises ``UserError`` if it is lost.
     """
-    if config.dataset.stream:
-        return load_by_hash(manifest.tokenizer_sha256, config.dataset.reading.tokenizer)
-    tokenizer = load_from(StorageDir.of(config.dataset.data), manifest.tokenizer_sha256)
+    if dataset.stream:
+        return load_by_hash(manifest.tokenizer_sha256, dataset.reading.tokenizer)
+    tokenizer = load_from(StorageDir.of(dataset.data), manifest.tokenizer_sha256)
     if tokenizer is None and "tokenizer" in manifest.config:
         raise UserError(
-            f"{config.dataset.source} lacks the {TOKENIZER_FILE} of its ids: put it back, or make the data again with "
+            f"{dataset.source} lacks the {TOKENIZER_FILE} of its ids: put it back, or make the data again with "
             "'python -m pipeline.tokenize --overwrite'."
         )
     return tokenizer
@@ -30,7 +30,7 @@ def match_tokenizer(config: TrainConfig, manifest: Manifest) -> TrainConfig:
 
     A model follows the data unless its vocabulary is not the default, GPT-2's.
     """
-    tokenizer = load_tokenizer(config, manifest)
+    tokenizer = load_tokenizer(config.dataset, manifest)
     if tokenizer is None:
         return config
     end = tokenizer.end_of_text

@@ -39,7 +39,8 @@ def find_memory_savings(config: TrainConfig) -> list[MemorySaving]:
     micro-batches from the largest on, whose cost depends on the device's utilization and has no formula; last selective
     checkpointing, which repeats element-wise operations.
     """
-    current_peak, current_flops = predict_peak(config).total, executed_flops_per_token(config)
+    current_peak = predict_peak(config).total
+    current_flops = executed_flops_per_token(config.model, config.execution.checkpointing)
     ranked_changes = []
     for settings in _candidates(config):
         try:
@@ -49,7 +50,7 @@ def find_memory_savings(config: TrainConfig) -> list[MemorySaving]:
         breakdown = peak_if_known(changed)
         if breakdown is None:  # The memory of a custom model is only known for settings that were probed.
             continue
-        additional_flops = executed_flops_per_token(changed) / current_flops - 1
+        additional_flops = executed_flops_per_token(changed.model, changed.execution.checkpointing) / current_flops - 1
         flags = tuple(f"--{name.replace('_', '-')} {value}" for name, value in settings.items())
         if breakdown.total < current_peak:
             repeats_elementwise = settings.get("checkpointing") == "selective"

@@ -8,9 +8,9 @@ from dataclasses import dataclass, replace
 
 from infra.ceilings import read_matmul_rate
 from infra.storage.directory import StorageDir
-from train.config import TrainConfig
+from train.config import Checkpointing, Precision
 from train.custom_model import CustomModel
-from train.model_config import ModelConfig
+from train.model_config import AnyModel, ModelConfig
 from train.models.gpt2 import parameter_count
 from train.result import RunResult
 
@@ -24,15 +24,13 @@ class Formula:
     flops: float
 
 
-def parameters(config: TrainConfig) -> int:
-    """Number of parameters of a resolved ``config``'s model."""
-    model = config.model
+def parameters(model: AnyModel) -> int:
+    """Number of parameters of ``model``."""
     return model.model_info.parameters if isinstance(model, CustomModel) else parameter_count(model)
 
 
-def formulas(config: TrainConfig) -> list[Formula]:
-    """FLOPs per token of a resolved ``config``'s model by all formulas; the first one defines MFU."""
-    model = config.model
+def formulas(model: AnyModel) -> list[Formula]:
+    """FLOPs per token of ``model`` by all formulas; the first one defines MFU."""
     if isinstance(model, CustomModel):
         text = "3 x the forward pass, counted by torch.utils.flop_counter"
         return [Formula("counted", text, model.model_info.flops_per_token)]
@@ -46,21 +44,21 @@ def formulas(config: TrainConfig) -> list[Formula]:
     ]
 
 
-def model_flops_per_token(config: TrainConfig) -> float:
-    """Model FLOPs per token of a resolved ``config``, by the first of its :func:`formulas`."""
-    return formulas(config)[0].flops
+def model_flops_per_token(model: AnyModel) -> float:
+    """FLOPs per token of ``model``, by the first of its :func:`formulas`."""
+    return formulas(model)[0].flops
 
 
-def min_flops_per_token(config: TrainConfig) -> float:
+def min_flops_per_token(model: AnyModel) -> float:
     """Minimum FLOPs per token of any kernels; up to half of a custom model's may be attention that is causal."""
-    return model_flops_per_token(config) / 2 if isinstance(config.model, CustomModel) else causal_flops(config.model)
+    return model_flops_per_token(model) / 2 if isinstance(model, CustomModel) else causal_flops(model)
 
 
-def executed_flops_per_token(config: TrainConfig) -> float:
+def executed_flops_per_token(model: AnyModel, checkpointing: Checkpointing) -> float:
     """FLOPs per token that the device executes; for a custom model without recomputation."""
-    if isinstance(config.model, CustomModel):
-        return model_flops_per_token(config)
-    return hardware_flops(config.model, recomputed=recomputed_blocks(config))
+    if isinstance(model, CustomModel):
+        return model_flops_per_token(model)
+    return hardware_flops(model, recomputed=recomputed_blocks(model, checkpointing))
 
 
 def matmul_parameters(model: ModelConfig) -> int:
@@ -91,23 +89,23 @@ def hardware_flops(model: ModelConfig, *, recomputed: int) -> float:
     return palm_flops(model) + recomputed * block
 
 
-def recomputed_blocks(config: TrainConfig) -> int:
+def recomputed_blocks(model: AnyModel, checkpointing: Checkpointing) -> int:
     """Number of blocks whose matrix products and attention are recomputed; selective checkpointing stores theirs.
 
     0 for a custom model, because the FLOPs of its blocks are unknown.
     """
-    if isinstance(config.model, CustomModel):
+    if isinstance(model, CustomModel):
         return 0
-    layers = config.model.layers
-    return {"full": layers, "alternate": (layers + 1) // 2}.get(config.execution.checkpointing, 0)
+    layers = model.layers
+    return {"full": layers, "alternate": (layers + 1) // 2}.get(checkpointing, 0)
 
 
-def with_matmul_efficiency(result: RunResult, config: TrainConfig, out: StorageDir) -> RunResult:
+def with_matmul_efficiency(result: RunResult, precision: Precision, workers: int, out: StorageDir) -> RunResult:
     """``result`` with its FLOP/s as a fraction of the matmul rate in the doctor's file in ``out``."""
-    rate = read_matmul_rate(out, result.device, config.execution.precision, result.machine)
+    rate = read_matmul_rate(out, result.device, precision, result.machine)
     if not rate or not result.flops_per_second:
         return result
-    return replace(result, matmul_utilisation=result.flops_per_second / (rate * config.batch.workers))
+    return replace(result, matmul_utilisation=result.flops_per_second / (rate * workers))
 
 
 def utilization(tokens_per_second: float, flops_per_token: float, peak: float | None, devices: int) -> float | None:

@@ -8,7 +8,7 @@ import torch
 from infra.cli.units import GB, format_duration, format_size
 from infra.errors import UserError
 from pipeline.shards import read_manifest
-from train.config import HALF_PRECISIONS, TrainConfig
+from train.config import HALF_PRECISIONS, Precision, TrainConfig
 from train.custom_model import CustomModel
 from train.estimate import flops
 from train.estimate.memory import (
@@ -19,6 +19,7 @@ from train.estimate.memory import (
     published_activations,
 )
 from train.estimate.tiles import MULTIPROCESSORS, products, warnings
+from train.model_config import AnyModel
 from train.models.gpt2 import GPT
 
 CHINCHILLA = 20
@@ -29,34 +30,34 @@ BAR_WIDTH = 40
 Rows = list[tuple[str, str]]
 
 
-def parameter_rows(config: TrainConfig) -> Rows:
-    total = flops.parameters(config)
-    if isinstance(config.model, CustomModel):
-        blocks = config.model.model_info.blocks
+def parameter_rows(model: AnyModel) -> Rows:
+    total = flops.parameters(model)
+    if isinstance(model, CustomModel):
+        blocks = model.model_info.blocks
         names = ", ".join(blocks) or "none, so blocks can be neither recomputed nor compiled separately"
         return [("repeated blocks", names), ("total", f"[bold]{total:,}[/bold]")]
-    shape = config.model
     with torch.device("meta"):
-        model = GPT(shape)
+        gpt2 = GPT(model)
 
     def size(module: torch.nn.Module) -> int:
         return sum(p.numel() for p in module.parameters())
 
-    blocks = size(model.blocks)
+    blocks = size(gpt2.blocks)
     rows = [
-        ("token embedding", f"{size(model.token_embedding):,}" + (" (shared with the head)" if shape.tied else "")),
-        ("position embedding", f"{size(model.position_embedding):,}"),
-        (f"{shape.layers} blocks", f"{blocks:,} ({blocks // shape.layers:,} each)"),
-        ("final norm", f"{size(model.norm):,}"),
+        ("token embedding", f"{size(gpt2.token_embedding):,}" + (" (shared with the head)" if model.tied else "")),
+        ("position embedding", f"{size(gpt2.position_embedding):,}"),
+        (f"{model.layers} blocks", f"{blocks:,} ({blocks // model.layers:,} each)"),
+        ("final norm", f"{size(gpt2.norm):,}"),
     ]
-    if not shape.tied:
-        rows.append(("head", f"{size(model.head):,}"))
+    if not model.tied:
+        rows.append(("head", f"{size(gpt2.head):,}"))
     return [*rows, ("total", f"[bold]{total:,}[/bold]")]
 
 
 def memory_rows(config: TrainConfig) -> Rows:
     """Predicted peak memory by part, with bars."""
-    breakdown, formula = predict_peak(config), activation_formula(config)
+    breakdown = predict_peak(config)
+    formula = activation_formula(config.model, config.batch.micro_batch, config.execution.precision)
     rows = [
         (part, f"{size / GB:8.3f} GB  {'█' * round(BAR_WIDTH * size / breakdown.total)}")
         for part, size in breakdown.parts().items()
@@ -70,13 +71,13 @@ def memory_rows(config: TrainConfig) -> Rows:
     ]
 
 
-def activation_formula(config: TrainConfig) -> tuple[int, str] | None:
+def activation_formula(model: AnyModel, micro_batch: int, precision: Precision) -> tuple[int, str] | None:
     """Returns: (bytes of the blocks' activations as published, the formula as a text); None for a custom model."""
-    if isinstance(config.model, CustomModel):
+    if isinstance(model, CustomModel):
         return None
-    factor = "" if config.execution.precision in HALF_PRECISIONS else "2"
-    text = f"{config.model.layers} x {factor}sbh(34 + 5as/h), Korthikanti et al. 2022, storing dropout and scores"
-    return published_activations(config), text
+    factor = "" if precision in HALF_PRECISIONS else "2"
+    text = f"{model.layers} x {factor}sbh(34 + 5as/h), Korthikanti et al. 2022, storing dropout and scores"
+    return published_activations(model, micro_batch, precision), text
 
 
 def limit_rows(config: TrainConfig, limit: int | None) -> Rows:
@@ -95,7 +96,7 @@ def limit_rows(config: TrainConfig, limit: int | None) -> Rows:
         else:
             fitted = variant.replace(micro_batch=size)
             rows.append((name, f"micro-batch {size} x accumulation {fitted.batch.accumulation}{_cap(fitted, limit)}"))
-    return [("limit", f"{limit_text}, with a margin of {margin(config):.0%} of the reserved memory"), *rows]
+    return [("limit", f"{limit_text}, with a margin of {margin(config.execution):.0%} of the reserved memory"), *rows]
 
 
 def _cap(config: TrainConfig, limit: int) -> str:
@@ -119,19 +120,20 @@ def _memory_saving_variants(config: TrainConfig) -> list[tuple[str, TrainConfig]
     return variants
 
 
-def arithmetic_rows(config: TrainConfig) -> Rows:
-    counts = flops.formulas(config)
+def arithmetic_rows(model: AnyModel, step_tokens: int, total_steps: int | None) -> Rows:
+    counts = flops.formulas(model)
     rows = [(count.name, f"{count.flops / 1e6:,.1f} MFLOP per token: {count.text}") for count in counts]
-    steps = config.total_steps
-    if steps is not None:
-        total = flops.model_flops_per_token(config) * steps * config.step_tokens
-        rows.append((f"{steps:,} steps", f"{total:.3e} FLOP = {petaflop_days(total):.4g} PF-days ({counts[0].name})"))
+    if total_steps is not None:
+        total = flops.model_flops_per_token(model) * total_steps * step_tokens
+        rows.append(
+            (f"{total_steps:,} steps", f"{total:.3e} FLOP = {petaflop_days(total):.4g} PF-days ({counts[0].name})")
+        )
     return rows
 
 
-def tile_rows(config: TrainConfig, gpu_name: str | None = None) -> Rows:
+def tile_rows(model: AnyModel, micro_batch: int, precision: Precision, gpu_name: str | None = None) -> Rows:
     """Wasted fractions by matrix product, with warnings, for the GPU ``gpu_name``, this machine's GPU, or an A100."""
-    if isinstance(config.model, CustomModel):
+    if isinstance(model, CustomModel):
         return [("matrix products", "unknown for a custom model")]
     name = next((name for name in MULTIPROCESSORS if name in (gpu_name or "A100")), None)
     if name is None:
@@ -141,9 +143,11 @@ def tile_rows(config: TrainConfig, gpu_name: str | None = None) -> Rows:
         count = torch.cuda.get_device_properties(0).multi_processor_count
     rows = [
         (waste.name, f"{waste.rows:,} x {waste.columns:,}: tiles {waste.tiles:.1%}, waves {waste.waves:.1%}")
-        for waste in products(config, count)
+        for waste in products(model, micro_batch, count)
     ]
-    warning_rows = [("[yellow]warning[/yellow]", sentence) for sentence in warnings(config, count)]
+    warning_rows = [
+        ("[yellow]warning[/yellow]", sentence) for sentence in warnings(model, micro_batch, precision, count)
+    ]
     return [("multiprocessors", str(count)), *rows, *warning_rows]
 
 
@@ -163,9 +167,9 @@ def time_rows(config: TrainConfig, tokens_per_second: float | None, price: float
         amounts.append(("epoch", tokens))
     if config.total_steps is not None:
         amounts.append(("planned run", config.total_steps * config.step_tokens))
-    amounts.append((f"Chinchilla ({CHINCHILLA} tokens per parameter)", CHINCHILLA * flops.parameters(config)))
+    amounts.append((f"Chinchilla ({CHINCHILLA} tokens per parameter)", CHINCHILLA * flops.parameters(config.model)))
     for name, amount in amounts:
-        text = f"{amount:,} tokens, {petaflop_days(flops.model_flops_per_token(config) * amount):.3g} PF-days"
+        text = f"{amount:,} tokens, {petaflop_days(flops.model_flops_per_token(config.model) * amount):.3g} PF-days"
         if tokens:
             text += f", {amount / tokens:.3g} epochs"
         if tokens_per_second:

@@ -20,10 +20,20 @@ from collections.abc import Sequence
 from dataclasses import dataclass, fields
 from functools import cache
 
-from train.config import HALF_PRECISIONS, WHOLE_GRAPH, TrainConfig
+from train.config import (
+    HALF_PRECISIONS,
+    WHOLE_GRAPH,
+    Attention,
+    BatchConfig,
+    ExecutionConfig,
+    Optimizer,
+    Precision,
+    TrainConfig,
+)
 from train.custom_model import CustomModel
 from train.estimate.flops import matmul_parameters, recomputed_blocks
 from train.estimate.probe import cached_fit, measure_fit
+from train.model_config import ModelConfig
 from train.models.gpt2 import parameter_count
 from train.models.loss import chunk_count
 from train.models.recompute import BUDGET
@@ -132,18 +142,20 @@ def _of_formulas(config: TrainConfig) -> MemoryBreakdown:
     assert "auto" not in (kind, config.execution.precision, config.execution.compile, config.execution.loss), (
         "memory can only be predicted for a resolved config"
     )
-    moments = _moments(config)
+    moments = _moments(config.gpt2_config, config.batch, config.execution, config.optimization.optimizer)
     moment = max(moments, key=lambda name: sum(moments[name]))
     gradients, casts, activations, logits, working = (round(size) for size in moments[moment])
     # In eager execution the logits in 16 bits and their copy in fp32 leave room for one and a half of the latter. The
     # gradient of the log-softmax takes one, and that of the logits does not fit into the rest.
-    eager = config.execution.compile == "off" and _half(config) and not _pieces(config)
+    execution, micro_batch = config.execution, config.batch.micro_batch
+    has_logits = not _pieces(model.context_length, micro_batch, execution)
+    eager = execution.compile == "off" and _half(execution.precision) and has_logits
     hole = kind == "cuda" and eager and moment == LOSS
-    parameters, shards = _parameters(model), _shards(config)
+    parameters, shards = _parameters(model), _shards(config.batch.workers, config.execution.shard)
     return MemoryBreakdown(
-        weights=_weight_bytes(config) * parameters // shards,
+        weights=_weight_bytes(config.optimization.optimizer) * parameters // shards,
         gradients=gradients,
-        optimizer=optimizer_bytes(config, parameters) // shards,
+        optimizer=optimizer_bytes(config.gpt2_config, config.optimization.optimizer, parameters) // shards,
         casts=casts,
         activations=activations,
         logits=logits,
@@ -155,37 +167,35 @@ def _of_formulas(config: TrainConfig) -> MemoryBreakdown:
     )
 
 
-def _moments(config: TrainConfig) -> dict[str, tuple[float, float, float, float, float]]:
+def _moments(
+    model: ModelConfig, batch: BatchConfig, execution: ExecutionConfig, optimizer: Optimizer
+) -> dict[str, tuple[float, float, float, float, float]]:
     """Bytes of (gradients, casts, activations, logits, working results) at each moment that can be the peak."""
-    model, layers = config.gpt2_config, config.gpt2_config.layers
+    layers = model.layers
     head_parameters = model.padded_vocab_size * model.width
-    tokens = config.batch.micro_batch * model.context_length
-    chunks = _pieces(config)
-    sizes = token_sizes(config, config.execution.device)
-    one, shards = _weight_bytes(config), _shards(config)
+    tokens = batch.micro_batch * model.context_length
+    chunks = _pieces(model.context_length, batch.micro_batch, execution)
+    sizes = token_sizes(model, batch.micro_batch, execution, execution.device)
+    one, shards = _weight_bytes(optimizer), _shards(batch.workers, execution.shard)
     all_gradients = one * _parameters(model) // shards
-    cast = 2 if _half(config) and one == 4 else 0
+    cast = 2 if _half(execution.precision) and one == 4 else 0
     # With full checkpointing autocast's copies and the mask are remade for each block, and freed with it.
-    remade = config.execution.checkpointing == "full"
+    remade = execution.checkpointing == "full"
     block_casts = cast * (matmul_parameters(model) - head_parameters)
-    if (
-        config.execution.compile == "blocks" and config.execution.device == "cuda"
-    ):  # which casts the last of a block's weights again
+    if execution.compile == "blocks" and execution.device == "cuda":  # which casts the last of a block's weights again
         block_casts = block_casts * 2 // 3
-    casts = block_casts * (layers - recomputed_blocks(config)) // layers
-    mask = model.context_length**2 * _materialises(config, config.execution.device)
-    accumulated = all_gradients if config.batch.accumulation > 1 else 0
-    whole, alone = config.execution.compile in WHOLE_GRAPH, config.execution.compile == "blocks"
+    casts = block_casts * (layers - recomputed_blocks(model, execution.checkpointing)) // layers
+    mask = model.context_length**2 * _materialises(model, execution.attention, execution.device)
+    accumulated = all_gradients if batch.accumulation > 1 else 0
+    whole, alone = execution.compile in WHOLE_GRAPH, execution.compile == "blocks"
     # The whole graph keeps the position embeddings to compute the sum of both embeddings again.
     positions = 4 * model.context_length * model.width * whole
     saved = positions + layers * (tokens * sizes.saved + (0 if remade else mask))
     again = tokens * (sizes.block - sizes.saved) + (mask if remade else 0)
-    if (
-        config.execution.checkpointing == "alternate"
-    ):  # whose last block is recomputed only where the number of blocks is odd
-        again *= layers / recomputed_blocks(config) * (layers % 2)
+    if execution.checkpointing == "alternate":  # whose last block is recomputed only where the number of blocks is odd
+        again *= layers / recomputed_blocks(model, execution.checkpointing) * (layers % 2)
     head, head_cast = one * head_parameters, cast * head_parameters
-    product = 2 if _half(config) else 4
+    product = 2 if _half(execution.precision) else 4
     logits = tokens * sizes.loss / max(1, chunks)
     # The fused loss accumulates the head's gradient in fp32 while it computes, and in 16 bits also a piece's share.
     summed = 4 * head_parameters if chunks else 0
@@ -231,55 +241,55 @@ def _moments(config: TrainConfig) -> dict[str, tuple[float, float, float, float,
             at_the_end, 0, 0, kept_logits, sums,
         ),
         "the optimizer's step": (
-            all_gradients, 0, 0, 0, all_gradients if config.optimization.optimizer == "adamw" else 0,
+            all_gradients, 0, 0, 0, all_gradients if optimizer == "adamw" else 0,
         ),
     }  # fmt: skip
 
 
-def _weight_bytes(config: TrainConfig) -> int:
+def _weight_bytes(optimizer: Optimizer) -> int:
     """Bytes of a weight, which are also those of its gradient."""
-    return 2 if config.optimization.optimizer == "adamw-bf16" else 4
+    return 2 if optimizer == "adamw-bf16" else 4
 
 
-def _shards(config: TrainConfig) -> int:
+def _shards(workers: int, shard: bool) -> int:
     """Number of workers among which weights, gradients and the optimizer's state are sharded."""
-    return config.batch.workers if config.execution.shard else 1
+    return workers if shard else 1
 
 
-def token_sizes(config: TrainConfig, kind: str) -> BytesPerToken:
+def token_sizes(model: ModelConfig, micro_batch: int, execution: ExecutionConfig, kind: str) -> BytesPerToken:
     """Bytes per token. The residual stream is fp32 unless all activations are bf16."""
-    model = config.gpt2_config
     width, scores = model.width, model.heads * model.context_length
-    half, eager, fused = _half(config), config.execution.compile == "off", _pieces(config) > 0
+    half, eager = _half(execution.precision), execution.compile == "off"
+    fused = _pieces(model.context_length, micro_batch, execution) > 0
     product = 2 if half else 4
-    stream = 2 if config.execution.precision == "bf16-activations" else 4
+    stream = 2 if execution.precision == "bf16-activations" else 4
     matmuls = product * width * (3 + 1 + 4)  # queries, keys, values; attention's output; the wide layer's output
     # Each norm keeps its input, a mean and a deviation; in a block compiled alone the second keeps what is added.
-    norms = stream * width + (product if config.execution.compile == "blocks" else stream) * width + 16
+    norms = stream * width + (product if execution.compile == "blocks" else stream) * width + 16
     between = product * width * (1 + 1 + 4)  # the outputs of norms and GELU, inputs of the products after them
     attention, attention_working = 4.0 * model.heads, 0.0  # flash keeps the logarithm of each row's sum
     noise = 1 if kind == "cuda" else product  # CUDA's dropout keeps a mask of bytes, the CPU's a mask of factors
     dropped = (2 * width * noise) if model.dropout else 0
-    if _materialises(config, kind):
+    if _materialises(model, execution.attention, kind):
         softmax = 4 + 2 if kind == "cuda" and half else product  # autocast's softmax is fp32 on CUDA
         attention = scores * (softmax + (noise + product if model.dropout else 0))
         # The scores' gradients, less what the feed-forward half has freed by then.
         attention_working = product * (2 * scores - 9 * width)
     block = matmuls + norms + between + attention + dropped
-    again = recomputed_blocks(config)
+    again = recomputed_blocks(model, execution.checkpointing)
     saved = {
         "none": block,
         "alternate": (again * stream * width + (model.layers - again) * block) / model.layers,  # on average
         "full": stream * width,
         "selective": stream * width + matmuls + 2 * product * width,  # and both projections' outputs
         "budget": BUDGET * block + (1 - BUDGET) * stream * width,
-    }[config.execution.checkpointing]
-    if config.execution.checkpointing == "selective" and _materialises(config, kind):
+    }[execution.checkpointing]
+    if execution.checkpointing == "selective" and _materialises(model, execution.attention, kind):
         saved -= product * width
     # GELU's gradient comes in and goes out, where eager execution has freed the input of the product after it and
     # compiled code writes one over the other.
     block_working = stream * width + 4 * width * product
-    if config.execution.compile == "blocks":
+    if execution.compile == "blocks":
         # What enters the block and its sum with the second norm's; the gradients of the second norm's and of
         # attention's output, of queries, keys and values; and GELU's in the place of its input.
         block_working = 2 * stream * width + 5 * width * product
@@ -291,7 +301,7 @@ def token_sizes(config: TrainConfig, kind: str) -> BytesPerToken:
             head_input += stream if stream != product else 0  # what the norm gave, before it was cast
             # In addition to a piece's logits their log-softmax in fp32 and, of bf16, a copy in fp32 that it is computed
             # from: only CUDA's kernel for fp16 reads 16 bits and writes 32.
-            logits = product + 4 + (4 if half and config.execution.precision != "fp16" else 0)
+            logits = product + 4 + (4 if half and execution.precision != "fp16" else 0)
     return BytesPerToken(
         block=block,
         saved=saved,
@@ -301,44 +311,38 @@ def token_sizes(config: TrainConfig, kind: str) -> BytesPerToken:
     )
 
 
-def published_activations(config: TrainConfig) -> int:
+def published_activations(model: ModelConfig, micro_batch: int, precision: Precision) -> int:
     """Bytes of the blocks' activations by the formula of Korthikanti et al. (arXiv 2205.05198, equation 1).
 
     sbh(34 + 5as/h) for a block in 16 bits (s: context length, b: micro-batch, h: width, a: heads), and twice that in
     32 bits. It includes dropout and the T x T matrix, without recomputation.
     """
-    model, size = config.gpt2_config, 1 if _half(config) else 2
+    size = 1 if _half(precision) else 2
     length, width = model.context_length, model.width
-    return round(
-        size * model.layers * length * config.batch.micro_batch * width * (34 + 5 * model.heads * length / width)
-    )
+    return round(size * model.layers * length * micro_batch * width * (34 + 5 * model.heads * length / width))
 
 
-def optimizer_bytes(config: TrainConfig, parameters: int) -> int:
+def optimizer_bytes(model: ModelConfig, optimizer: Optimizer, parameters: int) -> int:
     """Bytes of the optimizer's state for this number of parameters."""
-    matrices = config.gpt2_config.layers * 12 * config.gpt2_config.width**2
+    matrices = model.layers * 12 * model.width**2
     bytes_per_parameter = {"adamw": 8, "adamw-fused": 8, "adamw-8bit": 2, "adamw-bf16": 4, "adafactor": 0}
-    if (
-        config.optimization.optimizer == "muon"
-    ):  # One momentum for the blocks' matrices, AdamW's two moments for the others.
+    if optimizer == "muon":  # One momentum for the blocks' matrices, AdamW's two moments for the others.
         return 4 * matrices + 8 * (parameters - matrices)
-    return bytes_per_parameter[config.optimization.optimizer] * parameters
+    return bytes_per_parameter[optimizer] * parameters
 
 
-def _pieces(config: TrainConfig) -> int:
+def _pieces(context_length: int, micro_batch: int, execution: ExecutionConfig) -> int:
     """Number of chunks of the fused loss; 0 for the plain loss."""
-    return chunk_count(
-        config.execution.loss, config.execution.loss_chunks, config.batch.micro_batch * config.model.context_length
-    )
+    return chunk_count(execution.loss, execution.loss_chunks, micro_batch * context_length)
 
 
-def _materialises(config: TrainConfig, kind: str) -> bool:
+def _materialises(model: ModelConfig, attention: Attention, kind: str) -> bool:
     """Whether the T x T matrix is written to memory; on a CPU torch's fused kernel does not support dropout."""
-    return config.execution.attention == "manual" or (kind == "cpu" and config.gpt2_config.dropout > 0)
+    return attention == "manual" or (kind == "cpu" and model.dropout > 0)
 
 
-def _half(config: TrainConfig) -> bool:
-    return config.execution.precision in HALF_PRECISIONS
+def _half(precision: Precision) -> bool:
+    return precision in HALF_PRECISIONS
 
 
 def fit_to_probes(predicted: float, probes: Sequence[tuple[float, float]]) -> float:
@@ -359,13 +363,13 @@ def fit_to_probes(predicted: float, probes: Sequence[tuple[float, float]]) -> fl
 def peak_with_margin(config: TrainConfig) -> int:
     """Predicted peak bytes of the process of a resolved ``config``, with a safety margin."""
     peak = predict_peak(config)
-    return peak.total + round(margin(config) * peak.reserved)
+    return peak.total + round(margin(config.execution) * peak.reserved)
 
 
-def margin(config: TrainConfig) -> float:
+def margin(execution: ExecutionConfig) -> float:
     """Safety margin of the predicted peak of a resolved ``config``, as a fraction of the reserved memory."""
-    has_fixed_segments = config.execution.device == "cuda" and config.execution.allocator in ("default", "split")
-    return FIXED_SEGMENTS if has_fixed_segments else MARGIN[config.execution.device]
+    has_fixed_segments = execution.device == "cuda" and execution.allocator in ("default", "split")
+    return FIXED_SEGMENTS if has_fixed_segments else MARGIN[execution.device]
 
 
 def largest_micro_batch(config: TrainConfig, limit: int) -> int | None:

@@ -7,8 +7,9 @@ and twice as often in an all-reduce. The time of an exchange is these bytes divi
 from typing import Any, NamedTuple
 
 from infra.ceilings import matmul_rate_of, read_record
-from train.config import TrainConfig
+from train.config import BatchConfig, ExecutionConfig
 from train.estimate import flops
+from train.model_config import AnyModel
 
 
 class Exchange(NamedTuple):
@@ -23,15 +24,15 @@ class Exchange(NamedTuple):
     """Part of the step that can overlap with the exchange."""
 
 
-def step_exchange(config: TrainConfig) -> Exchange:
-    """The exchange of a worker of ``config`` in a step, with 4 bytes for each weight and gradient."""
-    crossing_bytes = (config.batch.workers - 1) / config.batch.workers * 4 * flops.parameters(config)
-    micro_batch = flops.model_flops_per_token(config) * config.batch.micro_batch * config.model.context_length
-    if config.execution.shard:
+def step_exchange(model: AnyModel, batch: BatchConfig, shard: bool) -> Exchange:
+    """The exchange of a worker in a step, with 4 bytes for each weight and gradient."""
+    crossing_bytes = (batch.workers - 1) / batch.workers * 4 * flops.parameters(model)
+    micro_batch = flops.model_flops_per_token(model) * batch.micro_batch * model.context_length
+    if shard:
         return Exchange(
             "weights gathered twice per micro-batch, gradients scattered once (FSDP)",
-            (2 * config.batch.accumulation + 1) * crossing_bytes,
-            config.batch.accumulation * micro_batch,
+            (2 * batch.accumulation + 1) * crossing_bytes,
+            batch.accumulation * micro_batch,
             "the whole step",
         )
     return Exchange(
@@ -42,14 +43,16 @@ def step_exchange(config: TrainConfig) -> Exchange:
     )
 
 
-def network_rows(config: TrainConfig, doctor_file: str) -> list[tuple[str, str]]:
+def network_rows(
+    model: AnyModel, batch: BatchConfig, execution: ExecutionConfig, doctor_file: str
+) -> list[tuple[str, str]]:
     """Time of a step's exchange at the bandwidth in ``doctor_file``, and the part that arithmetic cannot hide."""
-    description, size, overlapping_flops, overlaps_with = step_exchange(config)
+    description, size, overlapping_flops, overlaps_with = step_exchange(model, batch, execution.shard)
     rows = [("exchange per step", f"{size / 1e9:.3g} GB on the bus: {description}")]
     measured = _read_all_reduce(doctor_file)
-    matmul_rate = matmul_rate_of(measured, config.execution.precision) if measured else None
+    matmul_rate = matmul_rate_of(measured, execution.precision) if measured else None
     if not matmul_rate:
-        command = f"python -m infra.doctor --workers {config.batch.workers}"
+        command = f"python -m infra.doctor --workers {batch.workers}"
         unknown = f"unknown, not in {doctor_file}; measure it with '{command}', with --address on a cluster"
         return [*rows, ("bandwidth", unknown)]
     bandwidth = max(measured["bus_bytes_per_second"].values())
@@ -64,7 +67,7 @@ def network_rows(config: TrainConfig, doctor_file: str) -> list[tuple[str, str]]
     ]
     if seconds <= hidden:
         return [*rows, ("verdict", "not network-bound: the exchange overlaps with arithmetic")]
-    step = flops.model_flops_per_token(config) * config.step_tokens / config.batch.workers / matmul_rate
+    step = flops.model_flops_per_token(model) * batch.global_batch * model.context_length / batch.workers / matmul_rate
     slowdown = (step + seconds - hidden) / step
     verdict = f"network-bound: a step takes {seconds - hidden:.3g} s longer (x{slowdown:.3g})"
     return [*rows, ("verdict", verdict)]

@@ -6,10 +6,11 @@ Matrix products and attention are bound by arithmetic, Triton's kernels and the 
 from dataclasses import dataclass
 
 from infra.errors import UserError
-from train.config import WHOLE_GRAPH, TrainConfig
+from train.config import WHOLE_GRAPH, BatchConfig, ExecutionConfig, Precision
 from train.custom_model import CustomModel
 from train.estimate.flops import matmul_parameters
 from train.estimate.gpu_rates import GpuRates
+from train.model_config import AnyModel, ModelConfig
 from train.models.gpt2 import parameter_count
 
 ATTENTION = 0.4
@@ -47,10 +48,12 @@ UPDATE = 40
 three of them written; clipping reads the gradient twice and writes it once."""
 
 
-def speed_rows(config: TrainConfig, gpu_rates: GpuRates) -> list[tuple[str, str]]:
-    """The roofline of ``config`` on ``gpu_rates``, and the range of speeds to expect, for a table."""
+def speed_rows(
+    model: AnyModel, batch: BatchConfig, execution: ExecutionConfig, gpu_rates: GpuRates
+) -> list[tuple[str, str]]:
+    """The roofline of a run at ``gpu_rates``, and the range of speeds to expect, for a table."""
     try:
-        roofline = roofline_speed(config, gpu_rates)
+        roofline = roofline_speed(model, batch, execution, gpu_rates)
     except UserError as unknown:
         return [("speed", str(unknown))]
     return [
@@ -66,37 +69,30 @@ def format_expected_range(roofline: float) -> str:
     return f"{low:,.0f} to {high:,.0f}"
 
 
-def roofline_speed(config: TrainConfig, gpu_rates: GpuRates) -> float:
-    """Tokens/s of one ``gpu_rates`` at the roofline of ``config``. Raises ``UserError`` if the formulas do not cover
+def roofline_speed(model: AnyModel, batch: BatchConfig, execution: ExecutionConfig, gpu_rates: GpuRates) -> float:
+    """Tokens/s at the roofline of one GPU with ``gpu_rates``. Raises ``UserError`` if the formulas do not cover
     it."""
-    if isinstance(config.model, CustomModel):
+    if isinstance(model, CustomModel):
         raise UserError("The speed is only predicted for GPT-2, because the formulas describe its kernels.")
-    rate, model = gpu_rates.matmul_rate(config.execution.precision), config.model
-    is_covered = (
-        config.execution.loss == "plain"
-        and config.execution.loss_chunks == 1
-        and config.execution.checkpointing == "none"
-    )
-    is_covered = is_covered and config.execution.attention != "manual"
-    if not (rate and is_covered and config.execution.precision in MOVED and config.execution.compile in WHOLE_GRAPH):
+    rate = gpu_rates.matmul_rate(execution.precision)
+    is_covered = execution.loss == "plain" and execution.loss_chunks == 1 and execution.checkpointing == "none"
+    is_covered = is_covered and execution.attention != "manual"
+    if not (rate and is_covered and execution.precision in MOVED and execution.compile in WHOLE_GRAPH):
         raise UserError(
             "The speed is only predicted for --precision bf16 or bf16-activations with a whole compiled graph and "
             "--loss plain, without --checkpointing or --attention manual."
         )
-    tokens = config.batch.micro_batch * model.context_length
+    tokens = batch.micro_batch * model.context_length
     products = 6 * matmul_parameters(model) * tokens / rate
     attention = 6 * model.layers * model.context_length * model.width * tokens / (ATTENTION * rate)
-    update = UPDATE * parameter_count(model) / config.batch.accumulation
-    return tokens / (products + attention + (triton_bytes(config) + update) / gpu_rates.bandwidth)
+    update = UPDATE * parameter_count(model) / batch.accumulation
+    moved = triton_bytes(model, batch.micro_batch, execution.precision) + update
+    return tokens / (products + attention + moved / gpu_rates.bandwidth)
 
 
-def triton_bytes(config: TrainConfig) -> float:
+def triton_bytes(model: ModelConfig, micro_batch: int, precision: Precision) -> float:
     """Bytes that Triton's kernels read and write for a micro-batch."""
-    rates, model, tokens = (
-        MOVED[config.execution.precision],
-        config.gpt2_config,
-        config.batch.micro_batch * config.model.context_length,
-    )
+    rates, tokens = MOVED[precision], micro_batch * model.context_length
     block = rates.per_block_token * model.width * tokens + rates.per_block_weight * 12 * model.width**2
     head = rates.per_logit * tokens + rates.per_head_weight * model.width
     return model.layers * block + model.padded_vocab_size * head

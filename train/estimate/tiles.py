@@ -8,7 +8,8 @@ times.
 
 from dataclasses import dataclass
 
-from train.config import HALF_PRECISIONS, TrainConfig
+from train.config import HALF_PRECISIONS, Precision
+from train.model_config import ModelConfig
 
 TILE = (128, 256)
 """Rows and columns of the most efficient tile on A100 and H100."""
@@ -30,9 +31,9 @@ class Waste:
     """Fraction wasted on multiprocessors that are idle in the last wave."""
 
 
-def products(config: TrainConfig, multiprocessors: int) -> list[Waste]:
+def products(model: ModelConfig, micro_batch: int, multiprocessors: int) -> list[Waste]:
     """The waste of each matrix product of the forward pass, whose rows are the tokens of a micro-batch."""
-    model, tokens = config.gpt2_config, config.batch.micro_batch * config.model.context_length
+    tokens = micro_batch * model.context_length
     columns = {
         "queries, keys, values": 3 * model.width,
         "projections to the width": model.width,
@@ -50,18 +51,17 @@ def _waste(name: str, rows: int, columns: int, multiprocessors: int) -> Waste:
     return Waste(name, rows, columns, 1 - used, 1 - tiles / (waves * multiprocessors))
 
 
-def warnings(config: TrainConfig, multiprocessors: int) -> list[str]:
+def warnings(model: ModelConfig, micro_batch: int, precision: Precision, multiprocessors: int) -> list[str]:
     """Sentences about sizes that do not fill tensor cores, tiles or waves; empty if there are none."""
-    model = config.gpt2_config
-    align = 8 if config.execution.precision in HALF_PRECISIONS else 4
+    align = 8 if precision in HALF_PRECISIONS else 4
     sizes = {
         "width": model.width, "width of a head": model.width // model.heads,
         "padded vocabulary": model.padded_vocab_size,
     }  # fmt: skip
     sentences = [
-        f"{name} {size:,} is not a multiple of {align}, which tensor cores need for {config.execution.precision}"
+        f"{name} {size:,} is not a multiple of {align}, which tensor cores need for {precision}"
         for name, size in sizes.items()
-        if size % align and config.execution.precision != "fp32"  # fp32 does not use tensor cores.
+        if size % align and precision != "fp32"  # fp32 does not use tensor cores.
     ]
     if model.padded_vocab_size % 64:
         padded = -(-model.padded_vocab_size // 64) * 64
@@ -69,7 +69,7 @@ def warnings(config: TrainConfig, multiprocessors: int) -> list[str]:
             f"padded vocabulary {model.padded_vocab_size:,} is not a multiple of 64; set padded_vocab_size={padded} in "
             "--model to fill whole tiles"
         )
-    for product in products(config, multiprocessors):
+    for product in products(model, micro_batch, multiprocessors):
         wasted = 1 - (1 - product.tiles) * (1 - product.waves)
         if wasted > WARN:
             sentences.append(

@@ -40,7 +40,7 @@ def run_training(assignment: WorkerJob, listener: Listener, reported: int, telem
         ray_session(run.address),
         open_channel(reported, telemetry_second) as channel,
     ):
-        wanted = make_scaling_config(config)
+        wanted = make_scaling_config(config.dataset, config.execution, config.batch.workers)
         files.mkdir()
         marker = files / f"driver-{uuid.uuid4().hex}"
         marker.touch()

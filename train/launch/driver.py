@@ -38,7 +38,9 @@ def train_and_record(run: RunPlan, config: TrainConfig, tracker: Tracker) -> Run
     """Train ``run`` as ``config``, print each cycle's line, and record the result."""
     result = launch(run, config, tracker, lambda cycle: console.print(cycle["line"]))
     config = next_smaller_micro_batch(config, result.too_large) or config
-    result = with_matmul_efficiency(result, config, run.run_folder.location.parent)
+    result = with_matmul_efficiency(
+        result, config.execution.precision, config.batch.workers, run.run_folder.location.parent
+    )
     expected = peak_if_known(config)
     result = replace(
         result, diagnosis=diagnosed(run, config, result), predicted_memory=expected.total if expected else None
@@ -53,8 +55,10 @@ def train_and_record(run: RunPlan, config: TrainConfig, tracker: Tracker) -> Run
 def diagnosed(run: RunPlan, config: TrainConfig, result: RunResult) -> Diagnosis | None:
     """What was wrong with the ``result`` of a run: its memory, its speed compared with its search, or its losses."""
     memory_diagnosis = diagnosis.diagnose_oom(config, result, run.run_folder.location, run.memory_limit)
-    memory_diagnosis = memory_diagnosis or (diagnose_slowdown(result, run.confirmed, config) if run.confirmed else None)
-    return memory_diagnosis or diagnosis.of_losses(config, result)
+    memory_diagnosis = memory_diagnosis or (
+        diagnose_slowdown(result, run.confirmed, config.execution.compile) if run.confirmed else None
+    )
+    return memory_diagnosis or diagnosis.of_losses(config.model, result)
 
 
 def launch(

@@ -92,11 +92,11 @@ class RunPlan:
         """A run that begins in ``run_folder``, which need not exist. Raises ``UserError`` for data that do not fit
         it."""
         requested = with_absolute_paths(config)
-        stream = open_stream(requested) if requested.dataset.stream else None
+        stream = open_stream(requested.dataset) if requested.dataset.stream else None
         manifest = estimate_manifest(stream) if stream else read_manifest(requested.dataset.data)
         requested = with_model_info(match_tokenizer(requested, manifest))
-        check_split_lengths(requested, manifest)
-        check_enough_tokens(requested, manifest)
+        check_split_lengths(requested.dataset, requested.model.context_length, requested.duration.cycle, manifest)
+        check_enough_tokens(requested.dataset, requested.batch.global_batch, requested.model.context_length, manifest)
         return cls(requested, manifest, run_folder, stream=stream)
 
     @classmethod
@@ -110,5 +110,5 @@ class RunPlan:
         progress, named = read_progress(checkpoint), run_folder.checkpoint_address(checkpoint)
         check_same_run(named, progress, new.requested, new.manifest)
         if run_folder.is_finished(progress.step):
-            check_not_finished(named, progress, new.requested)
+            check_not_finished(named, progress, new.requested.duration, new.requested.total_steps)
         return replace(new, progress=progress)

@@ -32,7 +32,13 @@ class Listener:
         self._tracker = tracker
         self._on_cycle = on_cycle
         self._sent = sent
-        self._pace = ProgressMeter(config, run.manifest, trained_seconds=run.progress.elapsed if run.progress else 0.0)
+        self._pace = ProgressMeter(
+            config.step_tokens,
+            config.total_steps,
+            config.duration.time_budget,
+            run.manifest,
+            trained_seconds=run.progress.elapsed if run.progress else 0.0,
+        )
 
     def record(self, cycle: dict[str, Any]) -> None:
         tracking.record_cycle(self._tracker, cycle, self._sent)

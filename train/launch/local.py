@@ -34,7 +34,7 @@ def run_training(assignment: WorkerJob, listener: Listener, reported: int, telem
     torch.set_num_threads(min(torch.get_num_threads(), cpu_count()))  # it knows of affinity, and not of quotas
     channel, ended = Channel(reported, telemetry_second), threading.Event()
     with (
-        borrowed_process(assignment.config) as own_peak,
+        borrowed_process(assignment.config.execution) as own_peak,
         status("loading the data") as shown,
         interrupts.stop_requests(STOP_MESSAGE),
     ):

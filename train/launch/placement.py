@@ -16,7 +16,7 @@ from infra.ray.machines import (
     max_cores_per_worker,
     run_on_nodes,
 )
-from train.config import TrainConfig
+from train.config import DatasetConfig, ExecutionConfig
 
 READERS = 2
 """Cores that each worker that trains on a stream leaves to Ray Data."""
@@ -25,18 +25,15 @@ ANSWER_SECONDS = 60.0
 """How long a machine of the cluster may take to describe its device: a process must start there."""
 
 
-def worker_device_info(config: TrainConfig) -> DeviceInfo:
+def worker_device_info(execution: ExecutionConfig, workers: int) -> DeviceInfo:
     """The device on which the connected Ray would train ``config``: a GPU if it has enough of them, else a CPU.
 
     Waits for a machine with the accelerator that is asked for. Raises ``UserError`` when its GPU is not free in time.
     """
-    if config.execution.accelerator:
-        await_accelerator(config.execution.accelerator)
-    eligible = eligible_nodes(accelerator=config.execution.accelerator)
-    use_gpu = (
-        config.execution.device != "cpu"
-        and sum(int(node.get("GPU", 0)) for node in eligible.values()) >= config.batch.workers
-    )
+    if execution.accelerator:
+        await_accelerator(execution.accelerator)
+    eligible = eligible_nodes(accelerator=execution.accelerator)
+    use_gpu = execution.device != "cpu" and sum(int(node.get("GPU", 0)) for node in eligible.values()) >= workers
     if is_this_machine_alone():
         return device_info() if use_gpu else cpu_info()
     if not use_gpu:
@@ -44,8 +41,8 @@ def worker_device_info(config: TrainConfig) -> DeviceInfo:
         answers = run_on_nodes(largest, cpu_info, seconds=ANSWER_SECONDS).values()
         return next((info for info in answers if isinstance(info, DeviceInfo)), cpu_info())
     there = ray.remote(num_cpus=0, num_gpus=1)(device_info)
-    if config.execution.accelerator:
-        there = there.options(accelerator_type=config.execution.accelerator)
+    if execution.accelerator:
+        there = there.options(accelerator_type=execution.accelerator)
     try:
         return ray.get(there.remote(), timeout=ANSWER_SECONDS)
     except GetTimeoutError:
@@ -54,36 +51,36 @@ def worker_device_info(config: TrainConfig) -> DeviceInfo:
         ) from None
 
 
-def make_scaling_config(config: TrainConfig) -> ray.train.ScalingConfig:
+def make_scaling_config(dataset: DatasetConfig, execution: ExecutionConfig, workers: int) -> ray.train.ScalingConfig:
     """The workers to ask Ray for, by a resolved config.
 
     Raises ``UserError`` when the cluster lacks them; Ray would wait.
     """
-    nodes = eligible_nodes(accelerator=config.execution.accelerator)
+    nodes = eligible_nodes(accelerator=execution.accelerator)
     gpus = sum(int(node.get("GPU", 0)) for node in nodes.values())
-    use_gpu = config.execution.device == "cuda"
-    if use_gpu and gpus < config.batch.workers:
-        raise UserError(f"--device cuda needs a GPU for each of --workers {config.batch.workers}; Ray has {gpus}.")
-    cores_per_worker = max_cores_per_worker(nodes.values(), config.batch.workers, gpu=use_gpu)
+    use_gpu = execution.device == "cuda"
+    if use_gpu and gpus < workers:
+        raise UserError(f"--device cuda needs a GPU for each of --workers {workers}; Ray has {gpus}.")
+    cores_per_worker = max_cores_per_worker(nodes.values(), workers, gpu=use_gpu)
     if not cores_per_worker:
         cores = sum(int(node.get("CPU", 0)) for node in nodes.values())
-        raise UserError(f"--workers {config.batch.workers} needs a core for each worker and Ray has {cores}.")
+        raise UserError(f"--workers {workers} needs a core for each worker and Ray has {cores}.")
     threads = cores_per_worker
-    if config.dataset.stream:
+    if dataset.stream:
         cores = sum(int(node.get("CPU", 0)) for node in eligible_nodes().values())
-        if cores - config.batch.workers * cores_per_worker < READERS * config.batch.workers:
+        if cores - workers * cores_per_worker < READERS * workers:
             threads = max(1, cores_per_worker - READERS)
-        if cores - config.batch.workers * threads < config.batch.workers:
+        if cores - workers * threads < workers:
             raise UserError(
-                f"--stream needs another core for reading with each of --workers {config.batch.workers} and Ray has "
+                f"--stream needs another core for reading with each of --workers {workers} and Ray has "
                 f"{cores}: make token shards with 'python -m pipeline.tokenize' and give them with --data."
             )
     return ray.train.ScalingConfig(
-        num_workers=config.batch.workers,
+        num_workers=workers,
         use_gpu=use_gpu,
         # Ray sets a worker's number of OpenMP threads to its cores.
         resources_per_worker={"CPU": threads} | ({"GPU": 1} if use_gpu else {}),
-        accelerator_type=config.execution.accelerator,
+        accelerator_type=execution.accelerator,
     )
 
 

@@ -11,7 +11,6 @@ from typing import Any
 
 from infra.cli.units import format_duration
 from pipeline.shards import Manifest
-from train.config import TrainConfig
 from train.result import TRAINING
 
 WINDOW = 15.0
@@ -21,23 +20,25 @@ WINDOW = 15.0
 class ProgressMeter:
     def __init__(
         self,
-        config: TrainConfig,
+        step_tokens: int,
+        total_steps: int | None,
+        time_budget: float | None,
         manifest: Manifest,
         clock: Callable[[], float] = time.monotonic,
         trained_seconds: float = 0.0,
     ) -> None:
         """``trained_seconds`` are the seconds that a run which is continued has trained already."""
-        self._config = config
+        self._step_tokens, self._time_budget = step_tokens, time_budget
         self._clock = clock
         self._spent = trained_seconds
         self._steps: deque[tuple[float, int]] = deque()
         self._loss: float | None = None
         self._elapsed: tuple[float, float] | None = None
         """When it was known, and how long the run had trained then."""
-        self.total = config.total_steps
+        self.total = total_steps
         """Steps of the run, of an epoch by the number of its tokens; None when only time ends it."""
-        if self.total is None and config.duration.time_budget is None:
-            self.total = max(1, manifest.splits["train"]["tokens"] // config.step_tokens)
+        if self.total is None and time_budget is None:
+            self.total = max(1, manifest.splits["train"]["tokens"] // step_tokens)
 
     def cycle(self, cycle: Mapping[str, Any]) -> None:
         self._loss = cycle["train_loss"]
@@ -56,7 +57,7 @@ class ProgressMeter:
             self._steps.popleft()
         parts = [f"step {step:,}" + (f" of {self.total:,}" if self.total else "")]
         if seconds := self._step_seconds():
-            parts.append(f"{self._config.step_tokens / seconds:,.0f} tokens/s")
+            parts.append(f"{self._step_tokens / seconds:,.0f} tokens/s")
         if self._loss is not None:
             parts.append(f"loss {self._loss:.3f}")
         left = self._left(step, seconds, now)
@@ -72,7 +73,7 @@ class ProgressMeter:
         return (last - first) / (end - begin)
 
     def _left(self, step: int, seconds: float | None, now: float) -> float | None:
-        if self._config.duration.time_budget is not None and self._elapsed:
+        if self._time_budget is not None and self._elapsed:
             known, elapsed = self._elapsed
-            return max(0.0, self._config.duration.time_budget - elapsed - (now - known))
+            return max(0.0, self._time_budget - elapsed - (now - known))
         return seconds and self.total and max(0, self.total - step) * seconds

@@ -20,7 +20,7 @@ from infra.device.telemetry import Telemetry, prefix_node
 from infra.errors import UserError
 from infra.storage.directory import StorageDir
 from pipeline.shards import MANIFEST, Manifest
-from train.config import TrainConfig
+from train.config import Cycle, TrainConfig
 from train.data.dataset import ShardData
 from train.data.stream import StreamData
 from train.launch.channel import Channel, DriverConnection, EarlierWorkers
@@ -83,7 +83,7 @@ def train_function(loop_config: dict[str, Any]) -> WorkerResult:
         try:
             config = assignment.config
             config = next_smaller_micro_batch(config, too_large) or config
-            configure_allocator(config)
+            configure_allocator(config.execution.allocator)
             limit = (
                 MemoryLimit.apply(assignment.memory_limit, config.execution.device) if assignment.memory_limit else None
             )
@@ -231,7 +231,7 @@ def load_data(assignment: WorkerJob, say: Callable[[str], Any] = lambda text: No
             size = sum(shard.bytes for shard in manifest.shards)
             say(f"{host} fetches {data_dir}: {number} of {len(manifest.shards)} shards, {size / 1e6:,.1f} MB in all")
 
-    data = ShardData(config, on_shard)
+    data = ShardData(config.dataset, config.model, config.duration.cycle, on_shard)
     if data.manifest.fingerprint != fingerprint:
         raise UserError(
             f"--data {data_dir} on {host}, where Ray placed the worker, has the fingerprint "
@@ -267,7 +267,12 @@ def train_with_retries(
         start_step = step_of(resume)  # now, because training removes old checkpoints
         try:
             trainer, result = _train_once(
-                run_folder, config, resume, driver, limit, data() if data else ShardData(config)
+                run_folder,
+                config,
+                resume,
+                driver,
+                limit,
+                data() if data else ShardData(config.dataset, config.model, config.duration.cycle),
             )
         except OutOfMemory as failure:
             trainer, result = None, failure.result
@@ -286,7 +291,7 @@ def train_with_retries(
             driver.channel.too_large(config.batch.micro_batch, message)
             driver.activity = lambda: ("building the model", 0)
         trainer = None
-        memory.reset_after_oom(config)
+        memory.reset_after_oom(config.execution)
         config, resume = smaller, newest(run_folder.checkpoints) or resume
     result = replace(result, too_large=tuple(failed))
     if trainer is None and config.batch.workers > 1:
@@ -329,11 +334,15 @@ def _train_once(
     trainer: Trainer | None = None
 
     def on_cycle(report: CycleReport) -> None:
-        if fault := first_loss_fault(config, report.first_loss):
+        if fault := first_loss_fault(config.model, report.first_loss):
             driver.channel.print_line(fault)
         if trainer and trainer.device.type == "cuda" and len(trainer.times.reports) == 1:
             total = limit.size if limit else torch.cuda.get_device_properties(trainer.device).total_memory
-            driver.channel.print_line(format_gpu_memory(config, memory.peak(trainer.device).process, total))
+            driver.channel.print_line(
+                format_gpu_memory(
+                    config.batch.micro_batch, config.duration.cycle, memory.peak(trainer.device).process, total
+                )
+            )
         driver.channel.cycle(run_folder.append_report(report))
 
     driver.activity = lambda: (trainer.activity, trainer.state.step) if trainer else ("building the model", reported)
@@ -352,11 +361,11 @@ def _train_once(
     return trainer, trainer.run()
 
 
-def format_gpu_memory(config: TrainConfig, used: int, total: int) -> str:
+def format_gpu_memory(micro_batch: int, cycle: Cycle, used: int, total: int) -> str:
     """The GPU's memory at the first report, and what is done with it, as one line; sizes in bytes."""
     full = f"GPU {used / GB:.1f}/{total / GB:.1f} GB ({used / total:.1%})"
-    cycle = config.duration.cycle
-    return f"{full}; batch size {config.batch.micro_batch}; cycle {cycle.train} + {cycle.val}"
+    cycle = cycle
+    return f"{full}; batch size {micro_batch}; cycle {cycle.train} + {cycle.val}"
 
 
 def energy(telemetry: Telemetry, trainer: Trainer, result: RunResult, start_step: int) -> float | None:

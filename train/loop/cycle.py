@@ -12,7 +12,7 @@ import torch
 from torch import Tensor
 
 from pipeline.shards import Manifest
-from train.config import TrainConfig
+from train.config import BatchConfig
 from train.loop import timing
 from train.loop.validation import mean_loss
 from train.models.parallel import Workers
@@ -91,7 +91,7 @@ def step_seconds(cycle: RunningCycle) -> list[float]:
 
 
 def report(
-    cycle: RunningCycle, config: TrainConfig, manifest: Manifest, *, val_tokens: int, elapsed: float
+    cycle: RunningCycle, batch: BatchConfig, context_length: int, manifest: Manifest, *, val_tokens: int, elapsed: float
 ) -> CycleReport:
     """The numbers of a closed cycle; ``val_tokens`` is the number before it."""
     timing.wait_for(cycle.end)
@@ -100,17 +100,18 @@ def report(
     losses = step_losses.tolist()
     val_losses = [] if validation is None else validation.tolist()
     here = len(cycle.step_ends)
-    cycle_val_tokens = cycle.val_windows * config.model.context_length
+    cycle_val_tokens = cycle.val_windows * context_length
     val_tokens += cycle_val_tokens
     train_seconds = timing.seconds_between(cycle.start, cycle.step_ends[-1])
     step = cycle.first + cycle.steps
-    train_tokens = step * config.step_tokens
+    step_tokens = batch.global_batch * context_length
+    train_tokens = step * step_tokens
     totals = manifest.splits["train"]
     return CycleReport(
         step=step,
-        batches=step + val_tokens // config.step_tokens,
+        batches=step + val_tokens // step_tokens,
         train_loss=sum(losses) / len(losses),
-        val_loss=mean_loss(val_losses, cycle.val_windows, config) if val_losses else None,
+        val_loss=mean_loss(val_losses, cycle.val_windows, batch) if val_losses else None,
         train_tokens=train_tokens,
         val_tokens=val_tokens,
         books=train_tokens * totals["books"] / totals["tokens"],
@@ -119,8 +120,8 @@ def report(
         data_wait_seconds=sum(cycle.data_wait),
         optimizer_seconds=sum(cycle.optimizer_seconds),
         elapsed=elapsed,
-        cycle_tokens=here * config.step_tokens + cycle_val_tokens,
-        epoch_seconds=totals["tokens"] / (here * config.step_tokens / train_seconds),
+        cycle_tokens=here * step_tokens + cycle_val_tokens,
+        epoch_seconds=totals["tokens"] / (here * step_tokens / train_seconds),
         learning_rate=cycle.learning_rate,
         gradient_norm=norm.item(),
         step_losses=losses,

@@ -13,9 +13,9 @@ from torch import Tensor, nn
 from torch.nn.attention import SDPBackend
 
 from infra.errors import UserError
-from train.config import TrainConfig
+from train.config import Device, ExecutionConfig, Optimizer
 from train.custom_model import CustomModel
-from train.model_config import ModelConfig
+from train.model_config import AnyModel, ModelConfig
 from train.models import custom
 from train.models.attention import (
     ATTENTION,
@@ -44,9 +44,9 @@ INDUCTOR_CACHE = Path("~/.cache/throughline/inductor")
 """torch's default is in /tmp and is lost with every container and restart."""
 
 
-def torch_device(config: TrainConfig) -> torch.device:
-    """The device of a resolved config. Raises ``UserError`` when it is a GPU that torch does not see."""
-    if config.execution.device == "cpu":
+def torch_device(device: Device) -> torch.device:
+    """The torch device that ``device`` names. Raises ``UserError`` when it is a GPU that torch does not see."""
+    if device == "cpu":
         return torch.device("cpu")
     if not torch.cuda.is_available():
         raise UserError(
@@ -55,105 +55,106 @@ def torch_device(config: TrainConfig) -> torch.device:
     return torch.device("cuda", torch.cuda.current_device())
 
 
-def build_model(config: TrainConfig, device: torch.device) -> Any:
-    """The model of a resolved config with random weights by its seed, on ``device``."""
-    if config.execution.checkpointing == "budget":
+def build_model(
+    model_config: AnyModel, execution: ExecutionConfig, optimizer: Optimizer, seed: int, device: torch.device
+) -> Any:
+    """The model with random weights by the ``seed``, on ``device``."""
+    if execution.checkpointing == "budget":
         check_budget_supported()
-    torch.manual_seed(config.dataset.seed)
-    model = (_custom(config, config.model) if isinstance(config.model, CustomModel) else _gpt(config)).to(device)
-    if config.optimization.optimizer == "adamw-bf16":
+    torch.manual_seed(seed)
+    make: Any = _custom if isinstance(model_config, CustomModel) else _gpt
+    model = make(model_config, execution).to(device)
+    if optimizer == "adamw-bf16":
         model.to(torch.bfloat16)
-    if config.execution.fp8:
+    if execution.fp8:
         _to_fp8(model)
     return model
 
 
-def load_initial_weights(model: Any, config: TrainConfig) -> None:
-    """Load the weights that a run of ``config`` begins with, if they are not random ones."""
-    if isinstance(config.model, ModelConfig) and config.model.start:
-        load_hf_weights(model, Path(config.model.start))
+def load_initial_weights(model: Any, model_config: AnyModel) -> None:
+    """Load the weights that a run of ``model_config`` begins with, if they are not random ones."""
+    if isinstance(model_config, ModelConfig) and model_config.start:
+        load_hf_weights(model, Path(model_config.start))
 
 
-def _gpt(config: TrainConfig) -> GPT:
+def _gpt(model_config: ModelConfig, execution: ExecutionConfig) -> GPT:
     return GPT(
-        config.gpt2_config,
-        attention=_attention(config),
-        mask=_mask(config),
-        checkpointing=config.execution.checkpointing,
-        loss=config.execution.loss,
-        loss_chunks=config.execution.loss_chunks,
-        activations=torch.bfloat16 if config.execution.precision == "bf16-activations" else None,
+        model_config,
+        attention=_attention(model_config, execution),
+        mask=_mask(model_config, execution),
+        checkpointing=execution.checkpointing,
+        loss=execution.loss,
+        loss_chunks=execution.loss_chunks,
+        activations=torch.bfloat16 if execution.precision == "bf16-activations" else None,
     )
 
 
-def _custom(config: TrainConfig, model: CustomModel) -> nn.Module:
+def _custom(model: CustomModel, execution: ExecutionConfig) -> nn.Module:
     """A custom model with the switches of its blocks as configured."""
-    attention, chosen = config.execution.attention, bool(model.found and model.found.attention)
+    attention, chosen = execution.attention, bool(model.found and model.found.attention)
     kernels: list[SDPBackend] = []
     if chosen and attention == "manual":
         kernels = [SDPBackend.MATH]
     elif chosen and attention != "sdpa":
-        kernels = kernel_order(_attention(config))
-    return custom.with_execution_switches(custom.build_model(model), config.execution.checkpointing, kernels)
+        kernels = kernel_order(_attention(model, execution))
+    return custom.with_execution_switches(custom.build_model(model), execution.checkpointing, kernels)
 
 
-def build_inference_model(config: TrainConfig, weights_of: nn.Module | None = None) -> Any:
+def build_inference_model(model_config: AnyModel, mask_books: bool, weights_of: nn.Module | None = None) -> Any:
     """The model for use after training: eager, with torch's own choice of attention kernel, for texts of any length.
 
     With ``weights_of`` a trained one it has those themselves, not a copy. The training's own execution may not be
     suitable: cuDNN's kernel refuses a single token, a CPU has none of a GPU's kernels, and compiled code would be
     recompiled for every length.
     """
-    if isinstance(config.model, CustomModel):  # which may hold more than its state, such as tables of positions
-        model = custom.build_model(config.model)
+    if isinstance(model_config, CustomModel):  # which may hold more than its state, such as tables of positions
+        model = custom.build_model(model_config)
     else:
         with torch.device("cpu" if weights_of is None else "meta"):
-            model = GPT(config.model, mask=_dense(config))
+            model = GPT(model_config, mask=_dense(model_config, mask_books))
     if weights_of is not None:
         model.load_state_dict(weights_of.state_dict(), assign=True)
         model.to(next(weights_of.parameters()).device)
     return model.eval()
 
 
-def _attention(config: TrainConfig) -> AttentionFunction:
-    if config.execution.attention != "auto":
-        return ATTENTION[config.execution.attention]
-    return attention_for_gpu(
-        torch.cuda.get_device_capability(), config.model.context_length, masked=config.execution.mask_books
-    )
+def _attention(model: AnyModel, execution: ExecutionConfig) -> AttentionFunction:
+    if execution.attention != "auto":
+        return ATTENTION[execution.attention]
+    return attention_for_gpu(torch.cuda.get_device_capability(), model.context_length, masked=execution.mask_books)
 
 
-def attention_kernel(config: TrainConfig, device: torch.device) -> str:
+def attention_kernel(model: AnyModel, execution: ExecutionConfig, device: torch.device) -> str:
     """The kernel that computes attention on ``device``: as configured, or the first usable one of the GPU's list."""
-    if isinstance(config.model, CustomModel):
-        if not (config.model.found and config.model.found.attention):
+    if isinstance(model, CustomModel):
+        if not (model.found and model.found.attention):
             return "the model's own"
-        return "math" if config.execution.attention == "manual" else config.execution.attention
-    if config.execution.attention != "auto":
-        return config.execution.attention
-    model, length = config.gpt2_config, config.model.context_length
+        return "math" if execution.attention == "manual" else execution.attention
+    if execution.attention != "auto":
+        return execution.attention
+    length = model.context_length
     kind = AUTOCAST.get(
-        config.execution.precision,
-        torch.bfloat16 if config.execution.precision == "bf16-activations" else torch.float32,
+        execution.precision,
+        torch.bfloat16 if execution.precision == "bf16-activations" else torch.float32,
     )
     shape = (1, model.heads, length, model.width // model.heads)
     q = torch.empty(shape, dtype=kind, device=device, requires_grad=True)
-    mask = torch.ones(1, 1, length, length, dtype=torch.bool, device=device) if config.execution.mask_books else None
-    return first_supported_kernel(_attention(config), q, model.dropout, mask)
+    mask = torch.ones(1, 1, length, length, dtype=torch.bool, device=device) if execution.mask_books else None
+    return first_supported_kernel(_attention(model, execution), q, model.dropout, mask)
 
 
-def _mask(config: TrainConfig) -> MaskFunction:
-    if config.execution.attention == "flex":
-        return partial(block_mask, end_of_text=_end_of_text(config) if config.execution.mask_books else None)
-    return _dense(config)
+def _mask(model: AnyModel, execution: ExecutionConfig) -> MaskFunction:
+    if execution.attention == "flex":
+        return partial(block_mask, end_of_text=_end_of_text(model) if execution.mask_books else None)
+    return _dense(model, execution.mask_books)
 
 
-def _dense(config: TrainConfig) -> MaskFunction:
-    return partial(dense_mask, end_of_text=_end_of_text(config)) if config.execution.mask_books else lambda tokens: None
+def _dense(model: AnyModel, mask_books: bool) -> MaskFunction:
+    return partial(dense_mask, end_of_text=_end_of_text(model)) if mask_books else lambda tokens: None
 
 
-def _end_of_text(config: TrainConfig) -> int:
-    return config.model.end_of_text % config.model.vocab_size
+def _end_of_text(model: AnyModel) -> int:
+    return model.end_of_text % model.vocab_size
 
 
 def _to_fp8(model: nn.Module) -> None:
@@ -167,22 +168,22 @@ def _to_fp8(model: nn.Module) -> None:
         convert_to_float8_training(block, module_filter_fn=lambda module, name: isinstance(module, nn.Linear))
 
 
-def compile_model(model: nn.Module, config: TrainConfig) -> Callable[..., Tensor]:
+def compile_model(model: nn.Module, execution: ExecutionConfig) -> Callable[..., Tensor]:
     """What the loop calls for a forward pass: the model, compiled as configured, for shapes that never change."""
-    if config.execution.compile == "off":
+    if execution.compile == "off":
         return model
     os.environ.setdefault("TORCHINDUCTOR_CACHE_DIR", str(INDUCTOR_CACHE.expanduser()))
     # Before 2.13, torch's key has whether autocast is on and not its type: fp16 would run what was compiled for bf16
     # (pytorch issue 181564).
-    torch.compiler.config.cache_key_tag = config.execution.precision
+    torch.compiler.config.cache_key_tag = execution.precision
     keep_compiled_attention()
-    if config.execution.compile == "blocks":
+    if execution.compile == "blocks":
         for block in repeated_blocks(model):
             block.compile(dynamic=False)
         if isinstance(model, GPT):
             model.mean_loss = torch.compile(model.mean_loss, dynamic=False)
         return model
-    mode, options = MODES.get(config.execution.compile), OPTIONS.get(config.execution.compile)
+    mode, options = MODES.get(execution.compile), OPTIONS.get(execution.compile)
     return torch.compile(model, dynamic=False, mode=mode, options=options)
 
 
@@ -201,19 +202,19 @@ def keep_compiled_attention() -> None:
     }
 
 
-def autocast_context(config: TrainConfig) -> contextlib.AbstractContextManager[Any]:
-    """The context in which a resolved config's forward passes run."""
-    kind = AUTOCAST.get(config.execution.precision)
-    return torch.autocast(config.execution.device, kind) if kind else contextlib.nullcontext()
+def autocast_context(execution: ExecutionConfig) -> contextlib.AbstractContextManager[Any]:
+    """The context in which forward passes run."""
+    kind = AUTOCAST.get(execution.precision)
+    return torch.autocast(execution.device, kind) if kind else contextlib.nullcontext()
 
 
 @contextlib.contextmanager
-def gc_disabled(config: TrainConfig) -> Iterator[None]:
+def gc_disabled(execution: ExecutionConfig) -> Iterator[None]:
     """Disable automatic garbage collection during the block, except with ``--ablate collect``."""
-    if config.execution.device == "cuda":
+    if execution.device == "cuda":
         gc.collect()  # what an earlier run in this process left on the GPU
     enabled = gc.isenabled()
-    if "collect" not in config.execution.ablate:
+    if "collect" not in execution.ablate:
         gc.disable()
     try:
         yield
@@ -222,22 +223,22 @@ def gc_disabled(config: TrainConfig) -> Iterator[None]:
             gc.enable()
 
 
-def configure_allocator(config: TrainConfig) -> None:
+def configure_allocator(allocator: str) -> None:
     """Set how torch takes memory of the GPU, before it first does: it reads the variable at its first allocation.
 
     A value that the user has set stays, under the name that torch had before 2.10 as well.
     """
     named = {"PYTORCH_ALLOC_CONF", "PYTORCH_CUDA_ALLOC_CONF"} & os.environ.keys()
-    if config.execution.allocator in ALLOCATORS and not named:
-        os.environ["PYTORCH_ALLOC_CONF"] = ALLOCATORS[config.execution.allocator]
+    if allocator in ALLOCATORS and not named:
+        os.environ["PYTORCH_ALLOC_CONF"] = ALLOCATORS[allocator]
 
 
-def enable_large_pages(config: TrainConfig) -> None:
+def enable_large_pages(execution: ExecutionConfig) -> None:
     """Put large tensors in pages of 2 MB on the CPU, instead of the default 4 KB, which ``--ablate pages`` keeps.
 
     The C library returns large freed blocks to the system, so that the next step's logits get new pages, each zeroed
     on its first use: twelve steps of ``tiny`` have 2.5 million page faults with small pages, 0.14 million with large.
     torch reads the variable at its first allocation, so a process that has made tensors before keeps its pages.
     """
-    if config.execution.device == "cpu":
-        os.environ["THP_MEM_ALLOC_ENABLE"] = str(int("pages" not in config.execution.ablate))
+    if execution.device == "cpu":
+        os.environ["THP_MEM_ALLOC_ENABLE"] = str(int("pages" not in execution.ablate))

@@ -7,7 +7,7 @@ from pathlib import Path
 import torch
 
 from infra.device.gpu import read_gpu
-from train.config import TrainConfig
+from train.config import ExecutionConfig
 from train.result import Memory
 
 
@@ -17,22 +17,22 @@ def reset_peak(device: torch.device) -> None:
         torch.cuda.reset_peak_memory_stats(device)
 
 
-def release_cached_memory(config: TrainConfig) -> None:
+def release_cached_memory(execution: ExecutionConfig) -> None:
     """Return what is not in use after the first step, which has put the optimizer's state where it found room.
 
     That may be in the middle of what the next step needs in one piece, such as the logits, and would leave a hole.
     Segments of a fixed size would rather leave more unused afterwards.
     """
-    if config.execution.device == "cuda" and config.execution.allocator == "expandable":
+    if execution.device == "cuda" and execution.allocator == "expandable":
         torch.cuda.empty_cache()
 
 
-def reset_after_oom(config: TrainConfig) -> None:
+def reset_after_oom(execution: ExecutionConfig) -> None:
     """Free what the run of ``config``, which did not fit, has left in this process, and forget its peak."""
-    if config.execution.compile != "off":
+    if execution.compile != "off":
         torch.compiler.reset()  # compiled code keeps the pools of its CUDA graphs
     gc.collect()
-    if config.execution.device == "cuda":
+    if execution.device == "cuda":
         torch.cuda.empty_cache()
         torch.cuda.reset_peak_memory_stats()
     else:

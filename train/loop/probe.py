@@ -32,24 +32,27 @@ STEPS = 2
 
 def probe(config: TrainConfig, larger: int) -> MemoryFit:
     """Take steps of ``config`` at its micro-batch and at the ``larger`` one: the line that their peaks determine."""
-    configure_allocator(config)
-    enable_large_pages(config)
-    device = torch_device(config)
+    configure_allocator(config.execution.allocator)
+    enable_large_pages(config.execution)
+    device = torch_device(config.execution.device)
     torch.set_float32_matmul_precision("highest" if config.execution.precision == "fp32" else "high")
-    make_optimizer(build_model(config, device), config)  # what these import is not the model's
-    memory.reset_after_oom(config.replace(compile="off"))
+    make_optimizer(
+        build_model(config.model, config.execution, config.optimization.optimizer, config.dataset.seed, device),
+        config.optimization,
+    )  # what these import is not the model's
+    memory.reset_after_oom(config.replace(compile="off").execution)
     baseline_peak = _peak(device)
-    model = build_model(config, device)
-    forward, optimizer = compile_model(model, config), make_optimizer(model, config)
+    model = build_model(config.model, config.execution, config.optimization.optimizer, config.dataset.seed, device)
+    forward, optimizer = compile_model(model, config.execution), make_optimizer(model, config.optimization)
     scaler = torch.amp.GradScaler(device.type, enabled=config.execution.precision == "fp16")
     peaks, held = [], dict[str, int]()
     for size in (config.batch.micro_batch, larger):
         tokens = torch.zeros(size, config.model.context_length, dtype=torch.int64, device=device)
-        memory.reset_after_oom(config.replace(compile="off"))
+        memory.reset_after_oom(config.replace(compile="off").execution)
         for _ in range(STEPS):
             for _ in range(config.batch.accumulation):
                 try:
-                    with autocast_context(config):
+                    with autocast_context(config.execution):
                         loss = forward(tokens, tokens)
                     scaler.scale(loss).backward()
                 except Exception as failure:

@@ -8,7 +8,7 @@ from collections.abc import Iterator
 import torch
 
 from infra.errors import UserError
-from train.config import TrainConfig
+from train.config import ExecutionConfig
 from train.loop import memory
 from train.loop.execution import configure_allocator, enable_large_pages
 from train.run_files.checkpoint import random_state, restore_random_state
@@ -20,7 +20,7 @@ _first_values: dict[str, str] = {}
 
 
 @contextlib.contextmanager
-def borrowed_process(config: TrainConfig) -> Iterator[bool]:
+def borrowed_process(execution: ExecutionConfig) -> Iterator[bool]:
     """Run ``config`` in this process, and leave torch's settings, its random state and the environment as they were.
 
     Yields whether the peak of its resident set is that of the block, and not of what the process did before. Raises
@@ -28,11 +28,11 @@ def borrowed_process(config: TrainConfig) -> Iterator[bool]:
     """
     if _first_values:  # an earlier run may have left cycles of objects that hold its tensors
         gc.collect()
-    _check_unchanged(config)
+    _check_unchanged(execution)
     variables = {name: os.environ.get(name) for name in _VARIABLES}
     # torch reads these when it makes its first tensor, which is that of the random state.
-    enable_large_pages(config)
-    configure_allocator(config)
+    enable_large_pages(execution)
+    configure_allocator(execution.allocator)
     precision, state = torch.get_float32_matmul_precision(), random_state()
     try:
         yield memory.forget_resident_peak()
@@ -45,14 +45,14 @@ def borrowed_process(config: TrainConfig) -> Iterator[bool]:
                 os.environ[name] = value
 
 
-def _check_unchanged(config: TrainConfig) -> None:
+def _check_unchanged(execution: ExecutionConfig) -> None:
     """Raise ``UserError`` when ``config`` chooses another allocator or size of pages than the first run here."""
-    if config.execution.device == "cuda" and {"PYTORCH_ALLOC_CONF", "PYTORCH_CUDA_ALLOC_CONF"} & os.environ.keys():
+    if execution.device == "cuda" and {"PYTORCH_ALLOC_CONF", "PYTORCH_CUDA_ALLOC_CONF"} & os.environ.keys():
         return  # the user's choice, which has precedence
-    if config.execution.device == "cpu":
-        flag, value = "--ablate pages", "with it" if "pages" in config.execution.ablate else "without it"
+    if execution.device == "cpu":
+        flag, value = "--ablate pages", "with it" if "pages" in execution.ablate else "without it"
     else:
-        flag, value = "--allocator", f"with {config.execution.allocator}"
+        flag, value = "--allocator", f"with {execution.allocator}"
     first = _first_values.setdefault(flag, value)
     if value != first:
         raise UserError(

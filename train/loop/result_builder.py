@@ -46,9 +46,13 @@ def build_result(
     one."""
     manifest = data.manifest
     steady = throughput.steady_state(times.steps, config.step_tokens)
-    formula = flops_formula.formulas(config)[0]
+    formula = flops_formula.formulas(config.model)[0]
     name = torch.cuda.get_device_name(device) if device.type == "cuda" else "cpu"
-    impossible = throughput.implausible_reason(steady, config, name) if steady else ""
+    impossible = (
+        throughput.implausible_reason(steady, config.model, config.execution, config.batch.workers, name)
+        if steady
+        else ""
+    )
     speed = None if impossible else steady
     last = times.reports[-1] if times.reports else None
     warmup_steps = speed.warmup_steps if speed else 0
@@ -98,7 +102,9 @@ def with_throughput(result: RunResult, config: TrainConfig, throughput: Throughp
     if throughput is None:
         return replace(result, throughput=None, flops_per_second=None, mfu=None, hfu=None)
     speed, peak = throughput.tokens_per_second, peak_flops(result.device, config.execution.precision)
-    executed = flops_formula.executed_flops_per_token(config) if flops_formula.recomputed_blocks(config) else None
+    checkpointing = config.execution.checkpointing
+    recomputes = flops_formula.recomputed_blocks(config.model, checkpointing)
+    executed = flops_formula.executed_flops_per_token(config.model, checkpointing) if recomputes else None
     return replace(
         result,
         throughput=throughput,
@@ -115,10 +121,12 @@ def _held_out_losses(
 
     The first two are None where the tokenizer is not known, all of them without validation.
     """
-    windows, tokenizer = data.validation, load_tokenizer(config, data.manifest)
+    windows, tokenizer = data.validation, load_tokenizer(config.dataset, data.manifest)
     if val_loss is None or windows is None:
         return None, None, None
-    counts = id_counts(windows, window_count(windows, config), config.model.vocab_size)
+    counts = id_counts(
+        windows, window_count(windows, config.batch.global_batch, config.duration.cycle), config.model.vocab_size
+    )
     if tokenizer is None:
         return None, None, unigram_loss(counts)
     text = Text.of(counts, tokenizer)

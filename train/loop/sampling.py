@@ -32,7 +32,7 @@ def load_model(checkpoint: Path) -> tuple[Any, Tokenizer | None]:
     if fault:
         raise UserError(f"{checkpoint} is damaged: {fault}; name its run to use the newest intact checkpoint.")
     device = torch.device("cuda" if torch.cuda.is_available() else "cpu")
-    model = build_inference_model(config).to(device)
+    model = build_inference_model(config.model, config.execution.mask_books).to(device)
     load_weights(checkpoint, model, device)
     return model, load_from(StorageDir.of(checkpoint), progress.tokenizer_sha256)
 
@@ -80,5 +80,5 @@ def closing_sample(trainer: Trainer, result: RunResult) -> str | None:
     tokenizer, kind = trainer.tokenizer, trainer.config.model
     if result.outcome != "finished" or trainer.config.execution.shard or tokenizer is None or not kind.has_logits:
         return None
-    model = build_inference_model(trainer.config, weights_of=trainer.model)
+    model = build_inference_model(trainer.config.model, trainer.config.execution.mask_books, weights_of=trainer.model)
     return tokenizer.decode(sample(model, kind, [tokenizer.end_of_text], SAMPLE_TOKENS))

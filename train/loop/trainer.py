@@ -76,18 +76,18 @@ class Trainer:
         resume: Path | None = None,
         limit: MemoryLimit | None = None,
     ) -> None:
-        self.data = data or ShardData(config)
+        self.data = data or ShardData(config.dataset, config.model, config.duration.cycle)
         config = match_tokenizer(config, self.data.manifest)
-        self.tokenizer = load_tokenizer(config, self.data.manifest)
+        self.tokenizer = load_tokenizer(config.dataset, self.data.manifest)
         self.config = config = resolve(config, device_info())
-        configure_allocator(config)
-        enable_large_pages(config)
+        configure_allocator(config.execution.allocator)
+        enable_large_pages(config.execution)
         self.on_cycle = on_cycle
         self.should_stop = should_stop
         self.limit = limit
         self.started = time.perf_counter()
-        self.workers = Workers(config)
-        self.device = torch_device(config)
+        self.workers = Workers(config.batch.workers)
+        self.device = torch_device(config.execution.device)
         torch.set_float32_matmul_precision("highest" if config.execution.precision == "fp32" else "high")
         self.state = RunState()
         self.times = StepTimes()
@@ -104,7 +104,7 @@ class Trainer:
         """What the loop does, for whoever watches it from another thread, as they may read ``state.step``."""
         self.stage = BUILDING
         """The part of a step, or of what comes before or after one, that the loop is in."""
-        self.attention = attention_kernel(config, self.device)
+        self.attention = attention_kernel(config.model, config.execution, self.device)
         try:
             self._build()
         except RuntimeError as failure:
@@ -117,12 +117,14 @@ class Trainer:
     def _build(self) -> None:
         """Make the model and its optimizer, distributed over the workers, with their state from the checkpoint."""
         config = self.config
-        self.model = build_model(config, self.device)
+        self.model = build_model(
+            config.model, config.execution, config.optimization.optimizer, config.dataset.seed, self.device
+        )
         if self.resume_checkpoint is None:
-            load_initial_weights(self.model, config)
-        self.forward = compile_model(self.model, config)
+            load_initial_weights(self.model, config.model)
+        self.forward = compile_model(self.model, config.execution)
         if config.execution.shard:
-            parallel.apply_fsdp(self.model, config)
+            parallel.apply_fsdp(self.model, config.execution.device, config.batch.workers)
         elif self.workers.size > 1:
             idle = isinstance(config.model, CustomModel) and config.model.model_info.idle
             self.forward = parallel.apply_ddp(self.forward, self.device, idle)
@@ -131,7 +133,7 @@ class Trainer:
         if config.execution.compile in CUDA_GRAPHS:
             for parameter in self.model.parameters():
                 parameter.grad = torch.zeros_like(parameter)
-        self.optimizer = make_optimizer(self.model, config)
+        self.optimizer = make_optimizer(self.model, config.optimization)
         self.scaler = torch.amp.GradScaler(self.device.type, enabled=config.execution.precision == "fp16")
         if self.resume_checkpoint is not None:
             self._restore(self.resume_checkpoint)
@@ -141,7 +143,7 @@ class Trainer:
         memory.reset_peak(self.device)
         missing = None
         try:
-            with gc_disabled(self.config):
+            with gc_disabled(self.config.execution):
                 outcome, reason = self._steps()
             if outcome == "finished" and (excess := self._excess()):  # because of what followed its last step
                 outcome, reason = "over_limit", excess
@@ -212,13 +214,13 @@ class Trainer:
         )
         start_time = time.perf_counter()
         while True:
-            cycle.learning_rate = learning_rate(config, self.state.step, total, self._progress(total))
+            cycle.learning_rate = learning_rate(config.optimization, self.state.step, total, self._progress(total))
             self._train_step(loader, cycle)
             self._advance(step=self.state.step + 1, position=loader.position)
             cycle.step_ends.append(timing.mark(self.device))
             if self.times.first_step is None:
                 timing.wait_for(cycle.step_ends[-1])
-                memory.release_cached_memory(config)
+                memory.release_cached_memory(config.execution)
                 start_time = time.perf_counter()  # the time budget does not include compilation
                 self.times.first_step = start_time - self.started
                 self.activity = TRAINING
@@ -265,7 +267,7 @@ class Trainer:
                 torch.compiler.cudagraph_mark_step_begin()
             self.stage = f"the forward pass of step {step}"
             with parallel.gradient_sync(self.forward, self.model, micro == config.batch.accumulation - 1):
-                with autocast_context(config):
+                with autocast_context(config.execution):
                     loss = self.forward(inputs, targets)
                 self.stage = f"{BACKWARD} of step {step}"
                 self.scaler.scale(loss / config.batch.accumulation).backward()
@@ -317,17 +319,24 @@ class Trainer:
         windows = self.data.validation
         if windows is not None:
             self.stage = f"the validation after step {self.state.step}"
-            cycle.val_windows = window_count(windows, self.config)
+            cycle.val_windows = window_count(windows, self.config.batch.global_batch, self.config.duration.cycle)
             cycle.val_losses = validate(
                 windows, self.config, self.device, self.workers, self.model, self.forward,
-                lambda: autocast_context(self.config),
+                lambda: autocast_context(self.config.execution),
             )  # fmt: skip
         close_cycle(cycle, self.workers, self.device)
 
     def _report(self, cycle: RunningCycle) -> str | None:
         """Read a finished cycle's numbers and report them; returns the reason to stop if they contain one."""
         state = self.state
-        made = report(cycle, self.config, self.data.manifest, val_tokens=state.val_tokens, elapsed=state.elapsed)
+        made = report(
+            cycle,
+            self.config.batch,
+            self.config.model.context_length,
+            self.data.manifest,
+            val_tokens=state.val_tokens,
+            elapsed=state.elapsed,
+        )
         self._add_step_times(cycle)
         wrong = divergence_reason(made.step_losses, state.reference, self.config.duration.spike, cycle.first)
         self._advance(reported=made.step, reference=made.train_loss, val_tokens=made.val_tokens)

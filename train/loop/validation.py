@@ -14,7 +14,7 @@ import torch
 from torch import Tensor, nn
 
 from pipeline.encoding.tokenizer import Tokenizer
-from train.config import TrainConfig, divisors
+from train.config import BatchConfig, Cycle, TrainConfig, divisors
 from train.data.loader import BatchLoader
 from train.data.windows import Windows
 from train.models.parallel import Workers
@@ -23,9 +23,9 @@ _READ = 1024
 """Windows whose text is counted at once."""
 
 
-def window_count(windows: Windows, config: TrainConfig) -> int:
+def window_count(windows: Windows, global_batch: int, cycle: Cycle) -> int:
     """Windows of one validation: ``cycle.val`` global batches, or the whole split if it has fewer."""
-    return min(config.duration.cycle.val * config.batch.global_batch, windows.count)
+    return min(cycle.val * global_batch, windows.count)
 
 
 class ValidationPasses:
@@ -83,7 +83,12 @@ def validate(
     arithmetic: Callable[[], contextlib.AbstractContextManager[Any]],
 ) -> Tensor:
     """This worker's losses by pass, each weighted by its share of a micro-batch: see :func:`mean_loss`."""
-    passes = ValidationPasses(windows, window_count(windows, config), config.batch.micro_batch, workers.size)
+    passes = ValidationPasses(
+        windows,
+        window_count(windows, config.batch.global_batch, config.duration.cycle),
+        config.batch.micro_batch,
+        workers.size,
+    )
     loader = BatchLoader(
         passes, micro_batch=config.batch.micro_batch, accumulation=1, position=0, device=device,
         rank=workers.rank, workers=workers.size, threads=config.dataset.loader_workers,
@@ -99,9 +104,9 @@ def validate(
     return losses
 
 
-def mean_loss(losses: list[float], count: int, config: TrainConfig) -> float:
+def mean_loss(losses: list[float], count: int, batch: BatchConfig) -> float:
     """The mean over ``count`` windows from what :func:`validate` returns, averaged over the workers."""
-    return sum(losses) / (count / (config.batch.micro_batch * config.batch.workers))
+    return sum(losses) / (count / (batch.micro_batch * batch.workers))
 
 
 def perplexity(loss: float | None) -> float | None:

@@ -8,61 +8,63 @@ import torch
 from torch import nn
 
 from infra.errors import UserError
-from train.config import TrainConfig
+from train.config import OptimizationConfig, Optimizer
 from train.models.blocks import repeated_blocks
 
 
-def make_optimizer(model: nn.Module, config: TrainConfig) -> torch.optim.Optimizer:
+def make_optimizer(model: nn.Module, optimization: OptimizationConfig) -> torch.optim.Optimizer:
     """The config's optimizer over two groups: matrices decay, vectors (biases, norms) do not.
 
     AdamW is arXiv 1711.05101, its 8-bit moments 2110.02861, Adafactor 1804.04235, and Muon 2502.16982.
     """
     parameters = [p for p in model.parameters() if p.requires_grad]
-    if config.optimization.optimizer == "muon":
+    if optimization.optimizer == "muon":
         matrices = {p for block in repeated_blocks(model) for p in block.parameters() if p.dim() == 2}
         hidden = [p for p in parameters if p in matrices]
         other_parameters = [p for p in parameters if p not in matrices]
         muon = torch.optim.Muon(
             hidden,
-            lr=config.optimization.learning_rate,
-            weight_decay=config.optimization.weight_decay,
+            lr=optimization.learning_rate,
+            weight_decay=optimization.weight_decay,
             adjust_lr_fn="match_rms_adamw",
         )
-        return CombinedOptimizer([muon, _adamw(_groups(other_parameters, config), config, fused=True)])
-    groups = _groups(parameters, config)
-    betas = (config.optimization.beta1, config.optimization.beta2)
-    match config.optimization.optimizer:
+        return CombinedOptimizer(
+            [muon, _adamw(_groups(other_parameters, optimization.weight_decay), optimization, fused=True)]
+        )
+    groups = _groups(parameters, optimization.weight_decay)
+    betas = (optimization.beta1, optimization.beta2)
+    match optimization.optimizer:
         case "adafactor":
-            return torch.optim.Adafactor(groups, lr=config.optimization.learning_rate)
+            return torch.optim.Adafactor(groups, lr=optimization.learning_rate)
         case "adamw-8bit":
-            return _torchao(config).AdamW8bit(groups, lr=config.optimization.learning_rate, betas=betas)
+            return _torchao(optimization.optimizer).AdamW8bit(groups, lr=optimization.learning_rate, betas=betas)
         case "adamw-bf16":
-            return _torchao(config)._AdamW(
-                groups, lr=config.optimization.learning_rate, betas=betas, bf16_stochastic_round=True
+            return _torchao(optimization.optimizer)._AdamW(
+                groups, lr=optimization.learning_rate, betas=betas, bf16_stochastic_round=True
             )
         case _:
-            return _adamw(groups, config, fused=config.optimization.optimizer == "adamw-fused")
+            return _adamw(groups, optimization, fused=optimization.optimizer == "adamw-fused")
 
 
-def _groups(parameters: list[nn.Parameter], config: TrainConfig) -> list[dict[str, Any]]:
+def _groups(parameters: list[nn.Parameter], weight_decay: float) -> list[dict[str, Any]]:
     return [
-        {"params": [p for p in parameters if p.dim() >= 2], "weight_decay": config.optimization.weight_decay},
+        {"params": [p for p in parameters if p.dim() >= 2], "weight_decay": weight_decay},
         {"params": [p for p in parameters if p.dim() < 2], "weight_decay": 0.0},
     ]
 
 
-def _adamw(groups: list[dict[str, Any]], config: TrainConfig, *, fused: bool) -> torch.optim.Optimizer:
-    betas = (config.optimization.beta1, config.optimization.beta2)
+def _adamw(groups: list[dict[str, Any]], optimization: OptimizationConfig, *, fused: bool) -> torch.optim.Optimizer:
+    betas = (optimization.beta1, optimization.beta2)
     kernel = {"fused": True} if fused else {"foreach": True}
-    return torch.optim.AdamW(groups, lr=config.optimization.learning_rate, betas=betas, **kernel)  # type: ignore[arg-type]
+    return torch.optim.AdamW(groups, lr=optimization.learning_rate, betas=betas, **kernel)  # type: ignore[arg-type]
 
 
-def _torchao(config: TrainConfig) -> Any:
+def _torchao(optimizer: Optimizer) -> Any:
     try:
         import torchao.optim  # type: ignore[import-not-found]
     except ImportError:
         raise UserError(
-            f"--optimizer {config.optimization.optimizer} needs torchao, which is not installed: 'pip install "
+            f"--optimizer {optimizer} needs torchao, which is not installed: 'pip install "
             "torchao', or choose another --optimizer."
         ) from None
     return torchao.optim
@@ -104,24 +106,24 @@ def set_learning_rate(optimizer: torch.optim.Optimizer, rate: float) -> None:
             group["lr"] = rate
 
 
-def learning_rate(config: TrainConfig, step: int, total: int | None, progress: float) -> float:
+def learning_rate(optimization: OptimizationConfig, step: int, total: int | None, progress: float) -> float:
     """The rate of ``step`` (from 0) of ``total`` (None if not known) when ``progress`` (0 to 1) of the run has passed.
 
     Linear warm-up; then cosine down to a tenth of the peak (Chinchilla's choice, arXiv 2203.15556), or
     warm-up-stable-decay with a linear fall over the last fifth (arXiv 2405.18392), or constant.
     """
-    warmup = min(config.optimization.warmup_steps, max(1, total // 10)) if total else config.optimization.warmup_steps
+    warmup = min(optimization.warmup_steps, max(1, total // 10)) if total else optimization.warmup_steps
     warm = (step + 1) / warmup if warmup else 1.0
     if total is None:  # a tenth of the time ends the warm-up too: a short run would never leave it
         warm = max(warm, 10 * progress)
     if warm < 1:
-        return config.optimization.learning_rate * warm
-    match config.optimization.schedule:
+        return optimization.learning_rate * warm
+    match optimization.schedule:
         case "constant":
-            return config.optimization.learning_rate
+            return optimization.learning_rate
         case "wsd":
-            return config.optimization.learning_rate * min(1.0, (1 - min(1.0, progress)) / 0.2)
+            return optimization.learning_rate * min(1.0, (1 - min(1.0, progress)) / 0.2)
         case "cosine":
             start = warmup / total if total else 0.0  # it begins where the warm-up ends
             fallen = min(1.0, max(0.0, progress - start) / (1 - start)) if start < 1 else 1.0
-            return config.optimization.learning_rate * (0.1 + 0.45 * (1 + math.cos(math.pi * fallen)))
+            return optimization.learning_rate * (0.1 + 0.45 * (1 + math.cos(math.pi * fallen)))

@@ -15,7 +15,7 @@ from torch import Tensor, nn
 from torch.nn.parallel import DistributedDataParallel
 
 from infra.errors import UserError
-from train.config import TrainConfig
+from train.config import Device
 from train.models.blocks import repeated_blocks
 
 if TYPE_CHECKING:  # importing these takes a second, for which a single worker need not wait
@@ -26,14 +26,14 @@ if TYPE_CHECKING:  # importing these takes a second, for which a single worker n
 class Workers:
     """The data-parallel workers of a run, seen by one of them."""
 
-    def __init__(self, config: TrainConfig) -> None:
+    def __init__(self, workers: int) -> None:
         together = dist.is_available() and dist.is_initialized()
         self.rank = dist.get_rank() if together else 0
         self.size = dist.get_world_size() if together else 1
-        if self.size != config.batch.workers:
+        if self.size != workers:
             raise UserError(
-                f"--workers {config.batch.workers} does not match the process group of {self.size}: start the run with "
-                f"'python -m train.run --workers {config.batch.workers}'."
+                f"--workers {workers} does not match the process group of {self.size}: start the run with "
+                f"'python -m train.run --workers {workers}'."
             )
         self._control: Any = dist.new_group(backend="gloo") if self.size > 1 else None
 
@@ -66,11 +66,11 @@ def all_gather(value: Any) -> list[Any]:
     return values
 
 
-def apply_fsdp(model: nn.Module, config: TrainConfig) -> None:
+def apply_fsdp(model: nn.Module, device: Device, workers: int) -> None:
     """Distribute weights, gradients and optimizer state over the workers, block by block (FSDP2)."""
     from torch.distributed.fsdp import fully_shard
 
-    mesh = dist.device_mesh.init_device_mesh(config.execution.device, (config.batch.workers,))
+    mesh = dist.device_mesh.init_device_mesh(device, (workers,))
     for block in repeated_blocks(model):
         fully_shard(block, mesh=mesh)
     fully_shard(model, mesh=mesh)

@@ -87,7 +87,9 @@ def record(config: TrainConfig, folder: Path) -> tuple[Profile, list[str]]:
         profile, optimizer=config.optimization.optimizer, compiled=compiled, cuda=cuda, attention=attention
     )
     if activations:
-        formula = activation_formula(trainer.config)
+        formula = activation_formula(
+            trainer.config.model, trainer.config.batch.micro_batch, trainer.config.execution.precision
+        )
         predicted = f"; formula for the blocks: {formula[0] / 1e6:,.1f} MB, {formula[1]}" if formula else ""
         sentences.append(f"Activations peak at {activations / 1e6:,.1f} MB{predicted}.")
     sentences += missing

@@ -2,13 +2,12 @@
 
 from infra.storage.files import atomic_file
 from infra.tracking.tracker import Tracker
-from train.config import TrainConfig
-from train.model_config import format_model
+from train.model_config import AnyModel, format_model
 from train.result import RunResult
 from train.run_files.run_folder import RunFolder
 
 
-def record_curves(tracker: Tracker, config: TrainConfig, result: RunResult, run_folder: RunFolder) -> None:
+def record_curves(tracker: Tracker, model: AnyModel, result: RunResult, run_folder: RunFolder) -> None:
     """Draw the cycles of the run in its folder and record the chart, if there are at least two cycles."""
     cycles = list(run_folder.cycles_until(result.steps))
     if len(cycles) < 2:
@@ -21,7 +20,7 @@ def record_curves(tracker: Tracker, config: TrainConfig, result: RunResult, run_
         with_loss = [cycle for cycle in cycles if cycle[run_ref] is not None]
         points = [cycle["train_tokens"] for cycle in with_loss], [cycle[run_ref] for cycle in with_loss]
         losses.plot(*points, ".-", linewidth=1, label=name)
-    losses.set_title(f"{format_model(config.model)}; {result.device}", loc="left", fontsize=10)
+    losses.set_title(f"{format_model(model)}; {result.device}", loc="left", fontsize=10)
     losses.set_ylabel("loss (nats/token)")
     losses.legend(frameon=False)
     speeds = [cycle["cycle_tokens"] / cycle["seconds"] for cycle in cycles]

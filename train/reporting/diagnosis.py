@@ -16,6 +16,7 @@ from train.config import TrainConfig
 from train.custom_model import CustomModel
 from train.estimate.advice import MemorySaving, find_memory_savings
 from train.estimate.memory import peak_if_known, predict_peak
+from train.model_config import AnyModel
 from train.result import BUILDING, Diagnosis, MemoryShortage, RunResult
 from train.run_files.lookup import format_resume_command, format_run_command
 
@@ -26,27 +27,26 @@ _TOLERANCE = 0.03
 """Share of a loss within which it does not fall, or is no lower than another."""
 
 
-def first_loss_fault(config: TrainConfig, loss: float | None) -> str:
+def first_loss_fault(model: AnyModel, loss: float | None) -> str:
     """Why the ``loss`` of the first step of a custom model is not a mean over its ids; empty where it can be one."""
-    guess = math.log(config.model.vocab_size)
-    if not isinstance(config.model, CustomModel) or loss is None or loss <= 2 * guess:
+    guess = math.log(model.vocab_size)
+    if not isinstance(model, CustomModel) or loss is None or loss <= 2 * guess:
         return ""
     return (
-        f"the first loss is {loss:,.1f}, and a guess among {config.model.vocab_size:,} ids has {guess:.1f}: check that "
-        f"--model {config.model.callable} returns the mean over all targets and not a sum, and that its initial "
+        f"the first loss is {loss:,.1f}, and a guess among {model.vocab_size:,} ids has {guess:.1f}: check that "
+        f"--model {model.callable} returns the mean over all targets and not a sum, and that its initial "
         "weights are small"
     )
 
 
-def of_losses(config: TrainConfig, result: RunResult) -> Diagnosis | None:
+def of_losses(model: AnyModel, result: RunResult) -> Diagnosis | None:
     """What the losses of a custom model say is wrong with its code; None where nothing is."""
-    model = config.model
     if not isinstance(model, CustomModel):
         return None
     rows = list[tuple[str, str]]()
-    if fault := first_loss_fault(config, result.first_loss):
+    if fault := first_loss_fault(model, result.first_loss):
         rows.append(("first loss", fault))
-    elif fault := _no_progress(config, result):
+    elif fault := _no_progress(model, result):
         rows.append(("nothing learned", fault))
     if result.val_loss is not None and not math.isfinite(result.val_loss):
         text = f"the validation loss is {result.val_loss}: check what --model {model.callable} does in model.eval()"
@@ -54,7 +54,7 @@ def of_losses(config: TrainConfig, result: RunResult) -> Diagnosis | None:
     return Diagnosis(rows) if rows else None
 
 
-def _no_progress(config: TrainConfig, result: RunResult) -> str:
+def _no_progress(model: AnyModel, result: RunResult) -> str:
     """That the second half of a run stays at the loss of a model that does not use its inputs; empty where it falls.
 
     Targets that the model shifts once more have this loss, because what is to be predicted is then two ids away. A
@@ -64,12 +64,12 @@ def _no_progress(config: TrainConfig, result: RunResult) -> str:
     losses = [loss for _, loss, _ in half]
     if not half or half[-1][0] - half[0][0] < LEARNING_STEPS:
         return ""
-    without_inputs = result.unigram_loss or math.log(config.model.vocab_size)
+    without_inputs = result.unigram_loss or math.log(model.vocab_size)
     if losses[-1] < (1 - _TOLERANCE) * max(losses) or min(losses) < (1 - _TOLERANCE) * without_inputs:
         return ""
     return (
         f"the loss stays at {losses[-1]:.2f} from step {half[0][0]:,} on, and a model that does not use its inputs has "
-        f"{without_inputs:.2f}: check that --model {config.model.callable} uses them, and that it does not shift the "  # type: ignore[union-attr]
+        f"{without_inputs:.2f}: check that --model {model.callable} uses them, and that it does not shift the "  # type: ignore[union-attr]
         "targets, which are one position later already; else raise --learning-rate"
     )
 

@@ -10,7 +10,7 @@ from infra.cli.units import GB, format_duration
 from infra.device.hardware import DeviceInfo
 from infra.storage.directory import StorageDir
 from pipeline.shards import Manifest
-from train.config import TrainConfig
+from train.config import BatchConfig, TrainConfig
 from train.estimate.memory import peak_if_known, predict_peak
 from train.model_config import format_model
 from train.resolved import describe_execution, format_setting
@@ -32,10 +32,8 @@ def print_header(
     train = manifest.splits["train"]
     tokens = f"{'about ' if config.dataset.stream else ''}{train['tokens']:,} training tokens"
     console.print(f"[bold]{format_model(config.model)}[/bold] on {escape(config.dataset.source)}: {tokens}")
-    console.print(
-        f"{_batch(config, format_setting('micro_batch', config, requested))}; {config.step_tokens:,} tokens per step",
-        markup=False,
-    )
+    batch = _batch(config.batch, format_setting("micro_batch", config, requested))
+    console.print(f"{batch}; {config.step_tokens:,} tokens per step", markup=False)
     console.print(describe_execution(config, requested), markup=False)
     if config.model.summary:
         console.print(f"model: {config.model.summary}", markup=False)
@@ -50,20 +48,20 @@ def print_header(
     console.print(f"folder: {run_dir}", markup=False)
 
 
-def _batch(config: TrainConfig, micro_batch: str) -> str:
+def _batch(batch: BatchConfig, micro_batch: str) -> str:
     """``global batch 8 = micro-batch 8 (auto) x accumulation 1 x 1 worker``."""
-    workers = f"{config.batch.workers} worker{'s' * (config.batch.workers > 1)}"
-    batch = f"micro-batch {micro_batch} x accumulation {config.batch.accumulation} x {workers}"
-    return f"global batch {config.batch.global_batch} = {batch}"
+    workers = f"{batch.workers} worker{'s' * (batch.workers > 1)}"
+    factors = f"micro-batch {micro_batch} x accumulation {batch.accumulation} x {workers}"
+    return f"global batch {batch.global_batch} = {factors}"
 
 
 def run_report(config: TrainConfig, result: RunResult, run_dir: StorageDir, memory_limit: int | None = None) -> Report:
     """The report of a run in ``run_dir``, for its last lines on the terminal, ``summary.md`` and MLflow."""
     execution = config.execution
     settings = (
-        f"Settings: {_batch(config, str(config.batch.micro_batch))} (sequences), precision {execution.precision}, "
-        f"attention {result.attention or execution.attention}, compile {execution.compile}, loss {execution.loss}. "
-        f"Device: {result.device}. FLOPs: {result.flops_formula}."
+        f"Settings: {_batch(config.batch, str(config.batch.micro_batch))} (sequences), precision "
+        f"{execution.precision}, attention {result.attention or execution.attention}, compile {execution.compile}, "
+        f"loss {execution.loss}. Device: {result.device}. FLOPs: {result.flops_formula}."
     )
     rows = Table("", ("result", "value"), detail_rows(config, result))
     memory = [memory_table(config, result)] if peak_if_known(config) else []

@@ -22,9 +22,9 @@ from infra.tracking.store import add_to_page, last_steps
 from infra.tracking.tracker import Tracker
 from infra.tracking.views import model_link, page_link
 from pipeline.shards import Manifest, producing_run
-from train.config import TrainConfig, load_config
+from train.config import DatasetConfig, TrainConfig, load_config
 from train.estimate.flops import formulas
-from train.model_config import format_model
+from train.model_config import AnyModel, format_model
 from train.reporting.report import run_report
 from train.result import RunResult
 from train.run_files.run_folder import RunFolder
@@ -58,7 +58,7 @@ def record_start(tracker: Tracker, config: TrainConfig, manifest: Manifest, requ
     maker = None if config.dataset.stream else producing_run(config.dataset.data)
     tracker.set_tags({"data.run": maker.run_id} if maker else {})
     status = f"Training {format_model(config.model)} on `{config.dataset.source}`. The run is in progress."
-    tracker.set_description("\n\n".join([status, *data_paragraph(config, tracker.run_ref.store)]))
+    tracker.set_description("\n\n".join([status, *data_paragraph(config.dataset, tracker.run_ref.store)]))
 
 
 def params(config: TrainConfig, requested: TrainConfig) -> dict[str, Any]:
@@ -149,10 +149,10 @@ def record_cycle(tracker: Tracker, cycle: dict[str, Any], last_sent_steps: Mappi
         )
 
 
-def data_paragraph(config: TrainConfig, store: str) -> list[str]:
+def data_paragraph(dataset: DatasetConfig, store: str) -> list[str]:
     """A paragraph with a link to the run that created the data, for a description in ``store``; empty if unknown."""
-    maker = None if config.dataset.stream else producing_run(config.dataset.data)
-    return [f"Data: {page_link(maker, Path(config.dataset.data).name, store=store)}"] if maker else []
+    maker = None if dataset.stream else producing_run(dataset.data)
+    return [f"Data: {page_link(maker, Path(dataset.data).name, store=store)}"] if maker else []
 
 
 def record_end(
@@ -170,14 +170,16 @@ def record_end(
     if result.too_large:
         tracker.log_json(config.to_json(), "config.json")  # Its micro-batch is not the one recorded at the start.
     report = run_report(config, result, run_folder.location, memory_limit)
-    text = replace(report, sections=[*data_paragraph(config, tracker.run_ref.store), *report.sections]).markdown()
+    text = replace(
+        report, sections=[*data_paragraph(config.dataset, tracker.run_ref.store), *report.sections]
+    ).markdown()
     write_text(run_folder.summary, text)
     run_folder.push(run_folder.summary)
     tracker.set_description(text)
 
 
 def _record_result(tracker: Tracker, config: TrainConfig, result: RunResult) -> None:
-    tracker.log_metrics(group_under_detail(result_metrics(result) | formula_metrics(config, result), METRICS))
+    tracker.log_metrics(group_under_detail(result_metrics(result) | formula_metrics(config.model, result), METRICS))
     reason = "" if result.outcome == "finished" else result.reason  # of a run that was continued, it is replaced
     tags = {"outcome": result.outcome, "reason": reason, "device": result.device, "attention": result.attention}
     if result.too_large:
@@ -247,9 +249,9 @@ def run_list_tags(result: RunResult) -> dict[str, str]:
     return tags
 
 
-def formula_metrics(config: TrainConfig, result: RunResult) -> dict[str, float | None]:
+def formula_metrics(model: AnyModel, result: RunResult) -> dict[str, float | None]:
     """FLOPs per token by each formula, and the MFU with causal attention; ``result/mfu`` uses PaLM's formula."""
-    flops_by_formula = {formula.name: formula.flops for formula in formulas(config)}
+    flops_by_formula = {formula.name: formula.flops for formula in formulas(model)}
     causal = flops_by_formula.get("causal")
     return {
         **{f"result/flops_per_token_{name.partition(',')[0]}": flops for name, flops in flops_by_formula.items()},

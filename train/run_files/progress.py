@@ -13,7 +13,7 @@ from typing import Any
 from infra.errors import UserError
 from infra.schema import from_json, strict
 from pipeline.shards import Manifest, checksum
-from train.config import TrainConfig, config_from_json
+from train.config import DurationConfig, TrainConfig, config_from_json
 from train.model_config import AnyModel, format_model
 
 PROGRESS = "progress.json"
@@ -151,14 +151,14 @@ def _check_unchanged(path: Path | str, old_settings: dict[str, Any], new_setting
             )
 
 
-def check_not_finished(path: Path | str, progress: Progress, config: TrainConfig) -> None:
+def check_not_finished(path: Path | str, progress: Progress, duration: DurationConfig, total_steps: int | None) -> None:
     """Raise ``UserError`` when ``config`` leaves nothing to do for the finished run of the checkpoint ``path``."""
-    total = config.total_steps
-    if total is None and config.duration.time_budget is None:
+    total = total_steps
+    if total is None and duration.time_budget is None:
         raise UserError(f"{path} is at the end of its epoch: give --steps to continue training.")
     if total is not None and progress.step >= total:
         raise UserError(f"{path} is at step {progress.step:,} of {total:,}: give a larger --steps to continue.")
-    if config.duration.time_budget is not None and progress.elapsed >= config.duration.time_budget:
+    if duration.time_budget is not None and progress.elapsed >= duration.time_budget:
         raise UserError(f"{path} has already trained for its --time-budget: give a longer one to continue.")
 
 

@@ -24,7 +24,7 @@ from infra.ray.machines import (
 )
 from infra.storage.directory import StorageDir
 from pipeline.shards import read_manifest
-from train.config import TrainConfig
+from train.config import DatasetConfig, ExecutionConfig, TrainConfig
 from train.estimate.memory import peak_if_known, predict_peak
 from train.model_config import format_model
 from tune.space import Candidate, Space
@@ -65,30 +65,30 @@ def describe_machine(data: str | None = None, *, cpu: bool, own_processes: Seque
 
 
 def trial_machines(
-    training: TrainConfig, fingerprint: str, *, cluster: str | None, parallel: int = 1
+    dataset: DatasetConfig, execution: ExecutionConfig, fingerprint: str, *, cluster: str | None, parallel: int = 1
 ) -> tuple[Machine, ...]:
     """The machines on which trials may run: this one, or the machines of the connected Ray with the most resources.
 
     The token shards on each of them must have this ``fingerprint``.
     """
-    if cluster and training.execution.accelerator:
-        await_accelerator(training.execution.accelerator)
+    if cluster and execution.accelerator:
+        await_accelerator(execution.accelerator)
     is_local = not cluster or is_this_machine_alone()
     if is_local:
         # A parent, such as a notebook, may hold memory of the GPU, but only waits for this process.
         parents = [process.pid for process in psutil.Process().parents()]
-        machines = [describe_machine(cpu=training.execution.device == "cpu", own_processes=parents)]
+        machines = [describe_machine(cpu=execution.device == "cpu", own_processes=parents)]
     else:
-        machines = _describe_cluster(training)
+        machines = _describe_cluster(dataset, execution)
     idle = [machine for machine in machines if not machine.busy]
     if not idle:
         raise UserError(
             f"{machines[0].device.name} is in use by process {', '.join(machines[0].busy)}, which would distort memory "
             "and speed of the trials. Stop that process, or choose another GPU with CUDA_VISIBLE_DEVICES."
         )
-    if training.execution.device == "cuda" and idle[0].device.kind != "cuda":
+    if execution.device == "cuda" and idle[0].device.kind != "cuda":
         raise UserError("--device cuda: no GPU found. Use --device cpu, or --address of a cluster with a GPU.")
-    data = StorageDir.of(training.dataset.data)
+    data = StorageDir.of(dataset.data)
     if not is_local:
         without_data = [machine.name for machine in idle if machine.data != fingerprint]
         if without_data:
@@ -106,15 +106,15 @@ def trial_machines(
     return tuple(idle)
 
 
-def _describe_cluster(training: TrainConfig) -> list[Machine]:
+def _describe_cluster(dataset: DatasetConfig, execution: ExecutionConfig) -> list[Machine]:
     """The machines for trials, each described by a process on it. Raises ``UserError`` if none of them responds."""
-    nodes = eligible_nodes(accelerator=training.execution.accelerator)
-    gpu = training.execution.device != "cpu" and any(node.get("GPU") for node in nodes.values())
-    node_ids = trial_nodes(trial_resources(training, use_gpu=gpu))
+    nodes = eligible_nodes(accelerator=execution.accelerator)
+    gpu = execution.device != "cpu" and any(node.get("GPU") for node in nodes.values())
+    node_ids = trial_nodes(trial_resources(dataset, execution, use_gpu=gpu))
     # Ray hides the GPU from a task that does not request one.
     needs = {node: {"num_gpus": 1} for node in node_ids.values()} if gpu else None
     responses = run_on_nodes(
-        list(node_ids.values()), describe_machine, StorageDir.of(training.dataset.data).address, cpu=not gpu,
+        list(node_ids.values()), describe_machine, StorageDir.of(dataset.data).address, cpu=not gpu,
         seconds=ANSWER_SECONDS, needs=needs,
     )  # fmt: skip
     machines = [response for response in responses.values() if isinstance(response, Machine)]
@@ -127,26 +127,24 @@ def _describe_cluster(training: TrainConfig) -> list[Machine]:
     return sorted(machines, key=lambda machine: machine.name)
 
 
-def trial_resources(training: TrainConfig, *, use_gpu: bool) -> dict[str, float]:
+def trial_resources(dataset: DatasetConfig, execution: ExecutionConfig, *, use_gpu: bool) -> dict[str, float]:
     """Resources that Ray gives a trial: all cores of the largest machine, as a run has them, and one GPU.
 
     A trial that reads books leaves cores to Ray Data, which encodes them.
     """
-    if training.execution.accelerator:
-        await_accelerator(training.execution.accelerator)
-    nodes = eligible_nodes(accelerator=training.execution.accelerator)
+    if execution.accelerator:
+        await_accelerator(execution.accelerator)
+    nodes = eligible_nodes(accelerator=execution.accelerator)
     cores = max_cores_per_worker(nodes.values(), 1, gpu=use_gpu)
     if not cores:
         raise UserError(
             "The Ray cluster has no CPU cores for trials. Start it with 'ray start --head --num-cpus=1' or more."
         )
-    if training.dataset.stream:
+    if dataset.stream:
         from train.launch.placement import READERS
 
         cores = max(1, cores - READERS)
-    return (
-        {"CPU": float(cores)} | ({"GPU": 1.0} if use_gpu else {}) | accelerator_resource(training.execution.accelerator)
-    )
+    return {"CPU": float(cores)} | ({"GPU": 1.0} if use_gpu else {}) | accelerator_resource(execution.accelerator)
 
 
 def trial_nodes(resources: dict[str, float]) -> dict[str, str]:

@@ -157,15 +157,19 @@ def make_search(config: SearchConfig) -> Search:
         )
     else:
         machines = trial_machines(
-            config.training, manifest.fingerprint, cluster=config.cluster, parallel=config.parallel
+            config.training.dataset,
+            config.training.execution,
+            manifest.fingerprint,
+            cluster=config.cluster,
+            parallel=config.parallel,
         )
     requested, available = config.memory_limit, min(machine.memory for machine in machines)
     if config.resume and not requested:  # The machines may have changed, but the limit is part of the identity.
         requested = read_record(directory, config.kind).identity.get("memory_limit")
     device_info = replace(machines[0].device, memory=requested or available)
     training = resolve(match_tokenizer(config.training, manifest), device_info)
-    check_split_lengths(training.replace(cycle=TRIAL_CYCLE), manifest)
-    check_enough_tokens(training, manifest)
+    check_split_lengths(training.dataset, training.model.context_length, TRIAL_CYCLE, manifest)
+    check_enough_tokens(training.dataset, training.batch.global_batch, training.model.context_length, manifest)
     limit = memory_limit(requested, training, available)
     sequences = manifest.splits["train"]["tokens"] // training.model.context_length
     space = make_space(training, config.knobs, config.accumulations, sequences)

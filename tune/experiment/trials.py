@@ -132,7 +132,7 @@ class Experiment(ABC):
 
     def resources(self) -> dict[str, float]:
         """Resources that each trial requests from the connected Ray."""
-        return trial_resources(self.training, use_gpu=self.device == "cuda")
+        return trial_resources(self.training.dataset, self.training.execution, use_gpu=self.device == "cuda")
 
     def publish(self, report: Report, files: Sequence[str], figures: Mapping[str, "Figure"], tracker: Tracker) -> None:
         """Print the report, and store it with the folder's ``files`` and the ``figures``, also in MLflow."""

@@ -354,7 +354,8 @@ def predicted_speeds_table(search: Search, neighborhood: Sequence[KnobValues], g
         if not curves.fits(candidate):
             continue
         try:
-            roofline = roofline_speed(space.config(candidate), gpu_rates)
+            config = space.config(candidate)
+            roofline = roofline_speed(config.model, config.batch, config.execution, gpu_rates)
         except UserError:  # the formulas do not cover how this candidate is executed
             roofline = 0.0
         speed = format_expected_range(roofline) if roofline else "-"

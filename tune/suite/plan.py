@@ -45,8 +45,8 @@ def make_ladder(config: LadderConfig) -> Ladder:
     suite = chosen(config, start)
     if config.stream:  # Invalid books must be reported now, not after hours of other rungs.
         books = start.replace(stream=config.stream)
-        match_tokenizer(books, estimate_manifest(open_stream(books)))
-    machines = trial_machines(start, manifest.fingerprint, cluster=config.cluster)
+        match_tokenizer(books, estimate_manifest(open_stream(books.dataset)))
+    machines = trial_machines(start.dataset, start.execution, manifest.fingerprint, cluster=config.cluster)
     device_info = machines[0].device
     training = resolve(start, device_info)
     if training.execution.device == "cpu":

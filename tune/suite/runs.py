@@ -172,8 +172,10 @@ class SuiteReplay:
         """Returns and raises as :meth:`Ladder.replay_results`."""
         suite, memory = self.ladder.suite, self._memory_for_fit()
         baseline = self._fitted(self._with(self.ladder.start, suite.base), memory)
-        check_single_worker(baseline)
-        check_split_lengths(baseline, self.ladder.manifest)
+        check_single_worker(baseline.batch.workers)
+        check_split_lengths(
+            baseline.dataset, baseline.model.context_length, baseline.duration.cycle, self.ladder.manifest
+        )
         first, baseline, memory = self._run_with_smaller_batches("control-00", Rung("baseline"), baseline, memory)
         if first.row:
             check_baseline_speed(first.row, first.reason, fitted=bool(memory))
@@ -185,7 +187,9 @@ class SuiteReplay:
                 if config == state and rung.changes:
                     raise UserError("it changes nothing on this device")
                 check_suits_device(state, config, rung, self.device_info)
-                check_split_lengths(config, self.ladder.manifest)
+                check_split_lengths(
+                    config.dataset, config.model.context_length, config.duration.cycle, self.ladder.manifest
+                )
                 stages = equal_work_first(rung, state, config)
                 for _, each in stages:
                     resolve(each, self.device_info)
@@ -298,11 +302,9 @@ class SuiteReplay:
         return RungResult(rung.name, reason.rstrip("."), row, config, rung.changes_numerics)
 
 
-def check_single_worker(config: TrainConfig) -> None:
-    if config.batch.workers > 1:
-        raise UserError(
-            f"--workers {config.batch.workers} is not supported: a ladder measures one device. Use --workers 1."
-        )
+def check_single_worker(workers: int) -> None:
+    if workers > 1:
+        raise UserError(f"--workers {workers} is not supported: a ladder measures one device. Use --workers 1.")
 
 
 def check_suits_device(previous: TrainConfig, config: TrainConfig, rung: Rung, device_info: DeviceInfo) -> None:
@@ -310,7 +312,7 @@ def check_suits_device(previous: TrainConfig, config: TrainConfig, rung: Rung, d
 
     The messages are reasons in the table of results, so they have neither capital nor period.
     """
-    check_single_worker(config)
+    check_single_worker(config.batch.workers)
     if resolve(config, device_info).execution.device == "cuda":
         if set(config.execution.ablate) ^ set(previous.execution.ablate) == {"pages"}:
             raise UserError("large pages only apply to CPU memory; torch caches GPU memory itself")

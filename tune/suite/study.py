@@ -17,7 +17,7 @@ from infra.device.hardware import A100 as CARD
 from train.config import HALF_PRECISIONS, TrainConfig
 from train.estimate.gpu_rates import ACHIEVABLE_FRACTION, load_gpu_rates
 from train.estimate.memory import CONTEXT, predict_peak
-from train.model_config import format_model
+from train.model_config import AnyModel, format_model
 from train.resolved import resolve
 from tune.reporting import charts
 from tune.suite.results import three_digits
@@ -149,7 +149,7 @@ def list_deviations(name: str, config: TrainConfig) -> list[str]:
     """Settings in which the run ``config`` of the study's rung ``name`` differs from the study, except its sizes."""
     names = ("precision", "attention", "compile", "checkpointing", "loss", "optimizer", "loader_workers")
     settings, study_settings = (
-        {name.replace("_", " "): str(getattr(each, name)) for name in names}
+        {name.replace("_", " "): str(each.setting(name)) for name in names}
         | {
             "ablate": " ".join(sorted(each.execution.ablate)) or "nothing",
             "head": "tied" if each.gpt2_config.tied else "not tied",
@@ -216,7 +216,9 @@ def compare(suite: str, rows: Sequence[RungResult]) -> tuple[list[Table], list[s
     heading = ("rung", "tokens/s", "vs previous", "vs baseline", "tokens in 5 min (millions)", "% of expected")
     title = 'Speed: study / this machine ("-": not measured)'
     tables = [memory(by_name), rooflines(), Table(title, heading, lines)]
-    return tables, [MEMORY, ROOFLINES, *_caveats(configs["baseline"], deviating), verdict(rows), _last(rows)]
+    baseline = configs["baseline"]
+    caveats = _caveats(baseline.model, baseline.batch.micro_batch, deviating)
+    return tables, [MEMORY, ROOFLINES, *caveats, verdict(rows), _last(rows)]
 
 
 MEMORY = (
@@ -346,7 +348,7 @@ def _last(rows: Sequence[RungResult]) -> str:
     return f"The study's last rung reaches x{published:.1f} of its baseline's speed{''.join(reached[-1:])}."
 
 
-def _caveats(baseline: TrainConfig, deviating: Mapping[str, list[str]]) -> list[str]:
+def _caveats(model: AnyModel, micro_batch: int, deviating: Mapping[str, list[str]]) -> list[str]:
     notes = [
         "Tokens in 5 min are tokens/s x 300 s, except for the study's baseline: its log has fewer tokens than its "
         "speed implies."
@@ -355,8 +357,9 @@ def _caveats(baseline: TrainConfig, deviating: Mapping[str, list[str]]) -> list[
         rungs = "; ".join(f"{name} ({', '.join(settings)})" for name, settings in deviating.items())
         notes.append(f"These rungs differ from the study and have no expected speed: {rungs}.")
     _, first = next(study_rungs())
-    if (baseline.model, baseline.batch.micro_batch) != (first.model, first.batch.micro_batch):
-        own, published = (f"{format_model(each.model)} at batch {each.batch.micro_batch}" for each in (baseline, first))
+    settings, published_settings = (model, micro_batch), (first.model, first.batch.micro_batch)
+    if settings != published_settings:
+        own, published = (f"{format_model(m)} at batch {size}" for m, size in (settings, published_settings))
         notes.append(
             f"The baseline of this ladder is {own}, the study's is {published}. Compare the ratios, not "
             "memory and speed."

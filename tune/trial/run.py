@@ -144,13 +144,13 @@ def run(request: TrialRequest) -> tuple[TrialRow, str | None]:
     limit = monitor = result = trace = None
     times = StepTimes()
     try:
-        configure_allocator(config)
+        configure_allocator(config.execution.allocator)
         limit = MemoryLimit.apply(request.memory_limit, config.execution.device) if request.memory_limit else None
         if request.early and limit:
             monitor = TrialMonitor(request.early, request.proposal.speed_threshold, config.step_tokens, limit)
             trainer = Trainer(config, on_cycle=monitor.on_cycle, should_stop=monitor.should_stop)
         else:
-            data = StreamData(config, open_stream(config)) if config.dataset.stream else None
+            data = StreamData(config, open_stream(config.dataset)) if config.dataset.stream else None
             trainer = Trainer(config, data=data, limit=limit)
         times = trainer.times
         with Telemetry(lambda second, metrics: None) as telemetry:

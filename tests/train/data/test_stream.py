@@ -224,7 +224,7 @@ def test_a_step_has_the_same_windows_however_it_is_executed(
 def test_the_books_that_validate_are_counted_without_those_that_were_dropped(config: TrainConfig) -> None:
     kept = EncodedBook(0, "a.txt", "a.txt", 90, np.zeros(30, np.uint16))
     dropped = EncodedBook(0, "b.txt", "b.txt", 0, np.zeros(0, np.uint16), "too short", "8 characters, fewer than 200")
-    counted = estimate_manifest(open_stream(config), held_out=[kept, dropped]).splits["val"]
+    counted = estimate_manifest(open_stream(config.dataset), held_out=[kept, dropped]).splits["val"]
     assert counted == {"books": 1, "tokens": 30, "chars": 90}
 
 
@@ -375,12 +375,18 @@ def test_through_ray_it_is_the_same_run_also_when_resumed(config: TrainConfig, t
     assert progress["position"] == 48
     assert progress["place"]["epoch"] == 0
     check_same_run(
-        Path(first.checkpoint), read_progress(Path(first.checkpoint)), whole, estimate_manifest(open_stream(whole))
+        Path(first.checkpoint),
+        read_progress(Path(first.checkpoint)),
+        whole,
+        estimate_manifest(open_stream(whole.dataset)),
     )
     other = whole.replace(reading=ReadingConfig(min_chars=5))
     with pytest.raises(UserError, match="was trained with --join-lines True, not False: leave --join-lines out"):
         check_same_run(
-            Path(first.checkpoint), read_progress(Path(first.checkpoint)), other, estimate_manifest(open_stream(other))
+            Path(first.checkpoint),
+            read_progress(Path(first.checkpoint)),
+            other,
+            estimate_manifest(open_stream(other.dataset)),
         )
     assert set(result.encoded_on) == {result.machine}, "this machine has encoded what it trained on"
     assert result.data_fingerprint == Stream(config.dataset.stream, 0, config.dataset.reading).fingerprint

@@ -39,9 +39,12 @@ def test_palm_is_what_torch_counts(small_model: ModelConfig) -> None:
 
 
 def test_every_second_block_is_computed_again_from_the_first_on() -> None:
-    config = TrainConfig.of(model=replace(GPT2, layers=5))
-    for checkpointing, blocks in (("none", 0), ("selective", 0), ("alternate", 3), ("full", 5)):
-        assert flops.recomputed_blocks(config.replace(checkpointing=checkpointing)) == blocks
+    assert [flops.recomputed_blocks(replace(GPT2, layers=5), "none"), flops.recomputed_blocks(GPT2, "selective")] == [
+        0,
+        0,
+    ]
+    assert flops.recomputed_blocks(replace(GPT2, layers=5), "alternate") == 3
+    assert flops.recomputed_blocks(replace(GPT2, layers=5), "full") == 5
 
 
 def test_utilisation_is_of_all_devices_and_none_of_unknown_ones(small_model: ModelConfig) -> None:
@@ -53,7 +56,7 @@ def test_utilisation_is_of_all_devices_and_none_of_unknown_ones(small_model: Mod
 def test_every_formula_counts_what_its_name_says() -> None:
     """GPT-2 124M: 6 x 123.57M and attention at 1,024 tokens, all of it or half, or 6 x 124.44M parameters."""
     assert flops.matmul_parameters(GPT2) == pytest.approx(123.57e6, rel=1e-4)
-    counted = {formula.name: formula.flops for formula in flops.formulas(TrainConfig.of(model=GPT2))}
+    counted = {formula.name: formula.flops for formula in flops.formulas(TrainConfig.of(model=GPT2).model)}
     assert counted == pytest.approx(
         {"PaLM": 854.67e6, "causal": 798.04e6, "6N": 746.86e6, "hardware, checkpointed": 1062.29e6}, rel=1e-4
     )
@@ -67,18 +70,21 @@ def test_a_run_is_compared_with_the_measured_matmul_rate(
         precision="fp32", compile="off", loss="plain",
     )  # fmt: skip
     result = Trainer(config).run()
-    assert flops.with_matmul_efficiency(result, config, place).matmul_utilisation is None, "the doctor was not asked"
+    alone = flops.with_matmul_efficiency(result, "fp32", 1, place)
+    assert alone.matmul_utilisation is None, "the doctor was not asked"
     doctor = {"machine": result.machine, "device": result.device, "matmul": {"fp32": 1e12}}
     place.write_json("doctor.json", doctor)
-    beside = flops.with_matmul_efficiency(result, config, place)
+    beside = flops.with_matmul_efficiency(result, "fp32", 1, place)
     assert result.flops_per_second
     assert beside.matmul_utilisation == pytest.approx(result.flops_per_second / 1e12)
-    two = flops.with_matmul_efficiency(result, config.replace(workers=2, micro_batch=2), place)
+    two = flops.with_matmul_efficiency(result, "fp32", 2, place)
     assert two.matmul_utilisation == pytest.approx(result.flops_per_second / 2e12), "each worker has such a device"
     elsewhere = doctor | {"machine": "w2"}
     rates = {"machine": "w3", "device": result.device, "matmul": {"fp32": 2e12}}
     place.write_json("doctor.json", elsewhere | {"nodes": [{"rates": None}, {"rates": rates}]})
     for machine, rate in (("w1", None), ("w2", 1e12), ("w3", 2e12)):
-        ran = flops.with_matmul_efficiency(replace(result, machine=machine), config, place)
+        ran = flops.with_matmul_efficiency(
+            replace(result, machine=machine), config.execution.precision, config.batch.workers, place
+        )
         expected = pytest.approx(result.flops_per_second / rate) if rate else None
         assert ran.matmul_utilisation == expected, "another machine's processor is no ceiling of this one"

@@ -50,7 +50,7 @@ def tracked_peak(config: TrainConfig) -> int:
             checkpointing=config.execution.checkpointing,
             activations=stream,
         )
-        optimizer = make_optimizer(model, config)
+        optimizer = make_optimizer(model, config.optimization)
         tracker = MemTracker()
         tracker.track_external(model, optimizer)
         shape = (config.batch.micro_batch, config.model.context_length + 1)
@@ -108,7 +108,7 @@ LAYER = ModelConfig(layers=1, heads=2, width=128, context_length=256, vocab_size
 def allocated_peak(config: TrainConfig, trace: Path) -> int:
     """Bytes at the peak of a forward and backward pass, beside the weights, by the count of torch's CPU allocator."""
     model = GPT(config.gpt2_config, loss_chunks=config.execution.loss_chunks)
-    forward = compile_model(model, config)
+    forward = compile_model(model, config.execution)
     batch = torch.zeros((config.batch.micro_batch, config.model.context_length + 1), dtype=torch.int64)
     for last in (False, False, True):  # the first two compile
         model.zero_grad()
@@ -204,7 +204,7 @@ def test_what_saves_memory_saves_memory() -> None:
 def test_weights_and_optimizer_are_those_of_a_real_one(tied: bool) -> None:
     config = BASE.replace(model=replace(MODEL, tied=tied))
     model = GPT(config.gpt2_config)
-    optimizer = make_optimizer(model, config)
+    optimizer = make_optimizer(model, config.optimization)
     for parameter in model.parameters():
         parameter.grad = torch.zeros_like(parameter)
     optimizer.step()

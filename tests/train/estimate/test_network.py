@@ -2,6 +2,7 @@
 
 import json
 import re
+from dataclasses import replace
 from pathlib import Path
 
 import pytest
@@ -29,9 +30,10 @@ def saved(file: Path, rate: float) -> str:
 
 def test_gradients_cross_the_bus_twice_per_step_and_weights_with_every_micro_batch() -> None:
     """Of 498 MB 7/8 cross each time: gradients twice; with FSDP and two micro-batches weights four times."""
-    assert step_exchange(CONFIG).bytes == pytest.approx(2 * 7 / 8 * 4 * PARAMETERS)
-    assert step_exchange(CONFIG.replace(shard=True)).bytes == pytest.approx((4 + 1) * 7 / 8 * 4 * PARAMETERS)
-    assert step_exchange(CONFIG.replace(workers=2)).bytes == pytest.approx(4 * PARAMETERS)
+    model, batch = CONFIG.model, CONFIG.batch
+    assert step_exchange(model, batch, shard=False).bytes == pytest.approx(2 * 7 / 8 * 4 * PARAMETERS)
+    assert step_exchange(model, batch, shard=True).bytes == pytest.approx((4 + 1) * 7 / 8 * 4 * PARAMETERS)
+    assert step_exchange(model, replace(batch, workers=2), shard=False).bytes == pytest.approx(4 * PARAMETERS)
 
 
 def test_the_verdict_follows_from_what_was_measured(tmp_path: Path) -> None:
@@ -39,23 +41,30 @@ def test_the_verdict_follows_from_what_was_measured(tmp_path: Path) -> None:
 
     A step has two micro-batches on each worker, 179.5 ms, and at 1 GB/s takes 871 - 59.8 ms longer.
     """
-    slow = dict(network_rows(CONFIG, saved(tmp_path / "doctor.json", 1e9)))
+    slow = dict(network_rows(CONFIG.model, CONFIG.batch, CONFIG.execution, saved(tmp_path / "doctor.json", 1e9)))
     assert slow["exchange per step"].startswith("0.871 GB")
     assert slow["bandwidth"].startswith("1 GB/s")
     assert re.findall(r"[\d.]+ s", slow["exchange time"]) == ["0.871 s", "0.0598 s"]
     assert re.findall(r"[\d.]+", slow["verdict"]) == ["0.811", "5.52"]
-    fast = dict(network_rows(CONFIG, saved(tmp_path / "doctor.json", 400e9)))
+    fast = dict(network_rows(CONFIG.model, CONFIG.batch, CONFIG.execution, saved(tmp_path / "doctor.json", 400e9)))
     assert fast["verdict"].startswith("not network-bound")
-    sharded = dict(network_rows(CONFIG.replace(shard=True), str(tmp_path / "doctor.json")))
+    execution = replace(CONFIG.execution, shard=True)
+    sharded = dict(network_rows(CONFIG.model, CONFIG.batch, execution, str(tmp_path / "doctor.json")))
     assert sharded["verdict"].startswith("not network-bound")
 
 
 def test_without_a_measurement_it_says_how_to_make_one(tmp_path: Path) -> None:
     file = tmp_path / "doctor.json"
-    assert "python -m infra.doctor --workers 8" in dict(network_rows(CONFIG, str(file)))["bandwidth"]
+    assert (
+        "python -m infra.doctor --workers 8"
+        in dict(network_rows(CONFIG.model, CONFIG.batch, CONFIG.execution, str(file)))["bandwidth"]
+    )
     of_an_older_version = {"workers": 2, "backend": "gloo", "bus_bytes_per_second": {"1": 2.0}, "verdict": ""}
     file.write_text(json.dumps({"device": "cpu", "allreduce": of_an_older_version}))
-    assert "python -m infra.doctor --workers 8" in dict(network_rows(CONFIG, str(file)))["bandwidth"]
+    assert (
+        "python -m infra.doctor --workers 8"
+        in dict(network_rows(CONFIG.model, CONFIG.batch, CONFIG.execution, str(file)))["bandwidth"]
+    )
     file.write_text("{")
     with pytest.raises(UserError, match=r"doctor\.json is not readable as JSON: .*infra\.doctor"):
-        network_rows(CONFIG, str(file))
+        network_rows(CONFIG.model, CONFIG.batch, CONFIG.execution, str(file))

@@ -30,18 +30,23 @@ def test_the_bytes_are_those_of_the_recorded_kernels(name: str, precision: Preci
     model, size = PRESETS[preset], RECORD["sequences"]
     config = TrainConfig.of(model=model, micro_batch=size, global_batch=size, precision=precision)
     gather = 2 * size * model.context_length * model.padded_vocab_size  # which a GPU does not read
-    assert triton_bytes(config) == pytest.approx(RECORD["steps"][name]["of Triton"] * 1e9 - gather, rel=0.02)
+    assert triton_bytes(config.gpt2_config, config.batch.micro_batch, config.execution.precision) == pytest.approx(
+        RECORD["steps"][name]["of Triton"] * 1e9 - gather, rel=0.02
+    )
 
 
 def test_published_speeds_are_in_the_range_that_is_expected() -> None:
     """Tokens/s of GPT-2 124M: 182,000 by the code of the lecture build-nanogpt, and 475,000 by llm.c in CUDA."""
     for card, published in (("A100", 182e3), ("H100", 475e3)):
         config = resolve(TrainConfig.of(device="cuda"), replace(KNOWN_GPUS[card], uncompilable=""))
-        low, high = (share * roofline_speed(config, load_gpu_rates(card)) for share in REACHED_FRACTION_RANGE)
+        low, high = (
+            share * roofline_speed(config.model, config.batch, config.execution, load_gpu_rates(card))
+            for share in REACHED_FRACTION_RANGE
+        )
         assert 0.9 * low < published < 1.1 * high
 
 
 def test_what_is_not_compiled_whole_is_not_predicted() -> None:
     config = resolve(TrainConfig.of(device="cuda", compile="off"), KNOWN_GPUS["A100"])
     with pytest.raises(UserError, match="whole compiled graph"):
-        roofline_speed(config, load_gpu_rates("A100"))
+        roofline_speed(config.model, config.batch, config.execution, load_gpu_rates("A100"))

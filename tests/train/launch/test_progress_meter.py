@@ -30,7 +30,9 @@ class Clock:
 
 
 def test_the_line_has_step_speed_loss_and_time_left(config: TrainConfig, manifest: Manifest) -> None:
-    pace = ProgressMeter(config, manifest, clock := Clock())
+    pace = ProgressMeter(
+        config.step_tokens, config.total_steps, config.duration.time_budget, manifest, clock := Clock()
+    )
     assert pace.describe("building the model", 0) == ("building the model", "")
     for step in range(1, 11):
         pace.describe(TRAINING, step)
@@ -46,7 +48,9 @@ def test_the_line_has_step_speed_loss_and_time_left(config: TrainConfig, manifes
 
 
 def test_the_speed_is_that_of_the_last_seconds_or_of_the_last_steps(config: TrainConfig, manifest: Manifest) -> None:
-    pace = ProgressMeter(config, manifest, clock := Clock())
+    pace = ProgressMeter(
+        config.step_tokens, config.total_steps, config.duration.time_budget, manifest, clock := Clock()
+    )
     for first, last, seconds, speed in ((1, 101, 0.1, "3,200"), (101, 140, 1, "320"), (140, 144, 64, "5")):
         for step in range(first, last):
             clock.now += seconds
@@ -61,7 +65,7 @@ def test_the_speed_is_that_of_the_last_seconds_or_of_the_last_steps(config: Trai
 def test_a_time_budget_is_what_is_left_of_it(
     config: TrainConfig, manifest: Manifest, spent: float, known: float, left: str
 ) -> None:
-    pace = ProgressMeter(config.replace(steps=None, time_budget=100.0), manifest, clock := Clock(), spent)
+    pace = ProgressMeter(config.step_tokens, None, 100.0, manifest, clock := Clock(), spent)
     pace.describe(TRAINING, 1)
     if known:
         pace.cycle({"train_loss": 5.0, "elapsed": known})
@@ -72,6 +76,8 @@ def test_a_time_budget_is_what_is_left_of_it(
 
 
 def test_without_an_end_the_run_is_an_epoch(config: TrainConfig, manifest: Manifest) -> None:
-    assert ProgressMeter(config.replace(steps=None), manifest).total == manifest.splits["train"]["tokens"] // 320
+    assert ProgressMeter(config.step_tokens, None, None, manifest).total == manifest.splits["train"]["tokens"] // 320
     large = config.replace(steps=None, micro_batch=100_000, global_batch=100_000)
-    assert ProgressMeter(large, manifest).total == 1, "a step that is larger than an epoch is one all the same"
+    assert ProgressMeter(large.step_tokens, large.total_steps, large.duration.time_budget, manifest).total == 1, (
+        "a step that is larger than an epoch is one all the same"
+    )

@@ -1,5 +1,7 @@
 """A cycle's numbers: each is of the steps, the time and the tokens that it says it is of."""
 
+from dataclasses import replace
+
 import pytest
 import torch
 
@@ -34,13 +36,13 @@ def cycle() -> RunningCycle:
         batch_waits=[(100.0, 100.25), (101.0, 101.0), (103.0, 103.125), (104.0, 104.0)],
         val_losses=torch.tensor([2.0, 4.0, 6.0, 2.0, 4.0, 3.0]), val_windows=11,
     )  # fmt: skip
-    close_cycle(made, Workers(CONFIG.replace(workers=1)), CPU)
+    close_cycle(made, Workers(CONFIG.replace(workers=1).batch.workers), CPU)
     made.end = 108.0
     return made
 
 
 def test_a_report_counts_what_it_names(cycle: RunningCycle) -> None:
-    made = report(cycle, CONFIG, MANIFEST, val_tokens=240, elapsed=77.0)
+    made = report(cycle, CONFIG.batch, CONFIG.model.context_length, MANIFEST, val_tokens=240, elapsed=77.0)
     assert made.step == 15
     assert made.train_loss == 3.0
     assert made.step_losses == [5.0, 4.0, 3.0, 2.0, 1.0]
@@ -54,7 +56,7 @@ def test_a_report_counts_what_it_names(cycle: RunningCycle) -> None:
 
 
 def test_a_report_times_what_was_done_here(cycle: RunningCycle) -> None:
-    made = report(cycle, CONFIG, MANIFEST, val_tokens=240, elapsed=77.0)
+    made = report(cycle, CONFIG.batch, CONFIG.model.context_length, MANIFEST, val_tokens=240, elapsed=77.0)
     assert made.seconds == 8.0
     assert made.train_seconds == 5.0
     assert made.data_wait_seconds == 0.375
@@ -68,7 +70,9 @@ def test_a_report_times_what_was_done_here(cycle: RunningCycle) -> None:
 def test_validation_is_of_all_workers(cycle: RunningCycle) -> None:
     """Eleven windows are two whole batches of both, and one of three windows between them."""
     cycle.host_values = torch.zeros(5), torch.zeros(()), torch.tensor([2.0, 4.0, 3.0])
-    made = report(cycle, CONFIG.replace(workers=2), MANIFEST, val_tokens=0, elapsed=0.0)
+    made = report(
+        cycle, replace(CONFIG.batch, workers=2), CONFIG.model.context_length, MANIFEST, val_tokens=0, elapsed=0.0
+    )
     assert made.val_tokens == 11 * 10
     assert made.val_loss == pytest.approx(9 / (11 / 4))
 

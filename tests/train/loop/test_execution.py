@@ -18,7 +18,9 @@ from train.model_config import ModelConfig
 from train.resolved import resolve
 
 
-@pytest.mark.parametrize("entry", ["enable_large_pages(config)", "(block := borrowed_process(config)).__enter__()"])
+@pytest.mark.parametrize(
+    "entry", ["enable_large_pages(config.execution)", "(block := borrowed_process(config.execution)).__enter__()"]
+)
 def test_a_cpus_large_tensors_are_in_large_pages_unless_told_otherwise(entry: str) -> None:
     """Counted in page faults of a process that allocates 64 MB ten times: 16,384 small pages or 32 large ones each.
 
@@ -65,14 +67,19 @@ def test_torch_is_asked_for_the_kind_of_compilation(
 
     monkeypatch.setattr(torch, "compile", recording)
     config = resolve(TrainConfig.of(model=small_model, device="cpu", compile=kind), cpu_info())
-    compile_model(build_model(config, torch.device("cpu")), config)
+    compile_model(
+        build_model(
+            config.model, config.execution, config.optimization.optimizer, config.dataset.seed, torch.device("cpu")
+        ),
+        config.execution,
+    )
     assert found == [{"dynamic": False} | asked]
 
 
 @pytest.mark.parametrize("ablate", [(), ("collect",)])
 def test_nothing_is_collected_in_a_step_and_all_again_behind_the_run(ablate: tuple[str, ...]) -> None:
     config = TrainConfig.of(ablate=ablate, device="cpu")  # type: ignore[arg-type]
-    with suppress(KeyError), gc_disabled(config):
+    with suppress(KeyError), gc_disabled(config.execution):
         assert gc.isenabled() is bool(ablate)
         raise KeyError
     assert gc.isenabled()
@@ -82,7 +89,12 @@ def test_the_model_is_asked_as_it_was_trained_and_without_dropout(small_model: M
     """Within books where it was trained so, also one token at a time."""
     config = TrainConfig.of(data=str(tmp_path), model=replace(small_model, dropout=0.5), mask_books=True, micro_batch=4,
                     global_batch=4, precision="fp32", device="cpu", attention="sdpa")  # fmt: skip
-    trained, asked = build_model(config, torch.device("cpu")), build_inference_model(config)
+    trained, asked = (
+        build_model(
+            config.model, config.execution, config.optimization.optimizer, config.dataset.seed, torch.device("cpu")
+        ),
+        build_inference_model(config.model, config.execution.mask_books),
+    )
     asked.load_state_dict(trained.state_dict())
     tokens = torch.randint(0, 256, (2, 32))
     tokens[:, 15] = 256
@@ -96,8 +108,8 @@ def test_the_model_is_asked_as_it_was_trained_and_without_dropout(small_model: M
 
 def test_weights_follow_from_the_seed(small_model: ModelConfig) -> None:
     def head(seed: int) -> torch.Tensor:
-        config = TrainConfig.of(model=small_model, seed=seed, micro_batch=1, global_batch=1, device="cpu")
-        return build_model(resolve(config, cpu_info()), torch.device("cpu")).head.weight
+        execution = resolve(TrainConfig.of(micro_batch=1, global_batch=1, device="cpu"), cpu_info()).execution
+        return build_model(small_model, execution, "adamw", seed, torch.device("cpu")).head.weight
 
     assert torch.equal(head(3), head(3))
     assert not torch.equal(head(3), head(4))
@@ -108,7 +120,14 @@ def test_the_seed_decides_the_weights(small_model: ModelConfig) -> None:
 
     def weights(seed: int) -> bytes:
         config = resolve(TrainConfig.of(model=small_model, seed=seed, device="cpu"), cpu_info())
-        return build_model(config, torch.device("cpu")).token_embedding.weight.detach().numpy().tobytes()
+        return (
+            build_model(
+                config.model, config.execution, config.optimization.optimizer, config.dataset.seed, torch.device("cpu")
+            )
+            .token_embedding.weight.detach()
+            .numpy()
+            .tobytes()
+        )
 
     found = [weights(seed) for seed in (0, 1, 0, 1)]
     assert found[:2] == found[2:]

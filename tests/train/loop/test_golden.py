@@ -87,7 +87,7 @@ def test_padding_the_vocabulary_barely_moves_the_curve(plain: TrainConfig, golde
 def test_tying_is_one_matrix_in_two_places(plain: TrainConfig) -> None:
     """As two matrices that start equal and both move by the sum of their gradients, of which autograd knows nothing."""
     config = plain.replace(clip_norm=0)
-    windows = ShardData(config).windows
+    windows = ShardData(config.dataset, config.model, config.duration.cycle).windows
     losses: dict[bool, list[float]] = {True: [], False: []}
     for tied, curve in losses.items():
         torch.manual_seed(0)
@@ -95,7 +95,7 @@ def test_tying_is_one_matrix_in_two_places(plain: TrainConfig) -> None:
         head, embedding = model.head.weight, model.token_embedding.weight
         with torch.no_grad():
             head.copy_(embedding)
-        optimizer = make_optimizer(model, config)
+        optimizer = make_optimizer(model, config.optimization)
         set_learning_rate(optimizer, config.optimization.learning_rate)
         batches = BatchLoader(windows, micro_batch=8, accumulation=1, position=0, device=torch.device("cpu"))
         for _ in range(STEPS):

@@ -72,7 +72,11 @@ def test_where_memory_ran_out(config: TrainConfig, arrange: Callable[[Trainer], 
     weights = 4 * parameter_count(config.gpt2_config)
     assert result.shortage.held["weights"] == weights
     state = result.shortage.held["optimizer"]
-    assert state >= optimizer_bytes(config, parameter_count(config.gpt2_config)) if "step 2" in during else state == 0
+    assert (
+        state >= optimizer_bytes(config.gpt2_config, config.optimization.optimizer, parameter_count(config.gpt2_config))
+        if "step 2" in during
+        else state == 0
+    )
 
 
 VAST_SIZES = {"padded_vocab_size": 2**31, "width": 2**19}
@@ -146,7 +150,9 @@ def test_gradients_and_the_optimizers_state_are_counted(config: TrainConfig, opt
     trainer.run()
     sizes, count = bytes_by_part(trainer.model, trainer.optimizer), parameter_count(config.gpt2_config)
     assert sizes["weights"] == sizes["gradients"] == 4 * count
-    assert sizes["optimizer"] >= optimizer_bytes(trainer.config, count)
+    assert sizes["optimizer"] >= optimizer_bytes(
+        trainer.config.gpt2_config, trainer.config.optimization.optimizer, count
+    )
 
 
 def test_the_size_that_did_not_fit_is_read_from_torchs_message() -> None:

@@ -53,12 +53,12 @@ def test_what_torch_reads_once_is_not_changed_without_a_word(monkeypatch: pytest
         (on_gpu.replace(allocator="expandable"), on_gpu.replace(allocator="split"), "--allocator"),
     ):
         for _ in range(2):
-            with borrowed_process(first):
+            with borrowed_process(first.execution):
                 pass
-        with pytest.raises(UserError, match=f"{flag}: .*another process"), borrowed_process(other):
+        with pytest.raises(UserError, match=f"{flag}: .*another process"), borrowed_process(other.execution):
             pass
     monkeypatch.setenv("PYTORCH_ALLOC_CONF", "backend:native")
-    with borrowed_process(on_gpu.replace(allocator="split")):
+    with borrowed_process(on_gpu.replace(allocator="split").execution):
         assert os.environ["PYTORCH_ALLOC_CONF"] == "backend:native"
 
 

@@ -46,7 +46,7 @@ def test_a_finished_run_writes_the_beginning_of_a_book(config: TrainConfig, tmp_
     assert result.checkpoint
     model, _ = load_model(Path(result.checkpoint))
     assert written == gpt2().decode(sample(model.cpu(), model.config, [gpt2().end_of_text], SAMPLE_TOKENS))
-    untrained = build_inference_model(config)
+    untrained = build_inference_model(config.model, config.execution.mask_books)
     assert written != gpt2().decode(sample(untrained, untrained.config, [gpt2().end_of_text], SAMPLE_TOKENS))
     assert trainer.model.training, "the trained model stays as it is"
     assert {name: value.data_ptr() for name, value in trainer.model.state_dict().items()} == before

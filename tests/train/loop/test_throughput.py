@@ -80,7 +80,11 @@ def test_no_speed_is_above_what_the_device_can_compute(
     """``share`` of the peak of one A100 in 16 bits, of which fp32 reaches 6%."""
     config = TrainConfig.of(precision="bf16").replace(**changes)
     rate = share * 312e12 / causal_flops(config.gpt2_config)
-    assert (not implausible_reason(Throughput(rate, rate, rate, 10, 1), config, device)) == possible
+    assert (
+        not implausible_reason(
+            Throughput(rate, rate, rate, 10, 1), config.model, config.execution, config.batch.workers, device
+        )
+    ) == possible
 
 
 def test_measuring_stops_only_when_the_speed_is_known() -> None:

@@ -386,7 +386,7 @@ def test_a_resumed_run_has_its_data_go_to_where_its_checkpoint_was(config: Train
     assert first.checkpoint
     progress = Path(first.checkpoint) / "progress.json"
     progress.write_text(json.dumps(json.loads(progress.read_text()) | {"place": {"book": 7}}))
-    data = Watched(config)
+    data = Watched(config.dataset, config.model, config.duration.cycle)
     trainer = Trainer(config, data=data, resume=Path(first.checkpoint))
     assert (data.went, trainer.state.position) == ({"book": 7}, 3 * 8)
 

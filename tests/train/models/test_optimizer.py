@@ -20,7 +20,7 @@ def model(small_model: ModelConfig) -> GPT:
 
 @pytest.mark.parametrize("optimizer", ["adamw", "adamw-fused", "adafactor", "muon"])
 def test_matrices_decay_and_vectors_do_not(model: GPT, optimizer: str) -> None:
-    made = make_optimizer(model, CONFIG.replace(optimizer=optimizer))
+    made = make_optimizer(model, CONFIG.replace(optimizer=optimizer).optimization)
     decays = {id(p): group["weight_decay"] for group in made.param_groups for p in group["params"]}
     assert len(decays) == len(list(model.parameters())), "each is there, once"
     for name, parameter in model.named_parameters():
@@ -29,13 +29,13 @@ def test_matrices_decay_and_vectors_do_not(model: GPT, optimizer: str) -> None:
 
 @pytest.mark.parametrize("optimizer", ["adamw", "adamw-fused", "muon"])
 def test_adam_has_the_configs_betas(model: GPT, optimizer: str) -> None:
-    made = make_optimizer(model, CONFIG.replace(optimizer=optimizer))
+    made = make_optimizer(model, CONFIG.replace(optimizer=optimizer).optimization)
     assert {group["betas"] for group in made.param_groups if "betas" in group} == {(0.8, 0.9)}
 
 
 def test_muon_has_the_blocks_matrices_alone(model: GPT) -> None:
     """Embeddings and the head are not what it is for (arXiv 2502.16982, section 2.2)."""
-    muon = make_optimizer(model, CONFIG.replace(optimizer="muon")).param_groups[0]
+    muon = make_optimizer(model, CONFIG.replace(optimizer="muon").optimization).param_groups[0]
     mine = {id(p) for p in muon["params"]}
     assert mine == {id(p) for name, p in model.named_parameters() if name.startswith("blocks.") and p.dim() == 2}
     assert len(mine) == 2 * 4
@@ -43,7 +43,7 @@ def test_muon_has_the_blocks_matrices_alone(model: GPT) -> None:
 
 @pytest.mark.parametrize("optimizer", ["adamw", "adamw-fused", "adafactor", "muon"])
 def test_every_parameter_moves_at_the_rate_that_was_set(model: GPT, optimizer: str) -> None:
-    made = make_optimizer(model, CONFIG.replace(optimizer=optimizer, weight_decay=0.0))
+    made = make_optimizer(model, CONFIG.replace(optimizer=optimizer, weight_decay=0.0).optimization)
 
     def moved(rate: float) -> dict[str, bool]:
         set_learning_rate(made, rate)
@@ -62,7 +62,14 @@ def test_every_parameter_moves_at_the_rate_that_was_set(model: GPT, optimizer: s
 
 def test_a_tenth_of_a_short_run_warms_up() -> None:
     config = CONFIG.replace(warmup_steps=100, schedule="constant")
-    assert [learning_rate(config, step, 40, step / 40) for step in range(6)] == [0.25, 0.5, 0.75, 1.0, 1.0, 1.0]
-    assert learning_rate(config, 0, 5, 0.0) == 1.0, "of fewer than ten steps none but the first"
-    assert learning_rate(config, 0, 10_000, 0.0) == pytest.approx(0.01)
-    assert learning_rate(config.replace(warmup_steps=0), 0, 40, 0.0) == 1.0
+    assert [learning_rate(config.optimization, step, 40, step / 40) for step in range(6)] == [
+        0.25,
+        0.5,
+        0.75,
+        1.0,
+        1.0,
+        1.0,
+    ]
+    assert learning_rate(config.optimization, 0, 5, 0.0) == 1.0, "of fewer than ten steps none but the first"
+    assert learning_rate(config.optimization, 0, 10_000, 0.0) == pytest.approx(0.01)
+    assert learning_rate(config.replace(warmup_steps=0).optimization, 0, 40, 0.0) == 1.0

@@ -114,10 +114,10 @@ def test_a_gpu_repeats_its_dropout(kind: Any, attention: Any) -> None:
                         device="cuda", attention=attention, checkpointing=checkpointing),
             A100,
         )  # fmt: skip
-        made = build_model(config, cuda)
+        made = build_model(config.model, config.execution, config.optimization.optimizer, config.dataset.seed, cuda)
         torch.manual_seed(7)
         tokens = torch.randint(0, 257, (4, 129), device=cuda)
-        with autocast_context(config):
+        with autocast_context(config.execution):
             loss = made(tokens[:, :-1], tokens[:, 1:])
         loss.backward()
         return {name: p.grad for name, p in made.named_parameters() if p.grad is not None}

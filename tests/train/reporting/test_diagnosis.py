@@ -179,11 +179,11 @@ GUESS = 5.549
 def test_what_losses_say_of_a_custom_models_code(
     make_result: Make, changes: dict[str, Any], row: tuple[str, str] | None
 ) -> None:
-    found = of_losses(CUSTOM, make_result(**changes))
+    found = of_losses(CUSTOM.model, make_result(**changes))
     assert bool(found) == bool(row)
     if found and row:
         ((name, text),) = found.rows
         assert name == row[0]
         assert row[1] in text
         assert "models:make" in text
-    assert of_losses(TrainConfig.of(micro_batch=1), make_result(**changes)) is None, "of a GPT-2 its code is ours"
+    assert of_losses(TrainConfig.of(micro_batch=1).model, make_result(**changes)) is None, "of a GPT-2 its code is ours"

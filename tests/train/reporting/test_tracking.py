@@ -273,7 +273,7 @@ def test_a_result_in_mlflow(config: TrainConfig, make_result: Callable[..., RunR
     }  # fmt: skip
     continued = tracking.run_list_tags(replace(result, throughput=None))
     assert continued["tokens/s"] == "not measured", "as its page says, and not what an earlier part of the run was"
-    formulas = tracking.formula_metrics(config, result)
+    formulas = tracking.formula_metrics(config.model, result)
     assert formulas["result/mfu_causal"] == pytest.approx(
         0.4 * causal_flops(config.gpt2_config) / palm_flops(config.gpt2_config)
     )

@@ -190,9 +190,10 @@ def test_a_finished_run_continues_only_for_longer(
 ) -> None:
     progress = Progress(20, 80, 20, None, 0, 60.0, data_fingerprint="", tokenizer_sha256="", config={})
     endless = config.replace(steps=None)
+    ended, longer_config = endless.replace(**end), endless.replace(**longer)
     with pytest.raises(UserError, match=said):
-        check_not_finished("one", progress, endless.replace(**end))
-    check_not_finished("one", progress, endless.replace(**longer))
+        check_not_finished("one", progress, ended.duration, ended.total_steps)
+    check_not_finished("one", progress, longer_config.duration, longer_config.total_steps)
 
 
 @pytest.mark.parametrize("wrong", ["", "weights", "losses"])

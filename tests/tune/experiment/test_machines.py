@@ -38,7 +38,9 @@ def search(kind: str) -> SearchConfig:
 
 
 def machines(config: SearchConfig) -> tuple[device.Machine, ...]:
-    return device.trial_machines(config.training, "", cluster=config.cluster, parallel=config.parallel)
+    return device.trial_machines(
+        config.training.dataset, config.training.execution, "", cluster=config.cluster, parallel=config.parallel
+    )
 
 
 def kind(config: SearchConfig) -> str:
@@ -75,8 +77,10 @@ def test_a_trial_gets_what_the_largest_node_has(monkeypatch: pytest.MonkeyPatch)
     nodes.append({"NodeID": "gone", "Alive": False, "Resources": {"CPU": 1.0, "GPU": 1.0}})
     monkeypatch.setattr("ray.nodes", lambda: nodes)
     training = search("auto").training
-    assert trial_resources(training, use_gpu=False) == {"CPU": 16.0}
-    assert trial_resources(training, use_gpu=True) == {"CPU": 4.0, "GPU": 1}, "a GPU's share of its machine"
+    assert trial_resources(training.dataset, training.execution, use_gpu=False) == {"CPU": 16.0}
+    assert trial_resources(training.dataset, training.execution, use_gpu=True) == {"CPU": 4.0, "GPU": 1}, (
+        "a GPU's share of its machine"
+    )
 
 
 def test_a_process_that_cannot_be_seen_is_named_by_its_number(monkeypatch: pytest.MonkeyPatch) -> None:
@@ -100,4 +104,4 @@ def test_what_trials_run_on(monkeypatch: pytest.MonkeyPatch) -> None:
 def test_a_cluster_without_a_core_is_refused(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr("ray.nodes", lambda: [{"NodeID": "one", "Alive": True, "Resources": {"memory": 1.0}}])
     with pytest.raises(UserError, match="no CPU cores for trials"):
-        trial_resources(search("cpu").training, use_gpu=False)
+        trial_resources(search("cpu").training.dataset, search("cpu").training.execution, use_gpu=False)
