@@ -44,7 +44,7 @@ def command(name: str, experiment: str = "train", work: Callable[[RunRef], objec
     """What a command does: hold its folder, continue the run whose key it keeps or create one, and write to it."""
     home = StorageDir.of(name)
     with home.lock(f"{name} is in use"):
-        kept = home.local_path / "key.json"
+        kept = Path(home.address) / "key.json"
         if kept.exists():
             key = RunRef(**json.loads(kept.read_text())).check_belongs_to(home, "do something else")
             reopen_run(key)
