@@ -16,7 +16,6 @@ from matplotlib.image import imread
 from mlflow.tracking import MlflowClient
 
 from infra.cli.interrupts import SIGNALS
-from infra.device import telemetry
 from infra.errors import UserError
 from infra.storage.directory import StorageDir
 from infra.storage.files import write_json
@@ -316,15 +315,13 @@ def test_what_ray_trains_controller_unpickles_imports_no_torch() -> None:
 
 
 def test_what_a_limit_has_decided_is_recorded_and_kept_by_the_run_that_continues(
-    command: Callable[..., int], small_shards: Path, monkeypatch: pytest.MonkeyPatch,
-    capfd: pytest.CaptureFixture[str],
-) -> None:  # fmt: skip
+    command: Callable[..., int], small_shards: Path, capfd: pytest.CaptureFixture[str]
+) -> None:
     """Of a run in this process whose micro-batch and loss are left open; nothing fits its limit.
 
     The telemetry of the part that follows counts on, as its steps do.
     """
-    monkeypatch.setattr(telemetry, "PERIOD", 0.01)
-    flags = ["--data", str(small_shards), *FLAGS[:4], "--cycle", "2+1", "--device", "cpu", "--steps", "4"]
+    flags = ["--data", str(small_shards), *FLAGS[:4], "--cycle", "2+1", "--device", "cpu", "--steps", "200"]
     assert command(run.main, *flags, "--memory-limit", "50MB", "--name", "one") == 1
     printed = capfd.readouterr().out
     assert "global batch 8 = micro-batch 1 (auto) x accumulation 8 " in printed
