@@ -10,7 +10,7 @@ if TYPE_CHECKING:
 def make_shards(config: "TokenizeConfig") -> "Manifest":
     """Turn books into token shards, as ``python -m pipeline.tokenize`` does, and return what they contain.
 
-    What an interrupted call has left is finished. Raises ``infra.errors.UserError`` for what a user can correct.
+    After an interruption, the same call finishes the data set. Raises ``infra.errors.UserError`` for invalid input.
     """
     from infra.cli.interrupts import interrupts
     from pipeline.shards import read_manifest

@@ -1,7 +1,7 @@
-"""The shards of a data set on this machine's disk, where training memory-maps them.
+"""Local copies of data sets in object storage, so that training can memory-map their shards.
 
-Every run on this machine shares its copies. They are named by the data set's fingerprint, so that one never stands for
-another.
+All runs on a machine share its copies. A copy is named by the data set's fingerprint, so that data sets are never
+confused.
 """
 
 from collections.abc import Callable
@@ -13,18 +13,18 @@ from infra.storage.workspace import Workspace
 from pipeline.shards import MANIFEST, TOKENIZER_FILE, Manifest, read_manifest
 
 LOCK_TIMEOUT_SECONDS = 24 * 3600.0
-"""Seconds to wait for another process of this machine that is fetching the same data set."""
+"""Seconds to wait for another process of this machine that is downloading the same data set."""
 
 
 def ensure_local(data: StorageDir, on_shard: Callable[[Manifest, int], None] = lambda manifest, number: None) -> Path:
-    """The folder of ``data`` here, in which every shard is there and has been checked.
+    """Return the local folder of ``data``, after downloading and verifying every missing shard.
 
-    Calls ``on_shard`` before each shard that is fetched, with the number of those that are here. Raises ``UserError``
-    when the data set is unfinished or damaged, the storage fails, or the disk is full.
+    Calls ``on_shard`` before each download, with the number of shards that are complete. Raises ``UserError`` if the
+    data set is unfinished or damaged, the storage fails, or the disk is full.
     """
     manifest = read_manifest(data)
     workspace = Workspace.of(data, "data", manifest.fingerprint)
-    message = f"another process has been fetching {data} for a day: end it."
+    message = f"Another process has been downloading {data} for a day. End it."
     with workspace.lock_copy(message, LOCK_TIMEOUT_SECONDS):
         for number, shard in enumerate(manifest.shards):
             if workspace.lacks(shard.path, shard.bytes):
@@ -33,7 +33,7 @@ def ensure_local(data: StorageDir, on_shard: Callable[[Manifest, int], None] = l
                     workspace.pull(shard.path, shard.checksum)
                 except FileNotFoundError:
                     raise UserError(
-                        f"{data / shard.path} is missing: run 'python -m pipeline.tokenize --out {data}' again."
+                        f"{data / shard.path} is missing. Run 'python -m pipeline.tokenize --out {data}' again."
                     ) from None
         if data.exists(TOKENIZER_FILE):
             workspace.pull(TOKENIZER_FILE)

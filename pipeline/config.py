@@ -1,6 +1,6 @@
-"""The settings of the tokenizer, with their defaults and units.
+"""Settings of the pipeline, with their defaults and units.
 
-How sources are read and cleaned is a class of its own, because a training run that streams books needs it too.
+The settings for reading and cleaning sources are separate classes, because a run that streams books needs them, too.
 """
 
 import re
@@ -24,7 +24,7 @@ IDENTITY_SETTINGS = (
     "sources", "text_field", "text_column", "doc_separator", "languages", "min_chars", "join_lines", "val_fraction",
     "encoder", "duplicates", "shard_size",
 )  # fmt: skip
-"""The settings that decide the bytes of the shards."""
+"""Names of the settings that determine the bytes of the shards."""
 
 
 @strict
@@ -36,14 +36,15 @@ class CleaningConfig:
     """Field of JSON lines that contains a book's text."""
 
     text_column: str = "text"
-    """Column of Parquet files that contains a book's text; its case only matters if two columns differ in it alone."""
+    """Column of Parquet files that contains a book's text; case matters only if two columns differ only in case."""
 
     doc_separator: str | None = None
     """Separator between books in text files that contain several, for example '<|endoftext|>'.
     By default a text file is one book."""
 
     languages: Annotated[tuple[str, ...], tyro.conf.arg(metavar="[CODE ...]")] = ()
-    """Languages of the books to keep (ISO 639-1: en fr ...), by their header, else detected. By default all."""
+    """Languages of the books to keep (ISO 639-1 codes: en fr ...), by their header, or else detected.
+    By default all languages are kept."""
 
     min_chars: int = 200
     """Minimum number of characters of a book; shorter ones are dropped."""
@@ -53,10 +54,12 @@ class CleaningConfig:
 
     def __post_init__(self) -> None:
         if self.doc_separator == "":
-            raise UserError("--doc-separator is empty: give the separator between two books, or leave it out.")
+            raise UserError("--doc-separator is empty. Set it to the separator between two books, or remove it.")
         for language in self.languages:
             if not re.fullmatch("[a-z]{2}", language):
-                raise UserError(f"--languages {language!r} is not a language code: write for example en fr de.")
+                raise UserError(
+                    f"--languages {language!r} is not an ISO 639-1 language code. Use codes such as en fr de."
+                )
 
 
 @strict
@@ -71,8 +74,8 @@ class ReadingConfig(CleaningConfig):
     }  # fmt: skip
 
     tokenizer: Annotated[str | None, tyro.conf.arg(metavar="FILE")] = None
-    """Tokenizer file: the tokenizer.json of a byte-level BPE, or a .tiktoken file whose name contains its split pattern
-    (gpt2, cl100k or o200k), local or in object storage; python -m pipeline.vocabulary trains one.
+    """Tokenizer file, local or in object storage: the tokenizer.json of a byte-level BPE, or a .tiktoken file whose
+    name contains its split pattern (gpt2, cl100k or o200k). python -m pipeline.vocabulary trains one.
     By default GPT-2's tokenizer."""
 
 
@@ -90,45 +93,49 @@ class TokenizeConfig(ReadingConfig, JoinsRay):
     }
 
     sources: Annotated[tuple[str, ...], tyro.conf.Positional] = (SAMPLE,)
-    """Books, in any order: files, folders or globs, here or at s3://, gs://, az://, hf://;
-    gutenberg:1342,84, which downloads those numbers; or sample, the King James Bible, installed with this program.
-    Formats: txt, md, zip, json, jsonl, parquet, plain or gz, zst, bz2, xz."""
+    """Sources of books, in any order:
+    - files, folders or globs, local or at s3://, gs://, az:// or hf://
+    - gutenberg:1342,84: books of Project Gutenberg, downloaded by number
+    - sample: the King James Bible, which is installed with the program
+    Formats: txt, md, zip, json, jsonl and parquet; text and JSON also compressed with gzip, zstd, bzip2 or xz."""
 
     out: Annotated[str, tyro.conf.arg(metavar="DIR")] = "data/tokens"
     """Folder for the token shards, on a disk that all workers share, or s3://bucket/folder (gs://, az://)."""
 
     workers: int | None = None
     """Number of parallel Ray Data tasks (at least 1).
-    By default all CPUs of this machine without Ray, or all CPUs of the cluster at --address."""
+    By default one local process per CPU without Ray, or all CPUs of the cluster at --address."""
 
     val_fraction: float = 0.01
-    """Share of the books, at least 0 and below 1, held out for validation, chosen by a hash of each book's id.
-    Unless it is 0, at least one of two books is. A text keeps its split in later data sets of the same --out.
-    Files named as the validation split of a data set with training files are held out besides."""
+    """Fraction of the books held out for validation (at least 0, below 1), selected by a hash of each book's id.
+    Unless it is 0, at least one of two or more books is held out.
+    A text keeps its split in later data sets of the same --out.
+    Files that are named as the validation split beside training files are held out in addition."""
 
     encoder: Literal["gigatoken", "tiktoken"] = "gigatoken"
-    """Tokenizer. Both give the same ids.
-    - gigatoken: about 15 times as fast; a sample of the books is checked by the other
-    - tiktoken: OpenAI's, or Hugging Face's tokenizers for a --tokenizer of theirs"""
+    """Library that encodes the text. Both give the same ids.
+    - gigatoken: about 15 times as fast; a sample of the books is compared with the reference library
+    - tiktoken: the reference library: tiktoken, or Hugging Face's tokenizers for a tokenizer.json"""
 
     mirror: str = MIRROR
-    """Robot-friendly mirror for 'gutenberg:' numbers."""
+    """Mirror of Project Gutenberg for 'gutenberg:' numbers; it must permit robots."""
 
-    duplicates: Literal["drop", "near", "keep"] = "drop"
-    """What happens to books with the same cleaned text.
-    - drop: one is kept, the first by id among those held out for validation or else among all
-    - near: also drop near duplicates, such as other editions, found by MinHash
-    - keep: all are kept"""
+    duplicates: Literal["drop", "drop-near", "keep"] = "drop"
+    """Treatment of books with the same cleaned text.
+    - drop: keep only the first by id among those held out for validation, or else among all
+    - drop-near: also drop near duplicates, such as other editions, found by MinHash
+    - keep: keep all"""
 
     shard_size: Bytes = 16_000_000
-    """Text per shard and per task, at least 1MB. The shards depend on it, but not on the number of workers."""
+    """Text per shard and per task (at least 1MB). The shards depend on it, but not on the number of workers."""
 
     dry_run: Switch = False
-    """Print the plan without tokenizing. Books given by gutenberg: are downloaded, because their size is needed."""
+    """Print the plan without tokenizing. Books of 'gutenberg:' numbers are downloaded, because the plan needs their
+    size."""
 
     overwrite: Switch = False
     """Replace the data set in --out instead of finishing it. After an interruption, run the same command again.
-    The books that were held out for validation stay so, unless --val-fraction is smaller."""
+    Books that were held out for validation stay held out, unless --val-fraction is smaller."""
 
     tracking_uri: TrackingUri = None
 
@@ -137,24 +144,24 @@ class TokenizeConfig(ReadingConfig, JoinsRay):
     def __post_init__(self) -> None:
         super().__post_init__()
         if not self.sources:
-            raise UserError("No sources. Name a file or a folder of books, or leave sources out for the sample.")
+            raise UserError("There are no sources. Name a file or folder of books, or omit the sources for the sample.")
         if "" in self.sources:
-            raise UserError("A source is empty. Name a file or a folder of books in its place, or leave it out.")
+            raise UserError("A source is empty. Replace it with a file or folder of books, or remove it.")
         if not self.out:
-            raise UserError("--out is empty: name a folder or s3://bucket/folder for the shards, or leave it out.")
+            raise UserError("--out is empty. Set it to a folder or s3://bucket/folder for the shards, or remove it.")
         if not 0 <= self.val_fraction < 1:
             raise UserError(f"--val-fraction {self.val_fraction} must be at least 0 and below 1.")
         if self.workers is not None and self.workers < 1:
             raise UserError(f"--workers {self.workers} must be at least 1.")
         if self.shard_size < 1_000_000:
-            raise UserError(f"--shard-size {self.shard_size}B is too small for a task: give 1MB or more.")
+            raise UserError(f"--shard-size {self.shard_size}B is too small for a task. Use 1MB or more.")
 
     def identity(self) -> dict[str, Any]:
-        """The settings named in ``IDENTITY_SETTINGS``, for the manifest and for telling runs apart."""
+        """The settings named in ``IDENTITY_SETTINGS``, for the manifest and to detect changed settings."""
         values = {name: getattr(self, name) for name in IDENTITY_SETTINGS}
         return values | {"sources": sorted(set(self.sources)), "languages": sorted(set(self.languages))}
 
     @property
     def num_workers(self) -> int:
-        """Tasks at a time on this machine."""
+        """Number of parallel tasks on this machine."""
         return self.workers or cpu_count()

@@ -1,12 +1,14 @@
-"""THE CONTRACT between preparing data and training on it: token shards and their manifest.
+"""The contract between preparing data and training on it: token shards and their manifest.
 
-A data set is a folder: ``train/*.arrow``, ``val/*.arrow``, ``quarantine.jsonl`` and ``manifest.json``, beside which
-``tracking.json`` names the run in MLflow that made it, and so is the one file that differs when it is made again.
-A data set of another vocabulary than GPT-2's holds that, too, as ``tokenizer.json``.
-A shard is one uncompressed Arrow IPC file with one record batch and one row per book; the child buffer
-of ``tokens`` is therefore the shard's contiguous token stream, which a memory map slices without a
-copy, and the list offsets are the book boundaries. The manifest is written last: a folder without one
-is unfinished. Imports neither Ray nor torch, so that training and notebooks can open shards cheaply.
+A data set is a folder with ``train/*.arrow``, ``val/*.arrow``, ``quarantine.jsonl``, ``manifest.json`` and
+``tracking.json``. The last one refers to the MLflow run that created the data set; it is the only file that differs
+when the data set is re-created. ``tokenizer.json`` is added unless the tokenizer is GPT-2's.
+
+A shard is an uncompressed Arrow IPC file with one record batch and one row per book. The child buffer of ``tokens`` is
+therefore the contiguous token stream of the shard, which a memory map slices without a copy, and the list offsets are
+the book boundaries. The manifest is written last: a folder without one is unfinished.
+
+This module imports neither Ray nor torch, so that training and notebooks can open shards quickly.
 """
 
 import hashlib
@@ -28,27 +30,27 @@ from infra.schema import from_json, strict, to_json
 from infra.storage.directory import StorageDir
 from infra.tracking.run_ref import RunRef
 
-FORMAT_VERSION = 1
+FORMAT_VERSION = 2
 MANIFEST = "manifest.json"
 QUARANTINE = "quarantine.jsonl"
 TRACKING = "tracking.json"
 TOKENIZER_FILE = "tokenizer.json"
-PARTITIONS = "pieces"
-"""The folder that records which part of the work is done."""
+PARTITIONS = "partitions"
+"""Folder with the results of the finished partitions."""
 SETTINGS_FILE = f"{PARTITIONS}/settings.json"
-"""How the data set is made; it is there before the first shard."""
+"""File with the settings of the data set, written before the first shard."""
 SPLIT_HISTORY = f"{PARTITIONS}/split_history.feather"
-"""The split of every text that the folder's data sets have held."""
+"""File with the split of every text in the data sets of the folder."""
 
 Split = Literal["train", "val"]
 SPLITS: tuple[Split, ...] = ("train", "val")
 
 SHARD = re.compile(rf"({'|'.join(SPLITS)})/\d{{6,}}-\d{{3,}}\.arrow")
-"""What a shard is called: other files in a data set's folders are not this program's to read, write or delete."""
+"""Path of a shard in its data set. Other files in these folders are never read, written or deleted."""
 
 
 def shard_path(split: Split, partition: str, number: int) -> str:
-    """Where a data set has the shard ``number`` of those that a piece wrote of ``split``."""
+    """Return the path, in its data set, of a partition's shard ``number`` of ``split``."""
     return f"{split}/{partition}-{number:03d}.arrow"
 
 
@@ -68,8 +70,8 @@ _COLUMNS = pa.schema(
 
 @dataclass(frozen=True)
 class ShardRow:
-    """One book in a shard. ``tokens`` is uint16 or uint32 and ends with the end of text; ``sha256`` is of the cleaned
-    text; ``released`` is the date of the edition as its header writes it."""
+    """One book in a shard. ``tokens`` is uint16 or uint32 and ends with the end of text; ``sha256`` is the hash of the
+    cleaned text; ``released`` is the date of the edition as written in its header."""
 
     book: str
     title: str | None
@@ -96,24 +98,25 @@ class ShardInfo:
     checksum: str
 
     def __post_init__(self) -> None:
-        if not SHARD.fullmatch(self.path):  # a manifest may come from elsewhere, and names what is read and written
-            raise UserError(f"{self.path!r} is not the name of a shard")
+        # A manifest may come from elsewhere, and its paths are read and written.
+        if not SHARD.fullmatch(self.path):
+            raise UserError(f"Path {self.path!r} is not the name of a shard.")
 
 
 @strict
 @dataclass(frozen=True)
 class Manifest:
-    """A finished data set: how and from what it was made, and a checksum for every shard."""
+    """A finished data set: its settings, its inputs, and a checksum for every shard."""
 
     config: dict[str, Any]
     tokenizer_sha256: str
     shards: list[ShardInfo]
     inputs: dict[str, Any]
-    """The sources: number, bytes and a hash over their ids and sizes."""
+    """The source files: number, bytes, and a hash over their ids and sizes."""
     report: dict[str, Any]
-    """The counts of the closing report: books kept and dropped, characters, tokens, ..."""
+    """The counts of the report: books kept and dropped, characters, tokens, ..."""
     fingerprint: str
-    """Hash over every shard's split and checksum: equal fingerprints mean byte-equal token streams."""
+    """Hash over all splits and checksums of shards; equal fingerprints mean byte-equal token streams."""
     format_version: int = FORMAT_VERSION
     splits: dict[str, dict[str, int]] = field(kw_only=True)
     """Per split: shards, books, tokens, characters."""
@@ -128,7 +131,7 @@ class Manifest:
         inputs: dict[str, Any],
         report: dict[str, Any],
     ) -> "Manifest":
-        """The manifest of these shards, in path order, with its totals and fingerprint."""
+        """Make the manifest of these shards, in path order, with its totals and fingerprint."""
         ordered = sorted(shards, key=lambda shard: shard.path)
         identity = json.dumps([[s.split, s.path, s.checksum] for s in ordered] + [tokenizer_sha256])
         splits = {split: {"shards": 0, "books": 0, "tokens": 0, "chars": 0} for split in SPLITS}
@@ -139,41 +142,41 @@ class Manifest:
         return cls(config, tokenizer_sha256, ordered, inputs, report, fingerprint, splits=splits)
 
     def write(self, data_dir: StorageDir | Path) -> None:
-        """Finish the data set at ``data_dir``."""
+        """Write the manifest to ``data_dir``, which finishes the data set."""
         StorageDir.of(data_dir).write_json(MANIFEST, to_json(self))
 
 
 def read_manifest(location: StorageDir | Path | str) -> Manifest:
-    """The manifest of a finished data set, in a folder or in object storage."""
+    """Read the manifest of a finished data set, local or in object storage."""
     data_dir = StorageDir.of(location)
     path = data_dir / MANIFEST
     try:
         content = data_dir.read(MANIFEST)
     except (FileNotFoundError, NotADirectoryError):
-        there = data_dir.list_files()
-        if any(name.partition("/")[0] in (*SPLITS, PARTITIONS) for name in there):
+        stored_files = data_dir.list_files()
+        if any(name.partition("/")[0] in (*SPLITS, PARTITIONS) for name in stored_files):
             raise UserError(
-                f"{data_dir} has no {MANIFEST}, so its shards are unfinished: run "
-                f"'python -m pipeline.tokenize --out {data_dir}' again to finish them."
+                f"{data_dir} has no {MANIFEST}, so the data set is unfinished. Run "
+                f"'python -m pipeline.tokenize --out {data_dir}' again to finish it."
             ) from None
-        make = f"make them with 'python -m pipeline.tokenize --out {data_dir}'."
-        if there:
-            make = f"if those are books in it, 'python -m pipeline.tokenize {data_dir} --out data/tokens' makes shards."
-        raise UserError(f"there are no token shards at {data_dir}: {make}") from None
+        advice = f"Create them with 'python -m pipeline.tokenize --out {data_dir}'."
+        if stored_files:
+            advice = f"If it contains books, run 'python -m pipeline.tokenize {data_dir} --out data/tokens'."
+        raise UserError(f"There are no token shards in {data_dir}. {advice}") from None
     try:
         values = json.loads(content)
         if (version := values["format_version"]) == FORMAT_VERSION:
             return from_json(Manifest, values, "it")
-        wrong = f"has format version {version}, and this program reads version {FORMAT_VERSION}"
+        fault = f"has format version {version}, but this program reads version {FORMAT_VERSION}"
     except (KeyError, TypeError, ValueError, UserError) as damage:
-        wrong = f"is damaged ({first_line(damage).rstrip('.')})"
+        fault = f"is damaged ({first_line(damage).rstrip('.')})"
     raise UserError(
-        f"{path} {wrong}: make the shards again with 'python -m pipeline.tokenize --out {data_dir} --overwrite'."
+        f"{path} {fault}. Re-create the data set with 'python -m pipeline.tokenize --out {data_dir} --overwrite'."
     )
 
 
 def producing_run(location: StorageDir | Path | str) -> RunRef | None:
-    """The run in MLflow that made a data set; None where that is not known here."""
+    """Return the MLflow run that created a data set; None if it is unknown or not reachable from here."""
     data_dir = StorageDir.of(location)
     try:
         content = data_dir.read(TRACKING)
@@ -187,9 +190,9 @@ def producing_run(location: StorageDir | Path | str) -> RunRef | None:
 
 
 def write_shard(data_dir: StorageDir | Path, path: str, split: Split, rows: list[ShardRow]) -> ShardInfo:
-    """Write ``rows``, in the given order, as the shard ``path`` at ``data_dir``, atomically and durably.
+    """Write ``rows`` in this order as the shard ``path`` in ``data_dir``, atomically and durably.
 
-    Its ids have the type of the first row's.
+    The token ids get the type of the first row's ids.
     """
     lengths = np.fromiter((len(row.tokens) for row in rows), dtype=np.int64, count=len(rows))
     offsets = np.concatenate([np.zeros(1, dtype=np.int64), np.cumsum(lengths)])
@@ -203,9 +206,9 @@ def write_shard(data_dir: StorageDir | Path, path: str, split: Split, rows: list
 
 
 def write_batch(data_dir: StorageDir | Path, path: str, split: Split, batch: pa.RecordBatch) -> ShardInfo:
-    """Write one record batch, as shards have it, as the shard ``path`` at ``data_dir``, atomically and durably.
+    """Write a record batch with the columns of a shard as the shard ``path`` in ``data_dir``, atomically and durably.
 
-    The file is made in memory, because storage may have to be written again, and a checksum would read it back.
+    The file is built in memory, because an upload may have to be retried, and its checksum would need another read.
     """
     sink = pa.BufferOutputStream()
     with pa.ipc.new_file(sink, batch.schema) as writer:
@@ -224,13 +227,13 @@ def write_batch(data_dir: StorageDir | Path, path: str, split: Split, batch: pa.
 
 
 def checksum(path: Path) -> str:
-    """xxh3-128 of a file's bytes, in hexadecimal, as ``ShardInfo.checksum`` holds it."""
+    """Return the xxh3-128 hash of a file's bytes in hexadecimal, as in ``ShardInfo.checksum``."""
     with path.open("rb") as file:
         return hashlib.file_digest(file, xxhash.xxh3_128).hexdigest()
 
 
 class Shard:
-    """A shard: its token stream and its books. A local one is memory-mapped, without reading the file."""
+    """The token stream and the books of a shard. A local file is memory-mapped and not read."""
 
     def __init__(self, path: StorageDir | Path) -> None:
         file = StorageDir.of(path)
@@ -238,8 +241,8 @@ class Shard:
             self.batch = pa.ipc.open_file(pa.py_buffer(file.parent.map(file.name))).get_batch(0)
         except (OSError, ValueError) as damage:
             raise UserError(
-                f"{path} cannot be read as a token shard ({damage}): 'python -m pipeline.inspect "
-                f"{path.parent.parent} --verify' shows what is damaged."
+                f"{path} cannot be read as a token shard ({damage}). Run 'python -m pipeline.inspect "
+                f"{path.parent.parent} --verify' to see which shards are damaged."
             ) from damage
 
     @cached_property
@@ -249,7 +252,8 @@ class Shard:
 
     @cached_property
     def offsets(self) -> np.ndarray:
-        """Book boundaries in ``tokens``: book i is ``tokens[offsets[i]:offsets[i + 1]]``; int64, rows + 1 long."""
+        """The book boundaries in ``tokens``: book i is ``tokens[offsets[i]:offsets[i + 1]]``; int64, rows + 1
+        values."""
         return self.batch.column("tokens").offsets.to_numpy(zero_copy_only=True)
 
 
@@ -261,10 +265,10 @@ class TokenShards:
         self.manifest = read_manifest(folder)
 
     def open(self, split: Split) -> list[Shard]:
-        """The shards of ``split``.
+        """Open the shards of ``split``.
 
-        Raises ``UserError`` naming the first that is missing or of another length, and when the data set has been made
-        again since its manifest was read.
+        Raises ``UserError`` for the first one that is missing or has another size, and if the data set was re-created
+        after its manifest was read.
         """
         opened = []
         for info in self.manifest.shards:
@@ -273,14 +277,14 @@ class TokenShards:
             path = self.folder / info.path
             size = path.stat().st_size if path.is_file() else None
             if size != info.bytes:
-                state = "is missing" if size is None else f"has {size:,} bytes where the manifest says {info.bytes:,}"
+                state = "is missing" if size is None else f"has {size:,} bytes, but the manifest says {info.bytes:,}"
                 raise UserError(
-                    f"{path} {state}: run 'python -m pipeline.tokenize --out {self.folder}' to make it again."
+                    f"{path} {state}. Run 'python -m pipeline.tokenize --out {self.folder}' to re-create it."
                 )
             opened.append(Shard(path))
-        # A new run removes the manifest before it writes a shard: while it is the same one, so are the shards.
+        # Tokenizing removes the manifest before it writes a shard: while the manifest is the same, so are the shards.
         if read_manifest(self.folder).fingerprint != self.manifest.fingerprint:
-            raise UserError(f"{self.folder} was made again while it was being opened: run the same command again.")
+            raise UserError(f"{self.folder} was re-created while it was opened. Run the same command again.")
         return opened
 
     def streams(self, split: Split) -> list[np.ndarray]:

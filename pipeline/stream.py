@@ -1,8 +1,8 @@
 """Books as a stream of tokens, without shards: Ray Data reads, cleans and encodes them ahead of training.
 
-Their order is a pure function of (seed, epoch) at any number of readers, and can be resumed anywhere. A book is
-held out for validation by the hash of its id, as in shards. Duplicates are kept, and dropped books are counted
-without a quarantine file: both need shards.
+The order of the books is a pure function of (seed, epoch), for any number of readers, and can be resumed anywhere. A
+book is held out for validation by the hash of its id, as in shards. Duplicates are kept, and dropped books are only
+counted: dropping duplicates and listing dropped books need shards.
 """
 
 import hashlib
@@ -26,48 +26,50 @@ from pipeline.job.report import Stopwatch
 from pipeline.job.task import read_or_drop, tokenize
 from pipeline.shards import Split
 
-PIECE = 4_000_000
-"""Bytes of text per task: few, so that the first tokens arrive soon."""
+PARTITION_BYTES = 4_000_000
+"""Bytes of text per task; small, so that the first tokens arrive soon."""
 PARTITIONS_PER_EXECUTION = 256
-"""Pieces per execution of Ray Data, so that the first does not wait for all of a large corpus to be submitted."""
+"""Partitions per execution of Ray Data, so that the first one does not wait until a whole large corpus is submitted."""
 MAX_BUFFER_BYTES = 256_000_000
 """Bytes of encoded books that may be buffered before the readers pause."""
 MAX_RETRIES = 2
-"""Retries of a task whose process died."""
+"""Retries of a task whose process crashed."""
 VAL_FRACTION = 0.01
-"""Share of the books held out for validation."""
+"""Fraction of the books held out for validation."""
 MAX_SEARCH_BYTES = 64_000_000
-"""Most bytes of text read to find the books held out for validation."""
+"""Maximum number of bytes of text that are read to find the books held out for validation."""
 BYTES_PER_TOKEN = 4
-"""An estimate, until books have been read."""
+"""Estimated bytes of text per token, used until books have been read."""
 
 
 @dataclass(frozen=True)
 class EncodedBook:
-    """A book of the stream; its last token is the end of text. Without tokens if it was ``dropped``."""
+    """A book of the stream; its last token is the end of text. A dropped book has no tokens."""
 
     partition: int
-    """Its place in the epoch's order of pieces."""
+    """Index of its partition in the order of the epoch."""
     source: str
     book: str
     chars: int
     tokens: np.ndarray
     dropped: str | None = None
-    """Why it was left out, as a label to count."""
+    """Why the book was dropped, as a label to count; None if it was kept."""
     drop_detail: str | None = None
-    """The reason in full."""
+    """The reason in detail."""
     node: str = ""
-    """The machine that encoded it ahead of training; empty for one that was encoded where it is used."""
+    """The machine that encoded the book ahead of training; empty if it was encoded where it is used."""
 
 
 class Stream:
-    """The books of ``sources``; 1% of them, and at least one where all are known, are held out for validation."""
+    """The books of ``sources``; 1% of them, and at least one if all ids are known, are held out for validation."""
 
     def __init__(self, sources: Sequence[str], seed: int, reading: ReadingConfig) -> None:
         self.seed = seed
         tokenizer = read_tokenizer(reading.tokenizer)
         self.tokenizer_sha256 = tokenizer.sha256
-        self.settings = TokenizeConfig(tuple(sources), val_fraction=VAL_FRACTION, shard_size=PIECE, **asdict(reading))
+        self.settings = TokenizeConfig(
+            tuple(sources), val_fraction=VAL_FRACTION, shard_size=PARTITION_BYTES, **asdict(reading)
+        )
         if not tokenizer.is_gpt2:
             tokenizer.check_encoders(self.settings.encoder)
         self.inventory = build_inventory(sources)
@@ -77,23 +79,22 @@ class Stream:
         self.settings = replace(self.settings, val_fraction=self._reachable_fraction())
 
     def _reachable_fraction(self) -> float:
-        """``VAL_FRACTION``, raised to take one book where a small collection has none below it.
+        """Return ``VAL_FRACTION``, or more if a small collection needs it to hold out one book.
 
-        Only for collections whose books are all known beforehand, one a file; others are large.
+        Only collections whose files are one book each are considered, because their ids are known; others are large.
         """
         files = self.inventory.files
-        known = all(is_one_book(FileRange(file, file.size), self.settings) and not file.split for file in files)
-        if not known or len(files) < 2:  # a single book is there to train on
+        are_ids_known = all(is_one_book(FileRange(file, file.size), self.settings) and not file.split for file in files)
+        if not are_ids_known or len(files) < 2:  # a single book is trained on
             return VAL_FRACTION
         return max(VAL_FRACTION, math.nextafter(min(split_hash(file.id) for file in files), 1))
 
     def validation_books(self, tokens: int) -> list[EncodedBook]:
-        """Books for validation, by id, until they have ``tokens`` tokens or ``MAX_SEARCH_BYTES`` bytes have been
-        read."""
+        """Return books for validation, by id, until they have ``tokens`` tokens or ``MAX_SEARCH_BYTES`` are read."""
         books: list[EncodedBook] = []
-        searched = 0
+        searched_bytes = 0
         partitions = make_partitions(self.inventory, self.settings, self.tokenizer_sha256)
-        for partition in sorted(partitions, key=lambda piece: piece.split != "val"):
+        for partition in sorted(partitions, key=lambda partition: partition.split != "val"):
             if partition.split == "train":
                 continue
             for book in encoded_books(partition, "val"):
@@ -101,56 +102,60 @@ class Stream:
                 tokens -= len(book.tokens)
                 if tokens <= 0:
                     return books
-            searched += sum(part.size for part in partition.parts if not is_one_book(part, partition.settings))
-            if searched > MAX_SEARCH_BYTES:
+            ranges = (file_range for file_range in partition.ranges if not is_one_book(file_range, partition.settings))
+            searched_bytes += sum(file_range.size for file_range in ranges)
+            if searched_bytes > MAX_SEARCH_BYTES:
                 break
         return books
 
     def read(self, epoch: int, partition: int = 0) -> Iterator[EncodedBook]:
-        """The books for training in the order of ``epoch``, starting at its piece number ``partition``."""
+        """Yield the training books in the order of ``epoch``, starting at its partition number ``partition``."""
         partitions = self.order(epoch)
         for first in range(partition, len(partitions), PARTITIONS_PER_EXECUTION):
             yield from _read_ahead(partitions[first : first + PARTITIONS_PER_EXECUTION])
 
     def order(self, epoch: int) -> list[Partition]:
-        """The pieces of an epoch: files are shuffled, which separates neighbours on disk, then the pieces."""
+        """Return the partitions of an epoch: shuffled files, which separates neighbors on disk, and then shuffled
+        partitions."""
 
-        def chance(name: str) -> int:
+        def random_key(name: str) -> int:
             return xxhash.xxh3_64_intdigest(f"{epoch}/{name}".encode(), seed=self.seed)
 
-        files = sorted(self.inventory.files, key=lambda file: chance(file.id))
+        files = sorted(self.inventory.files, key=lambda file: random_key(file.id))
         partitions = make_partitions(Inventory(files), self.settings, self.tokenizer_sha256)
-        partitions.sort(key=lambda piece: chance(str(piece.index)))
+        partitions.sort(key=lambda partition: random_key(str(partition.index)))
         return [replace(partition, index=index) for index, partition in enumerate(partitions)]
 
 
 def encoded_books(partition: Partition, split: Split) -> Iterator[EncodedBook]:
-    """The books of ``partition`` that are in ``split``, also those that were dropped.
+    """Yield the books of ``partition`` that are in ``split``, including dropped ones.
 
-    What cannot be read is in both splits, so that a reader that finds no book at all can say why.
+    Unreadable books are in both splits, so that a reader without any book can report the reason.
     """
     settings = partition.settings
-    for part in partition.parts:
-        if (partition.split or is_one_book(part, settings)) and partition.assign_split(part.file.id) != split:
+    for file_range in partition.ranges:
+        if (partition.split or is_one_book(file_range, settings)) and partition.assign_split(
+            file_range.file.id
+        ) != split:
             continue
-        for raw in read_or_drop(part, settings):
+        for raw in read_or_drop(file_range, settings):
             if isinstance(raw, RawBook) and partition.assign_split(raw.id) != split:
                 continue
             outcome = tokenize(raw, settings, partition.tokenizer, Stopwatch())
             if isinstance(outcome, DroppedBook):
-                nothing = np.zeros(0, partition.tokenizer.dtype)
+                no_tokens = np.zeros(0, partition.tokenizer.dtype)
                 yield EncodedBook(
-                    partition.index, part.file.id, outcome.book, 0, nothing, outcome.reason, outcome.detail
+                    partition.index, file_range.file.id, outcome.book, 0, no_tokens, outcome.reason, outcome.detail
                 )
             else:
                 book, tokens = outcome
-                yield EncodedBook(partition.index, part.file.id, book.id, book.chars, tokens)
+                yield EncodedBook(partition.index, file_range.file.id, book.id, book.chars, tokens)
 
 
 def _read_ahead(partitions: list[Partition]) -> Iterator[EncodedBook]:
-    """The training books of ``partitions`` in their order, encoded by tasks of Ray Data on free cores.
+    """Yield the training books of ``partitions`` in order, encoded by Ray Data tasks on free cores.
 
-    Raises ``UserError`` as a task raised it, and when a book kills the task's process.
+    Raises the ``UserError`` of a task, and a ``UserError`` if a book crashes the process of its task.
     """
     import ray.data
     import ray.exceptions
@@ -161,9 +166,8 @@ def _read_ahead(partitions: list[Partition]) -> Iterator[EncodedBook]:
         yield from run_tasks(_training_books, partitions, ordered=True, max_retries=MAX_RETRIES)
     except (ray.exceptions.WorkerCrashedError, ray.exceptions.OutOfMemoryError) as death:
         raise UserError(
-            f"a book of --stream killed the process that read it {MAX_RETRIES + 1} times: 'python -m "
-            "pipeline.tokenize' "
-            "with the same sources finds it and leaves it out; then give --data."
+            f"A book of --stream crashed its reader {MAX_RETRIES + 1} times. Tokenize the same sources with "
+            "'python -m pipeline.tokenize', which skips it, and train with --data."
         ) from death
 
 

@@ -1,7 +1,7 @@
 """Turn books into token shards: ``python -m pipeline.tokenize [SOURCE ...] --out data/tokens``.
 
-Running it again finishes what a kill left undone, and does nothing when nothing is missing. Wiring only: functions of a
-``-m`` file reach Ray's workers as ``__main__``, pickled by value.
+Running it again finishes an interrupted data set, and does nothing if nothing is missing. This module only connects the
+parts of the job, because functions of a ``-m`` file would reach Ray's workers as ``__main__``, pickled by value.
 """
 
 import time
@@ -17,7 +17,7 @@ import numpy as np
 from infra.cli import command
 from infra.cli.console import console
 from infra.cli.progress import status
-from infra.cli.units import format_duration
+from infra.cli.units import format_count, format_duration
 from infra.device import provenance
 from infra.errors import UserError
 from infra.ray.cluster import ray_session
@@ -39,54 +39,59 @@ if TYPE_CHECKING:
 def main(config: TokenizeConfig) -> int:
     output.check_own_output(StorageDir.of(config.out), overwrite=config.overwrite)
     progress = report.JobStats()
-    with progress.wall.time("plan"), status("listing the books"):
+    with progress.wall.time("plan"), status("listing books"):
         job = Job(config)
     with nullcontext() if config.dry_run else output.exclusive_writer(job.out_dir):
         return _continue(job, progress)
 
 
 def _continue(job: Job, progress: report.JobStats) -> int:
-    """Compare the plan with what the output holds, and do what is missing; returns the exit code."""
+    """Compare the plan with the output, and process what is missing; return the exit code."""
     config, out_dir = job.config, job.out_dir
     changed = output.changed_settings(job)
-    # An output without a manifest is what an interrupted --overwrite left: this run continues it.
-    fresh = bool(changed) or (config.overwrite and out_dir.exists(MANIFEST))
-    if fresh:
-        why = "because settings changed" if changed else "because of --overwrite"
-        assessed = output.PlanStatus({}, dict.fromkeys((partition.name for partition in job.partitions), why))
+    # An output without a manifest may come from an interrupted --overwrite, which this command then continues.
+    is_replaced = bool(changed) or (config.overwrite and out_dir.exists(MANIFEST))
+    if is_replaced:
+        reason = "because settings changed" if changed else "because of --overwrite"
+        plan_status = output.PlanStatus({}, dict.fromkeys((partition.name for partition in job.partitions), reason))
     else:
-        assessed = output.compare_with_plan(job)
-    todo = [piece for piece in job.partitions if piece.name in assessed.todo]
-    console.print(_intention(job, assessed, todo), markup=False)
+        plan_status = output.compare_with_plan(job)
+    todo = [partition for partition in job.partitions if partition.name in plan_status.todo]
+    console.print(_describe_plan(job, plan_status, todo), markup=False)
     if changed and (config.dry_run or not config.overwrite):
-        names = "; ".join(f"{name} was {there!r} and is now {now!r}" for name, (there, now) in changed.items())
-        step = "it is replaced" if config.overwrite else "add --overwrite to replace it, or name another --out"
-        sentence = f"{out_dir} was made with other settings ({names}): {step}."
+        changes = "; ".join(f"{name}: {stored!r} → {new!r}" for name, (stored, new) in changed.items())
+        advice = "Use --overwrite to replace it, or choose another --out."
+        if config.overwrite:
+            advice = "It will be replaced."
+        message = f"{out_dir} was created with other settings ({changes}). {advice}"
         if not config.dry_run:
-            raise UserError(sentence)
-        console.print(sentence, markup=False)
+            raise UserError(message)
+        console.print(message, markup=False)
     if not config.overwrite and (missing := output.missing_sources(job)):
-        sentence = (
-            f"{out_dir} holds books of {', '.join(missing[:3])}{', ...' * (len(missing) > 3)}, which the "
-            "sources do not "
-            "include any more. Name them as well, add --overwrite to replace the data set, or use another --out."
+        message = (
+            f"{out_dir} contains books from {', '.join(missing[:3])}{', ...' * (len(missing) > 3)}, which the sources "
+            "no longer include. Add these sources, use --overwrite to replace the data set, or choose another --out."
         )
         if not config.dry_run:
-            raise UserError(sentence)
-        console.print(sentence, markup=False)
+            raise UserError(message)
+        console.print(message, markup=False)
     if config.dry_run:
         return 0
     if not todo and output.is_finished(job):
-        console.print(f"{out_dir} is finished; nothing to do.", markup=False)
+        console.print(f"{out_dir} is up to date; nothing to do.", markup=False)
     else:
-        _make(job, todo, progress, fresh=fresh)
+        _run_job(job, todo, progress, is_replaced=is_replaced)
     return 0
 
 
-def _make(job: Job, todo: list[Partition], progress: report.JobStats, *, fresh: bool) -> None:
-    """Do the pieces and finish the data set. MLflow is opened meanwhile, or while Ray starts; Ray stops at the end."""
+def _run_job(job: Job, todo: list[Partition], progress: report.JobStats, *, is_replaced: bool) -> None:
+    """Process the partitions and finish the data set.
+
+    The MLflow store is opened in the background, while Ray starts or partitions are processed; Ray is stopped in the
+    background, while the data set is finished.
+    """
     config, out_dir, phase = job.config, job.out_dir, progress.wall.time
-    on_ray = _on_ray(config, todo)
+    on_ray = _should_use_ray(config, todo)
     with ThreadPoolExecutor(max_workers=1) as background, ExitStack() as ray:
         if on_ray:
             background.submit(_open_store, config.tracking_uri)
@@ -98,19 +103,19 @@ def _make(job: Job, todo: list[Partition], progress: report.JobStats, *, fresh: 
                 todo = embed_local_files(todo)
         with ExitStack() as run:
             opening = background.submit(_open_run, job)
-            run.push(lambda *failure: opening.result().__exit__(*failure))  # it ends as this block does
-            if fresh:
-                opening.result()  # a store that cannot be used is refused while what would be replaced is still there
+            run.push(lambda *failure: opening.result().__exit__(*failure))  # the run ends like this block
+            if is_replaced:
+                opening.result()  # raises for an unusable store before the old data set is deleted
                 output.clear(out_dir)
             output.mark_unfinished(job, [partition.name for partition in todo])
             if todo:
                 with phase("work"):
-                    _work(job, todo, progress, opening, on_ray=on_ray)
+                    _run_partitions(job, todo, progress, opening, on_ray=on_ray)
             with phase("mlflow start"), status("opening the MLflow store"):
                 tracker = opening.result()
             out_dir.write_json(TRACKING, tracker.run_ref.to_json_for(out_dir.address))
             stopping = background.submit(ray.close)
-            with phase("finish"), status("checking and closing the data set"):
+            with phase("finish"), status("checking and finishing the data set"):
                 manifest = output.finish(job, partial(console.print, markup=False))
             if on_ray:
                 with phase("ray stop"), status("stopping Ray"):
@@ -132,8 +137,8 @@ def _make(job: Job, todo: list[Partition], progress: report.JobStats, *, fresh: 
     console.print(ui_link(tracker.run_ref), markup=False)
 
 
-def _on_ray(config: TokenizeConfig, todo: list[Partition]) -> bool:
-    """Whether Ray Data does these pieces: where it was asked for. On one machine it was slower at every size."""
+def _should_use_ray(config: TokenizeConfig, todo: list[Partition]) -> bool:
+    """Whether Ray Data processes the partitions: only if a flag requests it, because on one machine it is slower."""
     return bool(todo and (config.cluster or config.workers))
 
 
@@ -152,14 +157,14 @@ def _open_run(job: Job) -> "Tracker":
         "pipeline", job.out_dir.name, tracking_uri=config.tracking_uri, run_dir=run_dir, tags=provenance.collect()
     )
     tracker = Tracker(run_ref)
-    identity, usual = config.identity(), TokenizeConfig().identity()
-    named = {"sources": identity.pop("sources"), "out": str(job.out_dir), "workers": config.num_workers}
-    tracker.log_params(non_default_params(identity, usual) | named | {"pieces": len(job.partitions)})
-    tracker.log_json(config.identity() | named, "config.json")
+    identity, defaults = config.identity(), TokenizeConfig().identity()
+    params = {"sources": identity.pop("sources"), "out": str(job.out_dir), "workers": config.num_workers}
+    tracker.log_params(non_default_params(identity, defaults) | params | {"partitions": len(job.partitions)})
+    tracker.log_json(config.identity() | params, "config.json")
     return tracker
 
 
-def _work(
+def _run_partitions(
     job: Job, todo: list[Partition], progress: report.JobStats, opening: "Future[Tracker]", *, on_ray: bool
 ) -> None:
     config, total, run = job.config, len(job.partitions), uuid.uuid4().hex
@@ -170,44 +175,48 @@ def _work(
         summaries = processes.run_partitions(todo, job.out_dir, run, workers=config.num_workers)
     with status("tokenizing") as live_status:
         start = time.perf_counter()
-        watched = report_lost_nodes("the others do its pieces") if config.cluster else nullcontext()
+        lost_nodes = nullcontext()
+        if config.cluster:
+            lost_nodes = report_lost_nodes("the remaining machines take over its partitions")
         try:
-            with watched, closing(summaries):
+            with lost_nodes, closing(summaries):
                 for number, summary in enumerate(summaries, 1):
                     progress.add(summary)
-                    taken = time.perf_counter() - start
-                    left = format_duration(round(taken / number * (len(todo) - number)))
-                    done = f"{total - len(todo) + number:,} of {total:,} pieces"
-                    live_status.update("tokenizing", f"{done} | {progress.bytes / 1e6 / taken:,.0f} MB/s | {left} left")
+                    seconds = time.perf_counter() - start
+                    time_left = format_duration(round(seconds / number * (len(todo) - number)))
+                    done = f"{total - len(todo) + number:,} of {format_count(total, 'partition')}"
+                    rate = f"{progress.bytes / 1e6 / seconds:,.0f} MB/s"
+                    live_status.update("tokenizing", f"{done} | {rate} | {time_left} left")
                     if opening.done():
-                        opening.result()  # a store that cannot be used ends the work now
+                        opening.result()  # raises for an unusable store
         finally:
             remove_notes(run)
     if config.cluster:
         run_on_other_nodes(remove_notes, run)
 
 
-def _intention(job: Job, assessed: output.PlanStatus, todo: list[Partition]) -> str:
-    """What is there, what is done, what will be done and why, and what that will take."""
-    config, summary, on_ray = job.config, job.inventory.summary(), _on_ray(job.config, todo)
+def _describe_plan(job: Job, plan_status: output.PlanStatus, todo: list[Partition]) -> str:
+    """Describe the sources, the finished and the remaining partitions with reasons, and for a dry run the time."""
+    config, summary, on_ray = job.config, job.inventory.summary(), _should_use_ray(job.config, todo)
     lines = [
-        f"{summary['files']:,} files, {summary['bytes'] / 1e6:,.1f} MB, in {len(job.partitions):,} pieces -> "
-        f"{config.out}" + (", by Ray Data" if on_ray else ", without Ray" if todo else "")
+        f"{format_count(summary['files'], 'file')}, {summary['bytes'] / 1e6:,.1f} MB, "
+        f"{format_count(len(job.partitions), 'partition')} -> {config.out}"
+        + (" (Ray Data)" if on_ray else " (local processes)" if todo else "")
     ]
     if skipped := report.skipped_files(summary):
-        lines.append(f"skipped: {skipped}")
+        lines.append(f"skipped files: {skipped}")
     if named := report.named_splits(summary):
-        lines.append(f"files by the splits in their names: {named}")
+        lines.append(f"files by the split in their names: {named}")
     lines += output.source_changes(job)
-    if assessed.done or config.dry_run:
-        reasons = Counter(assessed.todo.values())
-        why = ", ".join(f"{count:,} {reason}" for reason, count in reasons.items()) or "nothing"
-        lines.append(f"done: {len(assessed.done):,} pieces; to do: {why}")
+    if plan_status.done or config.dry_run:
+        reasons = Counter(plan_status.todo.values())
+        remaining = ", ".join(f"{count:,} {reason}" for reason, count in reasons.items()) or "none"
+        lines.append(f"finished: {format_count(len(plan_status.done), 'partition')}; remaining: {remaining}")
     if config.dry_run:
         lines.append(
             "estimate: "
             + report.format_estimate(
-                job.partitions, todo, assessed.done.values(), config.num_workers,
+                job.partitions, todo, plan_status.done.values(), config.num_workers,
                 token_bytes=np.dtype(job.tokenizer.dtype).itemsize, on_ray=on_ray,
             )
         )  # fmt: skip
@@ -216,7 +225,7 @@ def _intention(job: Job, assessed: output.PlanStatus, todo: list[Partition]) -> 
 
 def _counts(manifest: Manifest) -> dict[str, float]:
     counts = manifest.report
-    values = {"books/in": counts["books_in"], "books/kept": counts["books_kept"], "text/chars": counts["chars"]}
+    values = {"books/read": counts["books_read"], "books/kept": counts["books_kept"], "text/chars": counts["chars"]}
     values |= {f"books/dropped_{reason.replace(' ', '_')}": n for reason, n in counts["books_dropped"].items()}
     for split, sums in manifest.splits.items():
         values |= {f"tokens/{split}": sums["tokens"], f"books/{split}": sums["books"]}

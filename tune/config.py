@@ -228,14 +228,14 @@ class LadderConfig(ExperimentConfig):
         check_numbers(self)
 
     def to_json(self) -> dict[str, Any]:
-        from pipeline.books.sources import whole_path
+        from pipeline.books.sources import absolute_source
 
         absolute = replace(
             self,
             suite=str(Path(self.suite).resolve()) if Path(self.suite).suffix else self.suite,
             data=StorageDir.of(self.data).address,
             best=self.best and self.best.resolve(),
-            stream=tuple(map(whole_path, self.stream)),
+            stream=tuple(map(absolute_source, self.stream)),
         )
         return to_json(absolute) | {"resume": None, "compare": None}
 

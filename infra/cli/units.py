@@ -77,6 +77,11 @@ def check_numbers(settings: Any) -> None:
                 raise UserError(f"--{field.name.replace('_', '-')} {number} must be a finite number below 2^63.")
 
 
+def format_count(number: int, noun: str) -> str:
+    """``number`` with ``noun``, which gets an s unless the number is 1: ``1 file``, ``2,000 files``."""
+    return f"{number:,} {noun}{'s' * (number != 1)}"
+
+
 def format_duration(seconds: float) -> str:
     """``seconds`` for a person and for :func:`parse_duration`: ``42s``, ``5m``, ``1h30m``."""
     if not math.isfinite(seconds):

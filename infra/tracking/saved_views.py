@@ -27,7 +27,7 @@ BATCH = {"params.`micro_batch`": 110, "params.`accumulation`": 115}
 COLUMNS = {  # with widths in pixels
     "pipeline": {
         "metrics.`books/kept`": 110, "tags.`dropped`": 260, "metrics.`tokens/train`": 125, "metrics.`tokens/val`": 110,
-        "metrics.`throughput/MB_per_second`": 210, "params.`out`": 300,
+        "metrics.`throughput/mb_per_second`": 210, "params.`out`": 300,
     },
     "train": {
         "tags.`outcome`": 100, **MEASURED, "tags.`reason`": 200, "metrics.`result/val_loss`": 130,

@@ -1,1 +1,1 @@
-"""Books: find them, open them, clean them, or say why one is left out."""
+"""Books: find, read and clean them, or explain why one is dropped."""

@@ -1,19 +1,20 @@
-"""Raw bytes to a clean book, or the reason why it is left out."""
+"""Turn the raw bytes of a book into clean text, or explain why the book is dropped."""
 
 import hashlib
 import re
 from collections.abc import Iterator
 from dataclasses import dataclass, field
 
-from pipeline.books.charset import Decoded, to_utf8
+from infra.cli.units import format_count
+from pipeline.books.charset import MIN_NON_ASCII_BYTES, Decoded, to_utf8
 from pipeline.books.gutenberg import unwrap
 from pipeline.books.normalize import count_characters, join_lines, normalize, trim
 from pipeline.books.readers import DroppedBook, RawBook
 
 BEGINNING = 20_000
-"""Bytes of a text that are searched for separators."""
+"""Bytes at the beginning of a text that are searched for separators."""
 SUSPECT_PREFIX = "looks like"
-"""With this begin the traits of what may not be a book."""
+"""Prefix of the labels of texts that may not be books."""
 _SUSPECT_PATTERNS = (
     (
         f"{SUSPECT_PREFIX} HTML or XML",
@@ -22,12 +23,12 @@ _SUSPECT_PATTERNS = (
     (f"{SUSPECT_PREFIX} JSON", re.compile(rb"\s*[\[{]\s*(?:\{\s*)?\"[^\"\n]{0,100}\"\s*[:,]")),
     (f"{SUSPECT_PREFIX} base64", re.compile(rb"\s*(?:[A-Za-z0-9+/]{60,76}\r?\n){8}")),
 )  # fmt: skip
-"""What else a text may be, and how it begins then. It is kept, and the summary says so."""
-ENCODING_GUESSED = "character set guessed"
-MIXED = "character sets mixed"
-OVERRULED = "character set not as declared"
-UNDECODABLE = "undecodable bytes"
-"""What the quarantine says of books that were kept, but may have wrong letters."""
+"""Labels of texts that may not be books, and how such texts begin. They are kept and counted in the summary."""
+ENCODING_GUESSED = "encoding guessed"
+ENCODINGS_MIXED = "mixed encodings"
+ENCODING_OVERRULED = "encoding not as declared"
+UNDECODABLE_BYTES = "undecodable bytes"
+"""Reasons for which books are flagged: they are kept, but may contain wrong letters. The quarantine lists them."""
 
 
 @dataclass(frozen=True)
@@ -44,21 +45,25 @@ class Book:
     language: str | None
     released: str | None
     replaced: int
-    """Undecodable bytes, replaced by U+FFFD, and zero bytes, left out, of a text that has one near its beginning."""
-    traits: tuple[str, ...]
-    """What was recognized and normalized, as labels to count."""
-    doubts: tuple[DroppedBook, ...] = ()
-    """What may be wrong in it, although it is kept."""
+    """Number of undecodable bytes (replaced with U+FFFD) and, if the first bytes of the text include zeros, of zero
+    bytes (removed)."""
+    labels: tuple[str, ...]
+    """Properties that were recognized or normalized, as labels to count."""
+    flags: tuple[DroppedBook, ...] = ()
+    """Possible errors in the kept text, for the quarantine."""
     removed: dict[str, int] = field(default_factory=dict)
-    """Characters that were left out, by rule of cleaning; line ends and the blanks around the text are not counted."""
+    """Number of removed characters by cleaning rule, without line ends and the whitespace around the text."""
 
 
 def clean(raw: RawBook, *, join: bool = False) -> Book | DroppedBook:
-    """The book in ``raw`` without wrapping, normalized; or why it is left out. ``join`` joins hard-wrapped lines."""
+    """Return the book in ``raw``, normalized and without wrapping, or why it is dropped.
+
+    ``join`` joins hard-wrapped lines.
+    """
     data = raw.data
     head = data[:4096]
     if head.count(b"\0") > 1 + len(head) // 1000 and not data.startswith((b"\xff\xfe", b"\xfe\xff")):
-        return DroppedBook(raw.id, "not text", "there are many zero bytes near its beginning")
+        return DroppedBook(raw.id, "not text", "many zero bytes near the beginning")
     decoded = raw.decoded or to_utf8(data)
     zeros = decoded.text.count(b"\0") if b"\0" in head else 0
     replaced = decoded.replaced + zeros
@@ -66,21 +71,21 @@ def clean(raw: RawBook, *, join: bool = False) -> Book | DroppedBook:
     unwrapped = unwrap(normalized.text)
     body = trim(unwrapped.body)
     if not body:
-        return DroppedBook(raw.id, "empty", f"nothing is left of {len(data):,} bytes")
+        return DroppedBook(raw.id, "empty", f"cleaning removed all {len(data):,} bytes")
     if join:
         body = join_lines(body)
     fields = unwrapped.fields
-    labels = [f"gutenberg: {form}" for form in unwrapped.forms]
+    labels = [f"gutenberg: {pattern}" for pattern in unwrapped.patterns]
     if b"\r\n" in data[:1000]:
         labels.append("line ends: CRLF")
     if decoded.encoding != "utf-8" or replaced:
-        doubts = ", damaged" * bool(replaced) + ", guessed" * decoded.guessed_encoding
-        labels.append(f"encoding: {decoded.encoding}{doubts}")
+        suffix = ", damaged" * bool(replaced) + ", guessed" * decoded.is_guessed
+        labels.append(f"encoding: {decoded.encoding}{suffix}")
     if normalized.repaired:
-        labels.append("encoding: C1 codes read as cp1252")
-    labels += [what for what, begins in _SUSPECT_PATTERNS if begins.match(body)]
+        labels.append("encoding: C1 controls read as cp1252")
+    labels += [label for label, beginning in _SUSPECT_PATTERNS if beginning.match(body)]
     if body.count(b"<|endoftext|>", 0, BEGINNING) > 1:
-        labels.append(f"{SUSPECT_PREFIX} several, between <|endoftext|>: name it by --doc-separator")
+        labels.append(f"{SUSPECT_PREFIX} several books separated by <|endoftext|>; set --doc-separator")
     return Book(
         id=raw.id,
         source=raw.source,
@@ -92,22 +97,25 @@ def clean(raw: RawBook, *, join: bool = False) -> Book | DroppedBook:
         language=raw.language or fields.get("language"),
         released=fields.get("released"),
         replaced=replaced,
-        traits=tuple(labels),
-        doubts=tuple(_doubts(raw.id, decoded, zeros)),
+        labels=tuple(labels),
+        flags=tuple(_flags(raw.id, decoded, zeros)),
         removed=normalized.removed | unwrapped.removed,
     )
 
 
-def _doubts(book: str, decoded: Decoded, zeros: int) -> Iterator[DroppedBook]:
-    """What may be wrong in a book that was ``decoded`` like this, and had ``zeros`` among its bytes."""
+def _flags(book: str, decoded: Decoded, zeros: int) -> Iterator[DroppedBook]:
+    """Yield the possible errors of a book that was ``decoded`` like this and contained ``zeros`` zero bytes."""
+    encoding = decoded.encoding
     if decoded.replaced:
-        what = f"kept, with U+FFFD in the place of {decoded.replaced:,} bytes that are not {decoded.encoding}"
-        yield DroppedBook(book, UNDECODABLE, what)
+        detail = f"kept; {format_count(decoded.replaced, 'byte')} not valid in {encoding}, replaced with U+FFFD"
+        yield DroppedBook(book, UNDECODABLE_BYTES, detail)
     if zeros:
-        yield DroppedBook(book, UNDECODABLE, f"kept, without {zeros:,} zero bytes")
+        yield DroppedBook(book, UNDECODABLE_BYTES, f"kept; {format_count(zeros, 'zero byte')} removed")
     if decoded.contradicted:
-        yield DroppedBook(book, OVERRULED, f"kept, declared as {decoded.contradicted} and read as {decoded.encoding}")
-    if " and " in decoded.encoding:
-        yield DroppedBook(book, MIXED, f"kept, its lines are read as {decoded.encoding}")
-    if decoded.guessed_encoding:
-        yield DroppedBook(book, ENCODING_GUESSED, f"kept, read as {decoded.encoding}: too few letters tell it")
+        detail = f"kept; declared as {decoded.contradicted}, decoded as {encoding}"
+        yield DroppedBook(book, ENCODING_OVERRULED, detail)
+    if " and " in encoding:
+        yield DroppedBook(book, ENCODINGS_MIXED, f"kept; lines decoded as {encoding}")
+    if decoded.is_guessed:
+        detail = f"kept; encoding guessed as {encoding} from fewer than {MIN_NON_ASCII_BYTES} non-ASCII bytes"
+        yield DroppedBook(book, ENCODING_GUESSED, detail)

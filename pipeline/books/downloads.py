@@ -1,4 +1,4 @@
-"""Download Project Gutenberg's plain-text editions by number: a robot-friendly mirror, a pause, a cache."""
+"""Download Project Gutenberg's plain-text editions by number, slowly, from a mirror for robots, into a cache."""
 
 import os
 import re
@@ -18,11 +18,11 @@ if TYPE_CHECKING:
 
 PREFIX = "gutenberg:"
 REQUEST_INTERVAL_SECONDS = 2.0
-"""Seconds between two requests, as its robot policy asks."""
+"""Seconds between two books, as Project Gutenberg's robot policy requires."""
 RETRIES = 2
-"""Further attempts for one address when the connection or the server fails."""
+"""Number of retries for one address if the connection or the server fails."""
 MAX_BOOK_BYTES = 300_000_000
-"""Most bytes of a book: the largest of Project Gutenberg's, a human chromosome, has 250 million."""
+"""Maximum size of a book in bytes. Project Gutenberg's largest, a human chromosome, has 250 million."""
 _TIMEOUT = 60.0
 _WEB_PAGE = re.compile(rb"\s*<(?:!doctype html|html)\b", re.I)
 _START = re.compile(rb"^\*\*\* ?START OF TH(?:E|IS) PROJECT GUTENBERG", re.M)
@@ -30,17 +30,17 @@ _END = re.compile(rb"^\*\*\* ?END OF TH(?:E|IS) PROJECT GUTENBERG", re.M)
 
 
 def fetch(source: str, mirror: str) -> Iterator[Path]:
-    """The files of ``gutenberg:1342,84``, downloaded unless the cache has them."""
+    """Yield the files of a source such as ``gutenberg:1342,84``; download those that are not cached."""
     numbers = source.removeprefix(PREFIX).split(",")
     for number in numbers:
         if not re.fullmatch(r"[1-9]\d{0,6}", number):
-            raise UserError(f"{source}: {number!r} is not a book's number; write for example {PREFIX}1342,84.")
+            raise UserError(f"{source}: {number!r} is not a book number. Use for example {PREFIX}1342,84.")
     folder = Path(os.environ.get("XDG_CACHE_HOME") or Path.home() / ".cache") / "throughline" / "gutenberg"
     try:
         folder.mkdir(parents=True, exist_ok=True)
     except OSError as refused:
         raise UserError(
-            f"{folder} cannot be created ({refused.strerror}): name another with XDG_CACHE_HOME."
+            f"Cannot create {folder}: {refused.strerror}. Set XDG_CACHE_HOME to another folder."
         ) from refused
     has_requested = False
     for number in sorted(set(numbers), key=int):
@@ -61,14 +61,14 @@ def _download(number: str, mirror: str) -> bytes:
     from urllib3 import Retry
 
     if not mirror.startswith(("https://", "http://")):
-        raise UserError(f"--mirror {mirror} is not a web address: write for example {MIRROR}.")
+        raise UserError(f"--mirror {mirror} is not a web address. Use for example {MIRROR}.")
     folders = "/".join(number[:-1]) or "0"
     names = (
         f"cache/epub/{number}/pg{number}.txt",
         f"{folders}/{number}/{number}-0.txt",
         f"{folders}/{number}/{number}.txt",
     )
-    # Not for 429 and 503: a busy mirror is not asked again, however soon it says it will be ready.
+    # 429 and 503 are not retried: a busy mirror must not get more requests, even if it announces a short wait.
     retry = Retry(
         RETRIES, status_forcelist=(500, 502, 504), backoff_factor=REQUEST_INTERVAL_SECONDS / 2,
         respect_retry_after_header=False,
@@ -83,44 +83,48 @@ def _download(number: str, mirror: str) -> bytes:
             try:
                 response = session.get(url, timeout=_TIMEOUT, stream=True)
                 text = _unless_too_large(response) if response.ok else b""
-            except (OSError, ValueError) as error:  # requests' own are an OSError; ValueError: not an address
+            except (OSError, ValueError) as error:  # errors of requests are an OSError; ValueError: not an address
                 raise UserError(
-                    f"{url} cannot be reached ({error}): check the network, or name another --mirror."
+                    f"{url} is not reachable ({error}). Check the network, or use another --mirror."
                 ) from error
             if response.status_code == 404:
                 continue
             if not response.ok:
                 raise UserError(
-                    f"{url} answers {response.status_code} {response.reason}: try later, or another --mirror."
+                    f"{url} returned HTTP {response.status_code} {response.reason}. Try again later, or use another "
+                    "--mirror."
                 )
             if text is None:
-                raise UserError(f"{url} sends more than {MAX_BOOK_BYTES:,} bytes, too many for a book: leave it out.")
+                raise UserError(
+                    f"{url} is larger than {MAX_BOOK_BYTES:,} bytes, the limit for a book. Remove its number from the "
+                    "sources."
+                )
             if reason := _no_text(response) or flaw(text):
-                raise UserError(f"{url} {reason}: check the network, try later, or name another --mirror.")
+                raise UserError(f"{url} {reason}. Check the network, try again later, or use another --mirror.")
             return text
-    raise UserError(f"book {number} has no plain text at {mirror}: leave it out.")
+    raise UserError(f"Book {number} has no plain-text edition at {mirror}. Remove its number from the sources.")
 
 
 def flaw(text: bytes) -> str | None:
-    """Why ``text`` is not a book, or not all of it; None where it seems to be one."""
+    """Return why ``text`` is not a complete book; None if it seems to be one."""
     if not text.strip():
         return "is empty"
     if error := error_page(text):
-        return f"is no book: it says {error!r}"
+        return f"is an error page ({error!r}) instead of a book"
     if _WEB_PAGE.match(text):
-        return "is a web page and not a book"  # a network's login page
+        return "is an HTML page instead of a book"  # such as a network's login page
     if b"\0" in text[:NEAR_HEADER_BYTES] and not text.startswith((b"\xff\xfe", b"\xfe\xff")):
         return "is not text"
     if _START.search(text, 0, MAX_HEADER_BYTES) and not _END.search(text):
-        return "is cut off before the line that ends a book"
+        return "is truncated: the line that ends a book is missing"
     return None
 
 
 def _no_text(response: "Response") -> str | None:
-    """Why the body of ``response`` is none that its server meant to send, by its headers."""
+    """Why the body of ``response`` is not a complete text, by its headers."""
     kind = response.headers.get("Content-Type", "").lower()
     if any(name in kind for name in ("html", "xml", "json")):
-        return f"is no book, but {kind.partition(';')[0]}"
+        return f"is {kind.partition(';')[0]} instead of plain text"
     length = response.headers.get("Content-Length")
     if (
         length
@@ -128,7 +132,7 @@ def _no_text(response: "Response") -> str | None:
         and "Content-Encoding" not in response.headers
         and int(length) != response.raw.tell()
     ):
-        return f"is cut off: {response.raw.tell():,} of {length} bytes arrived"
+        return f"is truncated: {response.raw.tell():,} of {length} bytes arrived"
     return None
 
 

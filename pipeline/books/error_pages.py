@@ -1,11 +1,11 @@
-"""Answers of a server that are not the text that was asked for, but were saved under its name."""
+"""Recognize error responses of servers that were saved under the name of a book."""
 
 import re
 
 LONGEST = 20_000
-"""Bytes of a web page that says what went wrong; one without markup is shorter."""
+"""Maximum size of an HTML error page in bytes."""
 PLAIN = 5_000
-"""Bytes of such a text without markup."""
+"""Maximum size of an error response without markup in bytes."""
 _PHRASE = (
     rb"(?:not found|bad (?:request|gateway)|unauthorized|forbidden|access denied|request time-?out|too many requests"
     rb"|internal server error|service (?:temporarily )?unavailable|gateway time-?out|moved (?:permanently|temporarily))"
@@ -25,7 +25,7 @@ _OBJECT = re.compile(rb"\s*\{\s*\"(?:message|error|errors|detail|status|code)\"\
 
 
 def error_page(text: bytes) -> str | None:
-    """What ``text`` says went wrong, if it is only that; else None."""
+    """Return the error message in ``text`` if it is an error response; None otherwise."""
     if len(text) > LONGEST:
         return None
     saying = None

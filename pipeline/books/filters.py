@@ -1,6 +1,6 @@
-"""Leave out books of no use for training: error pages, too short, repetitive, not text, or in another language.
+"""Drop books that are useless for training: error pages, too short, repetitive, not text, or in another language.
 
-Only samples from the beginning, middle and end are tested, which costs a few percent of the encoding.
+Only samples from the beginning, middle and end are tested, which takes a few percent of the time of encoding.
 """
 
 import re
@@ -12,13 +12,13 @@ from pipeline.config import ReadingConfig
 
 SAMPLE_BYTES = 1_000
 LONGEST_WORD = 1_000
-"""Bytes without a space: more than any language, table or URL in a book has."""
+"""Bytes without a space, more than any word, table or URL in a book has."""
 MIN_DISTINCT_FRACTION = 0.05
-"""Distinct words per word in a sample; novels have 0.5 to 0.75, Genesis 5 (a list of ages) 0.25."""
+"""Minimum number of distinct words per word in a sample; novels have 0.5 to 0.75, Genesis 5 (a list of ages) 0.25."""
 MAX_NON_TEXT_FRACTION = 0.4
-"""Share of ASCII signs and digits among all bytes; a ledger has 0.3."""
+"""Maximum fraction of ASCII symbols and digits among all bytes; a ledger has 0.3."""
 
-# Letters, blanks and the bytes of other scripts.
+# Letters, whitespace and the bytes of other scripts.
 _TEXT = bytes(c for c in range(256) if chr(c).isalpha() or c in b" \n\t" or c >= 128)
 _LONG_WORD = re.compile(rb"\S{%d}" % LONGEST_WORD)
 
@@ -31,17 +31,17 @@ _CODES = {
 
 
 def drop_reason(book: Book, settings: ReadingConfig) -> DroppedBook | None:
-    """Why ``book`` is left out under ``settings``; None if it is kept."""
+    """Return why ``book`` is dropped under ``settings``; None if it is kept."""
     if error := error_page(book.text):
-        return DroppedBook(book.id, "error page", f"it says {error!r} and is no book")
+        return DroppedBook(book.id, "error page", f"an error page instead of a book: {error!r}")
     if book.chars < settings.min_chars:
         return DroppedBook(book.id, "too short", f"{book.chars:,} characters, fewer than {settings.min_chars:,}")
     sample = _sample(book.text)
     if b" " not in sample[:LONGEST_WORD] and _LONG_WORD.search(sample) and book.text.isascii():
-        return DroppedBook(book.id, "not text", f"a run of more than {LONGEST_WORD:,} characters without a blank")
+        return DroppedBook(book.id, "not text", f"a run of more than {LONGEST_WORD:,} characters without a space")
     signs = len(sample.translate(None, _TEXT)) / len(sample)
     if signs > MAX_NON_TEXT_FRACTION:
-        return DroppedBook(book.id, "not text", f"{signs:.0%} of a sample are neither letters nor blanks")
+        return DroppedBook(book.id, "not text", f"{signs:.0%} of a sample is neither letters nor whitespace")
     words = sample.split()
     distinct = len(set(words)) / len(words)
     if len(words) >= 100 and distinct < MIN_DISTINCT_FRACTION:
@@ -60,17 +60,17 @@ def _sample(text: bytes) -> bytes:
 
 def _other_language(book: Book, sample: bytes, wanted: tuple[str, ...]) -> DroppedBook | None:
     language = language_code(book.language) if book.language else None
-    how = "its header says"
+    how = "from its header"
     if language is None:
         import py3langid  # its model takes a second to load, and few books need it
 
         language, how = str(py3langid.classify(sample.decode("utf-8", "replace"))[0]), "detected"
     if language in wanted:
         return None
-    return DroppedBook(book.id, "language", f"{language} ({how}), and not {', '.join(wanted)}")
+    return DroppedBook(book.id, "language", f"{language} ({how}), not {' or '.join(wanted)}")
 
 
 def language_code(name: str) -> str | None:
-    """The ISO 639-1 code of a language as headers name it; None if it is not known."""
+    """Return the ISO 639-1 code of a language that a header names; None if it is unknown."""
     name = name.strip().lower()
     return name if re.fullmatch("[a-z]{2}", name) else _CODES.get(name)

@@ -1,11 +1,11 @@
 """Remove Project Gutenberg's wrapping, and parse its header.
 
-A file may hold one book or several that were joined, and other texts before, between and after them. Removed is what
-its form proves to be wrapping: a header up to a marker line, if it has the lines that such headers have, and a footer
-from a marker line on, if a licence or the end of the file follows. A text that quotes a marker keeps it.
+A file may contain one book or several joined ones, and other texts before, between and after them. Text is removed only
+if its form proves that it is wrapping: a header up to a marker line, if it has the lines of such headers; and a footer
+from a marker line on, if a license or the end of the file follows. Markers that a text quotes are kept.
 
-All of a file is searched for the name in capitals, which wrapping contains, and regular expressions look at what is
-around it: a pattern run over a whole book would cost more than encoding it.
+The whole file is searched only for the name in capitals, which all wrapping contains. Regular expressions match the
+text around it, because matching a whole book would take longer than encoding it.
 """
 
 import re
@@ -14,26 +14,27 @@ from collections.abc import Iterator
 from dataclasses import dataclass, field, replace
 from itertools import pairwise
 
-from pipeline.books import sisters
-from pipeline.books.editorial import FRONT_MATTER_BYTES, OPENING, SHORT_TEXT_BYTES, before_note, without_credits
+from pipeline.books import sister_projects
+from pipeline.books.credits import FRONT_MATTER_BYTES, OPENING, SHORT_TEXT_BYTES, before_note, without_credits
 from pipeline.books.normalize import count_characters
 
 NEAR_HEADER_BYTES, MAX_HEADER_BYTES = 4_000, 40_000
-"""Bytes in which a header ends: nearly always the first, sometimes (with the licence in front) the second."""
+"""Maximum sizes of a header in bytes: the usual one, and that of a header with the license in front."""
 HEADER_FIELDS_BYTES = 1_000
-"""Bytes before a start line in which the fields of a header are."""
+"""Bytes before a start line that contain the fields of the header."""
 END_SENTENCE_BYTES = 600
-"""Bytes before an end line in which a sentence says the same."""
+"""Bytes before an end line that are searched for a closing sentence."""
 FOOTER_START_BYTES, MAX_FOOTER_BYTES = 1_500, 60_000
-"""Bytes from the beginning of a footer to words by which it is known, and to its end."""
+"""Bytes from the start of a footer to the words that identify it, and maximum size of a footer."""
 _NAME = b"PROJECT GUTENBERG"
 _LINE = re.compile(rb"(START|END) OF (?:TH(?:IS|E) )?(?:COPYRIGHTED )?\Z")
 _PRINT = (
     b"*END*THE SMALL PRINT", b"*END THE SMALL PRINT", b"END: SMALL PRINT", b"SMALL PRINT! FOR __ COMPLETE SHAKESPEARE",
 )  # fmt: skip
 MAX_SMALL_PRINT_BYTES = 20_000
-"""The longest small print, in bytes."""
-# What closes a book without an end line: words to search for, and a pattern for what is before them in their line.
+"""Maximum size of the small print in bytes."""
+# Closings of books without an end line: a label, words to search for, and a pattern for the text before them in their
+# line.
 _CLOSINGS = (
     ("end sentence", b" GUTENBERG", re.compile(
         rb"\b(?:(?:THE )?(?:ENDE?|FINE?|FINAL|FIM|FI|EINDE|SLUT(?:ET)?|FINO|KONIEC|KONEC|LOPPU)(?: \S+){0,4}"
@@ -41,24 +42,24 @@ _CLOSINGS = (
     ("end sentence", b"*PROJECT GUTENBERG ETEXT OF", re.compile(rb"\Z")),
     ("end sentence", b"ETEXT", re.compile(rb"\b(?:END OF THIS|ENDE DIESES|FIN DE CET|FINE DI QUESTO) \Z")),
     ("end sentence", b"THIS FILE SHOULD BE NAMED", re.compile(rb"\Z")),
-    ("licence", b"START: FULL LICENSE", re.compile(rb"\Z")),
+    ("license", b"START: FULL LICENSE", re.compile(rb"\Z")),
     ("small print", b"SMALL PRINT!", re.compile(rb"START(?:: |\*\*THE )\Z")),
 )  # fmt: skip
-# Fields that no other text has before a start line.
+# Fields that only headers have before a start line.
 _PROOF = re.compile(
     rb"(?:^|  )(?:(?:Language|Release Date|Posting Date|Character set encoding):[ \t]"
     rb"|This e-?book is for the use of anyone anywhere)", re.M | re.I
 )  # fmt: skip
-# In a text that was joined to one line: fields that precede a start line, the first words of a header, and a sentence
-# before an end line.
+# For a text without line ends: fields before a start line, the first words of a header, and a sentence before an end
+# line.
 _JOINED_PROOF = re.compile(rb" (?:Language|Release Date|Posting Date|Cha[rt]acter set encoding): ")
 _JOINED_OPENING = re.compile(
     rb"(?<!nd of )(?<!nd of the )(?:The )?Project Gutenberg [Ee]-?(?:[Tt]ext|[Bb]ook)(?: of|,) "
 )
 _JOINED_CLOSING = re.compile(rb"(?<=[.!?\"')\]_*>\x99\x9d] )End of (?:the |this )?Project Gutenberg[^*]{0,300}\Z", re.I)
 JOINED_FIELDS_BYTES = 200
-"""Bytes of a line from its last field to a start line."""
-# What follows an end line, and the words with which that ends.
+"""Maximum number of bytes between the last field and the start line in a text without line ends."""
+# Words of the license after an end line, and its last words.
 _LEGAL = (
     b"Updated editions will replace the previous", b"START: FULL LICENSE", b"THE FULL PROJECT GUTENBERG LICENSE",
     b"file should be named", b"all associated files of various formats", b"are often created from several",
@@ -66,10 +67,10 @@ _LEGAL = (
 )  # fmt: skip
 _MENTIONS = (b"utenberg", b"UTENBERG", b"Updated editions will replace")
 LICENSE_MENTION_BYTES = 3_000
-"""Bytes in which a licence names Project Gutenberg again."""
+"""Maximum number of bytes between two mentions of Project Gutenberg in a license."""
 _LEGAL_ENDS = (b"hear about new eBooks.", b"END: FULL LICENSE", b"GUTINDEX.ALL", *_PRINT)
 
-# A start line may span several lines, up to its closing asterisks; in a text without line ends, only they end it.
+# A start line may span several lines, up to its closing asterisks; in a text without line ends, only asterisks end it.
 _REST_OF_MARKER = re.compile(
     rb"[^*\n]{0,400}(?:\n[^*\n]{0,200}){0,4}?\*{2,}[^\n]{0,200}\n|[^\n]{0,400}\n|[^*\n]{0,400}\*{2,}"
 )
@@ -78,7 +79,7 @@ _SHAKESPEARE = re.compile(rb"<<THIS ELECTRONIC VERSION OF THE COMPLETE WORKS[^>]
 _VERSION_LINE = re.compile(rb'\n*\["Small Print" V[^\n]*\n')
 
 _TEXT = re.compile(rb"\S")
-# What headers have besides fields that are read: other fields, and remarks in brackets.
+# Paragraphs of headers besides the parsed fields: other fields, and remarks in brackets.
 _HEADER_PARAGRAPH = re.compile(rb"(?:[A-Z][A-Za-z ]{2,40}:[ \t]\S[^\n]{0,200}|\[[^\]]{0,300}\]|[*\s]*)\Z")
 _FIELD = re.compile(
     rb"^_?(Title|Author|Language|Release Date|Posting Date):_?[ \t]*(\S[^\n]*(?:\n[ \t]+\S[^\n]*)*)", re.M | re.I
@@ -93,18 +94,18 @@ _ENCODING = re.compile(rb"^Cha[rt]acter set encoding:[ \t]*([A-Za-z0-9_.: -]+)",
 
 @dataclass(frozen=True)
 class Unwrapped:
-    """A book without its wrapping, the fields of its header, and the forms that were recognized."""
+    """A book without its wrapping, the fields of its header, and the labels of the recognized patterns."""
 
     body: bytes
-    forms: tuple[str, ...] = ()
+    patterns: tuple[str, ...] = ()
     fields: dict[str, str] = field(default_factory=dict)
     """``title``, ``author``, ``language``, ``released``, if the header has them."""
     removed: dict[str, int] = field(default_factory=dict)
-    """Characters that were removed, by what they are part of; blank lines around are not counted."""
+    """Number of removed characters by kind of wrapping, without surrounding blank lines."""
 
 
 def unwrap(text: bytes) -> Unwrapped:
-    """The book in ``text``, or the books; all of it if no wrapping is recognized."""
+    """Return the book or books in ``text`` without wrapping; all of ``text`` if no wrapping is recognized."""
     opening = OPENING.search(text, 0, HEADER_FIELDS_BYTES)
     wrapped = opening is not None and not text[: opening.start()].strip()
     spans = _wrapping(text, opened=wrapped)
@@ -123,16 +124,16 @@ def unwrap(text: bytes) -> Unwrapped:
         whole = body
         body = _SHAKESPEARE.sub(b"", body)
         removed["notices between scenes"] += count_characters(whole) - count_characters(body)
-    forms = [form for span in spans for form in span.forms] + [name for name in removed if name != "header"]
+    patterns = [pattern for span in spans for pattern in span.patterns] + [name for name in removed if name != "header"]
     for span in spans:
         removed["header" if span.header else "footer"] += count_characters(text[span.start : span.stop].strip())
     return Unwrapped(
-        body, tuple(dict.fromkeys(forms)), _fields(headers[0] if headers else text[:FRONT_MATTER_BYTES]), removed
+        body, tuple(dict.fromkeys(patterns)), _fields(headers[0] if headers else text[:FRONT_MATTER_BYTES]), removed
     )
 
 
 def declared_encoding(text: bytes) -> str | None:
-    """The character set that a header at the beginning of ``text`` names, which is not normalized yet."""
+    """Return the encoding that a header at the beginning of ``text`` declares; ``text`` is not normalized yet."""
     head = text[:MAX_HEADER_BYTES].replace(b"\r\n", b"\n").replace(b"\r", b"\n")
     if b"\n" not in head.strip():
         head = _JOINED_FIELD.sub(b"\n", head)
@@ -141,60 +142,60 @@ def declared_encoding(text: bytes) -> str | None:
         return None
     preceding = head[: match.start()]
     if preceding.strip() and not OPENING.search(preceding) and not _FIELD.search(preceding):
-        return None  # a text that mentions it
+        return None  # a text that mentions an encoding
     return match[1].decode("ascii", "replace").strip()
 
 
 @dataclass(frozen=True)
 class _Span:
-    """Wrapping, or a line that may be part of it. After a ``header`` begins a book."""
+    """Wrapping, or a line that may be part of it. A book begins after a ``header``."""
 
     start: int
     stop: int
-    forms: tuple[str, ...] = ()
+    patterns: tuple[str, ...] = ()
     header: bool = False
 
 
 def _wrapping(text: bytes, *, opened: bool) -> list[_Span]:
-    """The headers and footers in ``text``, in order. ``opened``: it begins as a header does."""
+    """Return the headers and footers in ``text``, in order; ``opened`` says that it begins like a header."""
     marks = _markers(text)
-    low = sisters.header_end(text)
+    low = sister_projects.header_end(text)
     headers = [_Span(0, low, ("sister project",), header=True)] if low else []
     for mark in marks:
         start = _header_start(text, low, mark, headers) if mark.header else None
         if start is not None and headers and start == headers[-1].stop and not OPENING.match(text, start):
-            headers[-1] = replace(headers[-1], stop=mark.stop, forms=headers[-1].forms + mark.forms)
+            headers[-1] = replace(headers[-1], stop=mark.stop, patterns=headers[-1].patterns + mark.patterns)
         elif start is not None:
             headers.append(replace(mark, start=start))
         low = mark.stop
-    # Small print is at the end of some books.
+    # Small print may also be at the end of a book.
     bounds = [*(header.start for header in headers[1:]), len(text)]
     headers = [
         header
         for header, bound in zip(headers, bounds, strict=False)
-        if "start line" in header.forms or _TEXT.search(text, header.stop, bound)
+        if "start line" in header.patterns or _TEXT.search(text, header.stop, bound)
     ]
     spans: list[_Span] = []
     for header, following in pairwise([_Span(0, 0, header=opened), *headers, _Span(len(text), len(text))]):
         ends = [mark for mark in marks if not mark.header and header.stop <= mark.start < following.start]
         spans += [header] * (header.stop > 0)
         spans += _footers(text, header.stop, following.start, ends, headed=header.header)
-    if spans and spans[0].forms == ("sister project",):
+    if spans and spans[0].patterns == ("sister project",):
         title = _fields(text[: spans[0].stop]).get("title", "")
-        if (closing := sisters.closing_start(text, spans[-1].stop, title)) is not None:
+        if (closing := sister_projects.closing_start(text, spans[-1].stop, title)) is not None:
             spans.append(_Span(closing, len(text), ("end sentence",)))
     return spans
 
 
 def _markers(text: bytes) -> list[_Span]:
-    """All start lines, ends of small print (both headers) and end lines, whatever they are part of."""
+    """Return all start lines and ends of small print (both as headers) and end lines, also quoted ones."""
     markers: dict[int, _Span] = {}
 
-    def add(at: int, after: int, form: str) -> None:
+    def add(at: int, after: int, pattern: str) -> None:
         marker_end = _REST_OF_MARKER.match(text, after)
         stop = marker_end.end() if marker_end else after
         version = _VERSION_LINE.match(text, stop)
-        markers[at] = _Span(at, version.end() if version else stop, (form,), header=form != "end line")
+        markers[at] = _Span(at, version.end() if version else stop, (pattern,), header=pattern != "end line")
 
     searched = 0
     for hay, first in ((text[:NEAR_HEADER_BYTES].upper(), 0), (text, NEAR_HEADER_BYTES - len(_NAME))):
@@ -212,15 +213,15 @@ def _markers(text: bytes) -> list[_Span]:
                         end = text.find(words, end + 1, at + MAX_SMALL_PRINT_BYTES)
                 searched = (
                     at + MAX_SMALL_PRINT_BYTES - NEAR_HEADER_BYTES
-                )  # a marker may lie across the end of what was searched
+                )  # a marker may cross the end of the searched bytes
             at = hay.find(_NAME, after)
     return [markers[at] for at in sorted(markers)]
 
 
 def _marker_start(text: bytes, at: int) -> int | None:
-    """Where the marker begins whose first word is at ``at``: with its line; None in the middle of one.
+    """Return the start of the marker whose first word is at ``at``: the start of its line; None within a line.
 
-    A text that was joined to one line has it after asterisks, or after the spaces that were an empty line.
+    In a text without line ends, a marker follows asterisks or the spaces that replaced an empty line.
     """
     preceding = text[max(0, at - 80) : at]
     line_text = preceding.rstrip(b" \t*_")
@@ -232,23 +233,25 @@ def _marker_start(text: bytes, at: int) -> int | None:
 
 
 def _header_start(text: bytes, low: int, mark: _Span, headers: list[_Span]) -> int | None:
-    """Where the header begins that ``mark`` ends, after ``low``; None where nothing proves that one is there."""
+    """Return the start, at or after ``low``, of the header that ends with ``mark``; None if nothing proves a header."""
     first = max(low, mark.start - MAX_HEADER_BYTES)
     near = max(first, mark.start - HEADER_FIELDS_BYTES)
     opening = OPENING.search(text, first, mark.start)
     proof = _PROOF.search(text, near, mark.start)
-    if proof is None and "start line" in mark.forms and _is_joined(text, mark.start):
+    if proof is None and "start line" in mark.patterns and _is_joined(text, mark.start):
         proof = _JOINED_PROOF.search(text, near, mark.start)
         opening = opening or next(_JOINED_OPENING.finditer(text, near, mark.start), None)
-    chained = bool(headers) and headers[-1].stop == low and headers[-1].forms[-1:] != mark.forms  # some end with both
-    if opening if "small print" in mark.forms else proof:
+    chained = (
+        bool(headers) and headers[-1].stop == low and headers[-1].patterns[-1:] != mark.patterns
+    )  # a header may end with both
+    if opening if "small print" in mark.patterns else proof:
         lines = (opening, proof, _FIELD.search(text, near, mark.start))
         start = min(line.start() for line in lines if line)
         if not (opening or _ends_header(text, near, mark.start)):
             return None
         title = low == 0 and len(text[:start].strip()) <= SHORT_TEXT_BYTES
         return low if title or (chained and first == low and not opening) else start
-    few = SHORT_TEXT_BYTES if chained and "small print" in mark.forms else 0
+    few = SHORT_TEXT_BYTES if chained and "small print" in mark.patterns else 0
     return low if (chained or mark.start < MAX_HEADER_BYTES) and len(text[low : mark.start].strip()) <= few else None
 
 
@@ -258,7 +261,7 @@ def _is_joined(text: bytes, at: int) -> bool:
 
 
 def _ends_header(text: bytes, near: int, stop: int) -> bool:
-    """Whether between the last field of a header and ``stop``, where its start line is, there are only credits."""
+    """Whether only credits are between the last field of a header and its start line, which begins at ``stop``."""
     fields = [*_FIELD.finditer(text, near, stop), *_PROOF.finditer(text, near, stop)]
     if _is_joined(text, stop):
         fields += _JOINED_PROOF.finditer(text, near, stop)
@@ -271,7 +274,7 @@ def _ends_header(text: bytes, near: int, stop: int) -> bool:
 
 
 def _footers(text: bytes, low: int, limit: int, ends: list[_Span], *, headed: bool) -> list[_Span]:
-    """What follows books in ``text[low:limit]``, of which ``ends`` are the end lines."""
+    """Return the footers in ``text[low:limit]``; ``ends`` are its end lines."""
     spans: list[_Span] = []
     for end, following in pairwise([*ends, _Span(limit, limit)]):
         if end.start >= low and _is_footer(text, end.stop, following.start, headed=headed):
@@ -287,27 +290,27 @@ def _footers(text: bytes, low: int, limit: int, ends: list[_Span], *, headed: bo
             spans.append(replace(end, start=start, stop=low))
     if not spans:
         begin = max(low, limit - MAX_FOOTER_BYTES)
-        for start, form in sorted(_closings(text[begin:limit].upper(), headed=headed)):
+        for start, pattern in sorted(_closings(text[begin:limit].upper(), headed=headed)):
             if _is_footer(text, begin + start, limit, headed=headed):
-                return [_Span(begin + start, _footer_end(text, begin + start, limit), (form,))]
-        if headed and ends and text[ends[-1].start] not in b" \t":  # another text follows it
+                return [_Span(begin + start, _footer_end(text, begin + start, limit), (pattern,))]
+        if headed and ends and text[ends[-1].start] not in b" \t":  # another text follows the book
             return ends[-1:]
     return spans
 
 
 def _closings(upper: bytes, *, headed: bool) -> Iterator[tuple[int, str]]:
-    """Where ``upper`` has the words that close a book; without a header only those that name Project Gutenberg."""
-    for form, words, preceding_pattern in _CLOSINGS if headed else _CLOSINGS[:1]:
+    """Yield (start, label) of closing sentences in ``upper``; without a header only those that name the project."""
+    for pattern, words, preceding_pattern in _CLOSINGS if headed else _CLOSINGS[:1]:
         at = upper.find(words)
         while at >= 0:
             match = preceding_pattern.search(upper, max(0, at - 80), at)
             if match and (start := _marker_start(upper, match.start())) is not None:
-                yield start, form
+                yield start, pattern
             at = upper.find(words, at + 1)
 
 
 def _is_footer(text: bytes, at: int, bound: int, *, headed: bool) -> bool:
-    """Whether a licence begins at ``at``, or up to ``bound`` there are only sentences that close the book."""
+    """Whether a license begins at ``at``, or only closing sentences follow up to ``bound``."""
     footer_beginning = text[at : min(bound, at + FOOTER_START_BYTES)]
     if any(words in footer_beginning for words in _LEGAL):
         return True
@@ -318,7 +321,8 @@ def _is_footer(text: bytes, at: int, bound: int, *, headed: bool) -> bool:
 
 
 def _footer_end(text: bytes, at: int, limit: int) -> int:
-    """The end of the licence that begins at ``at``: where it says so, or where it names Project Gutenberg no more."""
+    """Return the end of the license that begins at ``at``: after its last words, or after the last mention of the
+    project."""
     furthest = min(limit, at + MAX_FOOTER_BYTES)
     named = at
     while (
@@ -335,21 +339,21 @@ def _footer_end(text: bytes, at: int, limit: int) -> int:
 
 
 def _body(text: bytes, start: int, stop: int, removed: Counter[str]) -> list[bytes | memoryview]:
-    """The book in ``text[start:stop]`` without what its editors added, in parts that make it whole."""
+    """Return the book in ``text[start:stop]`` without its editors' additions, as parts to join."""
     stop = before_note(text, start, stop, removed)
     front = text[start : min(start + FRONT_MATTER_BYTES, stop)]
     added: Counter[str] = Counter()
     front_matter = without_credits(front, added).lstrip()
     remainder = memoryview(text)[start + len(front) : stop - _blanks_before(text, stop)]
     if not len(remainder) and not front_matter.strip():
-        front_matter = front.strip()  # credits are never all of a book
+        front_matter = front.strip()  # credits are never a whole book
     else:
         removed.update(added)
     return [front_matter, remainder, b"\n\n\n"] if front_matter or len(remainder) else []
 
 
 def _blanks_before(text: bytes, stop: int) -> int:
-    """Number of spaces and line ends before ``stop``, at most 500."""
+    """Return the number of spaces and line ends before ``stop``, at most 500."""
     end = text[max(0, stop - 500) : stop]
     return len(end) - len(end.rstrip())
 

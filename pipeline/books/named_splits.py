@@ -1,9 +1,10 @@
-"""Splits that the names of files and folders tell, as in the data sets of the Hugging Face hub.
+"""Recognize splits in the names of files and folders, as in data sets of the Hugging Face hub.
 
-Its library reads ``data/validation-00000-of-00001.parquet``, ``test.jsonl`` or ``dev/a.jsonl.gz`` as splits by these
-keywords. A book may have such a name, too. A name counts therefore only beside its counterpart for training: of files
-of rows one that begins alike up to the keyword, or any one below the same data set card; of texts one that is equal but
-for the keyword, in a folder where all texts have one.
+The hub's library reads ``data/validation-00000-of-00001.parquet``, ``test.jsonl`` or ``dev/a.jsonl.gz`` as splits by
+these keywords. A book may have such a name, too. A keyword therefore counts only together with a training file:
+
+- for files of rows, one whose name is equal up to the keyword, or any one below the same data set card
+- for texts, one whose name is equal except for the keyword, in a folder where all texts have a keyword
 """
 
 import re
@@ -12,27 +13,28 @@ from collections.abc import Callable, Iterable, Sequence
 from typing import Literal, NamedTuple
 
 Label = Literal["train", "val", "test", "card"]
-"""The split of a file, or that it describes a data set."""
+"""The split of a file; ``card`` for a file that describes the data set."""
 
 _KEYWORDS: dict[str, Label] = {
     "train": "train", "training": "train", "validation": "val", "valid": "val", "dev": "val", "val": "val",
     "test": "test", "testing": "test", "eval": "test", "evaluation": "test",
 }  # fmt: skip
-"""Those of the library ``datasets``, where other characters than letters are around them."""
+"""Keywords of the library ``datasets``; the characters around one must not be letters."""
 _KEYWORD = re.compile(rf"(?<![^-._ 0-9/])({'|'.join(sorted(_KEYWORDS, key=len, reverse=True))})(?![^-._ 0-9/])")
 _CARDS = ("readme.md", "readme.txt", "license.md", "license.txt")
 _DESCRIPTIONS = ("dataset_info.json", "dataset_infos.json", "dataset_dict.json")
 
 
 class NamedFile(NamedTuple):
-    """A file by its whole path, with ``/`` between parts; ``is_text`` tells that it is a text and not of rows."""
+    """A file by its whole path with ``/`` as separator; ``is_text`` is False for files of rows."""
 
     path: str
     is_text: bool
 
 
 def labels(files: Sequence[NamedFile], read_start: Callable[[int], bytes]) -> dict[int, Label]:
-    """The labels of those ``files`` that have one, by number; ``read_start`` returns how a file, by number, begins."""
+    """Return the labels of the ``files`` that have one, by index; ``read_start(index)`` returns a file's first
+    bytes."""
     cards = {n: _folder(file.path) for n, file in enumerate(files) if _name(file.path) in (*_CARDS, *_DESCRIPTIONS)}
     others = [n for n in range(len(files)) if n not in cards] if cards else ()
     rows = _folders(files[n].path for n in others if not files[n].is_text)
@@ -55,7 +57,7 @@ def _name(path: str) -> str:
 
 
 def _folders(paths: Iterable[str]) -> set[str]:
-    """The folders in which these files are, and those above."""
+    """Return the folders of these files and the folders above them."""
     folders: set[str] = set()
     for folder in map(_folder, paths):
         while folder and folder not in folders:
@@ -65,10 +67,10 @@ def _folders(paths: Iterable[str]) -> set[str]:
 
 
 def _splits(files: Sequence[NamedFile], roots: set[str]) -> dict[int, Label]:
-    """The splits of files; ``roots`` are folders with a data set card.
+    """Return the splits of files by index; ``roots`` are folders with a data set card.
 
-    A file that is named by several, as in ``train/test.jsonl``, is in the one furthest from training. Training files
-    without any for validation have none, so that some of their books are held out.
+    A file with several keywords, such as ``train/test.jsonl``, is in the split furthest from training. Training files
+    without validation files get no split, so that some of their books are held out.
     """
     marks = {n: file_marks for n, file in enumerate(files) if (file_marks := _marks(file, roots))}
     plain = {
@@ -94,12 +96,12 @@ def _splits(files: Sequence[NamedFile], roots: set[str]) -> dict[int, Label]:
 
 
 def _is_of_folder(mark: tuple[str, Label]) -> bool:
-    """Whether a mark of a text is in the name of a folder, and not in its own."""
+    """Whether the keyword of a text is in the name of a folder instead of its own name."""
     return mark[0].endswith("/{}/")
 
 
 def _marks(file: NamedFile, roots: set[str]) -> list[tuple[str, Label]]:
-    """The keywords in a path: the group of the files whose splits they tell, and the split."""
+    """Return the keywords in a path, each as (group of files whose names must match, split)."""
     path = file.path if file.is_text else file.path.lower()  # a title is capitalized
     root = "" if file.is_text or not roots else _root(_folder(file.path), roots)
     marks: list[tuple[str, Label]] = []
@@ -118,7 +120,7 @@ def _marks(file: NamedFile, roots: set[str]) -> list[tuple[str, Label]]:
 
 
 def _root(folder: str, roots: set[str]) -> str:
-    """The nearest of ``roots`` that is ``folder`` or above it; empty where none is."""
+    """Return the nearest of ``roots`` that is ``folder`` or above it; an empty string without one."""
     while folder and folder not in roots:
         folder = _folder(folder)
     return folder

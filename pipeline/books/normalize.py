@@ -1,6 +1,6 @@
-"""Normalize text, which is UTF-8: ``\\n`` line ends, no control characters.
+"""Normalize UTF-8 text: ``\\n`` line ends, no control characters.
 
-Works on bytes: decoding to str and back costs more than encoding to tokens.
+The functions work on bytes, because decoding to str and back takes longer than encoding to tokens.
 """
 
 import re
@@ -12,8 +12,9 @@ import numpy as np
 _CONTROLS = bytes(c for c in range(32) if c not in b"\t\n\v\f") + b"\x7f"
 _LINE_ENDS = bytes.maketrans(b"\v\f", b"\n\n")
 _SOFT_HYPHEN, _NEXT_LINE = b"\xc2\xad", b"\xc2\x85"
-# C1 controls, U+0080 to U+009F, come from text of Windows that was read as Latin-1: by the WHATWG's Encoding Standard
-# each is the character of Windows with its code, if there is one. The literal first byte makes the patterns fast.
+# C1 controls (U+0080 to U+009F) come from Windows text that was decoded as Latin-1. By the WHATWG Encoding Standard,
+# each stands for the Windows-1252 character with its code, if there is one. The literal first byte makes the patterns
+# fast.
 _OF_WINDOWS = {bytes([code]): bytes([code]).decode("cp1252", "ignore").encode() for code in range(0x80, 0xA0)}
 _C1 = re.compile(rb"\xc2([\x80-\x9f])")
 _UNDEFINED = re.compile(rb"\xc2[\x81\x8d\x8f\x90\x9d]")
@@ -24,18 +25,18 @@ _WRAPPED = re.compile(rb"([^\n]{50})\n(?=[^\s*\[|=+-])")
 
 @dataclass(frozen=True)
 class Normalized:
-    """``text``, and the characters that were removed from it, by what they are."""
+    """A normalized ``text``, and the number of removed characters by kind."""
 
     text: bytes
     removed: dict[str, int]
     repaired: int = 0
-    """C1 controls that have become the characters of Windows that they were."""
+    """Number of C1 controls that were replaced with the Windows-1252 characters they stand for."""
 
 
 def normalize(text: bytes) -> Normalized:
-    """``text`` (UTF-8) with ``\\n`` line ends, without control characters, soft hyphens and stray byte order marks.
+    """Return ``text`` (UTF-8) with ``\\n`` line ends, without control characters, soft hyphens and byte order marks.
 
-    Carriage returns are common in real collections; kept, they cost 8% more tokens.
+    Carriage returns are common in real collections, and would increase the number of tokens by 8%.
     """
     removed: dict[str, int] = {}
     if b"\r" in text:
@@ -52,7 +53,7 @@ def normalize(text: bytes) -> Normalized:
     repaired = 0
     if b"\xc2" in text and _has_invisible(text):
         text = _without(_SOFT_HYPHEN, text, removed, "soft hyphens")
-        if b"\n" not in text and text.endswith(_NEXT_LINE):  # the line end of mainframes
+        if b"\n" not in text and text.endswith(_NEXT_LINE):  # line end of mainframes
             text = text.replace(_NEXT_LINE, b"\n")
         text, undefined = _UNDEFINED.subn(b"", text)
         if undefined:
@@ -62,7 +63,7 @@ def normalize(text: bytes) -> Normalized:
 
 
 def trim(text: bytes) -> bytes:
-    """``text`` stripped, with one line end if anything is left. Not copied if it is so already."""
+    """Return ``text`` stripped, with one line end if it is not empty; text of this form is not copied."""
     if text.endswith(b"\n") and not text[:1].isspace() and not text[-2:-1].isspace():
         return text
     text = text.strip()
@@ -70,19 +71,19 @@ def trim(text: bytes) -> bytes:
 
 
 def join_lines(text: bytes) -> bytes:
-    """``text`` with the hard-wrapped lines of a paragraph joined by spaces."""
+    """Return ``text`` with the hard-wrapped lines of each paragraph joined by spaces."""
     return _WRAPPED.sub(rb"\1 ", text)
 
 
 def count_characters(text: bytes) -> int:
-    """Code points in valid UTF-8: all bytes but the continuation bytes 0x80 to 0xBF."""
+    """Count the code points in valid UTF-8: all bytes except the continuation bytes 0x80 to 0xBF."""
     if text.isascii():
         return len(text)
     return len(text) - int(np.count_nonzero(np.frombuffer(text, dtype=np.int8) < -64))
 
 
 def _without(sign: bytes, text: bytes, removed: dict[str, int], name: str) -> bytes:
-    """``text`` without ``sign``, which is counted in ``removed`` by its ``name``."""
+    """Return ``text`` without ``sign``; add its number to ``removed`` under ``name``."""
     if sign[:1] not in text or sign not in text:  # a single byte is found faster
         return text
     without = text.replace(sign, b"")
@@ -91,7 +92,7 @@ def _without(sign: bytes, text: bytes, removed: dict[str, int], name: str) -> by
 
 
 def _count_crlf(text: bytes) -> int:
-    """The number of ``\\r\\n``; six times faster than ``bytes.count``."""
+    """Count ``\\r\\n``, six times as fast as ``bytes.count``."""
     return sum(
         int(np.count_nonzero(np.frombuffer(text, "<u2", (len(text) - shift) // 2, shift) == 0x0A0D))
         for shift in (0, 1)
@@ -102,15 +103,16 @@ def _count_crlf(text: bytes) -> int:
 def _has_controls(text: bytes) -> bool:
     """Whether ``text`` contains a control character other than tab, line feed and carriage return.
 
-    Four times faster than the translation, which most texts do not need.
+    It takes a quarter of the time of the translation, which most texts do not need.
     """
     codes = np.frombuffer(text, np.uint8)
-    # Less 11, modulo 256: tab and line feed become 254 and 255, and the controls above them 0 to 20.
+    # Minus 11, modulo 256, tab and line feed become 254 and 255, and the controls above them 0 to 20.
     return bool(len(codes)) and (int(codes.min()) < 9 or int((codes - np.uint8(11)).min()) < 21 or b"\x7f" in text)
 
 
 def _has_invisible(text: bytes) -> bool:
-    """Whether ``_INVISIBLE`` matches: most texts with its first byte contain hard spaces and pound signs only."""
+    """Whether ``text`` contains a C1 control or soft hyphen; most texts with their first byte, 0xC2, contain
+    neither."""
     codes = np.frombuffer(text, np.uint8)
     second = codes[np.flatnonzero(codes[:-1] == 0xC2) + 1]
     return bool(np.any((second < 0xA0) | (second == 0xAD)))

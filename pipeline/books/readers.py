@@ -1,4 +1,4 @@
-"""Read the books in a part of a source file, one at a time and in a fixed order, or say why they cannot be read."""
+"""Read the books in a range of a source file, one at a time and in a fixed order, or explain why they are dropped."""
 
 import bz2
 import io
@@ -22,27 +22,27 @@ import pyarrow.parquet as pq
 from infra.errors import UserError
 from infra.schema import strict
 from pipeline.books.charset import Decoded, to_utf8, undecodable_lines
-from pipeline.books.sources import SourceFile, hidden_path, is_plain_text, is_unknown
+from pipeline.books.sources import SourceFile, has_unknown_type, hidden_path, is_plain_text
 from pipeline.config import SAMPLE, ReadingConfig
 
 MAX_BOOK_BYTES = 1_000_000_000
-"""Most bytes of a book, which takes five times as much memory while it is worked on. enwik9, the largest text that is
-often trained on as one document, has as many; what is larger is a corpus whose books need a separator, or a small
-archive that was made to fill the memory or disk of whoever opens it."""
+"""Maximum size of a book in bytes; processing one takes five times as much memory. enwik9, the largest text that is
+commonly trained on as one document, has this size. Anything larger is a corpus whose books need a separator, or a
+decompression bomb."""
 MAX_JSON_LINE_BYTES = 100_000_000
-"""Most bytes of a line of JSON, whose values can take twenty times as much memory once it is parsed."""
+"""Maximum size of a line of JSON in bytes; its parsed values can take twenty times as much memory."""
 TOO_LARGE = "too large"
 
 _BLOCK = 1 << 20
 _PACKED_BLOCK = 1 << 18
 _HEADER = 18
-"""Bytes of which no compression makes more than the beginning of a stream without content."""
+"""Bytes that every compression format needs at most for the beginning of a stream without content."""
 _UTF16 = (b"\xff\xfe", b"\xfe\xff")
 _TITLES = ("title", "short_book_title")
 DAMAGE = (
     EOFError, zlib.error, zipfile.BadZipFile, pa.ArrowException, UnicodeDecodeError, NotImplementedError,
 )  # fmt: skip
-"""What readers raise for a corrupt file, besides an ``OSError`` without a number."""
+"""Exceptions that readers raise for a corrupt file, besides an ``OSError`` without a number."""
 
 
 @dataclass(frozen=True, order=True)
@@ -66,77 +66,82 @@ class RawBook:
     author: str | None = None
     language: str | None = None
     decoded: Decoded | None = None
-    """How ``data`` was decoded, where it had to be before it could be read."""
+    """How ``data`` was decoded, if that was necessary to parse its file."""
 
 
 @strict
 @dataclass(frozen=True)
 class DroppedBook:
-    """A book that is left out: ``reason`` is a label to count, ``detail`` says more about this one."""
+    """A dropped book, or a kept one that is flagged: ``reason`` is a label to count, ``detail`` explains this case."""
 
     book: str
     reason: str
     detail: str
 
 
-def read_books(part: FileRange, settings: ReadingConfig) -> Iterator[RawBook | DroppedBook]:
-    """The books of ``part`` in a fixed order; corrupt data is named and ends the part.
+def read_books(file_range: FileRange, settings: ReadingConfig) -> Iterator[RawBook | DroppedBook]:
+    """Yield the books of ``file_range`` in a fixed order; corrupt data is reported as dropped and ends the range.
 
-    Raises ``UserError`` when the file is gone or has changed, or the disk fails: quarantining these books would make a
-    data set without them look finished.
+    Raises ``UserError`` if the file was deleted or changed, or the disk fails: if its books were only dropped, a data
+    set without them would look finished.
     """
-    file = part.file
+    file = file_range.file
     try:
         with file.open() as opened:
             file.check_unchanged()
-            yield from _books(part, opened, settings)
+            yield from _books(file_range, opened, settings)
             file.check_unchanged()
     except FileNotFoundError as gone:
         raise UserError(
-            f"{file.uri} has disappeared since the work was planned: restore it, or run the same command again to "
+            f"{file.uri} was deleted while the command was running. Restore it, or run the same command again to "
             "continue without it."
         ) from gone
     except PermissionError as refused:
         yield DroppedBook(file.id, "unreadable", f"{refused.strerror}")
     except DAMAGE as damage:
-        file.check_unchanged()  # half of it may be of another version
+        file.check_unchanged()  # it may have been replaced while it was read
         yield DroppedBook(file.id, "unreadable", f"damaged: {str(damage) or type(damage).__name__}")
     except OSError as failure:
         if failure.errno is not None:
             raise UserError(
-                f"{file.uri} cannot be read ({failure.strerror}): fix it and run the same command again."
+                f"Cannot read {file.uri}: {failure.strerror}. Fix this and run the same command again."
             ) from failure
         file.check_unchanged()
         yield DroppedBook(file.id, "unreadable", f"damaged: {failure}")  # Arrow's codecs raise OSError without a number
 
 
-def _books(part: FileRange, opened: BinaryIO, settings: ReadingConfig) -> Iterator[RawBook | DroppedBook]:
-    file = part.file
+def _books(file_range: FileRange, opened: BinaryIO, settings: ReadingConfig) -> Iterator[RawBook | DroppedBook]:
+    file = file_range.file
     if file.format == "parquet":
-        yield from _parquet(part, opened, settings.text_column)
+        yield from _parquet(file_range, opened, settings.text_column)
     elif file.format == "zip":
-        yield from _archive(part, opened, settings.doc_separator)
+        yield from _archive(file_range, opened, settings.doc_separator)
     elif file.format == "sample":
         yield from _sample(opened)
     else:
         unpacked = _Unpacked(opened, file.compression) if file.compression else None
         stream: BinaryIO = io.BufferedReader(unpacked, _BLOCK) if unpacked else opened  # type: ignore[assignment]
         if file.format in ("lines", "json"):
-            yield from _json(part, stream, settings.text_field)
+            yield from _json(file_range, stream, settings.text_field)
         elif settings.doc_separator:
-            documents = _documents(stream, settings.doc_separator.encode(), part.start, part.stop, MAX_BOOK_BYTES)
+            documents = _documents(
+                stream, settings.doc_separator.encode(), file_range.start, file_range.stop, MAX_BOOK_BYTES
+            )
             yield from _separated(file.id, file.id, documents)
         elif file.compression:
             yield _book(file.id, file.id, _unless_too_large(stream, MAX_BOOK_BYTES))
         else:
             yield _book(file.id, file.id, stream.read() if file.size <= MAX_BOOK_BYTES else None)
         if unpacked and unpacked.has_other_data:
-            detail = f"the data after its {file.compression} data are not {file.compression} and were ignored"
+            detail = f"data after the {file.compression} stream is not {file.compression} and was ignored"
             yield DroppedBook(file.id, "unreadable", detail)
 
 
 def _zstd_decompressor() -> Any:
-    """Python's own from 3.14 on. Large dumps are made with --long=31, whose window takes up to 2 GB when read."""
+    """Return a decompressor of the standard library (Python 3.14 or later) or of its backport.
+
+    Large dumps are compressed with --long=31; their window takes up to 2 GB when read.
+    """
     if sys.version_info >= (3, 14):
         from compression import zstd
     else:
@@ -150,11 +155,11 @@ _DECOMPRESSORS: dict[str, Callable[[], Any]] = {
     "xz": lzma.LZMADecompressor,
     "zstd": _zstd_decompressor,
 }
-"""What makes the decompressor of a stream. They have one interface, but for the input that zlib gives back."""
+"""Factories of decompressors by compression. Their interfaces are equal, except that zlib returns unused input."""
 
 
 class _Unpacked(io.RawIOBase):
-    """What a compressed file holds: streams one after another, zeros between them, up to data of another kind."""
+    """The content of a compressed file: consecutive streams with zeros between them, up to data of another kind."""
 
     def __init__(self, packed: BinaryIO, compression: str) -> None:
         self._packed, self._compression = packed, compression
@@ -163,7 +168,7 @@ class _Unpacked(io.RawIOBase):
         self._input = b""
         self._is_first, self._has_output, self._taken = True, False, 0
         self.has_other_data = False
-        """Whether something else follows the compressed data."""
+        """Whether data of another kind follows the compressed data."""
 
     def readable(self) -> bool:
         return True
@@ -179,20 +184,20 @@ class _Unpacked(io.RawIOBase):
             self._taken += len(block)
             try:
                 data = self._decompressor.decompress(block, len(buffer))
-            except Exception as damage:  # noqa: BLE001 each library has an error of its own
+            except Exception as damage:  # noqa: BLE001 each library has its own error
                 self._fail(str(damage), damage)
                 continue
-            self._input = getattr(self._decompressor, "unconsumed_tail", b"")  # zlib's; the others keep their input
+            self._input = getattr(self._decompressor, "unconsumed_tail", b"")  # only zlib has it; the others buffer
             if data:
                 self._has_output = True
                 buffer[: len(data)] = data
                 return len(data)
             if is_end and not self._decompressor.eof:
-                self._fail("its end is missing")
+                self._fail("the end of the stream is missing")
         return 0
 
     def _next_stream(self) -> bool:
-        """Whether something follows the stream that has ended: another one begins there."""
+        """Begin the next stream after the one that has ended; return False if nothing follows."""
         unused_data = self._decompressor.unused_data
         while not (unused_data := unused_data.lstrip(b"\0")):
             if not (unused_data := self._packed.read(_PACKED_BLOCK)):
@@ -202,18 +207,17 @@ class _Unpacked(io.RawIOBase):
         return True
 
     def _fail(self, message: str, damage: Exception | None = None) -> None:
-        """Raise ``OSError`` for damage, or note that what follows the first stream is not compressed data."""
+        """Raise ``OSError`` for damage, or note that the data after the first stream is not compressed."""
         if self._is_first or self._has_output:
-            what = "" if self._has_output or damage is None else f"it is not {self._compression} data: "
-            raise OSError(what + message) from damage
+            prefix = "" if self._has_output or damage is None else f"not {self._compression} data: "
+            raise OSError(prefix + message) from damage
         if damage is None and self._taken >= _HEADER:
             raise OSError(message)
         self.has_other_data = True
 
 
 def _unless_too_large(stream: IO[bytes], max_bytes: int) -> bytes | None:
-    """All of what is compressed, whose size is not known before; None, and no more is decompressed, above
-    ``max_bytes``."""
+    """Read all of a stream of unknown size; return None, without reading further, above ``max_bytes``."""
     data = bytearray()
     while len(data) <= max_bytes:
         if not (block := stream.read(_BLOCK)):
@@ -223,10 +227,12 @@ def _unless_too_large(stream: IO[bytes], max_bytes: int) -> bytes | None:
 
 
 def _book(book_id: str, source: str, data: bytes | None) -> RawBook | DroppedBook:
-    """A book without a description; dropped where it is too large to have been read."""
+    """Return a book without metadata; a dropped one if ``data`` is None because it was too large."""
     if data is None:
         return DroppedBook(
-            book_id, TOO_LARGE, f"more than {MAX_BOOK_BYTES:,} bytes: if it holds several books, give --doc-separator"
+            book_id,
+            TOO_LARGE,
+            f"larger than {MAX_BOOK_BYTES:,} bytes; if it contains several books, set --doc-separator",
         )
     return RawBook(book_id, source, data)
 
@@ -234,11 +240,10 @@ def _book(book_id: str, source: str, data: bytes | None) -> RawBook | DroppedBoo
 def _documents(
     stream: IO[bytes], separator: bytes, start: int, stop: int | None, max_bytes: int
 ) -> Iterator[tuple[int, bytes | None]]:
-    """Offset and bytes of each document that begins in the range; the last may extend beyond it.
+    """Yield the offset and bytes of each document that begins in the range; the last may extend beyond it.
 
-    Reads no further than needed, and between documents keeps only what may be the beginning of a separator. Of a
-    document of more than ``max_bytes`` bytes there is only the offset: its beginning is forgotten while its end is
-    searched.
+    Reads no further than needed, and between documents keeps only what may be the beginning of a separator. A document
+    of more than ``max_bytes`` bytes is not kept in memory: its bytes are None.
     """
     position = max(0, start - len(separator))
     if position:
@@ -256,7 +261,7 @@ def _documents(
             document_start = position + passed
         elif searched and (document_start is None or position + searched - document_start > max_bytes):
             passed = searched
-        elif block := stream.read1(_BLOCK):  # type: ignore[attr-defined] what precedes damage is not lost
+        elif block := stream.read1(_BLOCK):  # type: ignore[attr-defined] returns what precedes damage
             buffer += block
             scanned = searched
             continue
@@ -276,35 +281,35 @@ def _separated(
             yield _book(f"{file_id}#{offset}", source, data)
 
 
-def _json(part: FileRange, stream: Any, name: str) -> Iterator[RawBook | DroppedBook]:
-    """The documents of a JSON file: one per line, or all in an array, or one object over several lines."""
-    first_block = b"" if part.start else stream.peek(_BLOCK)
+def _json(file_range: FileRange, stream: Any, name: str) -> Iterator[RawBook | DroppedBook]:
+    """Yield the documents of a JSON file: one per line, all in an array, or one object over several lines."""
+    first_block = b"" if file_range.start else stream.peek(_BLOCK)
     first, several, _ = first_block.removeprefix(b"\xef\xbb\xbf").lstrip().partition(b"\n")
     if first_block[:2] in _UTF16:
-        yield DroppedBook(part.file.id, "unreadable", "UTF-16: convert it to UTF-8 (iconv -f UTF-16 -t UTF-8)")
-    elif part.file.format == "json" and (first[:1] == b"[" or (several and not _is_json(first))):
+        yield DroppedBook(file_range.file.id, "unreadable", "UTF-16: convert it to UTF-8 (iconv -f UTF-16 -t UTF-8)")
+    elif file_range.file.format == "json" and (first[:1] == b"[" or (several and not _is_json(first))):
         if (whole := _unless_too_large(stream, MAX_JSON_LINE_BYTES)) is None:
             yield DroppedBook(
-                part.file.id,
+                file_range.file.id,
                 TOO_LARGE,
-                f"more than {MAX_JSON_LINE_BYTES:,} bytes of JSON that are not a document per line",
+                f"JSON of more than {MAX_JSON_LINE_BYTES:,} bytes must have one document per line",
             )
             return
         try:
             values, decoded = _parsed(whole)
         except (ValueError, RecursionError) as wrong:
-            yield DroppedBook(part.file.id, "unreadable", f"not JSON: {wrong}")
+            yield DroppedBook(file_range.file.id, "unreadable", f"not JSON: {wrong}")
             return
         for number, row in enumerate(values if isinstance(values, list) else [values]):
-            yield _row(f"{part.file.id}#{number}", part.file.id, row, name, decoded)
+            yield _row(f"{file_range.file.id}#{number}", file_range.file.id, row, name, decoded)
     else:
-        yield from _lines(part, stream, name)
+        yield from _lines(file_range, stream, name)
 
 
-def _lines(part: FileRange, stream: BinaryIO, name: str) -> Iterator[RawBook | DroppedBook]:
-    sample = cache(partial(_undecodable_beginning, part))
-    for offset, line in _documents(stream, b"\n", part.start, part.stop, MAX_JSON_LINE_BYTES):
-        book_id = f"{part.file.id}#{offset}"
+def _lines(file_range: FileRange, stream: BinaryIO, name: str) -> Iterator[RawBook | DroppedBook]:
+    sample = cache(partial(_undecodable_beginning, file_range))
+    for offset, line in _documents(stream, b"\n", file_range.start, file_range.stop, MAX_JSON_LINE_BYTES):
+        book_id = f"{file_range.file.id}#{offset}"
         if line is None:
             yield DroppedBook(book_id, TOO_LARGE, f"a line of more than {MAX_JSON_LINE_BYTES:,} bytes")
         elif line.strip():
@@ -313,11 +318,11 @@ def _lines(part: FileRange, stream: BinaryIO, name: str) -> Iterator[RawBook | D
             except (ValueError, RecursionError) as wrong:
                 yield DroppedBook(book_id, "unreadable", f"not a line of JSON: {wrong}")
             else:
-                yield _row(book_id, part.file.id, values, name, decoded)
+                yield _row(book_id, file_range.file.id, values, name, decoded)
 
 
 def _parsed(data: bytes, sample: Callable[[], bytes] | None = None) -> tuple[Any, Decoded | None]:
-    """The JSON in ``data``, and how that was decoded if it is not UTF-8. Raises as ``json.loads`` does."""
+    """Return the JSON value in ``data``, and how it was decoded if it is not UTF-8. Raises like ``json.loads``."""
     try:
         return json.loads(data), None
     except UnicodeDecodeError:
@@ -325,13 +330,13 @@ def _parsed(data: bytes, sample: Callable[[], bytes] | None = None) -> tuple[Any
         return json.loads(decoded.text), decoded
 
 
-def _undecodable_beginning(part: FileRange) -> bytes:
-    """The first lines of ``part`` that are not UTF-8: together they tell a character set that each alone may not."""
-    with suppress(OSError, *DAMAGE), part.file.open() as opened:
-        if part.file.compression:
-            unpacked: Any = _Unpacked(opened, part.file.compression)
+def _undecodable_beginning(file_range: FileRange) -> bytes:
+    """Return the first lines of ``file_range`` that are not UTF-8, because one line may not identify an encoding."""
+    with suppress(OSError, *DAMAGE), file_range.file.open() as opened:
+        if file_range.file.compression:
+            unpacked: Any = _Unpacked(opened, file_range.file.compression)
             return undecodable_lines(io.BufferedReader(unpacked, _BLOCK).read(_BLOCK))
-        opened.seek(part.start)
+        opened.seek(file_range.start)
         return undecodable_lines(opened.read(_BLOCK))
     return b""
 
@@ -359,7 +364,7 @@ def _row(book_id: str, source: str, values: Any, name: str, decoded: Decoded | N
 
 
 def _same_names(names: Iterable[str], wanted: str) -> list[str]:
-    """Those of ``names`` that are ``wanted``; where none is, those that differ from it in case alone."""
+    """Return the ``names`` that equal ``wanted``, or else those that differ from it only in case."""
     names = list(names)
     return [name for name in names if name == wanted] or [name for name in names if name.lower() == wanted.lower()]
 
@@ -368,32 +373,32 @@ def _ambiguous(names: list[str], flag: str) -> str:
     listed = " and ".join(map(repr, names))
     if len(set(names)) == 1:
         return f"{listed} have the same name: rename all but one"
-    return f"{listed} differ in case alone: name one with {flag}"
+    return f"{listed} differ only in case: choose one with {flag}"
 
 
-def _parquet(part: FileRange, opened: BinaryIO, name: str) -> Iterator[RawBook | DroppedBook]:
+def _parquet(file_range: FileRange, opened: BinaryIO, name: str) -> Iterator[RawBook | DroppedBook]:
     table = pq.ParquetFile(opened)
     names = table.schema_arrow.names
     columns = {column.lower(): column for column in reversed(names)} | {column: column for column in names}
     texts = _same_names(names, name)
     if len(texts) != 1:
         none = f"no column {name!r} (--text-column) among {', '.join(names)}"
-        yield DroppedBook(part.file.id, "unreadable", _ambiguous(texts, "--text-column") if texts else none)
+        yield DroppedBook(file_range.file.id, "unreadable", _ambiguous(texts, "--text-column") if texts else none)
         return
     text = texts[0]
     wanted = [text, *(columns[c] for c in (*_TITLES, "author", "language") if c in columns and columns[c] != text)]
-    groups = range(part.start, table.num_row_groups if part.stop is None else part.stop)
-    row = sum(table.metadata.row_group(group).num_rows for group in range(part.start))
+    groups = range(file_range.start, table.num_row_groups if file_range.stop is None else file_range.stop)
+    row = sum(table.metadata.row_group(group).num_rows for group in range(file_range.start))
     for batch in table.iter_batches(batch_size=16, row_groups=list(groups), columns=wanted):
         for values in batch.to_pylist():
-            book_id = f"{part.file.id}#{row}"
+            book_id = f"{file_range.file.id}#{row}"
             row += 1
             if isinstance(values[text], str | bytes) and len(values[text]) > MAX_BOOK_BYTES:
-                yield _book(book_id, part.file.id, None)
+                yield _book(book_id, file_range.file.id, None)
             elif isinstance(values[text], str | bytes):
-                yield _described(book_id, part.file.id, values[text], {k.lower(): v for k, v in values.items()})
+                yield _described(book_id, file_range.file.id, values[text], {k.lower(): v for k, v in values.items()})
             else:
-                yield DroppedBook(book_id, "unreadable", f"the column {text!r} holds no text here")
+                yield DroppedBook(book_id, "unreadable", f"the value in column {text!r} is not text")
 
 
 def _described(book_id: str, source: str, text: str | bytes, values: dict[str, Any]) -> RawBook:
@@ -407,47 +412,51 @@ def _described(book_id: str, source: str, text: str | bytes, values: dict[str, A
 
 
 def members(archive: zipfile.ZipFile) -> list[zipfile.ZipInfo]:
-    """The books in an archive, by name: files of text, or its only file if that has a suffix of no known kind."""
+    """Return the books in an archive, by name: its text files, or its only file if that has an unknown suffix."""
     files = [info for info in archive.infolist() if not info.is_dir() and not hidden_path(info.filename)]
     texts = [info for info in files if is_plain_text(info.filename)]
-    if not texts and len(files) == 1 and is_unknown(files[0].filename):
+    if not texts and len(files) == 1 and has_unknown_type(files[0].filename):
         return files
     return sorted(texts, key=lambda info: info.filename)
 
 
-def _archive(part: FileRange, opened: BinaryIO, separator: str | None) -> Iterator[RawBook | DroppedBook]:
+def _archive(file_range: FileRange, opened: BinaryIO, separator: str | None) -> Iterator[RawBook | DroppedBook]:
     archive = zipfile.ZipFile(opened)
     infos = members(archive)
     if not infos:
-        yield DroppedBook(part.file.id, "unreadable", "holds no .txt or .md")
+        yield DroppedBook(file_range.file.id, "unreadable", "the archive contains no .txt, .text or .md file")
     names = Counter(info.filename for info in infos)
     others = [info for info in archive.infolist() if info.filename not in names and not info.is_dir()]
     hidden = {hidden_path(info.filename): None for info in others}  # a folder once, in the order of the archive
-    if not part.start:
+    if not file_range.start:
         for path in filter(None, hidden):
-            yield DroppedBook(f"{part.file.id}/{path}", "hidden", "hidden and temporary files are not read")
-    for info in others if infos and not part.start else ():
+            yield DroppedBook(f"{file_range.file.id}/{path}", "hidden", "hidden and temporary files are not read")
+    for info in others if infos and not file_range.start else ():
         if not hidden_path(info.filename):
             yield DroppedBook(
-                f"{part.file.id}/{info.filename}", "not text", "of an archive's files .txt and .md are read"
+                f"{file_range.file.id}/{info.filename}",
+                "not text",
+                "only the .txt, .text and .md files of an archive are read",
             )
-    for info in infos[part.start : part.stop]:
-        book_id = f"{part.file.id}/{info.filename}"
+    for info in infos[file_range.start : file_range.stop]:
+        book_id = f"{file_range.file.id}/{info.filename}"
         if names[info.filename] > 1:  # an archive that was appended to may contain a name twice
             book_id += f"#{info.header_offset}"
         if info.compress_type not in (zipfile.ZIP_STORED, zipfile.ZIP_DEFLATED):
-            # Of others zipfile decompresses at once all that it has read: 4 KiB can be 5 GB of bzip2's.
-            yield DroppedBook(book_id, "unreadable", "it is neither stored nor deflated: pack it anew")
+            # zipfile decompresses a whole block of the other methods at once: 4 KiB of bzip2 can be 5 GB.
+            yield DroppedBook(
+                book_id, "unreadable", "unsupported compression method; re-create the archive with deflate"
+            )
             continue
         try:
             with archive.open(info) as stream:
                 if separator:
                     documents = _documents(stream, separator.encode(), 0, None, MAX_BOOK_BYTES)
-                    yield from _separated(book_id, part.file.id, documents)
+                    yield from _separated(book_id, file_range.file.id, documents)
                 else:
                     yield _book(
                         book_id,
-                        part.file.id,
+                        file_range.file.id,
                         _unless_too_large(stream, MAX_BOOK_BYTES) if info.file_size <= MAX_BOOK_BYTES else None,
                     )
         except (*DAMAGE, RuntimeError, OSError) as damage:  # RuntimeError: it is encrypted
@@ -457,7 +466,7 @@ def _archive(part: FileRange, opened: BinaryIO, separator: str | None) -> Iterat
 
 
 def _sample(opened: BinaryIO) -> Iterator[RawBook]:
-    """The Bible's books in their order: one line per verse, chapters separated by an empty line and a heading."""
+    """Yield the books of the Bible in order: one line per verse, chapters separated by an empty line and a heading."""
     for name, book in groupby(map(json.loads, opened), itemgetter("book")):
         lines = [name, ""]
         for chapter, verses in groupby(book, itemgetter("chapter")):

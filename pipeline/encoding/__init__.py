@@ -1,1 +1,1 @@
-"""Text to token ids: vocabularies, their file formats, and where a text may be cut."""
+"""Text to token ids: tokenizers, their file formats, and splitting text into chunks."""

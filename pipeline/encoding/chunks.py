@@ -1,32 +1,33 @@
-"""Where a text may be cut, so that its chunks encode to the same ids as the whole."""
+"""Split text into chunks that encode to the same ids as the whole text."""
 
 import re
 from collections.abc import Callable, Iterator
 
 CHUNK = 500_000
-"""Bytes per call of an encoder. tiktoken refuses a text with more than a million blanks in a row."""
+"""Bytes per call of an encoder. tiktoken rejects a text with more than a million consecutive spaces."""
 
-# ASCII, general, Chinese and Japanese, fullwidth; Arabic, Devanagari, Tibetan, Burmese, Khmer.
+# Punctuation: ASCII, general, Chinese and Japanese, fullwidth; Arabic, Devanagari, Tibetan, Burmese, Khmer.
 _PUNCTUATION = (
     r"!-/:-@\u2010-\u2027\u3001-\u3003\u3008-\u3011\uff01-\uff0f\uff1a-\uff20"
     r"\u060c\u061b\u061f\u06d4\u0964\u0f0b\u104b\u17d4"
 )
-# Where text may be cut: a pre-token provably starts at whitespace after anything else, and at punctuation after a
-# letter or digit. A run of whitespace but its last character is one pre-token, in which no token joins two of the
-# blanks named here, except two line feeds.
+# Positions where text may be cut: a pre-token provably starts at whitespace after any other character, and at
+# punctuation after a letter or digit. A run of whitespace without its last character is one pre-token, in which no
+# token joins two of the whitespace characters listed here, except two line feeds.
 _CUT = re.compile(
     rf"(?<=\S)(?=[ \n])|(?<=[^\W_])(?=[{_PUNCTUATION}])|(?<=[ \t\n\u3000])(?=[ \t\u3000])|(?<=[ \t\u3000])(?=\n)"
 )
-# No pattern has a pre-token in which a space follows something else than whitespace.
+# No split pattern has a pre-token in which a space follows a character other than whitespace.
 _WORD_END = re.compile(rb"(?:(?<=[!-~])|(?<=[\xc3-\xdf][\x80-\xbf]))(?= )")
 _CONTINUATION = bytes(range(0x80, 0xC0))
 _WINDOW = 4096
 _ALIKE = 16
-"""Characters of the longest token that repeats one blank. The others have a power of two, but for what ends a run."""
+"""Length of the longest token that repeats one whitespace character. The lengths of the others are powers of two, apart
+from the end of a run."""
 
 
 def chunks(text: bytes, size: int, cut: Callable[[bytes, int, int], int]) -> Iterator[bytes]:
-    """``text`` in chunks of about ``size`` bytes, ``cut`` at :func:`boundary` or :func:`word_boundary`."""
+    """Yield ``text`` in chunks of about ``size`` bytes; ``cut`` is :func:`boundary` or :func:`word_boundary`."""
     start = 0
     while len(text) - start > size and (end := cut(text, start, start + size)) < len(text):
         yield text[start:end]
@@ -35,7 +36,7 @@ def chunks(text: bytes, size: int, cut: Callable[[bytes, int, int], int]) -> Ite
 
 
 def boundary(text: bytes, start: int, at: int) -> int:
-    """The first place from ``at`` on where ``text`` may be cut, after a cut at ``start``."""
+    """Return the first position at or after ``at`` where ``text`` may be cut, after a cut at ``start``."""
     for near in range(at, len(text), _WINDOW):
         head = text[near : near + 4]
         begin = near + len(head) - len(head.lstrip(_CONTINUATION))
@@ -44,8 +45,8 @@ def boundary(text: bytes, start: int, at: int) -> int:
             return begin + len(window[: match.start()].encode())
         blank = window[:1]
         if blank.isspace() and window.startswith(blank * (_ALIKE + 1)):
-            # Line feeds or no-break spaces, which are joined by twos, fours and so on from the beginning of their run,
-            # of which a space takes the first.
+            # Line feeds or no-break spaces. They are merged in twos, fours and so on from the start of their run; a
+            # space before the run takes its first character.
             preceding_text = text[start:begin].decode()
             other = preceding_text.rstrip(blank)
             alike = len(preceding_text) - len(other) - (blank != "\n" and other.endswith(" "))
@@ -54,6 +55,6 @@ def boundary(text: bytes, start: int, at: int) -> int:
 
 
 def word_boundary(text: bytes, start: int, at: int) -> int:
-    """As :func:`boundary`, where a pre-token begins by every pattern, and whatever the tokens are."""
+    """Like :func:`boundary`, but valid for every split pattern and any tokens."""
     match = _WORD_END.search(text, at)
     return match.start() if match else len(text)

@@ -1,4 +1,4 @@
-"""The file formats of a vocabulary: the ranks of a ``.tiktoken`` file, and Hugging Face's ``tokenizer.json``."""
+"""File formats of tokenizers: the ranks of a ``.tiktoken`` file, and Hugging Face's ``tokenizer.json``."""
 
 import base64
 import json
@@ -6,7 +6,7 @@ import re
 from collections.abc import Sequence
 from typing import Any
 
-# As tiktoken publishes them (tiktoken_ext/openai_public.py), by the name that gigatoken has for each.
+# Split patterns as published by tiktoken (tiktoken_ext/openai_public.py), by gigatoken's names.
 PATTERNS = {
     "gpt2": r"""'(?:[sdmt]|ll|ve|re)| ?\p{L}++| ?\p{N}++| ?[^\s\p{L}\p{N}]++|\s++$|\s+(?!\S)|\s""",
     "cl100k": r"""'(?i:[sdmt]|ll|ve|re)|[^\r\n\p{L}\p{N}]?+\p{L}++|\p{N}{1,3}+| ?[^\s\p{L}\p{N}]++[\r\n]*+"""
@@ -18,12 +18,12 @@ PATTERNS = {
 }
 END = "<|endoftext|>"
 _ENDS = (END, "<|end_of_text|>", "</s>", "<|im_end|>", "<eos>")
-"""What the token that ends a text is called, in the order in which a ``tokenizer.json`` is searched for it."""
+"""Names of end-of-text tokens, in the order in which a ``tokenizer.json`` is searched for one."""
 _OFF = dict.fromkeys(("post_processor", "truncation", "padding"))
 
 
 def tokens_of_ranks(ranks: bytes) -> list[bytes]:
-    """The tokens of a rank file by id, the last the end of text. Raises ``ValueError`` for holes."""
+    """Return the tokens of a rank file by id; the last one ends a text. Raises ``ValueError`` for missing ids."""
     tokens_by_id: dict[int, bytes] = {}
     for line in ranks.splitlines():
         token, rank = line.split()
@@ -32,11 +32,14 @@ def tokens_of_ranks(ranks: bytes) -> list[bytes]:
 
 
 def tokens_of_json(values: dict[str, Any]) -> list[bytes]:
-    """The tokens of a ``tokenizer.json`` by id. Raises ``ValueError`` for holes, where none ends a text, and where it
-    does more with a text than splitting and merging: its tokens would not be those bytes."""
+    """Return the tokens of a ``tokenizer.json`` by id.
+
+    Raises ``ValueError`` for missing ids, without an end-of-text token, and if it changes the text in addition to
+    splitting and merging, because its tokens would not be the bytes of the text.
+    """
     model, splits = values["model"], values.get("pre_tokenizer") or {}
     *first_pretokenizers, last = splits.get("pretokenizers", [splits])
-    kind = model.get("type") or ("BPE" if "merges" in model else "unknown")  # files of before 2022 do not tell it
+    kind = model.get("type") or ("BPE" if "merges" in model else "unknown")  # missing in files from before 2022
     if kind != "BPE" or last.get("type") != "ByteLevel":
         raise ValueError(f"its model is {kind} with the pre-tokenizer {last.get('type')}")
     changes = [name for name in ("dropout", "continuing_subword_prefix", "end_of_word_suffix") if model.get(name)]
@@ -57,21 +60,21 @@ def tokens_of_json(values: dict[str, Any]) -> list[bytes]:
 
 
 def added_tokens(values: dict[str, Any]) -> list[dict[str, Any]]:
-    """The tokens of a ``tokenizer.json`` that are found in a text before it is split into words."""
+    """Return the tokens of a ``tokenizer.json`` that are recognized before the text is split into words."""
     return values.get("added_tokens") or []
 
 
 def end_of_json(values: dict[str, Any]) -> int:
-    """The id of the end of text in a ``tokenizer.json``. Raises ``ValueError`` where it has none."""
+    """Return the id of the end-of-text token in a ``tokenizer.json``. Raises ``ValueError`` without one."""
     known = {token["content"]: token["id"] for token in added_tokens(values)}
     for name in _ENDS:
         if name in known:
             return known[name]
-    raise ValueError(f"none of its added tokens is one of {' '.join(_ENDS)}, which ends a text")
+    raise ValueError(f"no added token marks the end of a text (expected one of {' '.join(_ENDS)})")
 
 
 def _complete(tokens_by_id: dict[int, bytes], added: dict[int, bytes] | None = None) -> list[bytes]:
-    """The tokens by id. Raises ``ValueError`` when an id or a single byte is missing."""
+    """Return the tokens by id. Raises ``ValueError`` if an id or a single byte is missing."""
     everything = tokens_by_id | (added or {})
     if missing := sorted({bytes([value]) for value in range(256)} - set(everything.values())):
         raise ValueError(f"{len(missing)} of the 256 single bytes have no token, the first is {missing[0]!r}")
@@ -83,37 +86,37 @@ def _complete(tokens_by_id: dict[int, bytes], added: dict[int, bytes] | None = N
 
 
 def ordinary_json(values: dict[str, Any]) -> str:
-    """A ``tokenizer.json`` that encodes special tokens and what ends a text as ordinary text, and adds none."""
+    """Return a ``tokenizer.json`` that encodes special and end-of-text tokens as ordinary text, and adds no tokens."""
     end = end_of_json(values)
     added = [token for token in added_tokens(values) if not token["special"] and token["id"] != end]
     return json.dumps(values | _OFF | {"added_tokens": added}, ensure_ascii=False)
 
 
 def reference_json(values: dict[str, Any]) -> str:
-    """A ``tokenizer.json`` that adds no tokens to a text. What ends a text is a special token, which its library can be
-    told to encode as ordinary text."""
+    """Return a ``tokenizer.json`` that adds no tokens to a text. Its end-of-text token is special, so that the library
+    can be configured to encode it as ordinary text."""
     end = end_of_json(values)
     added = [token | {"special": True} if token["id"] == end else token for token in added_tokens(values)]
     return json.dumps(values | _OFF | {"added_tokens": added}, ensure_ascii=False)
 
 
 def letters() -> dict[int, str]:
-    """GPT-2's printable character for each byte: the byte's own if it is printable, else one from 256 on."""
+    """Return GPT-2's printable character for each byte: its own if that is printable, else one from 256 on."""
     printable = [*range(33, 127), *range(161, 173), *range(174, 256)]
     others = [byte for byte in range(256) if byte not in printable]
     return {byte: chr(byte) for byte in printable} | {byte: chr(256 + n) for n, byte in enumerate(others)}
 
 
 def json_of_ranks(tokens: Sequence[bytes], merges: Sequence[tuple[bytes, bytes]], pattern: str) -> str:
-    """A ``tokenizer.json``, which Hugging Face's libraries read, of ``tokens`` by id, the last the end of text."""
+    """Return a ``tokenizer.json`` for Hugging Face's libraries from ``tokens`` by id; the last one ends a text."""
     known = letters()
 
     def written(token: bytes) -> str:
         return "".join(known[byte] for byte in token)
 
     ids = {written(token): rank for rank, token in enumerate(tokens[:-1])}
-    # Oniguruma reads a possessive {1,3}+ as a repeated group and $ as the end of a line; nothing here depends on
-    # whether a repeat gives back.
+    # Oniguruma parses a possessive {1,3}+ as a repeated group and $ as the end of a line. Greedy quantifiers match the
+    # same in these patterns.
     regex = re.sub(r"([+*?]|\{1,3\})\+", r"\1", PATTERNS[pattern]).replace("$", r"\z")
     byte_level = {"type": "ByteLevel", "add_prefix_space": False, "trim_offsets": False, "use_regex": True}
     split = {"type": "Split", "pattern": {"Regex": regex}, "behavior": "Isolated", "invert": False}

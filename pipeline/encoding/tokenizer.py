@@ -1,9 +1,9 @@
-"""UTF-8 text to token ids, exactly those of the library that a vocabulary is written for.
+"""UTF-8 text to token ids, exactly those of the library that the tokenizer file is written for.
 
-A :class:`Tokenizer` is read from a rank file of tiktoken or from a ``tokenizer.json`` of Hugging Face, and the fast
-encoder and the reference that checks it are both built from its bytes. GPT-2's is package data, so that nothing is
-downloaded, and is checked against the hash that tiktoken itself pins. No encoder knows special tokens: a book that
-contains the characters ``<|endoftext|>`` must not end there.
+A :class:`Tokenizer` is read from a rank file of tiktoken or from a ``tokenizer.json`` of Hugging Face. Both the fast
+encoder and the reference that checks it are built from the bytes of that file. GPT-2's rank file is package data, so
+that nothing is downloaded, and is checked against the hash that tiktoken itself pins. No encoder recognizes special
+tokens: a book that contains the characters ``<|endoftext|>`` must not end there.
 """
 
 import hashlib
@@ -41,16 +41,17 @@ GPT2_RANKS = Path(__file__).parents[1] / "gpt2.tiktoken"
 GPT2_SHA256 = "306cd27f03c1a714eca7108e03d66b7dc042abe8c258b44c199a7ed9838dd930"
 
 VERIFIED_BYTES = 300_000
-"""Bytes of a book that are compared: tiktoken takes 0.2 s for them."""
+"""Bytes of a book that are compared with the reference; tiktoken takes 0.2 s for them."""
 MAX_CACHE_GROWTH_BYTES = 100_000_000
-"""Bytes by which this process may grow before the fast encoder is made again, which takes 0.2 s with learning the usual
-words: it never forgets a word, at 63 bytes each in a table that doubles. This limit keeps it below 300 MB."""
+"""Bytes by which this process may grow before the fast encoder is re-created, which takes 0.2 s including the common
+words. The encoder caches every word forever, 63 bytes each, in a table that doubles; this limit keeps it below 300
+MB."""
 MEMORY_CHECK_BYTES = 4_000_000
-"""Bytes of text between two looks at the size of this process."""
+"""Bytes of text between two checks of the size of this process."""
 
-# Letters and digits new in Unicode 17, in UTF-8, and some of their neighbours: tiktoken and gigatoken have tables of
-# different versions, and split words at them differently. By first byte, which few books contain: searching for one
-# byte takes 1% of the time of encoding, and for a pattern 20%.
+# Letters and digits new in Unicode 17, in UTF-8, and some of their neighbors. tiktoken and gigatoken have tables of
+# different versions, and split words at them differently. They are grouped by first byte, which few books contain:
+# searching for one byte takes 1% of the time of encoding, searching for a pattern 20%.
 _NEWEST = {
     b"\xe0": re.compile(rb"\xe0(?:\xa2\x8f|[\xb1\xb3]\x9c)"),
     b"\xea": re.compile(rb"\xea\x9f[\x8e\x8f\x92\x94\xb1]"),
@@ -69,7 +70,7 @@ class EncodingMismatch(UserError):
 
 
 class _CachedEncoder:
-    """gigatoken, which remembers every word that it meets, made again before that takes too much memory."""
+    """gigatoken's encoder, which caches every word; re-created before the cache takes too much memory."""
 
     def __init__(self, make: Callable[[], gigatoken.Tokenizer]) -> None:
         self._process = psutil.Process()
@@ -78,26 +79,26 @@ class _CachedEncoder:
 
     def _make(self) -> None:
         self._tokenizer = self._new()
-        self._smallest = self._process.memory_info().rss  # because large books come and go beside it
-        self._since_look = 0
+        self._smallest_rss = self._process.memory_info().rss  # the smallest, because large books come and go
+        self._unchecked_bytes = 0
 
     def encode(self, text: bytes) -> np.ndarray:
-        self._since_look += len(text)
-        if self._since_look > MEMORY_CHECK_BYTES:
-            self._since_look, size = 0, self._process.memory_info().rss
-            self._smallest = min(self._smallest, size)
-            if size > self._smallest + MAX_CACHE_GROWTH_BYTES:
+        self._unchecked_bytes += len(text)
+        if self._unchecked_bytes > MEMORY_CHECK_BYTES:
+            self._unchecked_bytes, rss = 0, self._process.memory_info().rss
+            self._smallest_rss = min(self._smallest_rss, rss)
+            if rss > self._smallest_rss + MAX_CACHE_GROWTH_BYTES:
                 del self._tokenizer  # before the next one needs memory
                 self._make()
         return self._tokenizer.encode(text)
 
 
 class Tokenizer:
-    """The tokens of a vocabulary by id, and what encodes with them.
+    """A byte-level BPE: its tokens by id, and the encoders of the fast and the reference library.
 
-    Its ``content`` is what a data set and a checkpoint carry: a ``tokenizer.json`` as it is, or the ranks of a
-    ``.tiktoken`` file as JSON, with the name of their split pattern. Raises ``UserError``, which names the file as
-    ``name``, for anything that no byte-level BPE can be built from.
+    ``content`` is stored with data sets and checkpoints: a ``tokenizer.json`` unchanged, or the ranks of a
+    ``.tiktoken`` file as JSON, with the name of their split pattern. Raises ``UserError``, which calls the file
+    ``name``, if ``content`` is not a byte-level BPE.
     """
 
     def __init__(self, content: bytes, name: str) -> None:
@@ -107,7 +108,7 @@ class Tokenizer:
         self.pattern: str | None = "gpt2"
         """The name of a rank file's pattern; None for a ``tokenizer.json``."""
         self._ranks = content
-        if self.is_gpt2:  # whose hash vouches for its tokens, which take 60 ms that most commands need not wait for
+        if self.is_gpt2:  # its hash is proof enough; parsing the tokens takes 60 ms, which most commands can save
             return
         try:
             self._values = json.loads(content)
@@ -117,8 +118,8 @@ class Tokenizer:
             _ = self.tokens
         except (KeyError, TypeError, ValueError, AttributeError, RecursionError) as fault:
             raise UserError(
-                f"{name} is not the vocabulary of a byte-level BPE ({first_line(fault).rstrip('.')}): give a .tiktoken "
-                "file with all ranks, or a tokenizer.json as 'python -m pipeline.vocabulary' writes it."
+                f"{name} is not a byte-level BPE ({first_line(fault).rstrip('.')}). Use a .tiktoken file with all "
+                "ranks, or a tokenizer.json as written by 'python -m pipeline.vocabulary'."
             ) from fault
 
     def __len__(self) -> int:
@@ -126,7 +127,7 @@ class Tokenizer:
 
     @cached_property
     def tokens(self) -> list[bytes]:
-        """The tokens by id, also that of the end of text."""
+        """The tokens by id, including the end of text."""
         return tokens_of_ranks(self._ranks) if self.pattern else tokens_of_json(self._values)
 
     @cached_property
@@ -136,17 +137,17 @@ class Tokenizer:
 
     @property
     def is_gpt2(self) -> bool:
-        """Whether it is GPT-2's, which every installation has."""
+        """Whether this is GPT-2's tokenizer, which is part of every installation."""
         return self.sha256 == GPT2_SHA256
 
     @cached_property
     def dtype(self) -> type[np.unsignedinteger]:
-        """The smallest type of shards that holds every id."""
+        """The smallest integer type of shards for all ids."""
         return np.uint16 if len(self) <= 1 << 16 else np.uint32
 
     @property
     def library(self) -> str:
-        """The name of the library that it is written for, and checked against."""
+        """The library that the tokenizer file is written for, which is the reference."""
         return "tiktoken" if self.pattern else "tokenizers"
 
     @cached_property
@@ -169,14 +170,14 @@ class Tokenizer:
 
     @cached_property
     def _tokenizers(self) -> Any:
-        from tokenizers import Tokenizer  # which takes 0.1 s, and GPT-2's vocabulary does without
+        from tokenizers import Tokenizer  # takes 0.1 s, and GPT-2's tokenizer does not need it
 
         tokenizer = Tokenizer.from_str(reference_json(self._values))
         tokenizer.encode_special_tokens = True  # as ordinary text
         return tokenizer
 
     def encode_with_reference(self, text: str) -> np.ndarray:
-        """The ids of ``text`` by the library that the vocabulary is written for, uint32."""
+        """Encode ``text`` with the reference library, as uint32."""
         if self.pattern:
             return self.tiktoken.encode_to_numpy(text, disallowed_special=())
         return np.array(self._tokenizers.encode(text, add_special_tokens=False).ids, dtype=np.uint32)
@@ -188,55 +189,56 @@ class Tokenizer:
     def _gigatoken(self) -> gigatoken.Tokenizer:
         if not self.pattern:
             return gigatoken.Tokenizer.from_json(ordinary_json(self._values))
-        with tempfile.NamedTemporaryFile(suffix=".tiktoken") as file:  # it reads ranks from a file alone
+        with tempfile.NamedTemporaryFile(suffix=".tiktoken") as file:  # it only reads ranks from a file
             file.write(self._ranks)
             file.flush()
             return gigatoken.Tokenizer.from_tiktoken(file.name, pretokenizer=self.pattern, special_tokens={})
 
     def check_encoders(self, encoder: EncoderName) -> None:
-        """Build what ``encoder`` needs, and compare it with the library on text with every token.
+        """Build ``encoder`` and the reference, and compare them on a text that contains every token.
 
-        Raises ``UserError`` when it cannot be built, gives other ids, or loses text.
+        Raises ``UserError`` if one cannot be built, gives different ids, or loses text.
         """
         added = [] if self.pattern else [token["content"] for token in added_tokens(self._values)]
-        beside = _PROSE + "".join(f"x{t}x {t} {t}{t}  {t}\n{t}.\t{t}" for t in added)
+        sample = _PROSE + "".join(f"x{t}x {t} {t}{t}  {t}\n{t}.\t{t}" for t in added)
         words = [token.decode(errors="ignore") for token in self.tokens]
-        text = "\n".join((beside, *words)) + " ".join(words)
-        with self._refusal(self.library, "give a tokenizer.json as 'python -m pipeline.vocabulary' writes it"):
+        text = "\n".join((sample, *words)) + " ".join(words)
+        advice = "Use a tokenizer.json as written by 'python -m pipeline.vocabulary'."
+        with self._errors_as_user_errors(self.library, advice):
             expected = self.encode_with_reference(text)
             if self._bytes(expected) != text.encode():
-                raise ValueError("its tokens are not the text that they stand for")
-            parts = [self.encode_with_reference(part.decode()) for part in self.chunks(beside.encode(), 1)]
-            self._check_equal(np.concatenate(parts), self.encode_with_reference(beside), "without what precedes them")
+                raise ValueError("decoding its ids does not give the text")
+            chunk_ids = [self.encode_with_reference(chunk.decode()) for chunk in self.chunks(sample.encode(), 1)]
+            self._check_equal(np.concatenate(chunk_ids), self.encode_with_reference(sample), "without preceding text")
         if encoder == "gigatoken":
-            with self._refusal("gigatoken", "add --encoder tiktoken, which encodes with the library of the file"):
-                self._check_equal(self._fast.encode(text.encode()), expected, f"than {self.library} gives them")
+            with self._errors_as_user_errors("gigatoken", "Use --encoder tiktoken, the reference library of the file."):
+                self._check_equal(self._fast.encode(text.encode()), expected, f"than with {self.library}")
 
-    def _check_equal(self, ids: np.ndarray, expected: np.ndarray, how: str) -> None:
+    def _check_equal(self, ids: np.ndarray, expected: np.ndarray, comparison: str) -> None:
         """Raise ``ValueError`` with the text at the first difference."""
         if not np.array_equal(ids, expected):
             same = np.cumprod(ids[: len(expected)] == expected[: len(ids)]).sum()
-            near = self._bytes(expected[same : same + 8]).decode(errors="ignore")
-            raise ValueError(f"{near[:20]!r} has other ids {how}")
+            text = self._bytes(expected[same : same + 8]).decode(errors="ignore")
+            raise ValueError(f"{text[:20]!r} has other ids {comparison}")
 
     def _bytes(self, ids: Iterable[int]) -> bytes:
         return b"".join(self.tokens[token] for token in ids if token < len(self))
 
     @contextmanager
-    def _refusal(self, library: str, advice: str) -> Iterator[None]:
-        """Raise ``UserError`` with ``advice`` for what goes wrong in ``library`` with this vocabulary."""
+    def _errors_as_user_errors(self, library: str, advice: str) -> Iterator[None]:
+        """Raise ``UserError`` with the sentence ``advice`` for any error of ``library`` with this tokenizer."""
         try:
             yield
         except (UserError, KeyboardInterrupt, SystemExit):
             raise
-        except BaseException as fault:  # a panic of a library in Rust is no Exception
+        except BaseException as fault:  # a panic of a Rust library is not an Exception
             reason = first_line(fault).rstrip(".")
-            raise UserError(f"{self.name} cannot be used by {library} ({reason}): {advice}.") from fault
+            raise UserError(f"{self.name} does not work with {library}: {reason}. {advice}") from fault
 
     def encode(self, text: bytes, encoder: EncoderName = "gigatoken") -> np.ndarray:
-        """Token ids of ``text``, which must be valid UTF-8; no end-of-text token is added.
+        """Encode ``text``, which must be valid UTF-8; no end-of-text token is added.
 
-        A chunk with one of the newest letters is always encoded by the reference.
+        A chunk that contains one of the newest letters is always encoded with the reference.
         """
         ids = [self._encode(chunk, encoder).astype(self.dtype) for chunk in self.chunks(text)]
         return ids[0] if len(ids) == 1 else np.concatenate(ids)
@@ -247,13 +249,13 @@ class Tokenizer:
         return self._fast.encode(text)
 
     def chunks(self, text: bytes, size: int = CHUNK) -> Iterator[bytes]:
-        """``text`` in chunks of about ``size`` bytes that encode to the same ids as the whole."""
+        """Yield ``text`` in chunks of about ``size`` bytes that encode to the same ids as the whole."""
         return chunks(text, size, boundary if self.is_gpt2 else word_boundary)
 
     def verify(self, book: str, text: bytes, ids: np.ndarray) -> int:
-        """Compare ``ids`` of ``text`` with the reference's, over about ``VERIFIED_BYTES``; return the bytes compared.
+        """Compare ``ids`` of ``text`` with the reference over about ``VERIFIED_BYTES``; return the bytes compared.
 
-        Raises ``EncodingMismatch`` naming ``book`` and the first difference.
+        Raises ``EncodingMismatch``, which names ``book`` and the first difference.
         """
         head = next(self.chunks(text, VERIFIED_BYTES))
         expected = self.encode_with_reference(head.decode()).astype(self.dtype)
@@ -262,40 +264,40 @@ class Tokenizer:
             return len(head)
         common = min(len(expected), len(encoded_ids))
         differs = np.nonzero(expected[:common] != encoded_ids[:common])[0]
-        where = int(differs[0]) if len(differs) else common
+        first = int(differs[0]) if len(differs) else common
         raise EncodingMismatch(
-            f"the book {book} is encoded differently than by {self.library} from token {where:,} on "
-            f"({encoded_ids[where : where + 4].tolist()} instead of {expected[where : where + 4].tolist()}): "
-            f"use --encoder tiktoken, and report the versions of gigatoken and {self.library} with this book."
+            f"gigatoken and {self.library} encode {book} differently from token {first:,} on "
+            f"({encoded_ids[first : first + 4].tolist()} instead of {expected[first : first + 4].tolist()}). "
+            f"Use --encoder tiktoken, and report the versions of gigatoken and {self.library} with this book."
         )
 
     def tokenizer_json(self) -> str:
-        """The vocabulary as a ``tokenizer.json``, which Hugging Face's libraries read."""
+        """Return the ``tokenizer.json`` for Hugging Face's libraries."""
         if not self.pattern:
             return self.content.decode()
-        with self._refusal("gigatoken", "tokenize with a tokenizer.json, which lists its merges"):
+        with self._errors_as_user_errors("gigatoken", "Tokenize with a tokenizer.json, which lists its merges."):
             return json_of_ranks(self.tokens, self._gigatoken().merges, self.pattern)
 
     def decode(self, ids: Iterable[int]) -> str:
-        """The text of ``ids``; a cut inside a character shows as a replacement character."""
+        """Return the text of ``ids``; an incomplete character becomes a replacement character."""
         return self._bytes(ids).decode(errors="replace")
 
 
 @cache
 def gpt2() -> Tokenizer:
-    """GPT-2's vocabulary; raises ``UserError`` when its table is not the published one."""
+    """Return GPT-2's tokenizer. Raises ``UserError`` if its rank file is not the published one."""
     table = GPT2_RANKS.read_bytes()
     digest = hashlib.sha256(table).hexdigest()
     if digest != GPT2_SHA256:
         raise UserError(
-            f"{GPT2_RANKS} is not GPT-2's vocabulary (its sha256 is {digest}): install this program again with "
+            f"{GPT2_RANKS} is not GPT-2's rank file (its sha256 is {digest}). Reinstall this program with "
             "'pip install --force-reinstall --no-deps .' in its folder."
         )
     return Tokenizer(table, str(GPT2_RANKS))
 
 
 def read_tokenizer(address: str | None) -> Tokenizer:
-    """The vocabulary that ``--tokenizer`` names, here or in object storage; GPT-2's for None. Raises ``UserError``."""
+    """Read the tokenizer at ``address`` (``--tokenizer``), local or in object storage; None is GPT-2's."""
     if address is None:
         return gpt2()
     file = StorageDir.of(address)
@@ -303,19 +305,20 @@ def read_tokenizer(address: str | None) -> Tokenizer:
         content = file.parent.read(file.name)
     except OSError as missing:
         raise UserError(
-            f"--tokenizer {address} cannot be read ({missing.strerror or 'there is no such file'}): name a .tiktoken "
-            "file or a tokenizer.json, in object storage for the machines of a cluster."
+            f"--tokenizer {address} cannot be read: {missing.strerror or 'No such file'}. Use a .tiktoken file or a "
+            "tokenizer.json, in object storage if a cluster tokenizes."
         ) from missing
     name = f"--tokenizer {address}"
     if content.lstrip().startswith(b"{") or not file.name.endswith(".tiktoken"):
         return Tokenizer(content, name)
-    named = re.search("|".join(["r50k", *PATTERNS]), file.name)
-    if named is None:
+    match = re.search("|".join(["r50k", *PATTERNS]), file.name)
+    if match is None:
+        stem = file.name.removesuffix(".tiktoken")
         raise UserError(
-            f"{name} does not tell its split pattern, which is no part of a rank file: name it in the file's name, "
-            f"such as {file.name.removesuffix('.tiktoken')}.{'.tiktoken, .'.join(PATTERNS)}.tiktoken."
+            f"{name}: a .tiktoken file does not store its split pattern, so the file name must contain it. Rename the "
+            f"file, for example to {' or '.join(f'{stem}.{pattern}.tiktoken' for pattern in PATTERNS)}."
         )
-    pattern = named[0].replace("r50k", "gpt2")
+    pattern = match[0].replace("r50k", "gpt2")
     ranks = "".join(f"{line}\n" for line in content.decode(errors="replace").splitlines() if line.strip())
     if pattern == "gpt2" and hashlib.sha256(ranks.encode()).hexdigest() == GPT2_SHA256:
         return gpt2()
@@ -324,23 +327,22 @@ def read_tokenizer(address: str | None) -> Tokenizer:
 
 @cache
 def load_by_hash(sha256: str, address: str | None) -> Tokenizer:
-    """The vocabulary with this hash, read once by a process; at ``address`` unless it is GPT-2's.
+    """Return the tokenizer with this hash, read once per process from ``address`` unless it is GPT-2's.
 
-    Raises ``UserError`` when another is there.
+    Raises ``UserError`` if the file at ``address`` is another one.
     """
     if sha256 == GPT2_SHA256:
         return gpt2()
     tokenizer = read_tokenizer(address)
     if tokenizer.sha256 != sha256:
         raise UserError(
-            f"{address} has changed (sha256 {tokenizer.sha256[:12]}, not {sha256[:12]}): put the vocabulary of "
-            "the data "
-            "back, or make them again with 'python -m pipeline.tokenize --overwrite'."
+            f"{address} has changed (sha256 {tokenizer.sha256[:12]}, expected {sha256[:12]}). Restore the original, or "
+            "re-create the data with 'python -m pipeline.tokenize --overwrite'."
         )
     return tokenizer
 
 
 def load_from(directory: StorageDir, sha256: str) -> Tokenizer | None:
-    """The vocabulary of the data set or checkpoint at ``directory``; None where it has ids without one."""
-    known = sha256 == GPT2_SHA256 or directory.exists(TOKENIZER_FILE)
-    return load_by_hash(sha256, (directory / TOKENIZER_FILE).address) if known else None
+    """Return the tokenizer of the data set or checkpoint in ``directory``; None if it contains ids without one."""
+    has_tokenizer = sha256 == GPT2_SHA256 or directory.exists(TOKENIZER_FILE)
+    return load_by_hash(sha256, (directory / TOKENIZER_FILE).address) if has_tokenizer else None

@@ -1,1 +1,1 @@
-"""One tokenizing job: its plan, the work on each piece, with and without Ray, and what the output folder holds."""
+"""One tokenizing job: its plan, the work on each partition with and without Ray, and its output folder."""

@@ -1,10 +1,10 @@
-"""Skip a book that crashes its worker, so that the rest of its piece is still done.
+"""Skip a book that crashes its worker, so that the other books of its partition are still tokenized.
 
-A piece whose worker died is done again, without end for the same book. A worker therefore notes what it is
-about to do on its machine's disk before every book: this takes two microseconds, and a note in the page
-cache outlives the process. A task that finds the note of a dead worker counts a crash of that book, and
-after ``MAX_CRASHES`` of them the book is skipped. Notes are kept per command, so that a killed command or a
-machine that lost power is not counted against any book.
+A partition whose worker crashed is processed again; the same book would crash it forever. Before each book, a worker
+therefore writes a note with the next step to its machine's disk. This takes two microseconds, and a note in the page
+cache survives the process. A task that finds the note of a crashed worker counts a crash of that book; after
+``MAX_CRASHES`` crashes, the book is skipped. Each command has its own notes, so that a killed command or a power
+failure does not count as a crash.
 """
 
 import json
@@ -24,33 +24,33 @@ _LENGTH = 8
 
 
 class CrashGuard:
-    """The notes of one piece in one run. A context manager: they are removed when the piece ends, also by an error."""
+    """The notes of one partition in one run: a context manager that removes them at the end, also after an error."""
 
     def __init__(self, run: str, partition: str) -> None:
         try:
             self._open(scratch(run), partition)
-        except OSError as refused:
-            raise _refusal(refused) from refused
+        except OSError as failure:
+            raise _write_error(failure) from failure
 
     def _open(self, folder: Path, partition: str) -> None:
         self._note = folder / f"{partition}.note"
         self._counts = folder / f"{partition}.json"
         self.crash_counts: dict[str, int] = {}
-        with suppress(FileNotFoundError, ValueError):  # ValueError: a kill or a full disk cut it short
+        with suppress(FileNotFoundError, ValueError):  # ValueError: truncated by a kill or a full disk
             self.crash_counts = json.loads(self._counts.read_text(encoding="utf-8"))
-        if self._note.exists() and (location := _read(self._note)):
-            self.crash_counts[location] = self.crash_counts.get(location, 0) + 1
+        if self._note.exists() and (step := _read(self._note)):
+            self.crash_counts[step] = self.crash_counts.get(step, 0) + 1
             write_json(self._counts, self.crash_counts)
         self._file = os.open(self._note, os.O_WRONLY | os.O_CREAT | os.O_TRUNC, 0o600)
 
-    def enter(self, location: str) -> bool:
-        """Note that ``location`` comes next; False when it has crashed too many workers and must be skipped."""
-        name = location.encode("utf-8", "replace")
+    def enter(self, step: str) -> bool:
+        """Note that ``step`` comes next; return False if it has crashed too many workers and must be skipped."""
+        name = step.encode("utf-8", "replace")
         try:
             os.pwrite(self._file, len(name).to_bytes(_LENGTH, "little") + name, 0)
-        except OSError as refused:
-            raise _refusal(refused) from refused
-        return self.crash_counts.get(location, 0) < MAX_CRASHES
+        except OSError as failure:
+            raise _write_error(failure) from failure
+        return self.crash_counts.get(step, 0) < MAX_CRASHES
 
     def __enter__(self) -> Self:
         return self
@@ -62,15 +62,15 @@ class CrashGuard:
 
 
 def remove_notes(run: str) -> None:
-    """Remove the notes of a run from this machine: those of the workers that died."""
+    """Remove a run's notes from this machine; only crashed workers leave any."""
     with suppress(OSError, UserError):
         shutil.rmtree(scratch(run))
 
 
-def _refusal(refused: OSError) -> UserError:
+def _write_error(failure: OSError) -> UserError:
     return UserError(
-        f"{tempfile.gettempdir()} of {socket.gethostname()} cannot be written ({refused.strerror}): make room there, "
-        "or set TMPDIR to another folder; then run the same command again."
+        f"Cannot write to {tempfile.gettempdir()} of {socket.gethostname()}: {failure.strerror}. Free disk space, or "
+        "set TMPDIR to another folder; then run the same command again."
     )
 
 

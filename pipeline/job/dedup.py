@@ -1,9 +1,8 @@
-"""Drop duplicate books once all pieces are done, because no task sees the books of another.
+"""Drop duplicate books after all partitions are finished, because a task does not see the books of other tasks.
 
-Of several, one that is held out for validation is kept, so that its text is not trained on, else the first by id.
-Nothing is encoded again: a shard is written again with its other rows. Near duplicates are found, where that is asked
-for, because libraries hold a book in several editions that differ in a few words, which an exact comparison would all
-keep.
+Of several books with the same text, one that is held out for validation is kept, so that its text is not trained on;
+otherwise the first by id. Nothing is encoded again: a shard is rewritten with its other rows. Near duplicates are
+optional: libraries have several editions of a book that differ in a few words, which an exact comparison keeps.
 """
 
 from collections.abc import Callable, Container
@@ -20,67 +19,68 @@ from pipeline.shards import Shard, ShardInfo, write_batch
 EXACT = "duplicate"
 NEAR = "near duplicate"
 Rank = tuple[bool, bool, bool, str]
-"""What books of the same text are sorted by."""
+"""Sort key of books with the same text; the first one is kept."""
 
 
-def find_duplicates(records: dict[str, PartitionResult], rank: Callable[[str], Rank]) -> dict[str, DroppedBook]:
-    """Books to leave out, by id, each with the book that it duplicates; near ones only if there are signatures.
+def find_duplicates(results: dict[str, PartitionResult], rank: Callable[[str], Rank]) -> dict[str, DroppedBook]:
+    """Return the books to drop by id, each with the book that it duplicates; near ones only if there are signatures.
 
-    Of several, the first by ``rank`` is kept.
+    Of several duplicates, the first by ``rank`` is kept.
     """
-    texts = {book: sha256 for record in records.values() for book, sha256, *_ in record.books}
+    texts = {book: sha256 for result in results.values() for book, sha256, *_ in result.books}
     first: dict[str, str] = {}
     duplicates: dict[str, DroppedBook] = {}
     for book in sorted(texts, key=rank):
         original = first.setdefault(texts[book], book)
         if original != book:
-            duplicates[book] = DroppedBook(book, EXACT, f"the same text as {original}")
-    every = {book: signature for record in records.values() for book, signature in record.signatures.items()}
+            duplicates[book] = DroppedBook(book, EXACT, f"same text as {original}")
+    every = {book: signature for result in results.values() for book, signature in result.signatures.items()}
     if signatures := {book: every[book] for book in sorted(every, key=rank) if book not in duplicates}:
-        from pipeline.job.similarity import near_duplicates  # only runs that ask for it need its library
+        from pipeline.job.similarity import near_duplicates  # needed only for near duplicates
 
         for book, (original, similarity) in near_duplicates(signatures).items():
-            duplicates[book] = DroppedBook(book, NEAR, f"{similarity:.0%} of its phrases are those of {original}")
+            duplicates[book] = DroppedBook(book, NEAR, f"{similarity:.0%} of its phrases are also in {original}")
     return duplicates
 
 
 def drop_duplicates(
-    out_dir: StorageDir, records: dict[str, PartitionResult], duplicates: dict[str, DroppedBook]
+    out_dir: StorageDir, results: dict[str, PartitionResult], duplicates: dict[str, DroppedBook]
 ) -> dict[str, PartitionResult]:
-    """Remove ``duplicates`` from shards and records; returns the updated records, by piece name."""
-    hits = {name: {book for book, *_ in record.books if book in duplicates} for name, record in records.items()}
+    """Remove ``duplicates`` from shards and results; return the updated results, by partition name."""
+    hits = {name: {book for book, *_ in result.books if book in duplicates} for name, result in results.items()}
     affected = {name: {book: duplicates[book] for book in hit} for name, hit in hits.items() if hit}
     with ThreadPoolExecutor() as pool:
         changed = dict(
             zip(
                 affected,
-                pool.map(lambda name: _remove_books(out_dir, records[name], affected[name]), affected),
+                pool.map(lambda name: _remove_books(out_dir, results[name], affected[name]), affected),
                 strict=True,
             )
         )
         list(pool.map(lambda name: changed[name].write(out_dir, name), changed))
-    return records | changed
+    return results | changed
 
 
-def _remove_books(out_dir: StorageDir, record: PartitionResult, out: dict[str, DroppedBook]) -> PartitionResult:
-    """``record`` and its shards without the books in ``out``. A shard without books is deleted."""
+def _remove_books(out_dir: StorageDir, result: PartitionResult, dropped: dict[str, DroppedBook]) -> PartitionResult:
+    """Remove the ``dropped`` books from the shards of ``result``, and delete empty shards; return the updated
+    result."""
     return replace(
-        record,
-        shards=[left for info in record.shards if (left := without_books(out_dir, info, out))],
-        books=[book for book in record.books if book[0] not in out],
-        dropped=record.dropped + [out[book] for book in sorted(out)],
-        signatures={book: signature for book, signature in record.signatures.items() if book not in out},
-        moved=[book for book in record.moved if book not in out],
+        result,
+        shards=[shard for info in result.shards if (shard := without_books(out_dir, info, dropped))],
+        books=[book for book in result.books if book[0] not in dropped],
+        dropped=result.dropped + [dropped[book] for book in sorted(dropped)],
+        signatures={book: signature for book, signature in result.signatures.items() if book not in dropped},
+        moved_books=[book for book in result.moved_books if book not in dropped],
     )
 
 
-def without_books(out_dir: StorageDir, info: ShardInfo, out: Container[str]) -> ShardInfo | None:
-    """A shard after its books in ``out`` have been removed from it; None, and no file, where none is left."""
+def without_books(out_dir: StorageDir, info: ShardInfo, books: Container[str]) -> ShardInfo | None:
+    """Remove ``books`` from a shard and return the new one; None, and no file, if it is empty."""
     batch = Shard(out_dir / info.path).batch
-    left = batch.filter(pa.array([book not in out for book in batch.column("book").to_pylist()]))
-    if left.num_rows == batch.num_rows:
+    remaining = batch.filter(pa.array([book not in books for book in batch.column("book").to_pylist()]))
+    if remaining.num_rows == batch.num_rows:
         return info
-    if left.num_rows:
-        return write_batch(out_dir, info.path, info.split, left)
+    if remaining.num_rows:
+        return write_batch(out_dir, info.path, info.split, remaining)
     out_dir.remove([info.path])
     return None

@@ -1,6 +1,7 @@
-"""Sources on the disk of the command's machine, for a cluster whose other machines do not have that disk.
+"""Send sources on the driver's disk to a cluster whose other machines cannot read that disk.
 
-Few books travel with their pieces, such as those that ``gutenberg:`` downloads; a corpus belongs in object storage.
+A few books, such as those that ``gutenberg:`` downloads, are sent with their partitions; a corpus belongs in object
+storage.
 """
 
 import os
@@ -16,38 +17,35 @@ from pipeline.books.sources import EmbeddedFile
 from pipeline.job.plan import Partition
 
 MAX_EMBEDDED_BYTES = 100_000_000
-"""Most bytes of sources that are sent along: they pass through the memory of the command and of Ray."""
+"""Maximum size in bytes of embedded sources, because they pass through the memory of the driver and of Ray."""
 SAMPLED_FILES = 100
-"""Files that the other machines are asked for."""
+"""Maximum number of files that the other machines look for."""
 
 
 def embed_local_files(partitions: list[Partition]) -> list[Partition]:
-    """``partitions`` as every machine of the connected Ray can do them: with the bytes of local files, if one lacks
-    them.
+    """Return ``partitions`` with embedded local files, if a machine of the connected Ray cannot read these files.
 
-    Raises ``UserError`` when these are more than ``MAX_EMBEDDED_BYTES`` bytes.
+    Raises ``UserError`` if the files have more than ``MAX_EMBEDDED_BYTES`` bytes.
     """
-    local = [part.file for partition in partitions for part in partition.parts if _is_local(part)]
+    local = [file_range.file for partition in partitions for file_range in partition.ranges if _is_local(file_range)]
     versions = sorted({(file.uri, file.size, file.modified) for file in local})
     sampled_versions = versions[:: max(1, len(versions) // SAMPLED_FILES)]
-    blind = (
-        sorted(name for name, is_missing in run_on_other_nodes(is_any_missing, sampled_versions) if is_missing)
-        if sampled_versions
-        else []
-    )
-    if not blind:
+    if not sampled_versions:
+        return partitions
+    missing_on = sorted(name for name, is_missing in run_on_other_nodes(is_any_missing, sampled_versions) if is_missing)
+    if not missing_on:
         return partitions
     if (size := sum(file.size for file in local)) > MAX_EMBEDDED_BYTES:
         raise UserError(
             f"{versions[0][0]} and other sources ({size / 1e6:,.0f} MB) are on this machine's disk, which "
-            f"{', '.join(blind)} of the cluster cannot see: copy them to object storage and name them there, such "
-            f"as s3://bucket/books (up to {MAX_EMBEDDED_BYTES / 1e6:,.0f} MB are sent along)."
+            f"{', '.join(missing_on)} cannot read. Copy them to object storage and use that address, for example "
+            f"s3://bucket/books (up to {MAX_EMBEDDED_BYTES / 1e6:,.0f} MB are sent with the tasks)."
         )
-    return [replace(piece, parts=tuple(map(_carried, piece.parts))) for piece in partitions]
+    return [replace(partition, ranges=tuple(map(_with_content, partition.ranges))) for partition in partitions]
 
 
 def is_any_missing(files: Iterable[tuple[str, int, int]]) -> bool:
-    """Whether one of these local files, given with its size and time, is missing on this machine or another version."""
+    """Whether a local file is missing on this machine or has another size or modification time."""
     for path, size, modified in files:
         try:
             status = os.stat(path)  # noqa: PTH116 Path would parse each name
@@ -58,18 +56,18 @@ def is_any_missing(files: Iterable[tuple[str, int, int]]) -> bool:
     return False
 
 
-def _is_local(part: FileRange) -> bool:
-    return part.file.format != "sample" and not is_remote(part.file.uri)
+def _is_local(file_range: FileRange) -> bool:
+    return file_range.file.format != "sample" and not is_remote(file_range.file.uri)
 
 
-def _carried(part: FileRange) -> FileRange:
-    """``part`` with its file's bytes; as it is where they cannot be read, which its task reports."""
-    file = part.file
-    if not _is_local(part):
-        return part
+def _with_content(file_range: FileRange) -> FileRange:
+    """Return ``file_range`` with its file's bytes; unchanged if they cannot be read, which its task reports."""
+    file = file_range.file
+    if not _is_local(file_range):
+        return file_range
     try:
-        embedded = replace(part, file=EmbeddedFile(**vars(file), content=Path(file.uri).read_bytes()))
+        embedded = replace(file_range, file=EmbeddedFile(**vars(file), content=Path(file.uri).read_bytes()))
     except OSError:
-        return part
+        return file_range
     file.check_unchanged()
     return embedded

@@ -1,4 +1,4 @@
-"""Tasks of Ray Data on the connected Ray, which end when the code that iterates over their answers does."""
+"""Run Ray Data tasks on the connected Ray; they end when the caller stops iterating over their results."""
 
 import logging
 import pickle
@@ -13,29 +13,28 @@ Item = TypeVar("Item")
 Answer = TypeVar("Answer")
 
 _THREADS = ("StreamingExecutor-", "ray-data-metadata-prefetch", "iter_threaded")
-"""How the names of an executor's threads that ask Ray for something begin."""
+"""Prefixes of the names of Ray Data's threads that send requests to Ray."""
 _JOIN_TIMEOUT_SECONDS = 10.0
-"""Seconds for which they are waited for, out of the 28 in which a command leaves: the longest question is for a block,
-and its task is cancelled by then."""
+"""Seconds to wait for these threads, of the 28 in which a command must exit. The longest request is for a block, whose
+task is already cancelled."""
 
 
 def run_tasks(
     work: Callable[[Item], Iterable[Answer]], items: Sequence[Item], *, ordered: bool, **map_options: Any
 ) -> Generator[Answer, None, None]:
-    """What ``work(item)`` yields for each of the ``items``, of which each is a task with a core.
+    """Yield what ``work(item)`` yields for each of ``items``; each item is a task with one CPU core.
 
-    In the order of the items where it is ``ordered``; ``map_options`` are other arguments of Ray Data's
-    ``map_batches``. Raises ``UserError`` as ``work`` does. Once the generator is closed or has raised, nothing of it
-    runs: by itself Ray Data runs on for as long as something, a traceback for example, refers to it; and where Ray has
-    been shut down by then, the next question of one of its threads ends the process, with exit code 1 and without a
-    word.
+    With ``ordered``, results are in the order of the items. ``map_options`` are further arguments of Ray Data's
+    ``map_batches``. Raises ``UserError`` like ``work``. Once the generator is closed or has raised, all its tasks and
+    threads have ended. Otherwise Ray Data would continue while any object, such as a traceback, refers to it; if Ray
+    were shut down meanwhile, the next request of such a thread would end the process silently with exit code 1.
     """
     import ray.data
 
     logging.getLogger("ray.data").setLevel(logging.ERROR)
     context = ray.data.DataContext.get_current()
     context.execution_options.preserve_order = ordered
-    context.op_resource_reservation_enabled = False  # would reserve more than two CPUs have
+    context.op_resource_reservation_enabled = False  # it would reserve more than two CPUs provide
     context.enable_progress_bars = False
     context.print_on_execution_start = False
     packed = [{"item": pickle.dumps(item)} for item in items]
@@ -63,5 +62,5 @@ def _task(batch: Any, work: Callable[[Any], Iterable[Any]]) -> Iterator[dict[str
     try:
         for answer in work(pickle.loads(batch["item"][0])):  # noqa: S301 our own bytes
             yield {"answer": [pickle.dumps(answer)]}
-    except UserError as expected:  # as a value, because Ray Data wraps what a task raises
+    except UserError as expected:  # as a value, because Ray Data wraps the exceptions of tasks
         yield {"answer": [pickle.dumps(expected)]}

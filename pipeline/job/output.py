@@ -1,6 +1,6 @@
-"""What an output holds: which pieces are done, what is left over, who else writes there; and its completion.
+"""The output folder of a job: its finished partitions, its only writer, and the completion of the data set.
 
-Object storage is listed once, and its files are read by many threads, because each request takes time and no CPU.
+Object storage is listed once, and its files are read by many threads, because requests take time and no CPU.
 """
 
 import json
@@ -12,14 +12,15 @@ from contextlib import AbstractContextManager, suppress
 from dataclasses import asdict, dataclass
 from typing import Any
 
+from infra.cli.units import format_count
 from infra.errors import UserError
 from infra.storage.directory import CONCURRENT_REQUESTS, StorageDir
 from pipeline.books import downloads
 from pipeline.books.readers import DroppedBook
-from pipeline.books.sources import build_inventory, whole_sources
+from pipeline.books.sources import absolute_sources, build_inventory
 from pipeline.job import report
 from pipeline.job.dedup import EXACT, NEAR, drop_duplicates, find_duplicates
-from pipeline.job.partition_result import PartitionResult, mark_undone, read_record, record_file
+from pipeline.job.partition_result import PartitionResult, mark_undone, read_result, result_file
 from pipeline.job.plan import Job, Partition
 from pipeline.job.split_history import SplitHistory
 from pipeline.job.splits import choose_splits, fill_splits, move_books, note_splits, split_changes
@@ -36,45 +37,48 @@ from pipeline.shards import (
     read_manifest,
 )
 
-_RECORD = re.compile(rf"{PARTITIONS}/\d{{6,}}\.json")
-"""What a piece's record is called: other files in its folder are not ours to delete."""
+_RESULT_FILE = re.compile(rf"{PARTITIONS}/\d{{6,}}\.json")
+"""Path of a partition's result. Other files in its folder are never deleted."""
 
 
 def exclusive_writer(out_dir: StorageDir) -> AbstractContextManager[None]:
-    """Hold ``out_dir`` for this process. Raises ``UserError`` when it is held, or cannot be written."""
+    """Lock ``out_dir`` for this process. Raises ``UserError`` if it is locked or cannot be written."""
     out_dir.check_writable("--out")
-    return out_dir.exclusive_use(f"another run is writing to {out_dir}: wait for it, or give another --out.")
+    message = f"Another command is writing to {out_dir}. Wait for it to finish, or choose another --out."
+    return out_dir.exclusive_use(message)
 
 
 def check_own_output(out_dir: StorageDir, *, overwrite: bool) -> None:
-    """Raise ``UserError`` when ``out_dir`` holds a data set without the settings that we note for ours, or a run.
+    """Raise ``UserError`` if ``out_dir`` contains a training run, or a data set that this program did not create.
 
-    A data set may be overwritten. A run's key in MLflow has the name of a data set's, and would be lost.
+    Such a data set may be overwritten. A training run may not, because the file that refers to its MLflow run has the
+    same name as that of a data set.
     """
     if out_dir.exists(SETTINGS_FILE):
         return
     if out_dir.exists(TRACKING) and not out_dir.exists(MANIFEST):
-        raise UserError(f"{out_dir} holds a run of this program (its {TRACKING}): name another --out.")
+        raise UserError(f"{out_dir} contains a training run ({TRACKING}). Choose another --out.")
     if out_dir.exists(MANIFEST) and not overwrite:
         raise UserError(
-            f"{out_dir} holds a data set that this program did not make (no {SETTINGS_FILE}): name another --out."
+            f"{out_dir} contains a data set without {SETTINGS_FILE}, so it was not created by this program. Choose "
+            "another --out, or replace it with --overwrite."
         )
 
 
 def changed_settings(job: Job) -> dict[str, tuple[Any, Any]]:
-    """Settings that differ from those by which the job's output was made: name to (there, now).
+    """Return the settings that differ from those of the output: name to (stored value, new value).
 
-    Sources are not compared: the pieces that they change are known by their keys.
+    Sources are not compared, because the keys of the partitions show which ones they change.
     """
-    if not (stored_files := _settings(job.out_dir)):
+    if not (stored := _stored_settings(job.out_dir)):
         return {}
-    now = json.loads(json.dumps(job.identity()))
-    del now["sources"]
-    return {name: (stored_files.get(name), now[name]) for name in now if stored_files.get(name) != now[name]}
+    settings = json.loads(json.dumps(job.identity()))
+    del settings["sources"]
+    return {name: (stored.get(name), value) for name, value in settings.items() if stored.get(name) != value}
 
 
-def _settings(out_dir: StorageDir) -> dict[str, Any]:
-    """What the last run noted at ``out_dir``; nothing where none has."""
+def _stored_settings(out_dir: StorageDir) -> dict[str, Any]:
+    """Return the settings that the last run stored in ``out_dir``; an empty dict without any."""
     try:
         content = out_dir.read(SETTINGS_FILE)
     except OSError:
@@ -85,67 +89,71 @@ def _settings(out_dir: StorageDir) -> dict[str, Any]:
         return {}
 
 
-def _note_settings(job: Job) -> None:
-    job.out_dir.write_json(SETTINGS_FILE, job.identity() | {"sources": whole_sources(job.config.sources)})
+def _write_settings(job: Job) -> None:
+    job.out_dir.write_json(SETTINGS_FILE, job.identity() | {"sources": absolute_sources(job.config.sources)})
 
 
 def source_changes(job: Job) -> list[str]:
-    """Lines about sources that are new to the output, and about files of the same sources that came or went."""
-    stored_files = _settings(job.out_dir).get("sources", [])
-    added = [source for source in whole_sources(job.config.sources) if stored_files and source not in stored_files]
+    """Return lines about sources that are new to the output, and about added or removed files of the same sources."""
+    stored = _stored_settings(job.out_dir).get("sources", [])
+    added = [source for source in absolute_sources(job.config.sources) if stored and source not in stored]
     lines = [f"new sources: {', '.join(added[:3])}{', ...' * (len(added) > 3)}"] if added else []
-    with suppress(UserError):  # it is unfinished
-        old_inputs, after = read_manifest(job.out_dir).inputs, job.inventory.summary()
-        if old_inputs != after:
-            lines.append(f"made before from {old_inputs['files']:,} files, {old_inputs['bytes'] / 1e6:,.1f} MB")
+    with suppress(UserError):  # the data set is unfinished
+        old_inputs, new_inputs = read_manifest(job.out_dir).inputs, job.inventory.summary()
+        if old_inputs != new_inputs:
+            lines.append(
+                f"previously created from {format_count(old_inputs['files'], 'file')}, "
+                f"{old_inputs['bytes'] / 1e6:,.1f} MB"
+            )
     return lines
 
 
 def missing_sources(job: Job) -> list[str]:
-    """Sources whose books the output holds and that are not all among the job's: the books would go without a word."""
-    stored_files = set(_settings(job.out_dir).get("sources", ())) - set(whole_sources(job.config.sources))
-    if not stored_files or not any(name == MANIFEST or _RECORD.fullmatch(name) for name in job.out_dir.list_files()):
+    """Return sources of the output with files that the job does not read: their books would disappear silently."""
+    sources = set(_stored_settings(job.out_dir).get("sources", ())) - set(absolute_sources(job.config.sources))
+    names = job.out_dir.list_files()
+    if not sources or not any(name == MANIFEST or _RESULT_FILE.fullmatch(name) for name in names):
         return []
-    read = {os.path.realpath(file.uri) for file in job.inventory.files}
+    input_paths = {os.path.realpath(file.uri) for file in job.inventory.files}
 
     def is_missing(source: str) -> bool:
-        if source.startswith(downloads.PREFIX):  # it would be downloaded
+        if source.startswith(downloads.PREFIX):  # looking for its files would download them
             return True
         try:
-            return any(os.path.realpath(file.uri) not in read for file in build_inventory([source]).files)
-        except UserError:  # there is none any more
+            return any(os.path.realpath(file.uri) not in input_paths for file in build_inventory([source]).files)
+        except UserError:  # its files were deleted
             return True
 
-    return sorted(filter(is_missing, stored_files))
+    return sorted(filter(is_missing, sources))
 
 
 @dataclass(frozen=True)
 class PlanStatus:
-    """What is done and what is not, by piece name."""
+    """The finished and the unfinished partitions, by name."""
 
     done: dict[str, PartitionResult]
     todo: dict[str, str]
-    """Why each piece is to be done."""
+    """Unfinished partitions by name, each with its reason."""
 
 
 def compare_with_plan(job: Job) -> PlanStatus:
-    """Compare the plan with what the output holds; a shard of the recorded length counts as present.
+    """Compare the plan with the output; a shard counts as present if it has the stored size.
 
-    If any piece is to be done, or an earlier plan had more, the pieces that gave up duplicates are done again: what
-    they repeated may be gone.
+    If any partition is unfinished, or an earlier plan had more partitions, all partitions with dropped duplicates are
+    processed again, because the books that they duplicate may have changed.
     """
     stored_files = _files(job.out_dir)
     done: dict[str, PartitionResult] = {}
     todo: dict[str, str] = {}
-    for name, record_or_reason in _records_or_why(job, stored_files).items():
-        if isinstance(record_or_reason, PartitionResult):
-            done[name] = record_or_reason
+    for name, result_or_reason in _results_or_reasons(job, stored_files).items():
+        if isinstance(result_or_reason, PartitionResult):
+            done[name] = result_or_reason
         else:
-            todo[name] = record_or_reason
-    if todo or _records_of_no_piece(job, stored_files):
+            todo[name] = result_or_reason
+    if todo or _obsolete_results(job, stored_files):
         for name in list(done):
             if any(dropped.reason in (EXACT, NEAR) for dropped in done[name].dropped):
-                todo[name] = "had duplicates of books that may have changed"
+                todo[name] = "with duplicates of books that may have changed"
                 del done[name]
     return PlanStatus(done, todo)
 
@@ -159,34 +167,35 @@ def is_finished(job: Job) -> bool:
     return manifest.inputs == job.inventory.summary() and job.out_dir.exists(QUARANTINE)
 
 
-def finish(job: Job, tell: Callable[[str], None] = lambda sentence: None) -> Manifest:
-    """Drop duplicates, fill both splits, then write quarantine and manifest from the records.
+def finish(job: Job, print_line: Callable[[str], None] = lambda line: None) -> Manifest:
+    """Drop duplicates, fill both splits, then write quarantine and manifest from the results of the partitions.
 
-    ``tell`` is called with a sentence where a text changes its split. Raises ``UserError`` when a piece's record did
-    not arrive here, and when no book was kept.
+    Calls ``print_line`` with a sentence if texts change their split. Raises ``UserError`` if the result of a partition
+    is missing, and if no book was kept.
     """
-    out_dir, records = job.out_dir, read_results(job)
+    out_dir, results = job.out_dir, read_results(job)
     history = SplitHistory.read(out_dir, job.config.val_fraction)
-    choice = choose_splits(job, records, history)
+    choice = choose_splits(job, results, history)
     if job.config.duplicates != "keep":
-        records = drop_duplicates(out_dir, records, find_duplicates(records, choice.rank))
-    fill_splits(job, records, choice.splits, history)
-    for sentence in split_changes(records, choice.splits, history):
-        tell(sentence)
-    note_splits(job, records, choice.splits, history)
-    records = move_books(job, records, choice.splits)
-    remove_strays(job, records)
-    dropped = write_quarantine(out_dir, records.values())
-    held_out = sorted(book for record in records.values() for book in record.moved if choice.splits[book] == "val")
-    counts = report.totals(records.values()) | {"held_out": len(held_out), "held_out_first": held_out[:3]}
+        results = drop_duplicates(out_dir, results, find_duplicates(results, choice.rank))
+    fill_splits(job, results, choice.splits, history)
+    for sentence in split_changes(results, choice.splits, history):
+        print_line(sentence)
+    note_splits(job, results, choice.splits, history)
+    results = move_books(job, results, choice.splits)
+    remove_strays(job, results)
+    dropped = write_quarantine(out_dir, results.values())
+    moved_books = (book for result in results.values() for book in result.moved_books)
+    extra = sorted(book for book in moved_books if choice.splits[book] == "val")
+    counts = report.totals(results.values())
+    counts |= {"extra_validation_books": len(extra), "first_extra_validation_books": extra[:3]}
     if not counts["books_kept"]:
-        first = f" For {dropped[0].book} it is: {dropped[0].detail}." if dropped else ""
+        example = f" The first is {dropped[0].book}: {dropped[0].detail}." if dropped else ""
         raise UserError(
-            f"none of {counts['books_in']:,} books could be kept: {out_dir / QUARANTINE} gives the reason for each."
-            f"{first}"
+            f"No book was kept ({counts['books_read']:,} read). {out_dir / QUARANTINE} lists the reasons.{example}"
         )
     manifest = Manifest.of(
-        [shard for record in records.values() for shard in record.shards],
+        [shard for result in results.values() for shard in result.shards],
         config=job.identity(),
         tokenizer_sha256=job.tokenizer.sha256,
         inputs=job.inventory.summary(),
@@ -197,94 +206,100 @@ def finish(job: Job, tell: Callable[[str], None] = lambda sentence: None) -> Man
 
 
 def read_results(job: Job) -> dict[str, PartitionResult]:
-    """The record of every piece, by name, once all are done.
+    """Return the results of all partitions, by name, after all are finished.
 
-    Raises ``UserError`` when one is missing, is of other work than the plan's, or describes a shard that is missing.
+    Raises ``UserError`` if one is missing, does not match the plan, or describes a missing shard.
     """
-    records_or_reasons = _records_or_why(job, _files(job.out_dir))
-    records = {name: record for name, record in records_or_reasons.items() if isinstance(record, PartitionResult)}
-    if missing := [name for name in records_or_reasons if name not in records]:
+    results_or_reasons = _results_or_reasons(job, _files(job.out_dir))
+    results = {name: result for name, result in results_or_reasons.items() if isinstance(result, PartitionResult)}
+    if missing := [name for name in results_or_reasons if name not in results]:
         raise UserError(
-            f"{len(missing):,} of {len(records_or_reasons):,} pieces were done but did not arrive in "
-            f"{job.out_dir} (the first is {record_file(missing[0])}), so it is unfinished: use an --out that all "
-            "workers share, and run the same command again."
+            f"{len(missing):,} of {format_count(len(results_or_reasons), 'partition')} finished but missing from "
+            f"{job.out_dir} (first: {result_file(missing[0])}). Use an --out that all workers share, then run the same "
+            "command again."
         )
-    return records
+    return results
 
 
 def _files(out_dir: StorageDir) -> dict[str, int]:
-    """Bytes of every file in the folders of a data set, by name. An --out may hold anything besides them."""
+    """Return the size of every file in the folders of a data set, by name. An --out may contain other files, too."""
     return out_dir.list_files(*SPLITS, PARTITIONS)
 
 
-def _records_or_why(job: Job, stored_files: dict[str, int]) -> dict[str, PartitionResult | str]:
-    """The record of each piece, or why it is to be done, by name; of an output that holds the files
-    ``stored_files``."""
+def _results_or_reasons(job: Job, stored_files: dict[str, int]) -> dict[str, PartitionResult | str]:
+    """Return the result of each partition, or why it is unfinished, by name; ``stored_files`` are those of the
+    output."""
 
-    def record_or_why(partition: Partition) -> PartitionResult | str:
-        record = read_record(job.out_dir, partition.name) if record_file(partition.name) in stored_files else None
-        if record is None:
-            return "not done yet"
-        if record.key != partition.key():
-            return "inputs or settings changed"
-        if any(stored_files.get(shard.path) != shard.bytes for shard in record.shards):
-            return "shards missing or cut short"
-        return record
+    def result_or_reason(partition: Partition) -> PartitionResult | str:
+        result = read_result(job.out_dir, partition.name) if result_file(partition.name) in stored_files else None
+        if result is None:
+            return "not finished"
+        if result.key != partition.key():
+            return "with changed inputs or settings"
+        if any(stored_files.get(shard.path) != shard.bytes for shard in result.shards):
+            return "with missing or truncated shards"
+        return result
 
     with ThreadPoolExecutor(CONCURRENT_REQUESTS) as pool:
         return dict(
-            zip((partition.name for partition in job.partitions), pool.map(record_or_why, job.partitions), strict=True)
+            zip(
+                (partition.name for partition in job.partitions),
+                pool.map(result_or_reason, job.partitions),
+                strict=True,
+            )
         )
 
 
 def mark_unfinished(job: Job, todo: Iterable[str]) -> None:
-    """Mark the output as unfinished, without a record of the pieces ``todo``, and note the settings of this run.
+    """Mark the output as unfinished, remove the results of the partitions ``todo``, and store the settings of this run.
 
-    All these records go before the first piece is done: one that held a duplicate would be valid again by its key as
-    soon as the piece that held the original has been done.
+    All these results are removed before the first partition is processed: one with a duplicate would become valid
+    again, by its key, as soon as the partition with the original is finished.
     """
     mark_undone(job.out_dir, todo)
     job.out_dir.remove_temporaries(*SPLITS, PARTITIONS, ".")
     if not job.tokenizer.is_gpt2:
         job.out_dir.write(TOKENIZER_FILE, job.tokenizer.content)
-    _note_settings(job)
+    _write_settings(job)
 
 
 def clear(out_dir: StorageDir) -> None:
-    """Remove what this program wrote to ``out_dir``, and nothing else.
+    """Remove the files that this program wrote to ``out_dir``, and nothing else.
 
-    Records go first, so that a kill leaves nothing that looks done; the settings stay until :func:`mark_unfinished`
-    notes others. The history of the splits stays, so that what was held out is not trained on.
+    Results are removed first, so that after a kill nothing looks finished. The settings stay until
+    :func:`mark_unfinished` replaces them. The history of the splits stays, so that held-out texts are not trained on.
     """
     stored_files = _files(out_dir)
-    out_dir.remove(filter(_RECORD.fullmatch, stored_files))
+    out_dir.remove(filter(_RESULT_FILE.fullmatch, stored_files))
     out_dir.remove([MANIFEST, QUARANTINE, TRACKING, TOKENIZER_FILE])
     out_dir.remove(filter(SHARD.fullmatch, stored_files))
     out_dir.remove_temporaries(*SPLITS)
     out_dir.remove_empty(*SPLITS)
 
 
-def write_quarantine(out_dir: StorageDir, records: Iterable[PartitionResult]) -> list[DroppedBook]:
-    """Write one JSON line per book that was left out or is doubtful, in the order of their ids; returns those books."""
-    listed = (each for record in records for each in record.dropped + record.doubtful)
-    dropped = sorted(listed, key=lambda d: (d.book, d.detail))
-    lines = (json.dumps(asdict(entry), ensure_ascii=False) + "\n" for entry in dropped)
+def write_quarantine(out_dir: StorageDir, results: Iterable[PartitionResult]) -> list[DroppedBook]:
+    """Write one JSON line per dropped or flagged book, in the order of their ids; return these entries."""
+    entries = sorted(
+        (entry for result in results for entry in result.dropped + result.flagged),
+        key=lambda entry: (entry.book, entry.detail),
+    )
+    lines = (json.dumps(asdict(entry), ensure_ascii=False) + "\n" for entry in entries)
     out_dir.write(QUARANTINE, "".join(lines).encode())
-    return dropped
+    return entries
 
 
-def remove_strays(job: Job, records: dict[str, PartitionResult]) -> None:
-    """Remove shards and records of an earlier plan that this one does not have, and what killed workers left.
+def remove_strays(job: Job, results: dict[str, PartitionResult]) -> None:
+    """Remove shards and results of earlier plans that are not part of this one, and files of killed workers.
 
-    Call it when all pieces are done: no worker writes any more.
+    Call it after all partitions are finished, when no worker writes any more.
     """
     job.out_dir.remove_temporaries(*SPLITS, PARTITIONS)
     stored_files = _files(job.out_dir)
-    shards = {shard.path for record in records.values() for shard in record.shards}
+    shards = {shard.path for result in results.values() for shard in result.shards}
     strays = [name for name in stored_files if SHARD.fullmatch(name) and name not in shards]
-    job.out_dir.remove(strays + _records_of_no_piece(job, stored_files))
+    job.out_dir.remove(strays + _obsolete_results(job, stored_files))
 
 
-def _records_of_no_piece(job: Job, stored_files: Iterable[str]) -> list[str]:
-    names = {record_file(partition.name) for partition in job.partitions}
-    return [name for name in stored_files if _RECORD.fullmatch(name) and name not in names]
+def _obsolete_results(job: Job, stored_files: Iterable[str]) -> list[str]:
+    names = {result_file(partition.name) for partition in job.partitions}
+    return [name for name in stored_files if _RESULT_FILE.fullmatch(name) and name not in names]

@@ -1,4 +1,4 @@
-"""What one piece became, stored beside the shards: written last, it marks the piece as done."""
+"""Result of one partition, stored beside the shards. It is written last and marks the partition as finished."""
 
 import json
 from collections.abc import Iterable
@@ -15,41 +15,41 @@ from pipeline.shards import MANIFEST, PARTITIONS, ShardInfo
 @strict
 @dataclass
 class PartitionResult:
-    """The outcome of a piece. It holds no times, so that equal inputs and settings give equal records."""
+    """Result of a partition. It contains no times, so that equal inputs and settings give equal results."""
 
     key: str
     shards: list[ShardInfo]
     books: list[tuple[str, str, int, int]]
     """Id, sha256, characters and tokens of each book kept, by id."""
     dropped: list[DroppedBook]
-    traits: dict[str, int]
-    """Number of kept books by what was recognized in them."""
+    labels: dict[str, int]
+    """Number of kept books by recognized property."""
     signatures: dict[str, list[int]]
-    """MinHash signatures by book id, when near duplicates are looked for."""
-    moved: list[str]
-    """Books that are in the other split than their ids say, by id."""
+    """MinHash signatures by book id, if near duplicates are dropped."""
+    moved_books: list[str]
+    """Ids of the books that are in another split than their ids select, sorted."""
     read_bytes: int
     replaced: int
-    """Undecodable bytes in the kept books."""
+    """Number of undecodable bytes in the kept books."""
     verified_bytes: int
-    doubtful: list[DroppedBook] = field(default_factory=list)
-    """Books that were kept, with what may be wrong in them."""
+    flagged: list[DroppedBook] = field(default_factory=list)
+    """Kept books with possible errors, and what these are."""
     removed: dict[str, int] = field(default_factory=dict)
-    """Characters that cleaning left out of the kept books, by rule."""
+    """Number of characters that cleaning removed from the kept books, by rule."""
 
     def write(self, out_dir: StorageDir, name: str) -> None:
-        """Mark the piece as done."""
-        out_dir.write_json(record_file(name), to_json(self))
+        """Mark the partition as finished."""
+        out_dir.write_json(result_file(name), to_json(self))
 
 
-def record_file(name: str) -> str:
+def result_file(name: str) -> str:
     return f"{PARTITIONS}/{name}.json"
 
 
-def read_record(directory: StorageDir | Path, name: str) -> PartitionResult | None:
-    """The record of a piece, or None where there is none that is whole. Raises ``UserError`` when storage fails."""
+def read_result(directory: StorageDir | Path, name: str) -> PartitionResult | None:
+    """Read the result of a partition; None if it is missing or damaged. Raises ``UserError`` if the storage fails."""
     try:
-        content = StorageDir.of(directory).read(record_file(name))
+        content = StorageDir.of(directory).read(result_file(name))
     except OSError:
         return None
     try:
@@ -59,9 +59,9 @@ def read_record(directory: StorageDir | Path, name: str) -> PartitionResult | No
 
 
 def mark_undone(out_dir: StorageDir, names: Iterable[str]) -> None:
-    """Mark the data set at ``out_dir`` as unfinished and its pieces ``names`` as not done, durably.
+    """Durably mark the data set in ``out_dir`` and its partitions ``names`` as unfinished.
 
-    Call it before any shard of these pieces is written: a manifest or record that outlived the shards it describes
-    would vouch for those that replace them.
+    Call it before any shard of these partitions is written: a manifest or result that survived its shards would
+    describe the ones that replace them.
     """
-    out_dir.remove([MANIFEST, *(record_file(name) for name in names)])
+    out_dir.remove([MANIFEST, *(result_file(name) for name in names)])

@@ -1,6 +1,6 @@
-"""Split the inputs into pieces: the work of one task each, and one shard per split.
+"""Split the inputs into partitions: the unit of work, which becomes one shard per split.
 
-They depend on the inventory and the config alone, so that one worker and a hundred make the same bytes.
+Partitions depend only on the inventory and the config, so that one worker and a hundred write the same bytes.
 """
 
 import hashlib
@@ -19,107 +19,107 @@ from pipeline.config import TokenizeConfig
 from pipeline.encoding.tokenizer import GPT2_SHA256, Tokenizer, load_by_hash, read_tokenizer
 from pipeline.shards import FORMAT_VERSION, TOKENIZER_FILE, Split
 
-PARTS_PER_PIECE = 4096
-"""Limits the number of tiny files in a piece, so that a crash repeats seconds of work and not minutes."""
+MAX_RANGES_PER_PARTITION = 4096
+"""Maximum number of files in a partition, so that after a crash only seconds of work are repeated."""
 COMPRESSION = 3
 """Assumed bytes of text per compressed byte."""
 
-# Chosen so that the sample's 66 books give a validation split of ordinary length at the default share.
+# Chosen so that the sample's 66 books give a validation split of typical size at the default fraction.
 _SPLIT_SEED = 2
 
 
 @dataclass(frozen=True)
 class Partition:
-    """The work of one task: read these parts of files, write a shard of each split."""
+    """A unit of work: read these ranges of files and write a shard per split."""
 
     index: int
-    parts: tuple[FileRange, ...]
+    ranges: tuple[FileRange, ...]
     settings: TokenizeConfig
     tokenizer_sha256: str = GPT2_SHA256
 
     @property
     def tokenizer(self) -> Tokenizer:
-        """What its books are encoded with. Raises ``UserError`` when another is at the place that the settings name."""
+        """The tokenizer of its books. Raises ``UserError`` if the file in the settings is another one."""
         return load_by_hash(self.tokenizer_sha256, self.settings.tokenizer)
 
     @property
     def name(self) -> str:
-        """The piece's number as file names carry it."""
+        """The partition's number as it appears in file names."""
         return f"{self.index:06d}"
 
     @property
     def split(self) -> Split | None:
-        """The split that the names of its files tell, the same for all of them; None where the books' ids decide."""
-        return self.parts[0].file.split
+        """The split in the names of its files, which is the same for all of them; None if the books' ids decide."""
+        return self.ranges[0].file.split
 
     def assign_split(self, book: str) -> Split:
-        """The split of one of its books, unless :mod:`pipeline.job.splits` moves it."""
+        """Return the split of one of its books, unless :mod:`pipeline.job.splits` moves the book."""
         return self.split or assign_split(book, self.settings.val_fraction)
 
     @property
     def size(self) -> int:
         """Estimated bytes of text."""
-        return sum(part.size for part in self.parts)
+        return sum(file_range.size for file_range in self.ranges)
 
     def key(self) -> str:
-        """Hash of everything that decides this piece's shards: with an equal key, the work need not be repeated."""
-        parts = [
-            [file.id, file.uri, file.size, file.modified, file.version, file.split, part.start, part.stop]
-            for part in self.parts
-            for file in [part.file]
+        """Return a hash of everything that determines the shards: with an equal key, the work need not be repeated."""
+        ranges = [
+            [file.id, file.uri, file.size, file.modified, file.version, file.split, file_range.start, file_range.stop]
+            for file_range in self.ranges
+            for file in [file_range.file]
         ]
         settings = self.settings.identity() | {"sources": []}
-        everything = [FORMAT_VERSION, self.tokenizer_sha256, self.index, settings, parts]
+        everything = [FORMAT_VERSION, self.tokenizer_sha256, self.index, settings, ranges]
         return hashlib.sha256(json.dumps(everything, sort_keys=True).encode()).hexdigest()
 
 
 class Job:
-    """One run of the command: its settings, where its output goes, its inputs, and the pieces they are split into."""
+    """One run of the command: its settings, output folder, inputs, and partitions."""
 
     def __init__(self, config: TokenizeConfig) -> None:
         self.tokenizer = read_tokenizer(config.tokenizer)
         self.out_dir = StorageDir.of(config.out)
         if not self.tokenizer.is_gpt2:
             self.tokenizer.check_encoders(config.encoder)
-            config = replace(
-                config, tokenizer=(self.out_dir / TOKENIZER_FILE).address
-            )  # every worker can read it there
+            # All workers can read the copy in the output.
+            config = replace(config, tokenizer=(self.out_dir / TOKENIZER_FILE).address)
         self.config = config
         self.inventory = build_inventory(config.sources, config.mirror)
         self.partitions = make_partitions(self.inventory, config, self.tokenizer.sha256)
 
     def identity(self) -> dict[str, Any]:
-        """What decides the bytes of the shards: the settings, and the vocabulary by its hash."""
+        """Return what determines the bytes of the shards: the settings, and the hash of the tokenizer."""
         return self.config.identity() | {"tokenizer": self.tokenizer.sha256}
 
 
 def make_partitions(
     inventory: Inventory, config: TokenizeConfig, tokenizer_sha256: str = GPT2_SHA256
 ) -> list[Partition]:
-    """Pieces of about ``shard_size`` bytes of text. A book is never split: one that is larger is a piece of its own.
+    """Make partitions of about ``shard_size`` bytes of text. Books are never split: a larger one is its own partition.
 
-    Files whose names tell their split are in other pieces than those of another split, and than others.
+    All files of a partition have the same split in their names, or none.
     """
     groups: list[list[FileRange]] = []
-    room = -1
+    free_bytes = -1
     for file in sorted(inventory.files, key=lambda file: file.split or ""):
-        for part in split_file(file, config):
-            if part.size > room or len(groups[-1]) == PARTS_PER_PIECE or groups[-1][-1].file.split != file.split:
+        for file_range in split_file(file, config):
+            is_full = file_range.size > free_bytes or len(groups[-1]) == MAX_RANGES_PER_PARTITION
+            if is_full or groups[-1][-1].file.split != file.split:
                 groups.append([])
-                room = config.shard_size
-            groups[-1].append(part)
-            room -= part.size
-    return [Partition(index, tuple(parts), config, tokenizer_sha256) for index, parts in enumerate(groups)]
+                free_bytes = config.shard_size
+            groups[-1].append(file_range)
+            free_bytes -= file_range.size
+    return [Partition(index, tuple(ranges), config, tokenizer_sha256) for index, ranges in enumerate(groups)]
 
 
 def split_file(file: SourceFile, config: TokenizeConfig) -> list[FileRange]:
-    """``file`` in parts of about ``shard_size``, if its form lets a reader begin in the middle."""
+    """Split ``file`` into ranges of about ``shard_size``, if its format lets a reader start in the middle."""
     step = config.shard_size
     if file.compression and file.format != "parquet":
         return [FileRange(file, file.size * COMPRESSION)]
     if file.size <= step and file.format != "parquet":
         return [FileRange(file, file.size)]
-    if file.format == "lines" or (file.format == "text" and _found_anywhere(config.doc_separator)):
+    if file.format == "lines" or (file.format == "text" and _is_seekable(config.doc_separator)):
         starts = range(0, file.size, step)
         return [FileRange(file, min(step, file.size - start), start, min(start + step, file.size)) for start in starts]
     if file.format in ("parquet", "zip"):
@@ -127,16 +127,17 @@ def split_file(file: SourceFile, config: TokenizeConfig) -> list[FileRange]:
     return [FileRange(file, file.size)]
 
 
-def _found_anywhere(separator: str | None) -> bool:
-    """Whether a reader that begins in the middle finds the same separators as one that begins at the start.
+def _is_seekable(separator: str | None) -> bool:
+    """Whether a reader that starts in the middle finds the same separators as one that starts at the beginning.
 
-    Not for a separator that can overlap itself: where ``---`` contains a ``--`` depends on what comes before.
+    A separator that can overlap itself is not: the position of ``--`` in ``---`` depends on the preceding text.
     """
     return bool(separator) and not any(separator.startswith(separator[i:]) for i in range(1, len(separator)))
 
 
 def _split_container(file: SourceFile, step: int) -> list[FileRange]:
-    """Ranges of row groups or archive members; the whole file if it cannot be opened, so that its task says why."""
+    """Return ranges of row groups or archive members; the whole file if it cannot be opened, so that its task reports
+    the reason."""
     try:
         with file.open() as opened:
             if file.format == "zip":
@@ -146,29 +147,29 @@ def _split_container(file: SourceFile, step: int) -> list[FileRange]:
                 sizes = [metadata.row_group(group).total_byte_size for group in range(metadata.num_row_groups)]
     except (OSError, *DAMAGE):
         return [FileRange(file, file.size)]
-    parts: list[FileRange] = []
+    ranges: list[FileRange] = []
     start = total = 0
     for stop, size in enumerate(sizes, 1):
         total += size
         if total >= step or stop == len(sizes):
-            parts.append(FileRange(file, total, start, stop))
+            ranges.append(FileRange(file, total, start, stop))
             start, total = stop, 0
-    return parts or [FileRange(file, file.size)]
+    return ranges or [FileRange(file, file.size)]
 
 
-def is_one_book(part: FileRange, config: TokenizeConfig) -> bool:
-    """Whether ``part`` is a file of one book, whose id is known before it is read."""
-    return part.file.format == "text" and not config.doc_separator
+def is_one_book(file_range: FileRange, config: TokenizeConfig) -> bool:
+    """Whether ``file_range`` is a file of one book, whose id is known before it is read."""
+    return file_range.file.format == "text" and not config.doc_separator
 
 
 def assign_split(book: str, val_fraction: float) -> Split:
-    """The split of a book: by its id alone, so that it stays when books are added.
+    """Return the split of a book: by its id alone, so that it stays the same when books are added.
 
-    Where this leaves a split empty, :mod:`pipeline.job.splits` makes an exception.
+    If this leaves a split empty, :mod:`pipeline.job.splits` makes an exception.
     """
     return "val" if split_hash(book) < val_fraction else "train"
 
 
 def split_hash(book: str) -> float:
-    """A book's place in [0, 1)."""
+    """Return the hash of a book's id, in [0, 1)."""
     return xxhash.xxh3_64_intdigest(book.encode(), seed=_SPLIT_SEED) / 2**64

@@ -1,7 +1,7 @@
-"""Do the pieces in processes of this machine, without Ray, which takes longer to start than a small corpus.
+"""Process partitions in local processes, without Ray, because starting Ray takes longer than tokenizing a small corpus.
 
-Each is a plain Python process that is sent one piece at a time. Threads would share Python's lock, which cleaning and
-encoding hold most of the time, and processes of ``multiprocessing`` would run the script of the caller again.
+Each is a plain Python process that receives one partition at a time. Threads would share the GIL, which cleaning and
+encoding hold most of the time, and processes of ``multiprocessing`` would run the caller's script again.
 """
 
 import os
@@ -28,29 +28,29 @@ class _Worker:
     def __init__(self) -> None:
         path = os.pathsep.join(filter(None, [str(PROJECT), os.environ.get("PYTHONPATH", "")]))
         self.process = subprocess.Popen(
-            # -P, because a file of the current folder may have the name of one of our packages.
+            # -P, because a file in the current folder may have the name of one of our packages.
             [sys.executable, "-P", "-c", "from pipeline.job.worker import serve; serve()"],
             stdin=subprocess.PIPE, stdout=subprocess.PIPE, env=os.environ | {"PYTHONPATH": path},
-            process_group=0,  # Ctrl-C is for the command alone, which then ends it
+            process_group=0,  # only the command receives Ctrl-C, and then ends this process
         )  # fmt: skip
         assert self.process.stdin
         assert self.process.stdout
-        self.partitions, self.answers = self.process.stdin, self.process.stdout
+        self.requests, self.replies = self.process.stdin, self.process.stdout
         self.partition: Partition | None = None
-        """What it does; None while it starts."""
+        """The current partition; None while the process starts."""
 
-    def begin(self, partition: Partition, out_dir: StorageDir, run: str) -> None:
+    def send(self, partition: Partition, out_dir: StorageDir, run: str) -> None:
         self.partition = partition
-        with suppress(BrokenPipeError):  # it has died, as its answer will tell
-            pickle.dump((partition, out_dir, run), self.partitions)
-            self.partitions.flush()
+        with suppress(BrokenPipeError):  # it has crashed, which the missing reply shows
+            pickle.dump((partition, out_dir, run), self.requests)
+            self.requests.flush()
 
-    def answer(self) -> Any:
-        """What it answers: true once it has started, then a piece's summary or an exception; None if it has died."""
+    def receive(self) -> Any:
+        """Read a reply: True after the start, then the summary of a partition or an exception; None after a crash."""
         with suppress(EOFError, pickle.UnpicklingError):
-            return pickle.load(self.answers)  # noqa: S301 our own bytes
+            return pickle.load(self.replies)  # noqa: S301 our own bytes
 
-    def end(self) -> None:
+    def kill(self) -> None:
         self.process.kill()
         with suppress(BrokenPipeError), self.process:
             pass
@@ -59,47 +59,47 @@ class _Worker:
 def run_partitions(
     partitions: Sequence[Partition], out_dir: StorageDir, run: str, *, workers: int
 ) -> Generator[dict[str, Any], None, None]:
-    """Do ``partitions``, up to ``workers`` at a time, and yield each one's summary when it is done.
+    """Process ``partitions``, up to ``workers`` at a time, and yield the summary of each one when it is finished.
 
-    ``run`` names the running command, for the crash guard: a piece whose process dies is done again by a new one. The
-    processes end with the iterator. Raises ``UserError`` as a piece raised it.
+    ``run`` is the id of the command, for the crash guard: if a process crashes, a new one repeats its partition. The
+    processes end with the iterator. Raises the ``UserError`` of a partition.
     """
-    waiting, left, failed = deque(partitions), len(partitions), 0
-    with ExitStack() as ending, DefaultSelector() as answering:
-        ending.callback(out_dir.remove_temporaries, *SPLITS, PARTITIONS)
+    queue, unfinished, failed_starts = deque(partitions), len(partitions), 0
+    with ExitStack() as stack, DefaultSelector() as selector:
+        stack.callback(out_dir.remove_temporaries, *SPLITS, PARTITIONS)
 
         def start() -> None:
             worker = _Worker()
-            ending.callback(worker.end)
-            answering.register(worker.answers, EVENT_READ, worker)
+            stack.callback(worker.kill)
+            selector.register(worker.replies, EVENT_READ, worker)
 
         def stop(worker: _Worker) -> None:
-            answering.unregister(worker.answers)
-            worker.end()
+            selector.unregister(worker.replies)
+            worker.kill()
 
         for _ in range(min(workers, len(partitions))):
             start()
-        while left:
-            for key, _ in answering.select():
+        while unfinished:
+            for key, _ in selector.select():
                 worker: _Worker = key.data
-                partition, answer = worker.partition, worker.answer()
-                if isinstance(answer, Exception):
-                    raise answer
-                if answer is None:
+                partition, reply = worker.partition, worker.receive()
+                if isinstance(reply, Exception):
+                    raise reply
+                if reply is None:
                     if partition:
-                        waiting.appendleft(partition)
-                    elif (failed := failed + 1) == MAX_CRASHES:
+                        queue.appendleft(partition)
+                    elif (failed_starts := failed_starts + 1) == MAX_CRASHES:
                         raise UserError(
-                            f"the processes that make the pieces end as they start, with code {worker.process.wait()}: "
-                            "see what they printed, and check the installation with 'python -m infra.doctor --quick'."
+                            f"The tokenizer processes exit at startup with code {worker.process.wait()}. Read their "
+                            "output above, and check the installation with 'python -m infra.doctor --quick'."
                         )
                     stop(worker)
                     start()
                     continue
-                if waiting:
-                    worker.begin(waiting.popleft(), out_dir, run)
+                if queue:
+                    worker.send(queue.popleft(), out_dir, run)
                 else:
                     stop(worker)
                 if partition:
-                    left -= 1
-                    yield answer
+                    unfinished -= 1
+                    yield reply

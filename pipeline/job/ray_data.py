@@ -1,7 +1,7 @@
-"""Do the pieces by Ray Data, on all workers of the cluster.
+"""Process partitions with Ray Data, on all workers of the cluster.
 
-A task reads its own files and writes its own shards, because Ray's readers cost 4 ms per file and its
-writers use random names. Ray is imported in the functions: planning and dry runs do without it.
+A task reads its own files and writes its own shards, because Ray's readers take 4 ms per file and its writers use
+random names. Ray is imported inside the functions, because planning and dry runs do not need it.
 """
 
 from collections.abc import Generator, Iterator, Sequence
@@ -12,18 +12,19 @@ from infra.cli.command import reduce_gc_frequency
 from infra.storage.directory import StorageDir
 from pipeline.job.executor import run_tasks
 from pipeline.job.plan import Partition
-from pipeline.job.task import do_piece
+from pipeline.job.task import run_partition
 
 IN_FLIGHT = 4
-"""Submitted tasks per worker of our own Ray, of which it runs one at a time: Ray Data takes up to 0.2 s to notice
-that one is done, during which a worker would idle."""
+"""Submitted tasks per worker of a Ray that this command started; a worker runs one at a time. Ray Data takes up to 0.2
+s to notice a finished task, and without queued tasks a worker would idle meanwhile."""
 TASKS = 12
-"""Tasks per worker, if there are as many pieces: with more, a worker idles more often between two (7 ms); with fewer,
-longer at the end."""
+"""Tasks per worker, if there are enough partitions. With more tasks, a worker idles more often between two (7 ms); with
+fewer, longer at the end."""
 ASSUMED_CLUSTER_TASKS = 256
-"""Tasks that a cluster is assumed to run at a time, because it may grow."""
+"""Assumed number of parallel tasks of a cluster, which may grow."""
 MAX_PARTITIONS_PER_TASK = 32
-"""Pieces per task. Each task costs the driver 13 ms and 70 kB; what was done of it is repeated when its worker dies."""
+"""Maximum number of partitions per task. A task costs the driver 13 ms and 70 kB; all its partitions are repeated if
+its worker crashes."""
 
 
 def run_partitions(
@@ -37,7 +38,7 @@ def run_partitions(
     """
     import ray.data
 
-    # It would stop all but one worker over a queue of 200 bytes.
+    # The backpressure would stop all but one worker for a queue of 200 bytes.
     ray.data.DataContext.get_current().downstream_capacity_backpressure_ratio = None
     groups = grouped(partitions, workers)
     limit = workers and min(len(groups), IN_FLIGHT * workers if is_own_ray else workers)
@@ -47,7 +48,7 @@ def run_partitions(
 
 def _run_group(out_dir: StorageDir, run: str, partitions: Sequence[Partition]) -> Iterator[dict[str, Any]]:
     for partition in partitions:
-        yield do_piece(partition, out_dir, run)
+        yield run_partition(partition, out_dir, run)
 
 
 def grouped(partitions: Sequence[Partition], workers: int | None) -> list[Sequence[Partition]]:
@@ -57,16 +58,16 @@ def grouped(partitions: Sequence[Partition], workers: int | None) -> list[Sequen
 
 
 def warm_up(workers: int) -> None:
-    """Start worker processes with their imports done and the vocabulary loaded, without waiting for them."""
+    """Start worker processes that import the modules and load the tokenizer, without waiting for them."""
     import ray
 
     @ray.remote(num_cpus=1)
     def load() -> None:
         reduce_gc_frequency()
-        import ray.data  # noqa: F401 what a map task unpickles needs it
+        import ray.data  # noqa: F401 needed to unpickle a map task
 
         from pipeline.encoding.tokenizer import gpt2
-        from pipeline.job.task import do_piece  # noqa: F401
+        from pipeline.job.task import run_partition  # noqa: F401
 
         gpt2().encode(b"warm")
 

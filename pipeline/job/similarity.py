@@ -1,4 +1,4 @@
-"""Find other editions of the same work by MinHash, which estimates the share of phrases that two books share."""
+"""Find other editions of the same work by MinHash, which estimates the fraction of phrases that two books share."""
 
 from collections.abc import Iterable
 
@@ -8,16 +8,16 @@ from rensa import RMinHash  # pyright: ignore[reportAttributeAccessIssue] compil
 PERMUTATIONS = 128
 BANDS = 32
 SHINGLE_WORDS = 5
-"""Words per shingle; fewer would match common phrases, more would miss editions that differ in spelling."""
+"""Words per shingle. Fewer would match common phrases; more would miss editions that differ in spelling."""
 MIN_SIMILARITY = 0.6
-"""Estimated Jaccard similarity of shingles from which two books count as the same work."""
+"""Minimum estimated Jaccard similarity of shingles of two books that count as the same work."""
 _SEED = 42
 _LONGEST = 400_000
-"""Bytes of a book that are compared."""
+"""Maximum number of bytes of a book that are compared."""
 
 
 def signature(text: bytes) -> list[int]:
-    """The MinHash signature of a cleaned text, over its words in lower case."""
+    """Return the MinHash signature of a cleaned text, over its words in lower case."""
     words = text[:_LONGEST].decode("utf-8", "ignore").lower().split()
     made = RMinHash(num_perm=PERMUTATIONS, seed=_SEED)
     made.update([" ".join(words[i : i + SHINGLE_WORDS]) for i in range(max(1, len(words) - SHINGLE_WORDS + 1))])
@@ -25,14 +25,14 @@ def signature(text: bytes) -> list[int]:
 
 
 class _Index:
-    """Signatures by their bands: only those that agree in one are compared (locality-sensitive hashing)."""
+    """Signatures by band: only those that agree in a band are compared (locality-sensitive hashing)."""
 
     def __init__(self) -> None:
         self._bands: dict[tuple[int, bytes], list[str]] = {}
         self._digests: dict[str, np.ndarray] = {}
 
     def most_similar(self, digest: np.ndarray) -> tuple[float, str]:
-        """The similarity and name of the most similar one; no similarity where none is comparable."""
+        """Return (similarity, name) of the most similar signature; (0.0, "") if none agrees in a band."""
         candidates = sorted({name for band in _bands(digest) for name in self._bands.get(band, ())})
         similar = [(float(np.mean(self._digests[name] == digest)), name) for name in candidates]
         return max(similar, default=(0.0, ""))
@@ -48,7 +48,7 @@ def _bands(digest: np.ndarray) -> list[tuple[int, bytes]]:
 
 
 def near_duplicates(signatures: dict[str, list[int]]) -> dict[str, tuple[str, float]]:
-    """Books that are similar to an earlier one: book to (the one that is kept, similarity)."""
+    """Return the books that are similar to an earlier one, each with (the kept book, similarity)."""
     index = _Index()
     duplicates: dict[str, tuple[str, float]] = {}
     for book, signed in signatures.items():
@@ -62,7 +62,7 @@ def near_duplicates(signatures: dict[str, list[int]]) -> dict[str, tuple[str, fl
 
 
 def similar_to(signatures: dict[str, list[int]], originals: Iterable[list[int]]) -> set[str]:
-    """Books that are similar to one of ``originals``."""
+    """Return the books that are similar to one of ``originals``."""
     index = _Index()
     for number, signed in enumerate(originals):
         index.add(str(number), np.array(signed, dtype=np.uint32))

@@ -1,8 +1,9 @@
-"""The split of every text that the data sets of an output have held, so that a text keeps it when its id changes.
+"""The split of every text in the data sets of an output, so that a text keeps its split when its id changes.
 
 Ids change when a file is compressed, a row is inserted above others, or a folder of the same name is added. The history
-is kept beside the records of the pieces: 33 bytes a text, and a MinHash signature of a held-out one where near
-duplicates are looked for. It is written before a data set is finished, and outlives its manifest and ``--overwrite``.
+is stored beside the results of the partitions: 33 bytes per text and, if near duplicates are dropped, a MinHash
+signature of each held-out text. It is written before a data set is finished, and survives its manifest and
+``--overwrite``.
 """
 
 import io
@@ -30,19 +31,19 @@ _SHARE = b"val_fraction"
 
 @dataclass
 class SplitHistory:
-    """Texts by their sha256, and whether one of them was ever held out for validation."""
+    """Texts by their sha256, and whether each was ever held out for validation."""
 
     val_fraction: float
-    """The share by which the newest data set was split."""
+    """The fraction by which the newest data set was split."""
     is_val: dict[bytes, bool] = field(default_factory=dict)
     books: dict[str, bytes] = field(default_factory=dict)
-    """Ids that alone would put a book into the other split, and the text that had it. It may be edited."""
+    """Text by id, of books whose id alone would select the other split; their text may change later."""
     signatures: dict[bytes, list[int]] = field(default_factory=dict)
     """MinHash signatures of held-out texts."""
 
     @classmethod
     def read(cls, out_dir: StorageDir, val_fraction: float) -> Self:
-        """That of ``out_dir``; an empty one where no data set has been finished."""
+        """Read the history in ``out_dir``; an empty one if no data set has been finished."""
         try:
             content = out_dir.read(SPLIT_HISTORY)
         except (FileNotFoundError, NotADirectoryError):
@@ -54,8 +55,8 @@ class SplitHistory:
             share = float((table.schema.metadata or {})[_SHARE])
         except (pa.ArrowException, ValueError, KeyError, OSError) as damage:
             raise UserError(
-                f"{out_dir / SPLIT_HISTORY} is damaged ({damage}). Restore it, or use another --out: without it, what "
-                "was held out for validation here could be trained on."
+                f"{out_dir / SPLIT_HISTORY} is damaged ({damage}). Restore it, or use another --out. Without it, books "
+                "that were held out for validation could be trained on."
             ) from damage
         texts, held, books, signatures = (column.to_pylist() for column in table.columns)
         return cls(
@@ -70,7 +71,7 @@ class SplitHistory:
         )
 
     def write(self, out_dir: StorageDir) -> None:
-        """Replace that of ``out_dir``; equal ones have equal bytes."""
+        """Write the history to ``out_dir``; equal histories have equal bytes."""
         ids = {text: book for book, text in sorted(self.books.items())}
         texts = sorted(self.is_val)
         signatures = [self.signatures.get(text) for text in texts]
@@ -89,21 +90,22 @@ class SplitHistory:
         out_dir.write(SPLIT_HISTORY, sink.getvalue())
 
     def valid_for(self, val_fraction: float) -> "SplitHistory":
-        """What of it decides splits at another share, which chooses anew: a larger one keeps what is held out."""
+        """Return the part that is valid at another fraction: a larger one keeps the held-out texts, a smaller one
+        nothing."""
         if val_fraction == self.val_fraction:
             return self
         held = {text: True for text, is_val in self.is_val.items() if is_val and val_fraction > self.val_fraction}
         books = {book: text for book, text in self.books.items() if text in held}
         return SplitHistory(val_fraction, held, books, {t: s for t, s in self.signatures.items() if t in held})
 
-    def split_known(self, book: str, sha256: str) -> bool | None:
-        """Whether a book was held out, by its text or else by its id; None where neither is known."""
+    def was_held_out(self, book: str, sha256: str) -> bool | None:
+        """Return whether a book was held out, by its text or else by its id; None if neither is known."""
         text = bytes.fromhex(sha256)
         known = self.is_val.get(text)
         return self.is_val.get(self.books.get(book, text)) if known is None else known
 
     def add(self, book: str, sha256: str, *, is_val: bool, by_id: bool, signature: list[int] | None) -> None:
-        """Note a book of a data set: whether it is held out, and whether its id says so. A held-out text stays so."""
+        """Add a book: ``is_val`` is its split, ``by_id`` the split that its id selects. A held-out text stays so."""
         text = bytes.fromhex(sha256)
         self.is_val[text] = is_val or self.is_val.get(text, False)
         if is_val != by_id:

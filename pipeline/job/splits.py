@@ -1,9 +1,10 @@
-"""Choose the split of every book, once all pieces are done.
+"""Choose the split of every book after all partitions are finished.
 
-A book is in the split that its text had in an earlier data set of the same output (:mod:`pipeline.job.split_history`),
-else in the one that the name of its file tells, else in the one of its id's hash. Of few books the hash may take none
-or all. Then one book is moved: the nearest to the share, of files that are books of their own if there are several, so
-that another kind of source beside them does not change the choice; and rather a new one.
+A book's split is, in this order: the one that its text had in an earlier data set of the same output
+(:mod:`pipeline.job.split_history`), the one in the name of its file, the one of its id's hash. Of few books, the hash
+may select none or all. Then one book is moved to the empty split: the one whose hash is nearest to the fraction, and
+preferably one without history. If several files are one book each, it is one of these, so that other kinds of sources
+beside them do not change the choice.
 """
 
 from collections.abc import Iterator
@@ -16,142 +17,144 @@ from pipeline.job.dedup import Rank, without_books
 from pipeline.job.partition_result import PartitionResult
 from pipeline.job.plan import Job, is_one_book, split_hash
 from pipeline.job.split_history import SplitHistory
-from pipeline.shards import Shard, Split, shard_path, write_batch
+from pipeline.shards import Shard, ShardInfo, Split, shard_path, write_batch
 
 
 @dataclass(frozen=True)
 class Choice:
-    """The split of each book, in ``splits``."""
+    """The chosen splits, by book id."""
 
     splits: dict[str, Split]
     moved: set[str] = field(default_factory=set)
-    """Books that are in another split than their piece has put them."""
+    """Books that are in another split than their partition wrote them to."""
     editions: set[str] = field(default_factory=set)
     """Books that are held out only as editions of a text that is not among the books."""
 
     def rank(self, book: str) -> Rank:
-        """Its place among books of the same text, of which the first is kept: a held-out one, or the first by id.
+        """Sort key among books of the same text, of which the first is kept: a held-out one, or the first by id.
 
-        One that is moved only because of another's text comes after that, also when the data set is made again.
+        A book that is moved only because of another book's text comes after that one, so that the same book is kept
+        when the data set is re-created.
         """
         return self.splits[book] == "train", book in self.editions, book in self.moved, book
 
 
-def choose_splits(job: Job, records: dict[str, PartitionResult], history: SplitHistory) -> Choice:
-    """The splits of all books in ``records``, by piece name."""
+def choose_splits(job: Job, results: dict[str, PartitionResult], history: SplitHistory) -> Choice:
+    """Choose the splits of all books in ``results``, which are by partition name."""
     history = history.valid_for(job.config.val_fraction)
     choice = Choice({})
-    unknown: dict[str, list[int]] = {}
+    new_signatures: dict[str, list[int]] = {}
     for partition in job.partitions:
-        record = records[partition.name]
-        for book, sha256, *_ in record.books:
-            by_piece, is_val = partition.assign_split(book), history.split_known(book, sha256)
-            if is_val is None or (not is_val and partition.split == "val"):
-                choice.splits[book] = by_piece
-                if by_piece == "train" and book in record.signatures:
-                    unknown[book] = record.signatures[book]
+        result = results[partition.name]
+        for book, sha256, *_ in result.books:
+            assigned, was_val = partition.assign_split(book), history.was_held_out(book, sha256)
+            if was_val is None or (not was_val and partition.split == "val"):
+                choice.splits[book] = assigned
+                if assigned == "train" and book in result.signatures:
+                    new_signatures[book] = result.signatures[book]
             else:
-                choice.splits[book] = "val" if is_val else "train"
-                if choice.splits[book] != by_piece:
+                choice.splits[book] = "val" if was_val else "train"
+                if choice.splits[book] != assigned:
                     choice.moved.add(book)
-    if unknown and history.signatures:
-        from pipeline.job.similarity import similar_to  # only runs that look for near duplicates need its library
+    if new_signatures and history.signatures:
+        from pipeline.job.similarity import similar_to  # needed only for near duplicates
 
-        for book in similar_to(unknown, history.signatures.values()):
+        for book in similar_to(new_signatures, history.signatures.values()):
             choice.splits[book] = "val"
             choice.editions.add(book)
     return choice
 
 
-def fill_splits(job: Job, records: dict[str, PartitionResult], splits: dict[str, Split], history: SplitHistory) -> None:
-    """Move one of the books in ``records`` to the split that has none, in ``splits``; an only book is trained on."""
-    share = job.config.val_fraction
-    known = history.valid_for(share)
-    texts = {book: sha256 for record in records.values() for book, sha256, *_ in record.books}
-    held = sum(splits[book] == "val" for book in texts)
-    if not held and share and len(texts) > 1:
-        parts = (part for partition in job.partitions for part in partition.parts)
-        alone = [part.file.id for part in parts if is_one_book(part, job.config) and part.file.id in texts]
-        candidates = alone if len(alone) > 1 else texts
-        chosen = min(candidates, key=lambda book: (known.split_known(book, texts[book]) is False, split_hash(book)))
-        splits[chosen] = "val"
-    elif texts and held == len(texts):
-        chosen = max(texts, key=lambda book: (not known.split_known(book, texts[book]), split_hash(book)))
-        splits[chosen] = "train"
+def fill_splits(job: Job, results: dict[str, PartitionResult], splits: dict[str, Split], history: SplitHistory) -> None:
+    """Move one of the books in ``results`` to the empty split, in ``splits``; a single book is trained on."""
+    history = history.valid_for(job.config.val_fraction)
+    texts = {book: sha256 for result in results.values() for book, sha256, *_ in result.books}
+    val_count = sum(splits[book] == "val" for book in texts)
+    if not val_count and job.config.val_fraction and len(texts) > 1:
+        ranges = (file_range for partition in job.partitions for file_range in partition.ranges)
+        files = [file_range.file.id for file_range in ranges if is_one_book(file_range, job.config)]
+        one_book_files = [book for book in files if book in texts]
+        candidates = one_book_files if len(one_book_files) > 1 else texts
+        moved = min(candidates, key=lambda book: (history.was_held_out(book, texts[book]) is False, split_hash(book)))
+        splits[moved] = "val"
+    elif texts and val_count == len(texts):
+        moved = max(texts, key=lambda book: (not history.was_held_out(book, texts[book]), split_hash(book)))
+        splits[moved] = "train"
 
 
 def split_changes(
-    records: dict[str, PartitionResult], splits: dict[str, Split], history: SplitHistory
+    results: dict[str, PartitionResult], splits: dict[str, Split], history: SplitHistory
 ) -> Iterator[str]:
-    """A sentence about the books that were held out and are trained on now, and one about the reverse."""
+    """Yield a sentence about books that were held out and are now trained on, and one about the reverse."""
     moved: dict[Split, list[str]] = {"train": [], "val": []}
-    for record in records.values() if history.is_val else ():
-        for book, sha256, *_ in record.books:
+    for result in results.values() if history.is_val else ():
+        for book, sha256, *_ in result.books:
             was_val = history.is_val.get(bytes.fromhex(sha256))
             if was_val is not None and was_val != (splits[book] == "val"):
                 moved[splits[book]].append(book)
-    for books, was, now in (
+    for books, old_use, new_use in (
         (moved["train"], "held out for validation", "trained on"),
         (moved["val"], "trained on", "held out for validation"),
     ):
         if books:
             yield (
-                f"Books that were {was} in an earlier data set of this --out and are {now} now: {len(books):,}, "
-                f"such as {min(books)}."
+                f"Books that were {old_use} in an earlier data set of this --out and are now {new_use}: "
+                f"{len(books):,}, for example {min(books)}."
             )
 
 
-def note_splits(job: Job, records: dict[str, PartitionResult], splits: dict[str, Split], history: SplitHistory) -> None:
-    """Write the history with the books in ``records``, before any of them is moved."""
+def note_splits(job: Job, results: dict[str, PartitionResult], splits: dict[str, Split], history: SplitHistory) -> None:
+    """Write the history with the books in ``results``, before any of them is moved."""
     history = history.valid_for(job.config.val_fraction)
-    # Copies that --duplicates keep leaves in both splits are left to their ids.
-    apart = _in_both(records, splits) if job.config.duplicates == "keep" else set()
+    # With --duplicates keep, copies of a text can be in both splits; their ids decide.
+    in_both = _texts_in_both_splits(results, splits) if job.config.duplicates == "keep" else set()
     for partition in job.partitions:
-        record = records[partition.name]
-        for book, sha256, *_ in record.books:
-            if sha256 not in apart:
+        result = results[partition.name]
+        for book, sha256, *_ in result.books:
+            if sha256 not in in_both:
                 is_val, by_id = splits[book] == "val", partition.assign_split(book) == "val"
-                history.add(book, sha256, is_val=is_val, by_id=by_id, signature=record.signatures.get(book))
+                history.add(book, sha256, is_val=is_val, by_id=by_id, signature=result.signatures.get(book))
     history.write(job.out_dir)
 
 
-def _in_both(records: dict[str, PartitionResult], splits: dict[str, Split]) -> set[str]:
-    """The texts that are in both splits."""
+def _texts_in_both_splits(results: dict[str, PartitionResult], splits: dict[str, Split]) -> set[str]:
+    """Return the texts that are in both splits."""
     texts: dict[Split, set[str]] = {"train": set(), "val": set()}
-    for record in records.values():
-        for book, sha256, *_ in record.books:
+    for result in results.values():
+        for book, sha256, *_ in result.books:
             texts[splits[book]].add(sha256)
     return texts["train"] & texts["val"]
 
 
-def move_books(job: Job, records: dict[str, PartitionResult], splits: dict[str, Split]) -> dict[str, PartitionResult]:
-    """Move books to their ``splits`` where their piece has put them into the other; returns the updated records."""
+def move_books(job: Job, results: dict[str, PartitionResult], splits: dict[str, Split]) -> dict[str, PartitionResult]:
+    """Move books to their ``splits`` if their partition wrote them to the other one; return the updated results."""
     changed: dict[str, PartitionResult] = {}
     for partition in job.partitions:
-        record = records[partition.name]
-        wanted = sorted(book for book, *_ in record.books if splits[book] != partition.assign_split(book))
-        if wanted != record.moved:
-            changed[partition.name] = _with_books_moved(job.out_dir, partition.name, record, wanted)
+        result = results[partition.name]
+        moved = sorted(book for book, *_ in result.books if splits[book] != partition.assign_split(book))
+        if moved != result.moved_books:
+            changed[partition.name] = _with_books_moved(job.out_dir, partition.name, result, moved)
             changed[partition.name].write(job.out_dir, partition.name)
-    return records | changed
+    return results | changed
 
 
-def _with_books_moved(out_dir: StorageDir, name: str, record: PartitionResult, wanted: list[str]) -> PartitionResult:
-    """``record`` and its shards with ``wanted``, and no other books, in the other split than its piece put them.
+def _with_books_moved(out_dir: StorageDir, name: str, result: PartitionResult, moved: list[str]) -> PartitionResult:
+    """Rewrite the shards of ``result`` so that exactly the books ``moved`` are in the other split than they were
+    written to; return the updated result.
 
-    What moves is written before it is removed, and the record last: after a kill the piece is done again.
+    Moved books are written before they are removed, and the result last: after a kill the partition is processed again.
     """
-    moving = set(wanted).symmetric_difference(record.moved)
-    shards = list(record.shards)
-    for info in record.shards:
+    moving = set(moved).symmetric_difference(result.moved_books)
+    new_shards: list[ShardInfo] = []
+    for info in result.shards:
         batch = Shard(out_dir / info.path).batch
-        here = batch.filter(pa.array([book in moving for book in batch.column("book").to_pylist()]))
-        if here.num_rows:
+        moving_rows = batch.filter(pa.array([book in moving for book in batch.column("book").to_pylist()]))
+        if moving_rows.num_rows:
             other: Split = "train" if info.split == "val" else "val"
-            taken = {shard.path for shard in shards}
+            paths = {shard.path for shard in (*result.shards, *new_shards)}
             path = next(
-                path for number in range(len(taken) + 1) if (path := shard_path(other, name, number)) not in taken
+                path for number in range(len(paths) + 1) if (path := shard_path(other, name, number)) not in paths
             )
-            shards.append(write_batch(out_dir, path, other, here))
-    left = [after for info in record.shards if (after := without_books(out_dir, info, moving))]
-    return replace(record, shards=left + shards[len(record.shards) :], moved=wanted)
+            new_shards.append(write_batch(out_dir, path, other, moving_rows))
+    old_shards = [shard for info in result.shards if (shard := without_books(out_dir, info, moving))]
+    return replace(result, shards=old_shards + new_shards, moved_books=moved)

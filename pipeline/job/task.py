@@ -1,4 +1,4 @@
-"""The work on one piece: read a piece's files, clean, encode, write its shards, and record the outcome."""
+"""The work on one partition: read its files, clean and encode the books, write shards, and store the result."""
 
 from collections import Counter
 from collections.abc import Callable, Iterator
@@ -16,43 +16,43 @@ from pipeline.books.readers import DroppedBook, FileRange, RawBook, read_books
 from pipeline.config import ReadingConfig, TokenizeConfig
 from pipeline.encoding.tokenizer import Tokenizer
 from pipeline.job.crash_guard import MAX_CRASHES, CrashGuard
-from pipeline.job.partition_result import PartitionResult, record_file
+from pipeline.job.partition_result import PartitionResult, result_file
 from pipeline.job.plan import Partition
 from pipeline.job.report import Stopwatch
 from pipeline.shards import MANIFEST, SPLITS, ShardRow, Split, shard_path, write_shard
 
 T = TypeVar("T")
 
-VERIFIED_PIECES = 8
-"""In one of this many pieces, the first book is encoded again by the reference, which is 15 times slower."""
+VERIFICATION_INTERVAL = 8
+"""In one of this many partitions, the first book is encoded again with the reference, which takes 15 times as long."""
 
 
 def drop_on_error(book: str, work: Callable[[], T]) -> T | DroppedBook:
-    """What ``work`` on one book returns; where it fails, that the book is left out, because the others can be kept.
+    """Return the result of ``work`` on one book, or drop the book if ``work`` fails, so that the others are kept.
 
-    Raises ``UserError`` and ``OSError`` as ``work`` does: those are not the book's fault.
+    Raises ``UserError`` and ``OSError`` like ``work``, because the book does not cause them.
     """
     try:
         return work()
     except (UserError, OSError, KeyboardInterrupt, SystemExit):
         raise
-    except BaseException as failure:  # noqa: BLE001 a panic of a library in Rust is no Exception
+    except BaseException as failure:  # noqa: BLE001 a panic of a Rust library is not an Exception
         return DroppedBook(book, "failed", f"{type(failure).__name__}: {first_line(failure)}")
 
 
-def read_or_drop(part: FileRange, settings: ReadingConfig) -> Iterator[RawBook | DroppedBook]:
-    """The books of :func:`read_books`, and where that fails, which of them are left out."""
-    books = read_books(part, settings)
+def read_or_drop(file_range: FileRange, settings: ReadingConfig) -> Iterator[RawBook | DroppedBook]:
+    """Yield the books of :func:`read_books`; after an error, a dropped entry for the unread ones."""
+    books = read_books(file_range, settings)
     for number in count():
-        unread_part = f"{part.file.id} from its book {number} on" if number else part.file.id
-        book = drop_on_error(unread_part, partial(next, books, None))
+        unread_books = f"{file_range.file.id} from its book {number} on" if number else file_range.file.id
+        book = drop_on_error(unread_books, partial(next, books, None))
         if book is None:
             return
         yield book
 
 
 def clean_and_filter(raw: RawBook, settings: ReadingConfig) -> Book | DroppedBook:
-    """The book in ``raw``, or why it is left out."""
+    """Return the cleaned book in ``raw``, or why it is dropped."""
     book = clean(raw, join=settings.join_lines)
     return drop_reason(book, settings) or book if isinstance(book, Book) else book
 
@@ -60,7 +60,7 @@ def clean_and_filter(raw: RawBook, settings: ReadingConfig) -> Book | DroppedBoo
 def tokenize(
     raw: RawBook | DroppedBook, settings: TokenizeConfig, tokenizer: Tokenizer, stages: Stopwatch
 ) -> tuple[Book, np.ndarray] | DroppedBook:
-    """The cleaned book and its tokens, the last of them the end of text; or why it is left out."""
+    """Return (cleaned book, its tokens including the end of text), or why the book is dropped."""
     if isinstance(raw, DroppedBook):
         return raw
     return drop_on_error(raw.id, partial(_tokenize, raw, settings, tokenizer, stages))
@@ -78,7 +78,7 @@ def _tokenize(
 
 
 class PartitionWriter:
-    """One piece being done. Books go in one by one; shards are written when they are full, and at the end."""
+    """Writes the shards of one partition: when enough text is buffered, and at the end."""
 
     def __init__(self, partition: Partition, out_dir: StorageDir, guard: CrashGuard) -> None:
         self.partition = partition
@@ -88,20 +88,20 @@ class PartitionWriter:
         self.stages = Stopwatch()
         self.rows: dict[Split, list[ShardRow]] = {split: [] for split in SPLITS}
         self.buffered_bytes = 0
-        self.traits: Counter[str] = Counter()
-        self.record = PartitionResult(
-            partition.key(), [], [], [], self.traits, {}, [], read_bytes=0, replaced=0, verified_bytes=0
+        self.labels: Counter[str] = Counter()
+        self.result = PartitionResult(
+            partition.key(), [], [], [], self.labels, {}, [], read_bytes=0, replaced=0, verified_bytes=0
         )
 
     def run(self) -> PartitionResult:
-        """Do the whole piece and mark it as done."""
-        record = self.record
+        """Process the whole partition and mark it as finished."""
+        result = self.result
         for raw in self._reading():
             if isinstance(raw, RawBook):
-                record.read_bytes += len(raw.data)
+                result.read_bytes += len(raw.data)
                 if not self.guard.enter(raw.id):
-                    record.dropped.append(
-                        DroppedBook(raw.id, "killed its worker", f"{MAX_CRASHES} times, while it was worked on")
+                    result.dropped.append(
+                        DroppedBook(raw.id, "crashed the worker", f"{MAX_CRASHES} times while it was processed")
                     )
                     continue
             self._add(raw)
@@ -109,22 +109,24 @@ class PartitionWriter:
                 self._write()
         if not self.guard.enter("writing"):
             raise RuntimeError(
-                f"the worker of piece {self.partition.name} died {MAX_CRASHES} times while it wrote the shard"
+                f"The worker of partition {self.partition.name} crashed {MAX_CRASHES} times while it wrote the shard."
             )
         self._write()
-        record.books.sort()
+        result.books.sort()
         with self.stages.time("write"):
-            record.write(self.out_dir, self.partition.name)
-        return record
+            result.write(self.out_dir, self.partition.name)
+        return result
 
     def _reading(self) -> Iterator[RawBook | DroppedBook]:
-        """The piece's books, timed."""
-        for part in self.partition.parts:
-            books = read_or_drop(part, self.partition.settings)
+        """Yield the books of the partition and measure the time of reading."""
+        for file_range in self.partition.ranges:
+            books = read_or_drop(file_range, self.partition.settings)
             for number in count():
-                if not self.guard.enter(f"reading {part.file.id} {part.start} {number}"):
+                if not self.guard.enter(f"reading {file_range.file.id} {file_range.start} {number}"):
                     yield DroppedBook(
-                        part.file.id, "unreadable", f"reading book {number} of it killed the worker {MAX_CRASHES} times"
+                        file_range.file.id,
+                        "unreadable",
+                        f"reading book {number} of this file crashed the worker {MAX_CRASHES} times",
                     )
                     break
                 with self.stages.time("read"):
@@ -134,12 +136,12 @@ class PartitionWriter:
                 yield book
 
     def _add(self, raw: RawBook | DroppedBook) -> None:
-        record = self.record
+        result = self.result
         outcome = tokenize(raw, self.partition.settings, self.tokenizer, self.stages)
         if not isinstance(outcome, DroppedBook):
             outcome = drop_on_error(outcome[0].id, partial(self._verify_and_sign, *outcome))
         if isinstance(outcome, DroppedBook):
-            record.dropped.append(outcome)
+            result.dropped.append(outcome)
             return
         book, tokens = outcome
         row = ShardRow(
@@ -147,55 +149,55 @@ class PartitionWriter:
         )
         self.rows[self.partition.assign_split(book.id)].append(row)
         self.buffered_bytes += len(book.text)
-        record.books.append((book.id, book.sha256, book.chars, len(tokens)))
-        self.traits.update(book.traits)
-        record.replaced += book.replaced
-        record.doubtful += book.doubts
-        record.removed = dict(Counter(record.removed) + Counter(book.removed))
+        result.books.append((book.id, book.sha256, book.chars, len(tokens)))
+        self.labels.update(book.labels)
+        result.replaced += book.replaced
+        result.flagged += book.flags
+        result.removed = dict(Counter(result.removed) + Counter(book.removed))
 
     def _verify_and_sign(self, book: Book, tokens: np.ndarray) -> tuple[Book, np.ndarray]:
-        """The book as it is, compared with the reference if it is the piece's first, and its signature recorded."""
-        if not self.record.verified_bytes and self.partition.index % VERIFIED_PIECES == 0:
+        """Compare the partition's first book with the reference, and store the MinHash signature; return the book."""
+        if not self.result.verified_bytes and self.partition.index % VERIFICATION_INTERVAL == 0:
             with self.stages.time("verify"):
-                self.record.verified_bytes = self.tokenizer.verify(book.id, book.text, tokens[:-1])
-        if self.partition.settings.duplicates == "near":
-            from pipeline.job.similarity import signature  # an extra step that few runs take
+                self.result.verified_bytes = self.tokenizer.verify(book.id, book.text, tokens[:-1])
+        if self.partition.settings.duplicates == "drop-near":
+            from pipeline.job.similarity import signature  # needed only for near duplicates
 
             with self.stages.time("compare"):
-                self.record.signatures[book.id] = signature(book.text)
+                self.result.signatures[book.id] = signature(book.text)
         return book, tokens
 
     def _write(self) -> None:
-        """Write the waiting books, one shard per split."""
+        """Write the buffered books, one shard per split."""
         with self.stages.time("write"):
             for split in SPLITS:
                 if self.rows[split]:
-                    number = sum(shard.split == split for shard in self.record.shards)
+                    number = sum(shard.split == split for shard in self.result.shards)
                     path = shard_path(split, self.partition.name, number)
-                    self.record.shards.append(write_shard(self.out_dir, path, split, self.rows[split]))
+                    self.result.shards.append(write_shard(self.out_dir, path, split, self.rows[split]))
                     self.rows[split] = []
         self.buffered_bytes = 0
 
 
-def do_piece(partition: Partition, out_dir: StorageDir, run: str) -> dict[str, Any]:
-    """Do the work of ``partition`` and return a small summary: its number, seconds by stage, bytes, tokens, books.
+def run_partition(partition: Partition, out_dir: StorageDir, run: str) -> dict[str, Any]:
+    """Process ``partition`` and return a small summary: its number, seconds by stage, bytes, tokens, books.
 
-    ``run`` names the running command, for the notes of :mod:`pipeline.job.crash_guard`. Raises ``UserError`` when a
-    source is gone or ``out_dir`` cannot be written, ``EncodingMismatch`` when the reference disagrees; the piece is
-    then done again from its beginning.
+    ``run`` is the id of the command, for the notes of :mod:`pipeline.job.crash_guard`. Raises ``UserError`` if a source
+    was deleted or ``out_dir`` cannot be written, and ``EncodingMismatch`` if the reference gives other ids; the
+    partition then starts again from its beginning.
     """
-    # The driver has removed an old manifest where it sees the same files, and a machine that was cut off may only be
-    # here when others have finished the data set.
+    # The driver has removed an old manifest if it sees the same files; and a machine that was disconnected may get here
+    # after others finished the data set.
     out_dir.remove_on_own_disk([MANIFEST])
-    out_dir.remove([record_file(partition.name)])  # An earlier attempt may have written it before its worker died.
+    out_dir.remove([result_file(partition.name)])  # an earlier attempt may have written it before its worker crashed
     with CrashGuard(run, partition.name) as guard:
-        work = PartitionWriter(partition, out_dir, guard)
-        record = work.run()
+        writer = PartitionWriter(partition, out_dir, guard)
+        result = writer.run()
     return {
-        "piece": partition.index,
-        "seconds": dict(work.stages),
+        "partition": partition.index,
+        "seconds": dict(writer.stages),
         "input_bytes": partition.size,
-        "bytes": record.read_bytes,
-        "books": len(record.books),
-        "tokens": sum(shard.tokens for shard in record.shards),
+        "bytes": result.read_bytes,
+        "books": len(result.books),
+        "tokens": sum(shard.tokens for shard in result.shards),
     }

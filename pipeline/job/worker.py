@@ -1,4 +1,4 @@
-"""A process that does pieces one after another: see :mod:`pipeline.job.processes`, which starts and ends it."""
+"""A process that tokenizes one partition after another; :mod:`pipeline.job.processes` starts and ends it."""
 
 import os
 import pickle
@@ -12,37 +12,37 @@ from typing import Any
 from infra.errors import UserError
 from infra.storage.directory import StorageDir
 from pipeline.job.plan import Partition
-from pipeline.job.task import do_piece
+from pipeline.job.task import run_partition
 
 
 def serve() -> None:
-    """Do the pieces that arrive on stdin and answer each on stdout; first of all, answer that everything is imported.
+    """Process the partitions that arrive on stdin; reply to each on stdout. The first reply confirms the imports.
 
-    An answer is a piece's summary, or the exception that it ended with.
+    A reply is the summary of a partition, or the exception that it raised.
     """
-    threading.Thread(target=_end_with_sender, daemon=True).start()
-    answers = os.fdopen(os.dup(sys.stdout.fileno()), "wb")
-    os.dup2(sys.stderr.fileno(), sys.stdout.fileno())  # where a library may print
-    answer: Any = True
+    threading.Thread(target=_exit_with_driver, daemon=True).start()
+    replies = os.fdopen(os.dup(sys.stdout.fileno()), "wb")
+    os.dup2(sys.stderr.fileno(), sys.stdout.fileno())  # libraries may print to stdout
+    reply: Any = True
     with suppress(EOFError, BrokenPipeError):
         while True:
-            pickle.dump(answer, answers)
-            answers.flush()
-            answer = _done(*pickle.load(sys.stdin.buffer))  # noqa: S301 our own bytes
+            pickle.dump(reply, replies)
+            replies.flush()
+            reply = _process(*pickle.load(sys.stdin.buffer))  # noqa: S301 our own bytes
 
 
-def _done(partition: Partition, out_dir: StorageDir, run: str) -> dict[str, Any] | Exception:
+def _process(partition: Partition, out_dir: StorageDir, run: str) -> dict[str, Any] | Exception:
     try:
-        return do_piece(partition, out_dir, run)
+        return run_partition(partition, out_dir, run)
     except UserError as expected:
         return expected
     except Exception:  # noqa: BLE001 not every exception can be pickled
-        return RuntimeError(f"piece {partition.name} failed:\n{traceback.format_exc()}")
+        return RuntimeError(f"Partition {partition.name} failed:\n{traceback.format_exc()}")
 
 
-def _end_with_sender() -> None:
-    """Exit as soon as nobody can send anything more: a killed command must not have its output written to."""
-    hung_up = select.poll()
-    hung_up.register(sys.stdin, 0)
-    hung_up.poll()
+def _exit_with_driver() -> None:
+    """Exit once the driver closes the pipe: after a kill, nothing may write to its output any more."""
+    poll = select.poll()
+    poll.register(sys.stdin, 0)  # without events, it only waits for the hang-up
+    poll.poll()
     os._exit(1)

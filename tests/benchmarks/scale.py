@@ -1,12 +1,12 @@
-"""How many pieces can one driver hand out, and what memory does it need for terabytes of them?
+"""How many partitions can one driver hand out, and what memory does it need for terabytes of them?
 
-    python -P tests/benchmarks/scale.py [--pieces 1000 4000 20000] [--books 10000 200000] [--record FILE.json]
+python -P tests/benchmarks/scale.py [--partitions 1000 4000 20000] [--books 10000 200000] [--record FILE.json]
 
-The real command on a real cluster of this machine's cores. First without the work: every piece is a file of one
+The real command on a real cluster of this machine's cores. First without the work: every partition is a file of one
 megabyte of spaces, which is read, found empty and left out, and one book is kept. All files are links to the same
 bytes. Then with many short books, which the driver remembers by id and hash. Measured is the driver's process: its
-processor time and peak memory, from which follow the pieces per second that it could hand out if nothing else limited
-it, and the memory that more pieces and books would need.
+processor time and peak memory, from which follow the partitions per second that it could hand out if nothing else
+limited it, and the memory that more partitions and books would need.
 """
 
 import argparse
@@ -36,9 +36,9 @@ MEGABYTE = 10**6
 
 
 def main() -> None:
-    """Measure each number of pieces, print the rows, and record them."""
+    """Measure each number of partitions, print the rows, and record them."""
     parser = argparse.ArgumentParser(description=(__doc__ or "").splitlines()[0])
-    parser.add_argument("--pieces", type=int, nargs="+", default=[1000, 4000, 20000])
+    parser.add_argument("--partitions", type=int, nargs="+", default=[1000, 4000, 20000])
     parser.add_argument("--books", type=int, nargs="+", default=[10000, 200000])
     parser.add_argument("--record", type=Path)
     options = parser.parse_args()
@@ -51,8 +51,8 @@ def main() -> None:
         assert ray.stdout is not None
         address = ray.stdout.readline().strip()
         folder = Path(place)
-        run("pieces", write_pieces(folder, 1), folder, address)  # creates the MLflow store
-        for kind, write in (("pieces", write_pieces), ("books", write_books)):
+        run("partitions", write_partitions(folder, 1), folder, address)  # creates the MLflow store
+        for kind, write in (("partitions", write_partitions), ("books", write_books)):
             for number in getattr(options, kind):
                 row = {kind: number} | run(kind, write(folder, number), folder, address)
                 rows.append(row)
@@ -69,16 +69,16 @@ def main() -> None:
         write_json(options.record, record)
 
 
-def write_pieces(folder: Path, number: int) -> Path:
-    """A folder of ``number`` files that are a piece each and hold nothing, and one book."""
-    books = folder / f"pieces-{number}"
+def write_partitions(folder: Path, number: int) -> Path:
+    """A folder of ``number`` files that are a partition each and hold nothing, and one book."""
+    books = folder / f"partitions-{number}"
     books.mkdir()
     chapters = (f"Chapter {n}. It was a day like any other, said the {n}th man.\n" for n in range(400))
     (books / "kept.txt").write_text("".join(chapters), encoding="utf-8")
     spaces = folder / "spaces"
     spaces.write_bytes(b" " * MEGABYTE)
-    for piece in range(number):
-        (books / f"{piece:07d}.txt").hardlink_to(spaces)
+    for partition in range(number):
+        (books / f"{partition:07d}.txt").hardlink_to(spaces)
     return books
 
 
@@ -95,7 +95,7 @@ def write_books(folder: Path, number: int) -> Path:
 def run(kind: str, books: Path, folder: Path, address: str) -> dict[str, Any]:
     """The driver's seconds, processor seconds and peak memory for tokenizing ``books``."""
     out = folder / f"tokens-{books.name}"
-    size = "1MB" if kind == "pieces" else "16MB"
+    size = "1MB" if kind == "partitions" else "16MB"
     words = ["pipeline.tokenize", str(books), "--out", str(out), "--shard-size", size]
     began = time.perf_counter()
     driver = subprocess.Popen(
@@ -108,7 +108,7 @@ def run(kind: str, books: Path, folder: Path, address: str) -> dict[str, Any]:
         raise SystemExit(f"{' '.join(words)} ended with {os.waitstatus_to_exitcode(status)}")
     counts = json.loads((out / "manifest.json").read_text(encoding="utf-8"))["report"]
     return {
-        "books_in": counts["books_in"],
+        "books_read": counts["books_read"],
         "books_kept": counts["books_kept"],
         "seconds": round(seconds, 2),
         "processor_seconds": round(usage.ru_utime + usage.ru_stime, 2),

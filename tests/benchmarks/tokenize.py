@@ -207,7 +207,7 @@ def measure(corpus: Path, size: int, work: Path, repeats: int, parts: list[str])
     systems[WARM] = lambda out: float(run_program(_WARM, corpus, out)[1].split("SECONDS ")[1].split()[0])
     systems[ON_RAY] = lambda out: run_ours(corpus, out, WORKERS)
     systems[OURS] = lambda out: run_ours(corpus, out, 0)
-    systems = {name: system for name, system in systems.items() if any(part in name for part in parts)}
+    systems = {name: system for name, system in systems.items() if any(file_range in name for file_range in parts)}
     seconds: dict[str, list[float]] = {name: [] for name in systems}
     out = work / "out"
     for _ in range(repeats):

@@ -28,11 +28,11 @@ ON_ONE_MACHINE = """
 from pipeline.config import TokenizeConfig
 from pipeline.job import output
 from pipeline.job.plan import Job
-from pipeline.job.task import do_piece
+from pipeline.job.task import run_partition
 job = Job(TokenizeConfig(("s3://lab/books",), out="alone", shard_size=1_000_000))
 output.mark_unfinished(job, ())
 for partition in job.partitions:
-    do_piece(partition, job.out_dir, "alone")
+    run_partition(partition, job.out_dir, "alone")
 output.finish(job)
 """
 CONTENTS = """
@@ -148,7 +148,7 @@ def test_shards_are_written_where_they_are_made_and_are_those_of_one_machine(lab
     assert contents(lab, "s3://lab/tokens") == alone
     assert "is finished; nothing to do" in lab.run("head", f"{command} s3://lab/tokens")
     lab.execute(LOSE)
-    assert "done: 5 pieces; to do: 1 shards missing" in lab.run("head", f"{command} s3://lab/tokens")
+    assert "finished: 5 partitions; remaining: 1 with missing" in lab.run("head", f"{command} s3://lab/tokens")
     assert contents(lab, "s3://lab/tokens") == alone
     said = lab.run("head", f"{command} tokens", code=2)
     assert re.search("on this machine's disk, which w[12]\\S* .*of the cluster cannot see: give object storage", said)
@@ -274,10 +274,10 @@ def test_the_doctor_names_every_machine(lab: Any) -> None:
 def test_shards_are_finished_though_a_machine_loses_its_power(lab: Any, alone: dict[str, str]) -> None:
     """The last test, because that machine stays away."""
     working = lab.start("head", "pipeline.tokenize s3://lab/books --shard-size 1MB --out s3://lab/lost")
-    lab("on", "w1", "until pgrep -f 'ray[:]:MapBatches'; do sleep 0.01; done")  # until it works on a piece
+    lab("on", "w1", "until pgrep -f 'ray[:]:MapBatches'; do sleep 0.01; done")  # until it works on a partition
     assert working.poll() is None, "it has ended before anything was cut"
     lab("cut", "w1")
     said, _ = working.communicate(timeout=150)
     assert working.returncode == 0, said
-    assert "w1 has left the cluster: the others do its pieces" in said
+    assert "take over its partitions" in said
     assert contents(lab, "s3://lab/lost") == alone

@@ -31,7 +31,7 @@ from pipeline.books.sources import build_inventory
 from pipeline.config import TokenizeConfig
 from pipeline.encoding.tokenizer import gpt2
 from pipeline.job.plan import make_partitions
-from pipeline.job.task import do_piece
+from pipeline.job.task import run_partition
 from pipeline.shards import TRACKING, read_manifest
 from pipeline.tokenize import main
 
@@ -53,7 +53,7 @@ def test_killed_at_random_moments_it_ends_with_the_same_bytes(
     books = write_books(tmp_path / "books", 120, words=60_000)
     config = TokenizeConfig((str(books),), out=str(tmp_path / "whole"), shard_size=1_000_000, tracking_uri=store)
     main(config)
-    whole, total = contents(tmp_path / "whole"), pieces(tmp_path / "whole")
+    whole, total = contents(tmp_path / "whole"), partitions(tmp_path / "whole")
     chance = random.Random(0)
     out = tmp_path / "killed"
     command = [
@@ -63,14 +63,21 @@ def test_killed_at_random_moments_it_ends_with_the_same_bytes(
     kills: list[dict[str, object]] = []
     while len(kills) < KILLS:
         who = ("everything", "driver", "worker")[len(kills) % 3]
-        before = pieces(out)
+        before = partitions(out)
         awaited = chance.randint(before, total)  # the work is a second of the fifteen that the command takes
         ray = ["--workers", "2"] * (len(kills) // 3 % 2)
         process = subprocess.Popen([*command, *ray], cwd=ROOT, stdout=subprocess.DEVNULL)
-        while process.poll() is None and not (pieces(out) >= awaited and (out / "pieces/settings.json").exists()):
+        while process.poll() is None and not (
+            partitions(out) >= awaited and (out / "partitions/settings.json").exists()
+        ):
             time.sleep(0.002)
         time.sleep(chance.uniform(0, 0.1))
-        kill: dict[str, object] = {"who": who, "on_ray": bool(ray), "pieces_before": before, "pieces_then": pieces(out)}
+        kill: dict[str, object] = {
+            "who": who,
+            "on_ray": bool(ray),
+            "partitions_before": before,
+            "partitions_then": partitions(out),
+        }
         if process.poll() is None and victims(process.pid, who):
             chosen = victims(process.pid, who)
             for victim in chosen if who == "everything" else chosen[:1]:
@@ -78,7 +85,7 @@ def test_killed_at_random_moments_it_ends_with_the_same_bytes(
                     victim.kill()
             kills.append(kill)
         assert process.wait() == (-signal.SIGKILL if process.returncode else 0)
-        kill |= {"exit_code": process.returncode, "pieces_after": pieces(out)}
+        kill |= {"exit_code": process.returncode, "partitions_after": partitions(out)}
         if process.returncode == 0:
             kill["equal"] = contents(out) == whole
             assert kill["equal"]
@@ -89,15 +96,15 @@ def test_killed_at_random_moments_it_ends_with_the_same_bytes(
         where = provenance.collect()
         del where["command"]  # it holds the path of pytest, which is of this machine; what to run stands above it
         found = {
-            "command": "make campaign-pipeline", "where": where, "pieces": total, "files_equal_at_the_end": True,
+            "command": "make campaign-pipeline", "where": where, "partitions": total, "files_equal_at_the_end": True,
             "kills": kills,
         }  # fmt: skip
         write_json(Path(os.environ["RECORD"]), found)
 
 
-def pieces(out: Path) -> int:
-    """Pieces that are done."""
-    return len(list(out.glob("pieces/0*.json")))
+def partitions(out: Path) -> int:
+    """Partitions that are done."""
+    return len(list(out.glob("partitions/0*.json")))
 
 
 def victims(driver: int, who: str) -> list[psutil.Process]:
@@ -128,7 +135,7 @@ def test_a_lost_node_costs_nothing_but_time(tmp_path: Path, write_books: Callabl
         )
 
         def lose() -> None:
-            while not list((tmp_path / "lost").glob("pieces/0*.json")):
+            while not list((tmp_path / "lost").glob("partitions/0*.json")):
                 time.sleep(0.005)
             cluster.remove_node(node, allow_graceful=False)
 
@@ -160,8 +167,8 @@ def test_a_hundred_thousand_tiny_files(tmp_path: Path) -> None:
         (folder / f"{number}.txt").write_text(f"Book {number}. {line * 4}")
     config = TokenizeConfig((str(folder),))
     summaries = [
-        do_piece(piece, StorageDir.of(tmp_path / "out"), "tiny")
-        for piece in make_partitions(build_inventory(config.sources), config)
+        run_partition(partition, StorageDir.of(tmp_path / "out"), "tiny")
+        for partition in make_partitions(build_inventory(config.sources), config)
     ]
     assert sum(summary["books"] for summary in summaries) == 100_000
 
@@ -172,5 +179,5 @@ def test_a_book_of_two_gigabytes_in_one_line(tmp_path: Path, prose: Callable[...
         while file.tell() < 2_000_000_000:
             file.write(line)
     config = TokenizeConfig((str(tmp_path / "line.txt"),), duplicates="keep")
-    (piece,) = make_partitions(build_inventory(config.sources), config)
-    assert do_piece(piece, StorageDir.of(tmp_path / "out"), "line")["books"] == 1
+    (partition,) = make_partitions(build_inventory(config.sources), config)
+    assert run_partition(partition, StorageDir.of(tmp_path / "out"), "line")["books"] == 1

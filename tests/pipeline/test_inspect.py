@@ -15,9 +15,9 @@ from pipeline.books.sources import build_inventory
 from pipeline.config import TokenizeConfig
 from pipeline.encoding.tokenizer import GPT2_SHA256
 from pipeline.inspect import InspectConfig, main, passages, verify
-from pipeline.job.partition_result import read_record
+from pipeline.job.partition_result import read_result
 from pipeline.job.plan import make_partitions
-from pipeline.job.task import do_piece
+from pipeline.job.task import run_partition
 from pipeline.shards import Manifest, read_manifest
 
 
@@ -27,12 +27,12 @@ def tokens(tmp_path_factory: pytest.TempPathFactory, write_books: Callable[..., 
     folder = tmp_path_factory.mktemp("inspect")
     books = write_books(folder / "books", 8, 500)
     config = TokenizeConfig(sources=(str(books),), val_fraction=0.3)
-    for piece in make_partitions(build_inventory(config.sources), config):
-        do_piece(piece, StorageDir.of(folder / "tokens"), f"test-{uuid.uuid4()}")
-    record = read_record(folder / "tokens", "000000")
-    assert record
-    assert len(record.shards) == 2
-    made = Manifest.of(record.shards, config={}, tokenizer_sha256=GPT2_SHA256, inputs={}, report={"books_dropped": {}})
+    for partition in make_partitions(build_inventory(config.sources), config):
+        run_partition(partition, StorageDir.of(folder / "tokens"), f"test-{uuid.uuid4()}")
+    result = read_result(folder / "tokens", "000000")
+    assert result
+    assert len(result.shards) == 2
+    made = Manifest.of(result.shards, config={}, tokenizer_sha256=GPT2_SHA256, inputs={}, report={"books_dropped": {}})
     made.write(folder / "tokens")
     return folder / "tokens"
 
@@ -73,11 +73,11 @@ def test_a_missing_and_a_short_shard_are_found(tokens: Path, capsys: pytest.Capt
 
 def test_a_folder_of_something_else_is_not_called_unfinished(tmp_path: Path) -> None:
     (tmp_path / "book.txt").touch()
-    with pytest.raises(UserError, match="there are no token shards at"):
+    with pytest.raises(UserError, match=r"no token shards .* --out data/tokens"):
         read_manifest(tmp_path)
-    (tmp_path / "pieces").mkdir()
-    (tmp_path / "pieces/settings.json").touch()
-    with pytest.raises(UserError, match="so its shards are unfinished"):
+    (tmp_path / "partitions").mkdir()
+    (tmp_path / "partitions/settings.json").touch()
+    with pytest.raises(UserError, match=r"has no manifest\.json"):
         read_manifest(tmp_path)
 
 
@@ -86,12 +86,12 @@ def test_brackets_and_names_between_colons_are_printed_as_they_are(
 ) -> None:
     (tmp_path / "[b] [a=b].txt").write_text(prose(1).replace(" the ", " [/foo] [a=b] [1] :abc: "), encoding="utf-8")
     config = TokenizeConfig(sources=(f"{glob.escape(str(tmp_path))}/*.txt",))
-    (piece,) = make_partitions(build_inventory(config.sources), config)
-    do_piece(piece, StorageDir.of(tmp_path / "tokens"), f"test-{uuid.uuid4()}")
-    record = read_record(tmp_path / "tokens", piece.name)
-    assert record
-    Manifest.of(record.shards, config={}, tokenizer_sha256=GPT2_SHA256, inputs={}, report={}).write(tmp_path / "tokens")
-    assert main(InspectConfig(str(tmp_path / "tokens"), length=400)) == 0
+    (partition,) = make_partitions(build_inventory(config.sources), config)
+    run_partition(partition, StorageDir.of(tmp_path / "tokens"), f"test-{uuid.uuid4()}")
+    result = read_result(tmp_path / "tokens", partition.name)
+    assert result
+    Manifest.of(result.shards, config={}, tokenizer_sha256=GPT2_SHA256, inputs={}, report={}).write(tmp_path / "tokens")
+    assert main(InspectConfig(str(tmp_path / "tokens"), passage_tokens=400)) == 0
     said = capsys.readouterr().out
     assert "[b] [a=b].txt, from token" in said
     assert " [/foo] [a=b] [1] :abc: " in said

@@ -94,8 +94,17 @@ def hub() -> Iterator[str]:
 def books_of(*sources: str) -> dict[str, bytes]:
     """What is read of ``sources``, by id."""
     settings = TokenizeConfig(sources)
-    parts = [part for piece in make_partitions(build_inventory(sources), settings) for part in piece.parts]
-    return {book.id: book.data for part in parts for book in read_books(part, settings) if isinstance(book, RawBook)}
+    ranges = [
+        file_range
+        for partition in make_partitions(build_inventory(sources), settings)
+        for file_range in partition.ranges
+    ]
+    return {
+        book.id: book.data
+        for file_range in ranges
+        for book in read_books(file_range, settings)
+        if isinstance(book, RawBook)
+    }
 
 
 def test_google_cloud_storage_is_read_and_written(

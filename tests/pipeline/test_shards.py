@@ -11,6 +11,7 @@ import pytest
 from infra.errors import UserError
 from infra.storage.directory import StorageDir
 from pipeline.shards import (
+    FORMAT_VERSION,
     MANIFEST,
     TRACKING,
     Manifest,
@@ -35,8 +36,8 @@ def test_a_shard_of_another_length_is_refused(tokens: Path, change: int) -> None
     path = tokens / "train/000001-000.arrow"
     content = path.read_bytes()
     path.write_bytes(content[:change] if change < 0 else content + bytes(change))
-    said = f"000001-000.arrow has {len(content) + change:,} bytes where the manifest says {len(content):,}"
-    with pytest.raises(UserError, match=said):
+    sizes = rf"{len(content) + change:,} bytes.* {len(content):,}"
+    with pytest.raises(UserError, match=rf"000001-000\.arrow has {sizes}"):
         TokenShards(tokens).open("train")
     assert len(TokenShards(tokens).open("val")) == 1
 
@@ -60,7 +61,7 @@ def test_a_manifest_cannot_name_a_file_outside(tokens: Path) -> None:
         values["shards"][0]["path"] = path
         (tokens / MANIFEST).write_text(json.dumps(values))
         for opened in (read_manifest, TokenShards):
-            with pytest.raises(UserError, match=r"manifest\.json is damaged \(.* is not the name of a shard\)"):
+            with pytest.raises(UserError, match=r"manifest\.json is damaged \(.*not the name of a shard"):
                 opened(tokens)
 
 
@@ -69,10 +70,10 @@ def test_a_data_set_that_is_made_again_while_it_is_opened_is_refused(
 ) -> None:
     opened = TokenShards(tokens)
     make_shards(tokens, seed=1)  # shards of the same lengths
-    with pytest.raises(UserError, match="was made again while it was being opened"):
+    with pytest.raises(UserError, match="Run the same command again"):
         opened.open("train")
     (tokens / MANIFEST).unlink()
-    with pytest.raises(UserError, match="so its shards are unfinished"):
+    with pytest.raises(UserError, match=r"has no manifest\.json"):
         opened.open("train")
 
 
@@ -97,11 +98,18 @@ def test_a_manifest_depends_on_its_shards_and_not_on_their_order(tokens: Path) -
 
 def test_another_format_and_a_damaged_manifest_are_refused(tokens: Path) -> None:
     values = json.loads((tokens / MANIFEST).read_text(encoding="utf-8"))
-    for version in (0, 2):
+    for version in (0, FORMAT_VERSION + 1):
         (tokens / MANIFEST).write_text(json.dumps(values | {"format_version": version}), encoding="utf-8")
         with pytest.raises(UserError, match=f"has format version {version}"):
             read_manifest(tokens)
-    for damage in (b"", b"{}", b'{"format_', b"[]", b"\xff\xfe", b'{"format_version": 1, "shards": [{}]}'):
+    for damage in (
+        b"",
+        b"{}",
+        b'{"format_',
+        b"[]",
+        b"\xff\xfe",
+        b'{"format_version": %d, "shards": [{}]}' % FORMAT_VERSION,
+    ):
         (tokens / MANIFEST).write_bytes(damage)
         with pytest.raises(UserError, match=r"manifest\.json is damaged .* --overwrite"):
             read_manifest(tokens)

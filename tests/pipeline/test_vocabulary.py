@@ -118,7 +118,7 @@ def test_training_is_deterministic_and_within_its_sample(trained: Path, tmp_path
     found = Tokenizer(trained.read_bytes(), "own")
     assert (len(found), found.end_of_text, found.dtype) == (700, 699, np.uint16)
     assert b" the" in found.tokens
-    with pytest.raises(UserError, match="exists already"):
+    with pytest.raises(UserError, match=r"--out \S+ already exists"):
         vocabulary.main(config)
     with pytest.raises(UserError, match="--size"):
         vocabulary.main(replace(config, size=50_000, sample=10_000, out=str(tmp_path / "more.json")))
@@ -196,7 +196,7 @@ def test_a_data_set_carries_its_vocabulary_and_refuses_another(
     other = tmp_path / "first.json"
     other.write_bytes(kinds["first.json"].content)
     for changed in (None, str(other)):
-        with pytest.raises(UserError, match=r"tokenizer was .*--overwrite"):
+        with pytest.raises(UserError, match=r"tokenizer: .*--overwrite"):
             tokenize.main(replace(config, tokenizer=changed))
     tokenize.main(replace(config, tokenizer=None, overwrite=True))
     assert not (tmp_path / "out" / TOKENIZER_FILE).exists()

@@ -5,7 +5,7 @@ from dataclasses import replace
 
 from infra.errors import UserError
 from infra.storage.directory import StorageDir
-from pipeline.books.sources import whole_path
+from pipeline.books.sources import absolute_source
 from pipeline.shards import Manifest
 from pipeline.stream import BYTES_PER_TOKEN, EncodedBook, Stream
 from train.config import Cycle, DatasetConfig, TrainConfig
@@ -18,7 +18,7 @@ def with_absolute_paths(config: TrainConfig) -> TrainConfig:
         return config.replace(data=StorageDir.of(config.dataset.data).address)
     tokenizer = config.dataset.reading.tokenizer and StorageDir.of(config.dataset.reading.tokenizer).address
     reading = replace(config.dataset.reading, tokenizer=tokenizer)
-    return config.replace(stream=tuple(whole_path(source) for source in config.dataset.stream), reading=reading)
+    return config.replace(stream=tuple(absolute_source(source) for source in config.dataset.stream), reading=reading)
 
 
 def open_stream(dataset: DatasetConfig) -> Stream:

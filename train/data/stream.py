@@ -33,7 +33,7 @@ class StreamPosition:
 
     position: int = 0
     epoch: int = 0
-    piece: int = 0
+    partition: int = 0
     source: str = ""
     book: str = ""
     """Empty at the beginning of an epoch."""
@@ -45,7 +45,8 @@ class StreamPosition:
 class StreamWindows:
     """The windows of a stream; each worker must request its own in ascending order.
 
-    ``read`` returns the books of an epoch, starting at a piece. Raises ``UserError`` when they do not fill a window.
+    ``read`` returns the books of an epoch, starting at a partition. Raises ``UserError`` when they do not fill a
+    window.
     """
 
     def __init__(
@@ -135,7 +136,7 @@ class StreamWindows:
 
         Raises ``UserError`` when the book of ``position`` is no longer what it was.
         """
-        books = self._read(position.epoch, position.piece)
+        books = self._read(position.epoch, position.partition)
         if position.book:
             first_book = next((book for book in books if book.book == position.book), None)
             if first_book is None or _hash(first_book.tokens) != position.tokens_hash:

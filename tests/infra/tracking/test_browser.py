@@ -131,7 +131,7 @@ def links(
         made = create_run("pipeline", "tokens")
         with Tracker(made) as tracker:
             tracker.log_params({"out": "data/books"})
-            tracker.log_metrics({"books/kept": 66, "tokens/train": 975165, "throughput/MB_per_second": 81.5})
+            tracker.log_metrics({"books/kept": 66, "tokens/train": 975165, "throughput/mb_per_second": 81.5})
             tracker.set_tags({"dropped": "2 empty"})
         run = trained("first", config, 1234.0)
         trained("second", config, 1567.0)

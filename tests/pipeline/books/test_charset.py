@@ -75,15 +75,15 @@ UNDECLARED = {
 def test_an_undeclared_character_set_is_told_by_the_language(encodings: tuple[str, ...]) -> None:
     for encoding, text in itertools.product(encodings, UNDECLARED[encodings]):
         decoded = to_utf8(text.encode(encoding))
-        assert (decoded.text.decode(), decoded.guessed_encoding) == (text, False), encoding
+        assert (decoded.text.decode(), decoded.is_guessed) == (text, False), encoding
 
 
 def test_a_character_set_that_few_letters_tell_is_said_to_be_guessed() -> None:
     letter = "He sent a letter from the harbour road. " * 50
     for encoding in ("cp1252", "cp850"):
-        assert to_utf8((letter + "A café in Málaga.").encode(encoding)).guessed_encoding
-    assert not to_utf8(("Character set encoding: CP850\n" + letter + "A café.").encode("cp850")).guessed_encoding
-    assert not to_utf8((letter + "A café.").encode()).guessed_encoding
+        assert to_utf8((letter + "A café in Málaga.").encode(encoding)).is_guessed
+    assert not to_utf8(("Character set encoding: CP850\n" + letter + "A café.").encode("cp850")).is_guessed
+    assert not to_utf8((letter + "A café.").encode()).is_guessed
 
 
 def test_a_declared_character_set_is_used() -> None:
@@ -154,13 +154,13 @@ def test_a_short_text_is_read_as_the_rest_of_its_file() -> None:
     lines = "Žluťoučký kůň úpěl ďábelské ódy, řekl starý mlynář a vnučka se hlasitě zasmála.\n" * 9
     sample = undecodable_lines(lines.encode("cp1250"))
     decoded = to_utf8("Kůň.".encode("cp1250"), declared="utf-8", sample=lambda: sample)
-    assert (decoded.text.decode(), decoded.guessed_encoding, decoded.contradicted) == ("Kůň.", False, None)
+    assert (decoded.text.decode(), decoded.is_guessed, decoded.contradicted) == ("Kůň.", False, None)
 
 
 def test_a_byte_that_makes_no_word_in_any_character_set_is_not_understood() -> None:
     for text in (b"It went on \xff and on.", b"Character set encoding: US-ASCII\n\nIt went on \xff and on."):
         decoded = to_utf8(text)
-        assert (decoded.text.decode(), decoded.replaced, decoded.guessed_encoding) == (
+        assert (decoded.text.decode(), decoded.replaced, decoded.is_guessed) == (
             text.decode("utf-8", "replace"),
             1,
             False,
@@ -170,7 +170,7 @@ def test_a_byte_that_makes_no_word_in_any_character_set_is_not_understood() -> N
 def test_a_single_byte_is_damage_where_the_format_says_utf8() -> None:
     assert to_utf8(b"It go\xe9s on.", declared="utf-8").replaced == 1
     decoded = to_utf8(b"A caf\xe9 in M\xe1laga.", declared="utf-8")
-    assert (decoded.text.decode(), decoded.guessed_encoding, decoded.replaced) == ("A café in Málaga.", True, 0)
+    assert (decoded.text.decode(), decoded.is_guessed, decoded.replaced) == ("A café in Málaga.", True, 0)
 
 
 def test_an_unknown_declared_character_set_is_ignored() -> None:

@@ -6,7 +6,15 @@ from typing import Any
 
 import pytest
 
-from pipeline.books.clean import ENCODING_GUESSED, MIXED, OVERRULED, SUSPECT_PREFIX, UNDECODABLE, Book, clean
+from pipeline.books.clean import (
+    ENCODING_GUESSED,
+    ENCODING_OVERRULED,
+    ENCODINGS_MIXED,
+    SUSPECT_PREFIX,
+    UNDECODABLE_BYTES,
+    Book,
+    clean,
+)
 from pipeline.books.readers import DroppedBook, RawBook
 
 HEADER = (
@@ -27,7 +35,7 @@ def test_a_book_is_described_by_its_cleaned_text() -> None:
     assert book.chars == len("Où est l’été?\nIci.\n")
     assert book.sha256 == hashlib.sha256(book.text).hexdigest()
     assert (book.id, book.source) == ("books/a.txt", "books.zip")
-    assert book.traits == ("gutenberg: start line", "line ends: CRLF")
+    assert book.labels == ("gutenberg: start line", "line ends: CRLF")
     assert book.replaced == 0
 
 
@@ -51,32 +59,32 @@ def test_zero_bytes_are_text_after_a_byte_order_mark() -> None:
 def test_damage_is_counted_and_named() -> None:
     book = cleaned("Où est l’été? ".encode() * 20 + b"\xff\n")
     assert book.replaced == 1
-    assert book.traits == ("encoding: utf-8, damaged",)
+    assert book.labels == ("encoding: utf-8, damaged",)
 
 
 FRENCH = "Où est l’été? Là-bas, derrière la forêt.\n" * 20
 DOUBTS = {
-    UNDECODABLE: (FRENCH.encode() + b"\xff\n", "1 bytes"),
+    UNDECODABLE_BYTES: (FRENCH.encode() + b"\xff\n", "1 byte"),
     ENCODING_GUESSED: (b"A caf\xe9 in M\xe1laga.\n", "cp1252"),
-    MIXED: (FRENCH.encode() + "Café in Köln, für Müller.\n".encode("cp1252") * 9, "cp1252 and utf-8"),
-    OVERRULED: (("Character set encoding: cp437\n\n" + FRENCH).encode("cp1252"), "cp437"),
+    ENCODINGS_MIXED: (FRENCH.encode() + "Café in Köln, für Müller.\n".encode("cp1252") * 9, "cp1252 and utf-8"),
+    ENCODING_OVERRULED: (("Character set encoding: cp437\n\n" + FRENCH).encode("cp1252"), "cp437"),
 }
 
 
 @pytest.mark.parametrize("reason", DOUBTS)
 def test_what_may_be_wrong_in_the_letters_of_a_book_is_said_by_name(reason: str) -> None:
     data, detail = DOUBTS[reason]
-    (doubt,) = cleaned(data).doubts
-    assert (doubt.book, doubt.reason) == ("books/a.txt", reason)
-    assert detail in doubt.detail
-    assert cleaned(FRENCH.encode()).doubts == ()
-    assert cleaned(FRENCH.encode("cp1252")).doubts == (), "nothing is declared, and many letters tell it"
+    (flag,) = cleaned(data).flags
+    assert (flag.book, flag.reason) == ("books/a.txt", reason)
+    assert detail in flag.detail
+    assert cleaned(FRENCH.encode()).flags == ()
+    assert cleaned(FRENCH.encode("cp1252")).flags == (), "nothing is declared, and many letters tell it"
 
 
 def test_c1_codes_are_repaired_and_counted_as_a_trait() -> None:
     book = cleaned("I don\x92t know\x97perhaps.\n".encode())
     assert book.text.decode() == "I don’t know—perhaps.\n"
-    assert [trait for trait in book.traits if "C1" in trait]
+    assert [label for label in book.labels if "C1" in label]
 
 
 def test_what_was_removed_is_counted_in_characters_by_rule() -> None:
@@ -92,7 +100,7 @@ def test_a_few_zero_bytes_are_left_out_and_counted() -> None:
     text = ("It was a quiet morning on the harbour road.\n" * 99).encode()
     book = cleaned(text[:300] + b"\0" + text[300:] + b"\0\n")
     assert (book.text, book.replaced) == (text, 2)
-    assert [doubt.reason for doubt in book.doubts] == [UNDECODABLE]
+    assert [flag.reason for flag in book.flags] == [UNDECODABLE_BYTES]
     assert isinstance(clean(RawBook("a", "a", text[:300] + bytes(40) + text[300:])), DroppedBook)
 
 
@@ -111,6 +119,6 @@ def test_a_few_zero_bytes_are_left_out_and_counted() -> None:
     ],
 )
 def test_what_seems_to_be_no_book_is_said(text: str, seems: str | None) -> None:
-    traits = [trait for trait in cleaned(text.encode()).traits if trait.startswith(SUSPECT_PREFIX)]
-    assert len(traits) == bool(seems)
-    assert not seems or seems in traits[0]
+    labels = [label for label in cleaned(text.encode()).labels if label.startswith(SUSPECT_PREFIX)]
+    assert len(labels) == bool(seems)
+    assert not seems or seems in labels[0]

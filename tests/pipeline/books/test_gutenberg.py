@@ -82,7 +82,7 @@ def test_a_closing_note_is_removed() -> None:
     note = "\n\n\n\n\nTRANSCRIBER’S NOTES:\n\n  Hyphens were kept.\n\n  Page 9: teh changed to the.\n"
     unwrapped = unwrap((HEADS["this"] + body + note + TAILS["this"]).encode())
     assert unwrapped.body.decode().strip() == body
-    assert "closing note" in unwrapped.forms
+    assert "closing note" in unwrapped.patterns
 
 
 def test_text_after_a_closing_note_is_kept() -> None:
@@ -148,7 +148,7 @@ def test_an_opening_note_is_removed_without_any_of_the_book(note: str) -> None:
         book = opening + BOOK
         unwrapped = unwrap((HEADS["this"] + NOTES[note] + gap + book + TAILS["this"]).encode())
         assert unwrapped.body.decode().strip() == book.strip()
-        assert "opening note" in unwrapped.forms
+        assert "opening note" in unwrapped.patterns
 
 
 def test_verse_after_an_opening_note_is_not_part_of_it() -> None:

@@ -76,7 +76,7 @@ def test_splits_are_told_by_a_listing_of_object_storage_too(place: StorageDir) -
     assert {file.id: file.split for file in inventory.files} == {
         "place/data/train-00000-of-00001.parquet": "train", "place/data/validation-00000-of-00001.parquet": "val"
     }  # fmt: skip
-    assert inventory.skipped == {"data set card": 1, "of a test split": 1}
+    assert inventory.skipped == {"data set card": 1, "in a test split": 1}
     assert inventory.summary()["named_splits"] == {"train": 1, "val": 1}
     (file,) = build_inventory([str(place / "data/test-00000-of-00001.parquet")]).files
     assert file.split is None, "by itself it is no split of a data set"

@@ -162,7 +162,7 @@ def test_an_altered_rank_table_is_refused(tmp_path, monkeypatch: pytest.MonkeyPa
     altered = tmp_path / "gpt2.tiktoken"
     altered.write_bytes(tokenizer.GPT2_RANKS.read_bytes()[:-2])
     monkeypatch.setattr(tokenizer, "GPT2_RANKS", altered)
-    with pytest.raises(UserError, match="not GPT-2's vocabulary"):
+    with pytest.raises(UserError, match=r"gpt2\.tiktoken is not GPT-2's"):
         gpt2.__wrapped__()
 
 

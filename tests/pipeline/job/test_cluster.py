@@ -89,12 +89,12 @@ def test_a_book_that_crashes_the_encoder_is_quarantined_and_the_rest_is_kept(
         command(books, out, store, *more), cwd=ROOT, env=deadly_encoder, capture_output=True, text=True
     )
     assert done.returncode == 0, done.stderr
-    assert read_manifest(out).report["books_dropped"] == {"killed its worker": 1}
+    assert read_manifest(out).report["books_dropped"] == {"crashed the worker": 1}
     assert read_manifest(out).report["books_kept"] == 29
 
 
 def workers() -> list[psutil.Process]:
-    """Processes below this one that do pieces now, or that will as soon as they have started."""
+    """Processes below this one that do partitions now, or that will as soon as they have started."""
     found = []
     for process in psutil.Process().children(recursive=True):
         with contextlib.suppress(psutil.NoSuchProcess, psutil.ZombieProcess):
@@ -146,7 +146,7 @@ def test_books_are_read_from_s3_that_fails_now_and_then(
     inventory = build_inventory([f"s3://places/books{query}"])
     assert all(abs(file.modified / 1e9 - time.time()) < 3600 for file in inventory.files)
     plan = make_partitions(inventory, settings)
-    found = [book for piece in plan for part in piece.parts for book in read_books(part, settings)]
+    found = [book for partition in plan for file_range in partition.ranges for book in read_books(file_range, settings)]
     assert {b.id: b.data for b in found if isinstance(b, RawBook)} == {
         f"books/{path.name}": path.read_bytes() for path in local.iterdir()
     }
@@ -155,8 +155,8 @@ def test_books_are_read_from_s3_that_fails_now_and_then(
         if count:
             assert len(build_inventory([f"s3://places/{pattern}{query}"]).files) == count, pattern
         else:
-            with pytest.raises(UserError, match="holds no books"):
+            with pytest.raises(UserError, match="No books found"):
                 build_inventory([f"s3://places/{pattern}{query}"])
     set_rate(1.0)
-    with pytest.raises(UserError, match="cannot be read"):
-        list(read_books(plan[0].parts[0], settings))
+    with pytest.raises(UserError, match="Cannot read"):
+        list(read_books(plan[0].ranges[0], settings))

@@ -1,4 +1,4 @@
-"""Pieces: their bounds, and the keys by which their work is known to be done."""
+"""Partitions: their bounds, and the keys by which their work is known to be done."""
 
 import zipfile
 from dataclasses import replace
@@ -16,41 +16,41 @@ from pipeline.job import plan
 from pipeline.job.plan import Partition, make_partitions, split_file
 
 FILE = SourceFile("a.txt", "/a.txt", 100, 1)
-PART = FileRange(FILE, 100, 0, None)
-PIECE = Partition(3, (PART,), TokenizeConfig())
+RANGE = FileRange(FILE, 100, 0, None)
+PARTITION = Partition(3, (RANGE,), TokenizeConfig())
 
 
 def other(name: str, value: Any) -> Partition:
-    """:data:`PIECE` with another value for a field of its own, its settings, its part or its file."""
-    if name in ("index", "parts"):
-        return replace(PIECE, **{name: value})
-    if hasattr(PIECE.settings, name):
-        return replace(PIECE, settings=replace(PIECE.settings, **{name: value}))
+    """:data:`PARTITION` with another value for a field of its own, its settings, its part or its file."""
+    if name in ("index", "ranges"):
+        return replace(PARTITION, **{name: value})
+    if hasattr(PARTITION.settings, name):
+        return replace(PARTITION, settings=replace(PARTITION.settings, **{name: value}))
     if name in ("start", "stop"):
-        return replace(PIECE, parts=(replace(PART, **{name: value}),))
-    return replace(PIECE, parts=(replace(PART, file=replace(FILE, **{name: value})),))
+        return replace(PARTITION, ranges=(replace(RANGE, **{name: value}),))
+    return replace(PARTITION, ranges=(replace(RANGE, file=replace(FILE, **{name: value})),))
 
 
 def test_what_decides_a_shard_is_in_its_key_and_nothing_else(monkeypatch: pytest.MonkeyPatch) -> None:
     decides: dict[str, Any] = {
         "id": "b.txt", "uri": "/b.txt", "size": 101, "modified": 2, "start": 1, "stop": 100, "index": 4,
-        "parts": (PART, PART), "min_chars": 7, "val_fraction": 0.5, "encoder": "tiktoken", "duplicates": "near",
+        "ranges": (RANGE, RANGE), "min_chars": 7, "val_fraction": 0.5, "encoder": "tiktoken", "duplicates": "drop-near",
         "join_lines": True, "languages": ("en",),
     }  # fmt: skip
     keys = [other(name, value).key() for name, value in decides.items()]
-    keys.append(replace(PIECE, tokenizer_sha256="0").key())
+    keys.append(replace(PARTITION, tokenizer_sha256="0").key())
     with monkeypatch.context() as patch:
-        patch.setattr(plan, "FORMAT_VERSION", 2)
-        keys.append(PIECE.key())
-    assert len({PIECE.key(), *keys}) == 1 + len(keys)
+        patch.setattr(plan, "FORMAT_VERSION", 0)
+        keys.append(PARTITION.key())
+    assert len({PARTITION.key(), *keys}) == 1 + len(keys)
     for name, value in {"sources": ("b",), "workers": 7, "out": Path("b"), "overwrite": True}.items():
-        assert other(name, value).key() == PIECE.key(), name
+        assert other(name, value).key() == PARTITION.key(), name
 
 
 def sizes(files: list[int], **settings: Any) -> list[list[int]]:
     inventory = Inventory([SourceFile(f"{n:04d}.txt", "", size, 0) for n, size in enumerate(files)])
     config = TokenizeConfig(shard_size=1_000_000, **settings)
-    return [[part.size for part in piece.parts] for piece in make_partitions(inventory, config)]
+    return [[file_range.size for file_range in partition.ranges] for partition in make_partitions(inventory, config)]
 
 
 def test_a_piece_takes_books_until_it_is_full_and_a_larger_one_alone() -> None:
@@ -60,13 +60,13 @@ def test_a_piece_takes_books_until_it_is_full_and_a_larger_one_alone() -> None:
 
 
 def test_a_piece_has_a_limited_number_of_files() -> None:
-    assert [len(piece) for piece in sizes([0] * (2 * plan.PARTS_PER_PIECE + 1))] == [4096, 4096, 1]
+    assert [len(partition) for partition in sizes([0] * (2 * plan.MAX_RANGES_PER_PARTITION + 1))] == [4096, 4096, 1]
 
 
 def test_parts_cover_a_file_and_compressed_ones_count_three_times_their_size() -> None:
     config = TokenizeConfig(shard_size=1_000_000)
     lines = SourceFile("a.jsonl", "", 2_500_000, 0)
-    bounds = [(part.start, part.stop, part.size) for part in split_file(lines, config)]
+    bounds = [(file_range.start, file_range.stop, file_range.size) for file_range in split_file(lines, config)]
     assert bounds == [
         (0, 1_000_000, 1_000_000), (1_000_000, 2_000_000, 1_000_000), (2_000_000, 2_500_000, 500_000)
     ]  # fmt: skip
@@ -84,6 +84,6 @@ def test_containers_are_split_at_members_and_row_groups(tmp_path: Path) -> None:
     pq.write_table(pa.table({"text": texts}), tmp_path / "a.parquet", row_group_size=1, use_dictionary=False)
     for name, expected in (("a.zip", [(0, 2), (2, 4), (4, 5)]), ("a.parquet", [(0, 2), (2, 4), (4, 5)])):
         (file,) = build_inventory([str(tmp_path / name)]).files
-        parts = split_file(file, TokenizeConfig(shard_size=1_000_000))
-        assert [(part.start, part.stop) for part in parts] == expected
-        assert 2_500_000 <= sum(part.size for part in parts) < 3_100_000
+        ranges = split_file(file, TokenizeConfig(shard_size=1_000_000))
+        assert [(file_range.start, file_range.stop) for file_range in ranges] == expected
+        assert 2_500_000 <= sum(file_range.size for file_range in ranges) < 3_100_000

@@ -1,4 +1,4 @@
-"""Ray Data while it does pieces: several to a task, and nothing of it runs when the caller has left."""
+"""Ray Data while it does partitions: several to a task, and nothing of it runs when the caller has left."""
 
 import json
 import subprocess
@@ -27,7 +27,7 @@ out, books = StorageDir.of(sys.argv[1]), Path(sys.argv[2])
 config = TokenizeConfig(sources=(str(books),), shard_size=1_000_000)
 plan = make_partitions(build_inventory(config.sources), config)
 with ray_session(cpus=1):
-    done = [summary["piece"] for summary in run_partitions(plan, out, run, workers=1, ours=True)]
+    done = [summary["partition"] for summary in run_partitions(plan, out, run, workers=1, ours=True)]
     print(json.dumps([len(plan), done]))
     (books / "17.txt").unlink()
     threads = []
@@ -42,19 +42,19 @@ with ray_session(cpus=1):
 
 
 @pytest.mark.parametrize(
-    ("pieces", "workers", "tasks", "largest"),
+    ("partitions", "workers", "tasks", "largest"),
     [
         (1, 2, 1, 1), (40, 1, 14, 3), (40, None, 40, 1),  # a cluster of which no size is known
         (62_500, None, 3_125, 20), (100_000, None, 3_125, 32), (100_000, 2, 3_125, 32),
     ],
 )  # fmt: skip
-def test_many_pieces_are_few_tasks_and_few_pieces_a_task_each(
-    pieces: int, workers: int | None, tasks: int, largest: int
+def test_many_partitions_are_few_tasks_and_few_partitions_a_task_each(
+    partitions: int, workers: int | None, tasks: int, largest: int
 ) -> None:
     settings = TokenizeConfig()
-    plan = [Partition(number, (), settings) for number in range(pieces)]
+    plan = [Partition(number, (), settings) for number in range(partitions)]
     groups = grouped(plan, workers)
-    assert [piece for group in groups for piece in group] == plan
+    assert [partition for group in groups for partition in group] == plan
     assert (len(groups), max(map(len, groups))) == (tasks, largest)
 
 
@@ -71,10 +71,10 @@ def test_every_piece_is_done_and_no_thread_outlives_its_caller(tmp_path: Path) -
     )  # fmt: skip
     assert done.returncode == 0, done.stderr
     asked, gone = done.stdout.splitlines()
-    pieces, numbers = json.loads(asked)
-    assert pieces == 40, "of which a task does three, so that one is left"
+    partitions, numbers = json.loads(asked)
+    assert partitions == 40, "of which a task does three, so that one is left"
     assert sorted(numbers) == list(range(40))
     sentence, threads = json.loads(gone)
-    assert "17.txt has disappeared since the work was planned" in sentence
+    assert "17.txt was deleted" in sentence
     executing = ("StreamingExecutor", "ray-data-metadata-prefetch", "iter_threaded")
     assert not [name for name in threads if name.startswith(executing)], "one that asks Ray after its end ends us"

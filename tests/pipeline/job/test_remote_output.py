@@ -16,7 +16,7 @@ from pipeline.config import TokenizeConfig
 from pipeline.inspect import InspectConfig
 from pipeline.job import output, plan
 from pipeline.job.plan import Job
-from pipeline.job.task import do_piece
+from pipeline.job.task import run_partition
 from pipeline.shards import SPLIT_HISTORY, read_manifest
 from pipeline.tokenize import main
 
@@ -31,8 +31,8 @@ def config(
     bucket: str,
     monkeypatch: pytest.MonkeyPatch,
 ) -> TokenizeConfig:
-    """Settings for twelve small books in six pieces, two of which are copies, with an output in object storage."""
-    monkeypatch.setattr(plan, "PARTS_PER_PIECE", 2)
+    """Settings for twelve small books in six partitions, two of which are copies, with an output in object storage."""
+    monkeypatch.setattr(plan, "MAX_RANGES_PER_PARTITION", 2)
     books = write_books(tmp_path / "books", 12, words=100)
     for number in (7, 11):  # one leaves its shard another book, one an empty shard
         (books / f"book {number:04d}.txt").write_text(prose(1, 100), encoding="utf-8")
@@ -41,14 +41,14 @@ def config(
 
 
 def tokenize(config: TokenizeConfig) -> list[str]:
-    """What the command does, without Ray; returns the pieces that it did."""
+    """What the command does, without Ray; returns the partitions that it did."""
     job = Job(config)
     todo = output.compare_with_plan(job).todo
     with output.exclusive_writer(job.out_dir):
         output.mark_unfinished(job, todo)
-        for piece in job.partitions:
-            if piece.name in todo:
-                do_piece(piece, job.out_dir, f"test-{uuid.uuid4()}")
+        for partition in job.partitions:
+            if partition.name in todo:
+                run_partition(partition, job.out_dir, f"test-{uuid.uuid4()}")
         output.finish(job)
     return list(todo)
 
@@ -71,9 +71,9 @@ def test_every_file_is_the_same_as_in_a_folder_also_through_failing_storage(
     assert here == there
     assert read_manifest(config.out).report["books_dropped"] == {"duplicate": 3}
     assert main(config) == 0
-    assert "is finished; nothing to do" in capsys.readouterr().out
+    assert "nothing to do" in capsys.readouterr().out
     assert inspect.main(InspectConfig(config.out, verify=True, passages=1)) == 0
-    assert "All" in capsys.readouterr().out
+    assert "all match" in capsys.readouterr().out
     name = next(name for name in there if name.startswith("train/"))
     StorageDir.of(config.out).write(name, there[name][:-1] + b"?")
     assert inspect.main(InspectConfig(config.out, verify=True)) == 1
@@ -102,13 +102,13 @@ def test_what_is_missing_or_changed_is_redone_and_what_is_left_over_is_removed(
 ) -> None:
     tokenize(config)
     whole, place = contents(config.out), StorageDir.of(config.out)
-    held = {"000000", "000003", "000005"}  # the pieces that gave up duplicates are done with any other
+    held = {"000000", "000003", "000005"}  # the partitions that gave up duplicates are done with any other
     shard = next(name for name in whole if "000001-" in name)
-    foreign = {"train/own.arrow": b"not ours", "notes/pieces.txt": b"neither"}
-    for name, content in {**foreign, "train/000009-000.arrow": b"?", "pieces/000009.json": b"{}"}.items():
+    foreign = {"train/own.arrow": b"not ours", "notes/partitions.txt": b"neither"}
+    for name, content in {**foreign, "train/000009-000.arrow": b"?", "partitions/000009.json": b"{}"}.items():
         place.write(name, content)
-    place.remove([shard, "pieces/000002.json"])
-    place.write("pieces/000004.json", whole["pieces/000004.json"][:-9])
+    place.remove([shard, "partitions/000002.json"])
+    place.write("partitions/000004.json", whole["partitions/000004.json"][:-9])
     assert set(tokenize(config)) == {"000001", "000002", "000004"} | held
     assert contents(config.out) == whole | foreign
     books = Path(config.sources[0])
@@ -125,11 +125,11 @@ def test_an_unfinished_output_has_no_manifest_and_a_lost_shard_is_never_publishe
     tokenize(config)
     job = Job(config)
     output.mark_unfinished(job, ["000003"])
-    with pytest.raises(UserError, match="so its shards are unfinished"):
+    with pytest.raises(UserError, match=r"has no manifest\.json"):
         read_manifest(job.out_dir)
-    with pytest.raises(UserError, match=r"1 of 6 pieces .*pieces/000003\.json"):
+    with pytest.raises(UserError, match=r"1 of 6 partitions .*partitions/000003\.json"):
         output.finish(job)
-    with output.exclusive_writer(job.out_dir), pytest.raises(UserError, match="another run is writing to s3://places"):
+    with output.exclusive_writer(job.out_dir), pytest.raises(UserError, match="is writing to s3://places"):
         main(config)
 
 
@@ -146,7 +146,7 @@ def test_storage_that_does_not_answer_is_never_taken_for_an_empty_output(
             for question in (output.changed_settings, output.compare_with_plan, output.read_results)
         ]
     for answer in answers:
-        with pytest.raises(UserError, match=r"cannot be (read|listed)"):
+        with pytest.raises(UserError, match=r"(?i)cannot (be )?(read|list)"):
             answer.result()
     set_rate(0)
     assert output.changed_settings(job) == {"min_chars": (200, 7)}
@@ -155,5 +155,5 @@ def test_storage_that_does_not_answer_is_never_taken_for_an_empty_output(
 
 def test_a_missing_bucket_is_refused(config: TokenizeConfig) -> None:
     missing = replace(config, out=config.out.replace("places", "nobodys"))
-    with pytest.raises(UserError, match=r"^--out s3://nobodys/\S* cannot be written \(The specified bucket"):
+    with pytest.raises(UserError, match=r"--out s3://nobodys/\S*.*The specified bucket"):
         main(missing)

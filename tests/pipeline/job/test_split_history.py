@@ -31,19 +31,19 @@ def test_a_history_is_read_as_it_was_written(place: StorageDir, history: SplitHi
 
 
 def test_a_book_is_known_by_its_text_or_else_by_an_id_that_says_otherwise(history: SplitHistory) -> None:
-    assert [history.split_known("new", text) for text in TEXTS] == [False, True, True, None]
-    assert [history.split_known(book, TEXTS[3]) for book in "abc"] == [None, None, True]
+    assert [history.was_held_out("new", text) for text in TEXTS] == [False, True, True, None]
+    assert [history.was_held_out(book, TEXTS[3]) for book in "abc"] == [None, None, True]
     history.add("d", TEXTS[1], is_val=False, by_id=False, signature=None)
-    assert history.split_known("d", TEXTS[1]), "what was held out once stays so"
+    assert history.was_held_out("d", TEXTS[1]), "what was held out once stays so"
 
 
 def test_a_larger_share_keeps_what_is_held_out_and_a_smaller_one_nothing(history: SplitHistory) -> None:
     assert history.valid_for(0.1) is history
     larger = history.valid_for(0.2)
-    assert [larger.split_known("new", text) for text in TEXTS] == [None, True, True, None]
-    assert larger.split_known("c", TEXTS[3])
+    assert [larger.was_held_out("new", text) for text in TEXTS] == [None, True, True, None]
+    assert larger.was_held_out("c", TEXTS[3])
     smaller = history.valid_for(0.05)
-    assert [smaller.split_known("c", text) for text in TEXTS] == [None] * 4
+    assert [smaller.was_held_out("c", text) for text in TEXTS] == [None] * 4
 
 
 @pytest.mark.parametrize("content", [b"", b"ARROW1", None])

@@ -17,7 +17,7 @@ from pipeline.config import TokenizeConfig
 from pipeline.inspect import verify
 from pipeline.job import output, plan
 from pipeline.job.plan import Job, split_hash
-from pipeline.job.task import do_piece
+from pipeline.job.task import run_partition
 from pipeline.shards import Manifest, TokenShards
 
 Prose = Callable[..., str]
@@ -35,9 +35,9 @@ def tokenize(config: TokenizeConfig, tell: Callable[[str], None] = lambda senten
     job = Job(config)
     todo = output.compare_with_plan(job).todo
     output.mark_unfinished(job, todo)
-    for piece in job.partitions:
-        if piece.name in todo:
-            do_piece(piece, job.out_dir, f"test-{uuid.uuid4()}")
+    for partition in job.partitions:
+        if partition.name in todo:
+            run_partition(partition, job.out_dir, f"test-{uuid.uuid4()}")
     manifest = output.finish(job, tell)
     assert list(verify(job.out_dir, manifest)) == []
     assert output.is_finished(job)
@@ -88,7 +88,7 @@ def test_an_only_book_is_trained_on_and_of_two_one_is_held_out(tmp_path: Path, p
         told: list[str] = []
         tokenize(config, told.append)
         assert splits(config.out) == {"train": {f"books/{other}"}, "val": set()}, "the only one left"
-        assert re.search(rf"held out for validation .* trained on now: 1, such as books/{other}\.", " ".join(told))
+        assert re.search(rf"held out for validation .* now trained on: 1, for example books/{other}\.", " ".join(told))
         put(folder, {nearest: prose(1, 100)})
         fresh = replace(config, out=str(tmp_path / "fresh"))
         tokenize(fresh)
@@ -108,7 +108,7 @@ def test_what_was_held_out_stays_so_while_the_data_set_grows(
     tmp_path: Path, prose: Prose, parts: int, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """Books before and after it in every order, rows of another source, and its own text under another name."""
-    monkeypatch.setattr(plan, "PARTS_PER_PIECE", parts)
+    monkeypatch.setattr(plan, "MAX_RANGES_PER_PARTITION", parts)
     names = by_position(f"{n:02d}.txt" for n in range(40))
     folder = put(tmp_path / "books", {name: prose(int(name[:2]), 100) for name in names[-2:]})
     config = TokenizeConfig((str(folder),), out=str(tmp_path / "out"))
@@ -156,7 +156,7 @@ def test_an_only_text_beside_rows_is_not_held_out_because_it_is_the_only_one(tmp
         manifest = tokenize(config)
         assert f"{number}/novel.txt" in splits(config.out)["train"]
         assert len(splits(config.out)["val"]) >= 1
-        assert manifest.report["held_out"] == (count == 5), "by no hash"
+        assert manifest.report["extra_validation_books"] == (count == 5), "by no hash"
 
 
 def test_of_equal_texts_the_one_that_is_held_out_is_kept(tmp_path: Path, prose: Prose) -> None:
@@ -176,8 +176,8 @@ def test_a_kill_while_a_book_moves_loses_nothing(tmp_path: Path, prose: Prose, m
         config = TokenizeConfig((str(folder),), out=str(tmp_path / f"killed {killed_at}"))
         job, left = Job(config), iter(range(killed_at))
         output.mark_unfinished(job, ())
-        for piece in job.partitions:
-            do_piece(piece, job.out_dir, f"test-{uuid.uuid4()}")
+        for partition in job.partitions:
+            run_partition(partition, job.out_dir, f"test-{uuid.uuid4()}")
 
         def limited(place: LocalDir, name: str, content: bytes, left: Iterable[int] = left) -> None:
             if next(iter(left), None) is None:
@@ -235,11 +235,11 @@ def test_no_text_changes_its_split_when_its_id_changes(
     before = split_of_texts(config.out)
     config, told = replace(config, sources=change(folder, prose)), []
     if interrupted:  # the manifest and the records are gone by then
-        output.mark_unfinished(Job(config), [piece.name for piece in Job(config).partitions])
+        output.mark_unfinished(Job(config), [partition.name for partition in Job(config).partitions])
     manifest = tokenize(config, told.append)
     after = split_of_texts(config.out)
     assert {text: after[text] for text in before} == before
-    assert manifest.report["held_out"] >= 10, "which their new ids do not select"
+    assert manifest.report["extra_validation_books"] >= 10, "which their new ids do not select"
     assert told == []
     output.clear(StorageDir.of(config.out))
     assert tokenize(replace(config, overwrite=True)) == manifest
@@ -251,7 +251,7 @@ def test_a_held_out_book_that_is_edited_or_comes_in_another_edition_is_not_train
     names = by_position(f"{n:02d}.txt" for n in range(40))
     held = names[0]
     folder = put(tmp_path / "books", {name: prose(int(name[:2]), 300) for name in names})
-    config = TokenizeConfig((str(folder),), out=str(tmp_path / "out"), duplicates="near", val_fraction=0.03)
+    config = TokenizeConfig((str(folder),), out=str(tmp_path / "out"), duplicates="drop-near", val_fraction=0.03)
     tokenize(config)
     assert f"books/{held}" in splits(config.out)["val"]
     text = (folder / held).read_text(encoding="utf-8")
@@ -270,7 +270,7 @@ def test_an_edition_of_a_held_out_book_takes_its_place_in_no_data_set_that_is_ma
     names = by_position(f"{n:02d}.txt" for n in range(40))
     folder = put(tmp_path / "books", {name: prose(int(name[:2]), 300) for name in names})
     put(folder, {"000.txt": (folder / names[0]).read_text(encoding="utf-8") + "Another edition.\n"})
-    config = TokenizeConfig((str(folder),), out=str(tmp_path / "out"), duplicates="near", val_fraction=0.03)
+    config = TokenizeConfig((str(folder),), out=str(tmp_path / "out"), duplicates="drop-near", val_fraction=0.03)
     manifest = tokenize(config)
     assert f"books/{names[0]}" in splits(config.out)["val"]
     output.clear(StorageDir.of(config.out))
@@ -290,12 +290,12 @@ def test_another_share_chooses_anew_and_tells_what_changes(tmp_path: Path, prose
     assert {text for text in first if first[text] == "val"} <= {text for text in second if second[text] == "val"}
     (sentence,) = told
     taken = sum(first[text] == "train" and second[text] == "val" for text in first)
-    assert f"held out for validation now: {taken}, such as" in sentence
+    assert f"now held out for validation: {taken}, for example" in sentence
     told.clear()
     tokenize(replace(config, val_fraction=0.01, overwrite=True), told.append)
     third = split_of_texts(config.out)
     released = sum(second[text] == "val" and third[text] == "train" for text in second)
-    assert f"trained on now: {released}, such as" in told[0]
+    assert f"now trained on: {released}, for example" in told[0]
     assert sum(split == "val" for split in third.values()) < 10
 
 
@@ -321,9 +321,9 @@ def test_validation_by_the_names_of_files_is_held_out_and_training_files_are_not
         ("train", "data/train.jsonl"), ("val", "data/validation.jsonl")
     }  # fmt: skip
     assert {split: sums["books"] for split, sums in manifest.splits.items()} == {"train": 200, "val": 200}
-    assert manifest.inputs["skipped"] == {"data set card": 1, "of a test split": 1}
+    assert manifest.inputs["skipped"] == {"data set card": 1, "in a test split": 1}
     assert manifest.inputs["named_splits"] == {"train": 1, "val": 1}
-    assert manifest.report["held_out"] == 0
+    assert manifest.report["extra_validation_books"] == 0
     put(folder, {"validation.jsonl": rows(prose(n, 30) for n in range(100))})
     tokenize(config)
     both = splits(config.out)

@@ -22,16 +22,16 @@ import pytest
 
 from infra.errors import UserError
 from infra.storage.directory import StorageDir
-from pipeline.books.clean import ENCODING_GUESSED, UNDECODABLE
+from pipeline.books.clean import ENCODING_GUESSED, UNDECODABLE_BYTES
 from pipeline.books.readers import DroppedBook, FileRange, RawBook, read_books
 from pipeline.books.sources import build_inventory
 from pipeline.config import ReadingConfig, TokenizeConfig
 from pipeline.encoding.tokenizer import Tokenizer, gpt2
 from pipeline.job.output import write_quarantine
-from pipeline.job.partition_result import PartitionResult, read_record
+from pipeline.job.partition_result import PartitionResult, read_result
 from pipeline.job.plan import Partition, make_partitions
 from pipeline.job.report import totals
-from pipeline.job.task import do_piece
+from pipeline.job.task import run_partition
 from pipeline.shards import Shard, checksum
 
 Prose = Callable[..., str]
@@ -43,21 +43,21 @@ def plan_of(folder: Path, **settings) -> list[Partition]:
 
 
 def do(folder: Path, out: Path, **settings) -> PartitionResult:
-    (piece,) = plan_of(folder, **settings)
-    do_piece(piece, StorageDir.of(out), f"test-{uuid.uuid4()}")
-    record = read_record(out, piece.name)
-    assert record
-    return record
+    (partition,) = plan_of(folder, **settings)
+    run_partition(partition, StorageDir.of(out), f"test-{uuid.uuid4()}")
+    result = read_result(out, partition.name)
+    assert result
+    return result
 
 
-def reasons(record: PartitionResult) -> dict[str, str]:
-    return {dropped.book.split("/")[-1]: dropped.reason for dropped in record.dropped}
+def reasons(result: PartitionResult) -> dict[str, str]:
+    return {dropped.book.split("/")[-1]: dropped.reason for dropped in result.dropped}
 
 
 def test_a_shard_holds_every_token_of_its_books(tmp_path: Path, write_books: Callable[..., Path]) -> None:
     books = write_books(tmp_path / "books", 5)
-    record = do(books, tmp_path / "out", val_fraction=0)
-    (info,) = record.shards
+    result = do(books, tmp_path / "out", val_fraction=0)
+    (info,) = result.shards
     shard = Shard(tmp_path / "out" / info.path)
     assert checksum(tmp_path / "out" / info.path) == info.checksum
     assert shard.offsets[-1] == len(shard.tokens) == info.tokens
@@ -77,11 +77,11 @@ def test_a_record_describes_its_shards_and_what_was_read(tmp_path: Path, prose: 
     (folder / "short.txt").write_text("Too short.", encoding="utf-8")
     crlf = prose(1).replace("\n", "\r\n").encode() + b"\xc3\xa9" * 50 + b"\xff\xff\r\n"
     (folder / "windows.txt").write_bytes(crlf)
-    record = do(folder, tmp_path / "out", val_fraction=0.5, duplicates="near")
-    shards = {info.split: Shard(tmp_path / "out" / info.path) for info in record.shards}
-    assert [info.path for info in record.shards] == ["train/000000-000.arrow", "val/000000-000.arrow"]
+    result = do(folder, tmp_path / "out", val_fraction=0.5, duplicates="drop-near")
+    shards = {info.split: Shard(tmp_path / "out" / info.path) for info in result.shards}
+    assert [info.path for info in result.shards] == ["train/000000-000.arrow", "val/000000-000.arrow"]
     held = {}
-    for info in record.shards:
+    for info in result.shards:
         shard = shards[info.split]
         rows_here = shard.batch.drop_columns(["tokens"]).to_pylist()
         for row, length in zip(rows_here, np.diff(shard.offsets).tolist(), strict=True):
@@ -92,17 +92,17 @@ def test_a_record_describes_its_shards_and_what_was_read(tmp_path: Path, prose: 
         assert info.chars == sum(row["chars"] for row in rows_here)
         assert info.rows == len(rows_here)
         assert info.bytes == (tmp_path / "out" / info.path).stat().st_size
-    assert record.books == [held[book] for book in sorted(held)]
+    assert result.books == [held[book] for book in sorted(held)]
     assert len(held) == 12
-    assert held.keys() == record.signatures.keys()
+    assert held.keys() == result.signatures.keys()
     texts = [row["text"].encode() for row in rows]
-    assert record.read_bytes == sum(map(len, texts)) + len("Too short.") + len(crlf)
-    assert record.verified_bytes == len(texts[0]), "one book of each eighth piece"
-    assert record.replaced == 2
-    assert record.traits == {"encoding: utf-8, damaged": 1, "line ends: CRLF": 1}
+    assert result.read_bytes == sum(map(len, texts)) + len("Too short.") + len(crlf)
+    assert result.verified_bytes == len(texts[0]), "one book of each eighth partition"
+    assert result.replaced == 2
+    assert result.labels == {"encoding: utf-8, damaged": 1, "line ends: CRLF": 1}
     plan = plan_of(folder, val_fraction=0.5)
-    do_piece(replace(plan[0], index=1), StorageDir.of(tmp_path / "out"), f"test-{uuid.uuid4()}")
-    other = read_record(tmp_path / "out", "000001")
+    run_partition(replace(plan[0], index=1), StorageDir.of(tmp_path / "out"), f"test-{uuid.uuid4()}")
+    other = read_result(tmp_path / "out", "000001")
     assert other
     assert other.verified_bytes == 0
 
@@ -111,13 +111,13 @@ def test_a_book_whose_character_set_was_guessed_is_kept_counted_and_listed(tmp_p
     folder = tmp_path / "books"
     folder.mkdir()
     (folder / "cafe.txt").write_bytes((prose(1) + "A café in Málaga.\n").encode("cp1252"))
-    record = do(folder, tmp_path / "out")
-    assert [book for book, *_ in record.books] == ["books/cafe.txt"]
-    assert [trait.endswith("guessed") for trait in record.traits] == [True]
-    listed = write_quarantine(StorageDir.of(tmp_path / "out"), [record])
+    result = do(folder, tmp_path / "out")
+    assert [book for book, *_ in result.books] == ["books/cafe.txt"]
+    assert [label.endswith("guessed") for label in result.labels] == [True]
+    listed = write_quarantine(StorageDir.of(tmp_path / "out"), [result])
     assert [(entry.book, entry.reason) for entry in listed] == [("books/cafe.txt", ENCODING_GUESSED)]
-    assert totals([record])["books_dropped"] == {}
-    assert totals([record])["books_doubtful"] == {ENCODING_GUESSED: 1}
+    assert totals([result])["books_dropped"] == {}
+    assert totals([result])["books_flagged"] == {ENCODING_GUESSED: 1}
 
 
 def test_a_record_counts_what_cleaning_removed_and_lists_books_with_damage(tmp_path: Path, prose: Prose) -> None:
@@ -129,11 +129,11 @@ def test_a_record_counts_what_cleaning_removed_and_lists_books_with_damage(tmp_p
         (folder / f"{number}.txt").write_text(f"{header}\n\n{prose(number)}\n\n{footer}\n")
     (folder / "damaged.txt").write_bytes(prose(3).encode() + "“Yes”\n".encode() * 9 + b"\xff\xff\n")
     (folder / "rows.jsonl").write_bytes(json.dumps({"text": f"Yes. {prose(4)}"}).encode().replace(b"Yes", b"Y\xffes"))
-    record = do(folder, tmp_path / "out")
-    assert record.removed == {"header": 2 * len(header), "footer": 2 * len(footer)}
-    assert record.replaced == 3
-    assert {(doubt.book.split("#")[0], doubt.reason) for doubt in record.doubtful} == {
-        ("books/damaged.txt", UNDECODABLE), ("books/rows.jsonl", UNDECODABLE)
+    result = do(folder, tmp_path / "out")
+    assert result.removed == {"header": 2 * len(header), "footer": 2 * len(footer)}
+    assert result.replaced == 3
+    assert {(flag.book.split("#")[0], flag.reason) for flag in result.flagged} == {
+        ("books/damaged.txt", UNDECODABLE_BYTES), ("books/rows.jsonl", UNDECODABLE_BYTES)
     }  # fmt: skip
 
 
@@ -163,10 +163,10 @@ def test_what_cannot_be_read_is_quarantined_and_the_rest_is_kept(tmp_path: Path,
     (folder / "lines.jsonl").write_text(
         json.dumps({"text": prose(2)}) + "\n{broken\n" + json.dumps({"body": "x"}) + "\n[1]\n", encoding="utf-8"
     )
-    record = do(folder, tmp_path / "out")
-    assert {book for book, *_ in record.books} >= {"mixed/good.txt", "mixed/lines.jsonl#0"}
-    assert len(record.books) == 2
-    found = reasons(record)
+    result = do(folder, tmp_path / "out")
+    assert {book for book, *_ in result.books} >= {"mixed/good.txt", "mixed/lines.jsonl#0"}
+    assert len(result.books) == 2
+    found = reasons(result)
     assert found.pop("empty.txt") == found.pop("blank.txt") == "empty"
     assert found.pop("short.txt") == "too short"
     assert found.pop("again.txt") == "too repetitive"
@@ -190,8 +190,8 @@ def test_a_book_at_which_something_fails_is_listed_and_the_others_are_kept(
                 raise failure
         return encode(self, text, encoder)
 
-    def reading(part: FileRange, settings: ReadingConfig) -> Iterator[RawBook | DroppedBook]:
-        for book in read_books(part, settings):
+    def reading(file_range: FileRange, settings: ReadingConfig) -> Iterator[RawBook | DroppedBook]:
+        for book in read_books(file_range, settings):
             yield book
             if isinstance(book, RawBook) and book.id.endswith("#0"):
                 raise RuntimeError("the decompressor is confused")
@@ -202,12 +202,12 @@ def test_a_book_at_which_something_fails_is_listed_and_the_others_are_kept(
     (books / "bug.txt").write_text(prose(7) + "BUG", encoding="utf-8")
     (books / "panic.txt").write_text(prose(8) + "PANIC", encoding="utf-8")
     (books / "rows.jsonl").write_text("".join(json.dumps({"text": prose(n)}) + "\n" for n in (9, 10)), encoding="utf-8")
-    record = do(books, tmp_path / "out", val_fraction=0)
-    assert [book for book, *_ in record.books] == [f"books/book 000{n}.txt" for n in range(3)] + ["books/rows.jsonl#0"]
-    assert {(dropped.book, dropped.reason) for dropped in record.dropped} == {
+    result = do(books, tmp_path / "out", val_fraction=0)
+    assert [book for book, *_ in result.books] == [f"books/book 000{n}.txt" for n in range(3)] + ["books/rows.jsonl#0"]
+    assert {(dropped.book, dropped.reason) for dropped in result.dropped} == {
         ("books/bug.txt", "failed"), ("books/panic.txt", "failed"), ("books/rows.jsonl from its book 1 on", "failed"),
     }  # fmt: skip
-    assert "PanicException: index out of bounds" in {dropped.detail for dropped in record.dropped}
+    assert "PanicException: index out of bounds" in {dropped.detail for dropped in result.dropped}
 
 
 def test_books_with_a_million_blanks_in_a_row_are_kept_with_the_ids_of_tiktoken(tmp_path: Path, prose: Prose) -> None:
@@ -215,9 +215,9 @@ def test_books_with_a_million_blanks_in_a_row_are_kept_with_the_ids_of_tiktoken(
     folder.mkdir()
     for name, blank in (("blanks", " "), ("lines", "\n"), ("word", "a"), ("usual", "")):
         (folder / f"{name}.txt").write_text(prose(1) + blank * 1_200_000 + "end" + prose(2), encoding="utf-8")
-    record = do(folder, tmp_path / "out", val_fraction=0, duplicates="keep")
-    (info,) = record.shards
-    assert [book for book, *_ in record.books] == [f"books/{n}.txt" for n in ("blanks", "lines", "usual", "word")]
+    result = do(folder, tmp_path / "out", val_fraction=0, duplicates="keep")
+    (info,) = result.shards
+    assert [book for book, *_ in result.books] == [f"books/{n}.txt" for n in ("blanks", "lines", "usual", "word")]
     shard = Shard(tmp_path / "out" / info.path)
     found = {
         name: shard.tokens[shard.offsets[row] : shard.offsets[row + 1] - 1].tolist()
@@ -232,22 +232,22 @@ def test_books_with_a_million_blanks_in_a_row_are_kept_with_the_ids_of_tiktoken(
 def test_a_piece_that_is_done_late_leaves_the_manifest(
     tmp_path: Path, write_books: Callable[..., Path], bucket: str
 ) -> None:
-    """As on a machine that was cut off: others have done its piece, and the data set is finished."""
-    (piece,) = plan_of(write_books(tmp_path / "books", 2))
+    """As on a machine that was cut off: others have done its partition, and the data set is finished."""
+    (partition,) = plan_of(write_books(tmp_path / "books", 2))
     place = StorageDir.of(f"s3://places/late/{bucket}")
-    do_piece(piece, place, f"test-{uuid.uuid4()}")
+    run_partition(partition, place, f"test-{uuid.uuid4()}")
     place.write("manifest.json", b"published")
-    do_piece(piece, place, f"test-{uuid.uuid4()}")
+    run_partition(partition, place, f"test-{uuid.uuid4()}")
     assert place.read("manifest.json") == b"published"
-    assert read_record(place, piece.name)
+    assert read_result(place, partition.name)
 
 
 def test_a_source_that_vanishes_stops_the_work(tmp_path: Path, write_books: Callable[..., Path]) -> None:
     books = write_books(tmp_path / "books", 3)
-    (piece,) = plan_of(books)
+    (partition,) = plan_of(books)
     (books / "book 0001.txt").unlink()
-    with pytest.raises(UserError, match=r"book 0001\.txt has disappeared"):
-        do_piece(piece, StorageDir.of(tmp_path / "out"), f"test-{uuid.uuid4()}")
+    with pytest.raises(UserError, match=r"book 0001\.txt was deleted"):
+        run_partition(partition, StorageDir.of(tmp_path / "out"), f"test-{uuid.uuid4()}")
     assert not list((tmp_path / "out").rglob("*.arrow"))
 
 
@@ -259,8 +259,8 @@ def test_other_languages_are_left_out(tmp_path: Path, prose: Prose) -> None:
     (folder / "english.txt").write_text("It was the best of times, it was the worst of times, he said. " * 5)
     (folder / "german.txt").write_text(german, encoding="utf-8")
     (folder / "declared.txt").write_text(declared, encoding="utf-8")
-    record = do(folder, tmp_path / "out", languages=("en",))
-    assert reasons(record) == {"german.txt": "language", "declared.txt": "language"}
+    result = do(folder, tmp_path / "out", languages=("en",))
+    assert reasons(result) == {"german.txt": "language", "declared.txt": "language"}
 
 
 def test_a_file_of_many_books_fills_several_shards(tmp_path: Path, prose: Prose) -> None:
@@ -268,12 +268,12 @@ def test_a_file_of_many_books_fills_several_shards(tmp_path: Path, prose: Prose)
     folder.mkdir()
     lines = "".join(json.dumps({"text": prose(n)}) + "\n" for n in range(200))
     (folder / "all.jsonl.gz").write_bytes(gzip.compress(lines.encode()))
-    record = do(folder, tmp_path / "out", shard_size=1_000_000, val_fraction=0.3)
-    assert sum(info.chars for info in record.shards) > 3_000_000
+    result = do(folder, tmp_path / "out", shard_size=1_000_000, val_fraction=0.3)
+    assert sum(info.chars for info in result.shards) > 3_000_000
     for split, count in (("train", 4), ("val", 3)):
-        names = [info.path for info in record.shards if info.split == split]
+        names = [info.path for info in result.shards if info.split == split]
         assert names == [f"{split}/000000-{n:03d}.arrow" for n in range(count)]
-    assert sum(info.rows for info in record.shards) == 200
+    assert sum(info.rows for info in result.shards) == 200
 
 
 def test_the_book_that_kills_its_worker_is_skipped(tmp_path: Path, write_books: Callable[..., Path]) -> None:
@@ -297,20 +297,20 @@ def test_the_book_that_kills_its_worker_is_skipped(tmp_path: Path, write_books: 
             return encode(self, text, encoder)
         Tokenizer.encode = deadly
         config = TokenizeConfig(sources=({str(books)!r},))
-        (piece,) = make_partitions(build_inventory(config.sources), config)
-        pipeline.job.task.do_piece(piece, StorageDir.of({str(tmp_path / "out")!r}), "deadly-{os.getpid()}")
+        (partition,) = make_partitions(build_inventory(config.sources), config)
+        pipeline.job.task.run_partition(partition, StorageDir.of({str(tmp_path / "out")!r}), "deadly-{os.getpid()}")
     """
     codes = []
     while not codes or codes[-1]:
         codes.append(subprocess.run([sys.executable, "-c", textwrap.dedent(program)], cwd=Path.cwd()).returncode)
         assert len(codes) < 6
     assert codes == [-signal.SIGKILL] * 3 + [0]
-    record = read_record(tmp_path / "out", "000000")
-    assert record
-    assert record.dropped == [
-        DroppedBook("books/book 0001.txt", "killed its worker", "3 times, while it was worked on")
+    result = read_result(tmp_path / "out", "000000")
+    assert result
+    assert result.dropped == [
+        DroppedBook("books/book 0001.txt", "crashed the worker", "3 times while it was processed")
     ]
-    assert len(record.books) == 2
+    assert len(result.books) == 2
 
 
 def test_a_full_disk_leaves_no_half_shard_and_the_next_run_makes_it_whole(
@@ -321,7 +321,7 @@ def test_a_full_disk_leaves_no_half_shard_and_the_next_run_makes_it_whole(
     old, most = resource.getrlimit(resource.RLIMIT_FSIZE)
     resource.setrlimit(resource.RLIMIT_FSIZE, (10_000, most))
     try:
-        with pytest.raises(UserError, match=r"train/.*\.arrow cannot be written"):
+        with pytest.raises(UserError, match=r"train/.*\.arrow"):
             do(books, out, val_fraction=0)
     finally:
         resource.setrlimit(resource.RLIMIT_FSIZE, (old, most))

@@ -25,9 +25,9 @@ from pipeline import stream
 from pipeline.books.sources import Inventory, build_inventory
 from pipeline.config import ReadingConfig, TokenizeConfig
 from pipeline.encoding.tokenizer import gpt2
-from pipeline.job.partition_result import read_record
+from pipeline.job.partition_result import read_result
 from pipeline.job.plan import make_partitions
-from pipeline.job.task import do_piece
+from pipeline.job.task import run_partition
 from pipeline.shards import Shard
 from pipeline.stream import VAL_FRACTION, EncodedBook, Stream, encoded_books
 from train.config import Cycle, TrainConfig
@@ -120,7 +120,7 @@ def test_blocks_hold_every_window_of_the_stream_once(books: Path) -> None:
 def test_each_block_and_each_epoch_has_an_order_of_its_own() -> None:
     """Of a single book, whose blocks would otherwise be visited alike."""
     book = EncodedBook(partition=0, source="", book="one", tokens=np.arange(80 * LENGTH + 1, dtype=np.uint16), chars=1)
-    windows = StreamWindows(lambda epoch, piece: iter([book]), LENGTH, 0, 40 * LENGTH)
+    windows = StreamWindows(lambda epoch, partition: iter([book]), LENGTH, 0, 40 * LENGTH)
     found = rows(windows, 0, 160)[:, 0] // LENGTH
     blocks = [found[first : first + 40].tolist() for first in range(0, 160, 40)]
     assert sorted(blocks[0] + blocks[1]) == sorted(blocks[2] + blocks[3]) == list(range(80))
@@ -132,9 +132,9 @@ def test_epochs_read_the_books_in_the_order_of_that_epoch(books: Path) -> None:
     asked: list[tuple[int, int]] = []
     stream = Inline([str(books)], 0, ReadingConfig())
 
-    def read(epoch: int, piece: int) -> Iterator[EncodedBook]:
-        asked.append((epoch, piece))
-        return (book for book in stream.read(epoch, piece) if not book.dropped)
+    def read(epoch: int, partition: int) -> Iterator[EncodedBook]:
+        asked.append((epoch, partition))
+        return (book for book in stream.read(epoch, partition) if not book.dropped)
 
     windows = StreamWindows(read, LENGTH, 0, 40 * LENGTH)
     rows(windows, 0, 1500)
@@ -289,13 +289,13 @@ def test_a_stream_reads_what_shards_hold(
 ) -> None:
     sources = (str(unusual / name),)
     config = TokenizeConfig(sources, val_fraction=VAL_FRACTION, **dataclasses.asdict(reading))
-    (piece,) = make_partitions(build_inventory(sources), config)
-    do_piece(piece, StorageDir.of(tmp_path), f"test-{uuid.uuid4()}")
-    record = read_record(tmp_path, piece.name)
-    assert record
+    (partition,) = make_partitions(build_inventory(sources), config)
+    run_partition(partition, StorageDir.of(tmp_path), f"test-{uuid.uuid4()}")
+    result = read_result(tmp_path, partition.name)
+    assert result
     shards = {
         (info.split, book): tokens.tolist()
-        for info in record.shards
+        for info in result.shards
         for shard in [Shard(tmp_path / info.path)]
         for book, tokens in zip(
             shard.batch.column("book").to_pylist(), np.split(shard.tokens, shard.offsets[1:-1]), strict=True
@@ -316,14 +316,14 @@ def test_a_stream_reads_what_shards_hold(
 def test_books_are_held_out_until_there_are_enough_or_much_has_been_read(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """What was read counts over all pieces: in a large corpus none of them alone is much."""
-    monkeypatch.setattr(stream, "PIECE", 1_000_000)
+    """What was read counts over all partitions: in a large corpus none of them alone is much."""
+    monkeypatch.setattr(stream, "PARTITION", 1_000_000)
     monkeypatch.setattr(stream, "VAL_FRACTION", 0.3)
     line = json.dumps({"text": " ".join(WORDS * 20), "of no use": "x" * 40_000})
     (tmp_path / "books.jsonl").write_text(f"{line}\n" * 150)
     found = Inline([str(tmp_path)], 0, ReadingConfig())
-    pieces = make_partitions(found.inventory, found.settings)
-    books = [[book.book for book in encoded_books(piece, "val")] for piece in pieces]
+    partitions = make_partitions(found.inventory, found.settings)
+    books = [[book.book for book in encoded_books(partition, "val")] for partition in partitions]
     assert all(books)
     assert [book.book for book in found.validation_books(10**9)] == list(itertools.chain(*books))
     assert [book.book for book in found.validation_books(1)] == books[0][:1]
@@ -359,7 +359,7 @@ def test_through_ray_it_is_the_same_run_also_when_resumed(config: TrainConfig, t
         result = driver.launch(again, whole, tracker)
         gone = Stream([str(shutil.copytree(config.dataset.stream[0], tmp_path / "gone"))], 0, config.dataset.reading)
         (tmp_path / "gone" / "book 3.txt").unlink()
-        with pytest.raises(UserError, match=r"book 3\.txt has disappeared since the work was planned"):
+        with pytest.raises(UserError, match=r"book 3\.txt was deleted"):
             list(gone.read(0))
     assert result.outcome == "finished"
     found = [json.loads(line) for line in (folder / "cycles.jsonl").read_text().splitlines()]

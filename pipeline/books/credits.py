@@ -1,4 +1,4 @@
-"""What the editors of an electronic text have added to a book: credits before it, notes before and behind it."""
+"""Remove what the editors of an electronic text added to a book: credits before it, notes before and after it."""
 
 import re
 from collections import Counter
@@ -7,15 +7,16 @@ from collections.abc import Iterator
 from pipeline.books.normalize import count_characters
 
 SHORT_TEXT_BYTES = 300
-"""Bytes too few for a text of its own: a title above a header, names below a licence."""
+"""Maximum size in bytes of text around wrapping that is not a text of its own: a title above a header, names below a
+license."""
 FRONT_MATTER_BYTES = 5_000
 """Bytes after the header that are searched for credits and transcribers' notes."""
 BOOK_PARAGRAPH_BYTES = 500
-"""A paragraph of more bytes belongs to the book; credits come before it."""
+"""Size in bytes from which a paragraph belongs to the book; credits come before it."""
 MAX_CREDIT_BYTES = 2_000
-"""A paragraph of more bytes belongs to the book even if it begins as credits do: a text joined to one line."""
+"""Size in bytes from which a paragraph belongs to the book even if it begins like credits: a text on one line."""
 MAX_NOTE_BYTES = 12_000
-"""The longest closing transcriber's note, in bytes."""
+"""Maximum size of a closing transcriber's note in bytes."""
 
 OPENING = re.compile(
     rb"^(?:\*{40,}\n)?[ \t*_]*(?:(?:This is )?(?:[Tt]he )?Project Gutenberg"
@@ -23,10 +24,10 @@ OPENING = re.compile(
     rb"|(?:'s|\xe2\x80\x99s) [A-Z][^\n]*\n?[^\n]*\bby )"
     rb"|This E-?text file is presented by Project Gutenberg|THIS EBOOK WAS ONE OF PROJECT GUTENBERG)", re.M
 )  # fmt: skip
-"""The line with which a header begins."""
+"""First line of a header."""
 
 _PARAGRAPH = re.compile(rb"\n*([^\n]+(?:\n[^\n]+)*)(?:\n|\Z)")
-# What only somebody writes who made or published an electronic text.
+# Words that only makers and publishers of electronic texts write.
 _ELECTRONIC = re.compile(
     rb"\be-?(?:text|book)s?\b|project gutenberg|gutenberg\.|\bpgdp|\bpg (?:version|distributed|has)|\bhtml?\b"
     rb"|distributed proofread|proofreading team|archive\.org|internet archive|hathi ?trust|set encoding:"
@@ -46,7 +47,7 @@ _CREDIT = re.compile(
     rb"|produzido por|producido por|prodotto da|hergestellt (?:von|durch)|geproduceerd door|producerad av|produceret af"
     rb"|tuottanut)"
 )
-# Credits of people and teams, which name nothing electronic: but for names they are of these words.
+# Credits of people and teams that mention nothing electronic: apart from names, they consist of _CREDIT_WORDS.
 _BY = re.compile(rb"[|\s*\[(_]*(?:produced|transcribed|digiti[sz]ed|scanned|typed|proof(?:ed|read))\b")
 _WORD = re.compile(rb"(?<![\w@./\x80-\xff-])[a-z][a-z'-]+(?![\w@/\x80-\xff])")
 _CREDIT_WORDS = frozenset(
@@ -61,13 +62,13 @@ _NOTE = re.compile(
     + (_APOSTROPHE + rb"s?" + _APOSTROPHE)
     + rb" notes?\b"
 )
-# What a transcriber's note does not contain: the opening of a book, and what may follow a closing note.
+# A transcriber's note contains neither the opening of a book nor headings that may follow a closing note.
 _OPENS_BOOK = re.compile(rb"[\s_*=]*(?:chapter|book|part|act|preface|contents)(?![a-z])", re.I)
 _BACK_MATTER = re.compile(
     rb"[\s_*=\[]*(?:footnotes?|endnotes?|index|appendi(?:x|ces)|glossary|advertisements?|epilogue|conclusion|finis"
     rb"|the end)(?![a-z]).{0,20}\Z"
 )
-# What it is about, in each of its paragraphs.
+# Topics of a transcriber's note; each of its paragraphs mentions one.
 _OF_NOTES = re.compile(
     rb"typo|punctuat|hyphen|spelling|spelled|italic|underscore|underlined|transcri|e-?text|e-?book|copyright|footnotes"
     rb"|illustration|ligature|superscript|small[ -]cap|capital letters|diacritic|accent|errata|misprint|discrepanc"
@@ -79,14 +80,14 @@ _OF_NOTES = re.compile(
     rb"|_[^\W_][^_\n]*_|=[^\W_][^=\n]*="
 )
 SHORT = 200
-"""Bytes of a paragraph in a transcriber's note that says nothing of the sort: an example between two that do."""
+"""Maximum size in bytes of a paragraph without such a topic in a transcriber's note: an example between two others."""
 _NOTES_BY_DIRECTOR = re.compile(rb"Executive Director's Notes:.{0,4000}?\nExecutive Director\n", re.S)
 
 
 def before_note(text: bytes, start: int, stop: int, removed: Counter[str]) -> int:
-    """The beginning of a transcriber's note at the end of ``text[start:stop]``; ``stop`` without one.
+    """Return the start of a transcriber's note at the end of ``text[start:stop]``; ``stop`` without one.
 
-    All that follows its heading must be such a note, and no more than a fourth of the text.
+    Everything after its heading must belong to the note, and the note must be at most a quarter of the text.
     """
     offset = max(start + FRONT_MATTER_BYTES, stop - MAX_NOTE_BYTES, stop - (stop - start) // 4)
     lower = text[offset:stop].lower() if offset < stop else b""
@@ -103,10 +104,10 @@ def before_note(text: bytes, start: int, stop: int, removed: Counter[str]) -> in
 
 
 def _is_note(text: bytes) -> bool:
-    """Whether ``text``, which begins as a transcriber's note, is one up to its end."""
+    """Whether ``text``, which begins like a transcriber's note, is one up to its end."""
     bracket = _after_bracket(text, 0) or 0
     if text.lstrip().startswith(b"[") and text.rstrip().endswith(b"\n]"):
-        bracket = len(text)  # what it quotes may have brackets of its own, not closed
+        bracket = len(text)  # quotations in it may contain unclosed brackets
     inside = [match[1] for match in _PARAGRAPH.finditer(text[:bracket])][1:]
     if any(_OPENS_BOOK.match(paragraph) for paragraph in inside):
         return False
@@ -127,12 +128,12 @@ def _is_note(text: bytes) -> bool:
 
 
 def _opens_other(paragraph: bytes) -> bool:
-    """Whether ``paragraph`` is a heading, of what is no note."""
+    """Whether ``paragraph`` is a heading of something else than a note."""
     return bool(_OPENS_BOOK.match(paragraph) or _BACK_MATTER.match(paragraph.lower()) or paragraph.isupper())
 
 
 def without_credits(front: bytes, removed: Counter[str]) -> bytes:
-    """The beginning of a book without credits, notes on the file and transcribers' notes."""
+    """Return the beginning of a book without credits, notes about the file and transcribers' notes."""
     if b"Executive Director's Notes:" in front:
         shorter = _NOTES_BY_DIRECTOR.sub(b"", front)
         removed["credits"] += len(front) - len(shorter)
@@ -168,9 +169,9 @@ def without_credits(front: bytes, removed: Counter[str]) -> bytes:
 
 
 def _is_credit(paragraph: bytes, lower: bytes, *, first: bool) -> bool:
-    """Whether ``paragraph`` says who made the electronic text, or where there is more of it.
+    """Whether ``paragraph`` says who made the electronic text, or where other versions are.
 
-    One that is not the ``first``, but follows a title, must name people and an electronic text.
+    A paragraph after a title (not ``first``) must name both people and an electronic text.
     """
     begins = _CREDIT.match(lower)
     if begins and _ELECTRONIC.search(lower):
@@ -188,7 +189,7 @@ def _is_credit(paragraph: bytes, lower: bytes, *, first: bool) -> bool:
 
 
 def _paragraphs(front: bytes, offset: int = 0) -> Iterator[tuple[int, int, bytes]]:
-    """Bounds and text of the paragraphs that are complete in ``front``, from ``offset``."""
+    """Yield bounds and text of the complete paragraphs in ``front``, from ``offset``."""
     for match in _PARAGRAPH.finditer(front, offset):
         if match.end() == len(front) == FRONT_MATTER_BYTES:
             return
@@ -196,9 +197,10 @@ def _paragraphs(front: bytes, offset: int = 0) -> Iterator[tuple[int, int, bytes
 
 
 def _end_of_note(front: bytes, begin: int, end: int) -> int:
-    """The end of the note whose first paragraph is ``front[begin:end]``: its closing bracket, or that paragraph.
+    """Return the end of the note whose first paragraph is ``front[begin:end]``: its closing bracket or that paragraph.
 
-    A bare heading includes the next paragraph. Indented ones follow, up to two empty lines or the opening of a book.
+    A bare heading includes the next paragraph. Indented paragraphs continue the note, up to two empty lines or the
+    opening of a book.
     """
     bracket = _after_bracket(front, begin)
     if bracket is not None:
@@ -214,7 +216,7 @@ def _end_of_note(front: bytes, begin: int, end: int) -> int:
 
 
 def _after_bracket(text: bytes, begin: int) -> int | None:
-    """The end of the bracket that opens at ``begin`` (after spaces); None if none opens or it is not closed."""
+    """Return the end of the bracket that opens at ``begin`` (after spaces); None without one, or if it is unclosed."""
     opening = text[begin : begin + 40].lstrip()
     if not opening.startswith(b"["):
         return None

@@ -1,13 +1,13 @@
-"""The wrapping of Project Gutenberg's sister projects: Project Gutenberg Australia and Canada, and Faded Page.
+"""Wrapping of Project Gutenberg's sister projects: Project Gutenberg Australia and Canada, and Faded Page.
 
-Their texts have no start line. A header is what is recognized paragraph by paragraph: the name of the project, fields,
-and sentences on the file and its use. The closing line is the last.
+Their texts have no start line. A header is recognized paragraph by paragraph: the name of the project, fields, and
+sentences about the file and its use. The closing line is the last line of the text.
 """
 
 import re
 
 HEADER = 6_000
-"""The longest header, in bytes."""
+"""Maximum size of a header in bytes."""
 _NAME = re.compile(
     rb"\s*[*\[_ \t]*(?:An? )?(?:Project Gutenberg (?:of )?(?:Australia|Canada)(?:'s)?"
     rb"|(?:Distributed Proofreaders Canada|Faded ?Page)(?= e-?book))[^\n]{0,60}\n", re.I
@@ -33,7 +33,7 @@ _PARAGRAPH = re.compile(rb"\s*?([^\n]+(?:\n[^\n]+)*)(?:\n|\Z)")
 
 
 def header_end(text: bytes) -> int:
-    """The end of the header with which ``text`` begins; 0 without one."""
+    """Return the end of the header at the beginning of ``text``; 0 without one."""
     if not _NAME.match(text):
         return 0
     end, proven = 0, False
@@ -46,7 +46,7 @@ def header_end(text: bytes) -> int:
 
 
 def closing_start(text: bytes, start: int, title: str) -> int | None:
-    """Where the line begins that ends the book ``title`` in ``text[start:]``; None without one."""
+    """Return the start of the line that closes the book ``title`` in ``text[start:]``; None without one."""
     match = _CLOSING.search(text, max(start, len(text) - 400))
     if match is None or match[1] is None:
         return match.start() if match else None
