@@ -105,7 +105,9 @@ MISTAKES = {
         (["--no-such"], "--no-such"), ([""], "source is empty"),
     ],
     "vocabulary": [(["--size", "256"], "--size 256"), (["--sample", "9B"], "--sample"), (["--languages", "x"], "x")],
-    "inspect": [(["--passages", "-1"], "--passages"), (["--passage-tokens", "x"], "--passage-tokens"), (["one", "two"], "two")],
+    "inspect": [
+        (["--passages", "-1"], "--passages"), (["--passage-tokens", "x"], "--passage-tokens"), (["one", "two"], "two"),
+    ],
     "run": [
         (["--sede", "4"], "--sede --seed"), (["--seed"], "--seed"), (["--seed", "x"], "--seed x"),
         (["--steps", "x"], "--steps x"), (["--time-budget", "5"], "--time-budget 5m"), (["books"], "books"),
