@@ -56,7 +56,7 @@ def error_texts(tree: ast.Module) -> Iterator[tuple[int, str]]:
 
 
 def fault(text: str) -> str | None:
-    if not re.match(r"[A-Z]|--[a-z]|\{", text):
+    if not re.match(r"[A-Z{]|--|[a-z]+://", text):
         return "does not begin with a capital letter, a flag, or a value"
     ending = re.search(r"\{([^{}]*)\}$", text)
     if not text.endswith(".") and not (ending and ending[1] in SENTENCE_PLACEHOLDERS):
