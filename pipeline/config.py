@@ -157,7 +157,7 @@ class TokenizeConfig(ReadingConfig, JoinsRay):
             raise UserError(f"--shard-size {self.shard_size}B is too small for a task. Use 1MB or more.")
 
     def identity(self) -> dict[str, Any]:
-        """The settings named in ``IDENTITY_SETTINGS``, for the manifest and to detect changed settings."""
+        """Return the ``IDENTITY_SETTINGS`` by name, for the manifest and to detect changed settings."""
         values = {name: getattr(self, name) for name in IDENTITY_SETTINGS}
         return values | {"sources": sorted(set(self.sources)), "languages": sorted(set(self.languages))}
 

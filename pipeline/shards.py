@@ -45,7 +45,7 @@ SPLIT_HISTORY = f"{PARTITIONS}/split_history.feather"
 Split = Literal["train", "val"]
 SPLITS: tuple[Split, ...] = ("train", "val")
 
-SHARD = re.compile(rf"({'|'.join(SPLITS)})/\d{{6,}}-\d{{3,}}\.arrow")
+SHARD_PATTERN = re.compile(rf"({'|'.join(SPLITS)})/\d{{6,}}-\d{{3,}}\.arrow")
 """Path of a shard in its data set. Other files in these folders are never read, written or deleted."""
 
 
@@ -99,7 +99,7 @@ class ShardInfo:
 
     def __post_init__(self) -> None:
         # A manifest may come from elsewhere, and its paths are read and written.
-        if not SHARD.fullmatch(self.path):
+        if not SHARD_PATTERN.fullmatch(self.path):
             raise UserError(f"Path {self.path!r} is not the name of a shard.")
 
 

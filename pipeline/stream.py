@@ -164,11 +164,11 @@ def _read_ahead(partitions: list[Partition]) -> Iterator[EncodedBook]:
     options.resource_limits = options.resource_limits.copy(object_store_memory=MAX_BUFFER_BYTES)
     try:
         yield from run_tasks(_training_books, partitions, ordered=True, max_retries=MAX_RETRIES)
-    except (ray.exceptions.WorkerCrashedError, ray.exceptions.OutOfMemoryError) as death:
+    except (ray.exceptions.WorkerCrashedError, ray.exceptions.OutOfMemoryError) as error:
         raise UserError(
             f"A book of --stream crashed its reader {MAX_RETRIES + 1} times. Tokenize the same sources with "
             "'python -m pipeline.tokenize', which skips it, and train with --data."
-        ) from death
+        ) from error
 
 
 def _training_books(partition: Partition) -> Iterator[EncodedBook]:

@@ -120,7 +120,7 @@ def _run_job(job: Job, todo: list[Partition], progress: report.JobStats, *, is_r
             if on_ray:
                 with phase("ray stop"), status("stopping Ray"):
                     stopping.result()
-            job_report = report.data_report(
+            job_report = report.make_report(
                 str(config.out), manifest.report, progress, manifest.fingerprint, manifest.inputs
             )
             tracker.set_description(job_report.markdown())

@@ -30,10 +30,12 @@ from pipeline.job.task import clean_and_filter, drop_on_error, read_or_drop
 BYTE_TOKENS = 256
 PARTITION_BYTES = 1_000_000
 """Bytes of text per partition; the sample consists of partitions."""
-MAX_WORD = 1000
+MAX_WORD_CHARS = 1000
 """Maximum number of characters of a word for the trainer, whose time grows with their square. Longer words, such as a
 genome or encoded data, are split: no such word is worth a token."""
-_LONG_WORD = re.compile(rf"[^\W\d_]{{{MAX_WORD}}}|\d{{{MAX_WORD}}}|(?:[^\w\s]|_){{{MAX_WORD}}}|\s{{{MAX_WORD}}}")
+_LONG_WORD = re.compile(
+    rf"[^\W\d_]{{{MAX_WORD_CHARS}}}|\d{{{MAX_WORD_CHARS}}}|(?:[^\w\s]|_){{{MAX_WORD_CHARS}}}|\s{{{MAX_WORD_CHARS}}}"
+)
 _WHITESPACE_TO_SPACES = bytes.maketrans(b"\t\n\v\f\r", b" " * 5)
 CHUNK = 100_000
 """Bytes of text per chunk for the trainer, which collects 256 chunks before it counts their words."""
@@ -130,10 +132,12 @@ def _texts(config: VocabularyConfig, partitions: list[Partition], live_status: S
 
 
 def _split_long_words(chunk: bytes) -> Iterator[str]:
-    """Yield the text of ``chunk``, split after every ``MAX_WORD`` characters of a longer word."""
+    """Yield the text of ``chunk``, split after every ``MAX_WORD_CHARS`` characters of a longer word."""
     text, start = chunk.decode(errors="ignore"), 0
     # Matching the pattern takes as long as training; splitting at whitespace takes a fiftieth of that.
-    if max(map(len, chunk.split()), default=0) >= MAX_WORD or b" " * MAX_WORD in chunk.translate(_WHITESPACE_TO_SPACES):
+    if max(map(len, chunk.split()), default=0) >= MAX_WORD_CHARS or b" " * MAX_WORD_CHARS in chunk.translate(
+        _WHITESPACE_TO_SPACES
+    ):
         for word in _LONG_WORD.finditer(text):
             yield text[start : word.end()]
             start = word.end()

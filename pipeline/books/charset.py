@@ -24,7 +24,7 @@ _BYTE_ORDER_MARKS = (
     (b"\xff\xfe", "utf-16-le"), (b"\xfe\xff", "utf-16-be"),
 )  # fmt: skip
 # Codecs of Python that decode bytes but are not encodings of text.
-_NO_CHARACTER_SETS = ("idna", "punycode", "undefined", "unicode-escape", "raw-unicode-escape")
+_NOT_ENCODINGS = ("idna", "punycode", "undefined", "unicode-escape", "raw-unicode-escape")
 _REPLACEMENT = "\ufffd"
 # Supersets that the WHATWG Encoding Standard uses instead of these encodings.
 _SUPERSETS = {
@@ -35,18 +35,18 @@ _WINDOWS = "cp1252"
 _DETECTION_SAMPLE = 32_000
 MIN_NON_ASCII_BYTES = 10
 """Minimum number of non-ASCII bytes to detect an encoding: of 36 texts with fewer, 13 were decoded with a wrong one."""
-_WORD = 4
+_MIN_BYTES_TO_GUESS = 4
 """Minimum number of non-ASCII bytes to guess another encoding than Windows-1252: fewer bytes fit any encoding."""
-_CERTAIN = 60
+_MIN_BYTES_TO_OVERRULE = 60
 """Minimum number of non-ASCII bytes to reject a declared encoding although its letters form words."""
-_JUDGED = 1_000
+_JUDGED_CHARACTERS = 1_000
 """Number of non-ASCII characters by which a decoded text is judged."""
 _IPA, _GREEK, _CJK = "\u0250", "\u0370", "\u2e80"
 """First characters after the Latin letters, of the other scripts, and of the scripts that are written without
 spaces."""
 _WORDS_OF_ONE_LETTER = frozenset("àáâãéèêíóòôúùåæøöýÀÁÂÉÈÊÍÓÒÔÚÅÆØÖÝªº")
-_FOREIGN = re.compile(r"[^\x00-\x7f]")
-_APART = re.compile(r"(?<!\ufffd)[^\x00-\x7f\ufffd](?!\ufffd)")
+_NON_ASCII = re.compile(r"[^\x00-\x7f]")
+_ISOLATED_NON_ASCII = re.compile(r"(?<!\ufffd)[^\x00-\x7f\ufffd](?!\ufffd)")
 _UNDECODED = re.compile("[\udc80-\udcff]+")
 
 
@@ -143,7 +143,9 @@ def _is_mostly_utf8(line: bytes) -> bool:
     """Whether ``line`` is UTF-8, possibly damaged. In other encodings, bytes that are valid by chance are next to
     invalid ones."""
     text = line.decode("utf-8", "replace")
-    return len(_APART.findall(text)) * 4 >= text.count(_REPLACEMENT) and _is_in_place(text.replace(_REPLACEMENT, "?"))
+    return len(_ISOLATED_NON_ASCII.findall(text)) * 4 >= text.count(_REPLACEMENT) and _is_in_place(
+        text.replace(_REPLACEMENT, "?")
+    )
 
 
 def _decode_line(line: bytes, codec: str, usual: str, *, repairs: bool) -> Decoded:
@@ -178,7 +180,7 @@ def _decode_line(line: bytes, codec: str, usual: str, *, repairs: bool) -> Decod
 
 def _has_windows_bytes(text: str) -> bool:
     """Whether the undecodable bytes of ``text`` (its surrogates) are Windows-1252 instead of damage."""
-    fits = [_as_windows(match) is not None for match in islice(_UNDECODED.finditer(text), _JUDGED)]
+    fits = [_as_windows(match) is not None for match in islice(_UNDECODED.finditer(text), _JUDGED_CHARACTERS)]
     return sum(fits) > max(1, len(fits) // 2)
 
 
@@ -195,7 +197,7 @@ def _codec_of(name: str | None) -> str | None:
     name = (name or "").lower().replace("iso latin-1", "latin-1")
     try:
         codec = codecs.lookup(name).name
-        if codec in _NO_CHARACTER_SETS or "az".encode(codec) != b"az":
+        if codec in _NOT_ENCODINGS or "az".encode(codec) != b"az":
             return None
     except (LookupError, UnicodeError):  # hex and the like do not decode to text
         return None
@@ -213,7 +215,9 @@ def _choose_codec(
     """
     letters = max(_non_ascii(lines), _non_ascii(sample))
     if declared not in (None, "utf-8", "ascii") and _is_plausible_in(declared, lines):
-        return (_detect(lines) if letters > _CERTAIN and _is_other_script(lines, declared) else declared), False
+        return (
+            _detect(lines) if letters > _MIN_BYTES_TO_OVERRULE and _is_other_script(lines, declared) else declared
+        ), False
     if declared == "utf-8" and letters < 2:
         return "utf-8", False  # a stray byte
     guessed = letters < MIN_NON_ASCII_BYTES
@@ -223,7 +227,7 @@ def _choose_codec(
             return codec, False
     for known in (sample, lines) if sample else (lines,):
         for codec in (_WINDOWS, _detect(known)) if guessed else (_detect(known), _WINDOWS):
-            if guessed and codec != _WINDOWS and (mixed or letters < _WORD):
+            if guessed and codec != _WINDOWS and (mixed or letters < _MIN_BYTES_TO_GUESS):
                 continue
             if _is_plausible_in(codec, lines):
                 return codec, guessed
@@ -238,7 +242,7 @@ def _is_other_script(lines: bytes, declared: str) -> bool:
     """
     text = lines[:_DETECTION_SAMPLE].decode(declared, "replace")
     letters = [char for char in text if char >= _IPA and char.isalpha()]
-    if len(letters) * 2 < len(_FOREIGN.findall(text)):
+    if len(letters) * 2 < len(_NON_ASCII.findall(text)):
         return False
     detected = _detect(lines)
     other = lines[:_DETECTION_SAMPLE].decode(detected, "replace")
@@ -278,7 +282,7 @@ def _is_in_place(text: str) -> bool:
 
 def _with_neighbors(text: str) -> Iterator[tuple[str, str, str]]:
     """Yield the first non-ASCII characters, each as (preceding character, character, following character)."""
-    for match in islice(_FOREIGN.finditer(text), _JUDGED):
+    for match in islice(_NON_ASCII.finditer(text), _JUDGED_CHARACTERS):
         yield text[match.start() - 1 : match.start()], match[0], text[match.end() : match.end() + 1]
 
 

@@ -33,7 +33,7 @@ _ELECTRONIC = re.compile(
     rb"|distributed proofread|proofreading team|archive\.org|internet archive|hathi ?trust|set encoding:"
     rb"|this file was (?:first posted|produced|last updated)|free ?literature|[\w.]@[\w-]+\.\w"
 )
-_MADE = re.compile(
+_PRODUCTION = re.compile(
     rb"\be-?(?:text|book)s?(?: is| was)? (?:prepared|produced|transcribed|scanned)|this project gutenberg|\bpgdp\."
     rb"|distributed proofread|archive\.org/|set encoding:|this file was (?:first posted|produced|last updated)"
 )
@@ -48,7 +48,7 @@ _CREDIT = re.compile(
     rb"|tuottanut)"
 )
 # Credits of people and teams that mention nothing electronic: apart from names, they consist of _CREDIT_WORDS.
-_BY = re.compile(rb"[|\s*\[(_]*(?:produced|transcribed|digiti[sz]ed|scanned|typed|proof(?:ed|read))\b")
+_PEOPLE_CREDIT = re.compile(rb"[|\s*\[(_]*(?:produced|transcribed|digiti[sz]ed|scanned|typed|proof(?:ed|read))\b")
 _WORD = re.compile(rb"(?<![\w@./\x80-\xff-])[a-z][a-z'-]+(?![\w@/\x80-\xff])")
 _CREDIT_WORDS = frozenset(
     b"an and are as at available by edition email for from generously images in made of on online or page pages "
@@ -69,7 +69,7 @@ _BACK_MATTER = re.compile(
     rb"|the end)(?![a-z]).{0,20}\Z"
 )
 # Topics of a transcriber's note; each of its paragraphs mentions one.
-_OF_NOTES = re.compile(
+_NOTE_TOPICS = re.compile(
     rb"typo|punctuat|hyphen|spelling|spelled|italic|underscore|underlined|transcri|e-?text|e-?book|copyright|footnotes"
     rb"|illustration|ligature|superscript|small[ -]cap|capital letters|diacritic|accent|errata|misprint|discrepanc"
     rb"|inconsisten|correct|chang(?:ed|es)\b|replaced|amended|standardi[sz]ed|normali[sz]ed|regulari[sz]ed|retained"
@@ -79,12 +79,12 @@ _OF_NOTES = re.compile(
     rb"|\b(?:pages?|pgs?\.?|pp?\.|psge|paragraph|lines?)\s*\d|-+>|=>|\bhtml|archive\.org|(?:at|to) the end\b"
     rb"|_[^\W_][^_\n]*_|=[^\W_][^=\n]*="
 )
-SHORT = 200
+MAX_EXAMPLE_BYTES = 200
 """Maximum size in bytes of a paragraph without such a topic in a transcriber's note: an example between two others."""
 _NOTES_BY_DIRECTOR = re.compile(rb"Executive Director's Notes:.{0,4000}?\nExecutive Director\n", re.S)
 
 
-def before_note(text: bytes, start: int, stop: int, removed: Counter[str]) -> int:
+def find_note_start(text: bytes, start: int, stop: int, removed: Counter[str]) -> int:
     """Return the start of a transcriber's note at the end of ``text[start:stop]``; ``stop`` without one.
 
     Everything after its heading must belong to the note, and the note must be at most a quarter of the text.
@@ -118,9 +118,9 @@ def _is_note(text: bytes) -> bool:
             continue
         if _opens_other(match[1]):
             return False
-        if _OF_NOTES.search(paragraph):
+        if _NOTE_TOPICS.search(paragraph):
             gap = False
-        elif gap or bracket or len(paragraph) > SHORT:
+        elif gap or bracket or len(paragraph) > MAX_EXAMPLE_BYTES:
             return False
         else:
             gap = True
@@ -132,7 +132,7 @@ def _opens_other(paragraph: bytes) -> bool:
     return bool(_OPENS_BOOK.match(paragraph) or _BACK_MATTER.match(paragraph.lower()) or paragraph.isupper())
 
 
-def without_credits(front: bytes, removed: Counter[str]) -> bytes:
+def remove_credits(front: bytes, removed: Counter[str]) -> bytes:
     """Return the beginning of a book without credits, notes about the file and transcribers' notes."""
     if b"Executive Director's Notes:" in front:
         shorter = _NOTES_BY_DIRECTOR.sub(b"", front)
@@ -178,11 +178,11 @@ def _is_credit(paragraph: bytes, lower: bytes, *, first: bool) -> bool:
         return first or b" by " in lower
     if not first:
         return False
-    if _MADE.search(lower) or _SEE_NOTE.match(lower):
+    if _PRODUCTION.search(lower) or _SEE_NOTE.match(lower):
         return True
     return bool(
         begins
-        and _BY.match(lower)
+        and _PEOPLE_CREDIT.match(lower)
         and not _ON_STAGE.search(lower)
         and _CREDIT_WORDS.issuperset(_WORD.findall(paragraph))
     )
@@ -209,7 +209,7 @@ def _end_of_note(front: bytes, begin: int, end: int) -> int:
     for first, last, paragraph in _paragraphs(front, end):
         continued = bare or (first - end < 2 and paragraph[:1] in b" \t")
         listed = front[begin:end].rstrip().endswith(b":") and not bare
-        if not continued or _opens_other(paragraph) or not (listed or _OF_NOTES.search(paragraph.lower())):
+        if not continued or _opens_other(paragraph) or not (listed or _NOTE_TOPICS.search(paragraph.lower())):
             break
         end, bare = last, False
     return end

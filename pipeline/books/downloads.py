@@ -9,7 +9,7 @@ from typing import TYPE_CHECKING
 
 from infra.errors import UserError
 from infra.storage.files import atomic_file
-from pipeline.books.error_pages import error_page
+from pipeline.books.error_pages import find_error_message
 from pipeline.books.gutenberg import MAX_HEADER_BYTES, NEAR_HEADER_BYTES
 from pipeline.config import MIRROR
 
@@ -38,10 +38,8 @@ def fetch(source: str, mirror: str) -> Iterator[Path]:
     folder = Path(os.environ.get("XDG_CACHE_HOME") or Path.home() / ".cache") / "throughline" / "gutenberg"
     try:
         folder.mkdir(parents=True, exist_ok=True)
-    except OSError as refused:
-        raise UserError(
-            f"Cannot create {folder}: {refused.strerror}. Set XDG_CACHE_HOME to another folder."
-        ) from refused
+    except OSError as error:
+        raise UserError(f"Cannot create {folder}: {error.strerror}. Set XDG_CACHE_HOME to another folder.") from error
     has_requested = False
     for number in sorted(set(numbers), key=int):
         path = folder / f"pg{number}.txt"
@@ -109,7 +107,7 @@ def flaw(text: bytes) -> str | None:
     """Return why ``text`` is not a complete book; None if it seems to be one."""
     if not text.strip():
         return "is empty"
-    if error := error_page(text):
+    if error := find_error_message(text):
         return f"is an error page ({error!r}) instead of a book"
     if _WEB_PAGE.match(text):
         return "is an HTML page instead of a book"  # such as a network's login page
@@ -121,7 +119,7 @@ def flaw(text: bytes) -> str | None:
 
 
 def _no_text(response: "Response") -> str | None:
-    """Why the body of ``response`` is not a complete text, by its headers."""
+    """Return why the body of ``response`` is not a complete text, by its headers; None if it seems to be one."""
     kind = response.headers.get("Content-Type", "").lower()
     if any(name in kind for name in ("html", "xml", "json")):
         return f"is {kind.partition(';')[0]} instead of plain text"
@@ -137,8 +135,7 @@ def _no_text(response: "Response") -> str | None:
 
 
 def _unless_too_large(response: "Response") -> bytes | None:
-    """The body of ``response``; None, and no more of it is received, above ``MAX_BOOK_BYTES`` bytes once
-    decompressed."""
+    """Return the decompressed body of ``response``; None, without receiving more, above ``MAX_BOOK_BYTES`` bytes."""
     data = bytearray()
     with response:
         for block in response.iter_content(1 << 20):

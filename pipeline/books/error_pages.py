@@ -2,15 +2,15 @@
 
 import re
 
-LONGEST = 20_000
+MAX_HTML_BYTES = 20_000
 """Maximum size of an HTML error page in bytes."""
-PLAIN = 5_000
+MAX_PLAIN_BYTES = 5_000
 """Maximum size of an error response without markup in bytes."""
 _PHRASE = (
     rb"(?:not found|bad (?:request|gateway)|unauthorized|forbidden|access denied|request time-?out|too many requests"
     rb"|internal server error|service (?:temporarily )?unavailable|gateway time-?out|moved (?:permanently|temporarily))"
 )
-_SAYING = re.compile(
+_ERROR_LINE = re.compile(
     rb"\s*(?:http(?:/\d(?:\.\d)?)?[ :]+)?(?:(?:error|status)[ :]*)?[345]\d\d\b[ :.,|(-]*(?:" + _PHRASE
     + rb"|error|found|see other|(?:temporary|permanent) redirect)|\s*(?:error|page|file|object|document)[ :]+" + _PHRASE
     + rb"\s*(?=<|\n|\Z)|\s*the requested (?:url|page|file|resource|document)\b[^<\n]{0,80} not (?:be )?found\b", re.I
@@ -20,19 +20,19 @@ _TITLE = re.compile(
 )
 _HEADING = re.compile(rb"<(?:title|h1)\b[^<>]*>", re.I)
 _MARKUP = re.compile(rb"\s*<(?:!doctype|html|head|\?xml|error)\b", re.I)
-_CODE = re.compile(rb"<Error>\s*<Code>")
-_OBJECT = re.compile(rb"\s*\{\s*\"(?:message|error|errors|detail|status|code)\"\s*:[^{}]{0,1000}\}\s*\Z")
+_XML_ERROR = re.compile(rb"<Error>\s*<Code>")
+_JSON_ERROR = re.compile(rb"\s*\{\s*\"(?:message|error|errors|detail|status|code)\"\s*:[^{}]{0,1000}\}\s*\Z")
 
 
-def error_page(text: bytes) -> str | None:
+def find_error_message(text: bytes) -> str | None:
     """Return the error message in ``text`` if it is an error response; None otherwise."""
-    if len(text) > LONGEST:
+    if len(text) > MAX_HTML_BYTES:
         return None
     saying = None
     if _MARKUP.match(text):
         headings = [heading.end() for heading in _HEADING.finditer(text)]
-        sayings = [_SAYING.match(text, end) or _TITLE.match(text, end) for end in headings]
-        saying = next(filter(None, sayings), None) or _CODE.search(text)
-    elif len(text) <= PLAIN:
-        saying = _SAYING.match(text) or _OBJECT.match(text)
+        sayings = [_ERROR_LINE.match(text, end) or _TITLE.match(text, end) for end in headings]
+        saying = next(filter(None, sayings), None) or _XML_ERROR.search(text)
+    elif len(text) <= MAX_PLAIN_BYTES:
+        saying = _ERROR_LINE.match(text) or _JSON_ERROR.match(text)
     return " ".join(saying[0].decode("utf-8", "replace").split())[:80] if saying else None

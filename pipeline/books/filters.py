@@ -6,12 +6,12 @@ Only samples from the beginning, middle and end are tested, which takes a few pe
 import re
 
 from pipeline.books.clean import Book
-from pipeline.books.error_pages import error_page
+from pipeline.books.error_pages import find_error_message
 from pipeline.books.readers import DroppedBook
 from pipeline.config import ReadingConfig
 
 SAMPLE_BYTES = 1_000
-LONGEST_WORD = 1_000
+MAX_WORD_BYTES = 1_000
 """Bytes without a space, more than any word, table or URL in a book has."""
 MIN_DISTINCT_FRACTION = 0.05
 """Minimum number of distinct words per word in a sample; novels have 0.5 to 0.75, Genesis 5 (a list of ages) 0.25."""
@@ -20,7 +20,7 @@ MAX_NON_TEXT_FRACTION = 0.4
 
 # Letters, whitespace and the bytes of other scripts.
 _TEXT = bytes(c for c in range(256) if chr(c).isalpha() or c in b" \n\t" or c >= 128)
-_LONG_WORD = re.compile(rb"\S{%d}" % LONGEST_WORD)
+_LONG_WORD = re.compile(rb"\S{%d}" % MAX_WORD_BYTES)
 
 _CODES = {
     "chinese": "zh", "danish": "da", "dutch": "nl", "english": "en", "esperanto": "eo", "finnish": "fi",
@@ -32,13 +32,13 @@ _CODES = {
 
 def drop_reason(book: Book, settings: ReadingConfig) -> DroppedBook | None:
     """Return why ``book`` is dropped under ``settings``; None if it is kept."""
-    if error := error_page(book.text):
+    if error := find_error_message(book.text):
         return DroppedBook(book.id, "error page", f"an error page instead of a book: {error!r}")
     if book.chars < settings.min_chars:
         return DroppedBook(book.id, "too short", f"{book.chars:,} characters, fewer than {settings.min_chars:,}")
     sample = _sample(book.text)
-    if b" " not in sample[:LONGEST_WORD] and _LONG_WORD.search(sample) and book.text.isascii():
-        return DroppedBook(book.id, "not text", f"a run of more than {LONGEST_WORD:,} characters without a space")
+    if b" " not in sample[:MAX_WORD_BYTES] and _LONG_WORD.search(sample) and book.text.isascii():
+        return DroppedBook(book.id, "not text", f"a run of more than {MAX_WORD_BYTES:,} characters without a space")
     signs = len(sample.translate(None, _TEXT)) / len(sample)
     if signs > MAX_NON_TEXT_FRACTION:
         return DroppedBook(book.id, "not text", f"{signs:.0%} of a sample is neither letters nor whitespace")

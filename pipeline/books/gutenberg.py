@@ -15,7 +15,7 @@ from dataclasses import dataclass, field, replace
 from itertools import pairwise
 
 from pipeline.books import sister_projects
-from pipeline.books.credits import FRONT_MATTER_BYTES, OPENING, SHORT_TEXT_BYTES, before_note, without_credits
+from pipeline.books.credits import FRONT_MATTER_BYTES, OPENING, SHORT_TEXT_BYTES, find_note_start, remove_credits
 from pipeline.books.normalize import count_characters
 
 NEAR_HEADER_BYTES, MAX_HEADER_BYTES = 4_000, 40_000
@@ -28,7 +28,7 @@ FOOTER_START_BYTES, MAX_FOOTER_BYTES = 1_500, 60_000
 """Bytes from the start of a footer to the words that identify it, and maximum size of a footer."""
 _NAME = b"PROJECT GUTENBERG"
 _LINE = re.compile(rb"(START|END) OF (?:TH(?:IS|E) )?(?:COPYRIGHTED )?\Z")
-_PRINT = (
+_SMALL_PRINT_ENDS = (
     b"*END*THE SMALL PRINT", b"*END THE SMALL PRINT", b"END: SMALL PRINT", b"SMALL PRINT! FOR __ COMPLETE SHAKESPEARE",
 )  # fmt: skip
 MAX_SMALL_PRINT_BYTES = 20_000
@@ -68,7 +68,7 @@ _LEGAL = (
 _MENTIONS = (b"utenberg", b"UTENBERG", b"Updated editions will replace")
 LICENSE_MENTION_BYTES = 3_000
 """Maximum number of bytes between two mentions of Project Gutenberg in a license."""
-_LEGAL_ENDS = (b"hear about new eBooks.", b"END: FULL LICENSE", b"GUTINDEX.ALL", *_PRINT)
+_LEGAL_ENDS = (b"hear about new eBooks.", b"END: FULL LICENSE", b"GUTINDEX.ALL", *_SMALL_PRINT_ENDS)
 
 # A start line may span several lines, up to its closing asterisks; in a text without line ends, only asterisks end it.
 _REST_OF_MARKER = re.compile(
@@ -159,7 +159,7 @@ class _Span:
 def _wrapping(text: bytes, *, opened: bool) -> list[_Span]:
     """Return the headers and footers in ``text``, in order; ``opened`` says that it begins like a header."""
     marks = _markers(text)
-    low = sister_projects.header_end(text)
+    low = sister_projects.find_header_end(text)
     headers = [_Span(0, low, ("sister project",), header=True)] if low else []
     for mark in marks:
         start = _header_start(text, low, mark, headers) if mark.header else None
@@ -182,7 +182,7 @@ def _wrapping(text: bytes, *, opened: bool) -> list[_Span]:
         spans += _footers(text, header.stop, following.start, ends, headed=header.header)
     if spans and spans[0].patterns == ("sister project",):
         title = _fields(text[: spans[0].stop]).get("title", "")
-        if (closing := sister_projects.closing_start(text, spans[-1].stop, title)) is not None:
+        if (closing := sister_projects.find_closing_start(text, spans[-1].stop, title)) is not None:
             spans.append(_Span(closing, len(text), ("end sentence",)))
     return spans
 
@@ -198,15 +198,15 @@ def _markers(text: bytes) -> list[_Span]:
         markers[at] = _Span(at, version.end() if version else stop, (pattern,), header=pattern != "end line")
 
     searched = 0
-    for hay, first in ((text[:NEAR_HEADER_BYTES].upper(), 0), (text, NEAR_HEADER_BYTES - len(_NAME))):
-        at = hay.find(_NAME, max(0, first))
+    for searched_text, first in ((text[:NEAR_HEADER_BYTES].upper(), 0), (text, NEAR_HEADER_BYTES - len(_NAME))):
+        at = searched_text.find(_NAME, max(0, first))
         while at >= 0:
             after = at + len(_NAME)
-            if line := _LINE.search(hay, max(0, at - 40), at):
-                if (begin := _marker_start(hay, line.start())) is not None:
+            if line := _LINE.search(searched_text, max(0, at - 40), at):
+                if (begin := _marker_start(searched_text, line.start())) is not None:
                     add(begin, after, "start line" if line[1] == b"START" else "end line")
             elif text.find(b"SMALL PRINT", max(0, at - NEAR_HEADER_BYTES), at + NEAR_HEADER_BYTES) >= 0:
-                for words in _PRINT:
+                for words in _SMALL_PRINT_ENDS:
                     end = text.find(words, max(at, searched), at + MAX_SMALL_PRINT_BYTES)
                     while end >= 0:
                         add(end, end + len(words), "small print")
@@ -214,7 +214,7 @@ def _markers(text: bytes) -> list[_Span]:
                 searched = (
                     at + MAX_SMALL_PRINT_BYTES - NEAR_HEADER_BYTES
                 )  # a marker may cross the end of the searched bytes
-            at = hay.find(_NAME, after)
+            at = searched_text.find(_NAME, after)
     return [markers[at] for at in sorted(markers)]
 
 
@@ -270,7 +270,7 @@ def _ends_header(text: bytes, near: int, stop: int) -> bool:
     remainder = b"".join(
         paragraph for paragraph in text[last:stop].split(b"\n\n") if not _HEADER_PARAGRAPH.match(paragraph.strip())
     )
-    return last < 0 or not without_credits(remainder, Counter()).strip()
+    return last < 0 or not remove_credits(remainder, Counter()).strip()
 
 
 def _footers(text: bytes, low: int, limit: int, ends: list[_Span], *, headed: bool) -> list[_Span]:
@@ -340,10 +340,10 @@ def _footer_end(text: bytes, at: int, limit: int) -> int:
 
 def _body(text: bytes, start: int, stop: int, removed: Counter[str]) -> list[bytes | memoryview]:
     """Return the book in ``text[start:stop]`` without its editors' additions, as parts to join."""
-    stop = before_note(text, start, stop, removed)
+    stop = find_note_start(text, start, stop, removed)
     front = text[start : min(start + FRONT_MATTER_BYTES, stop)]
     added: Counter[str] = Counter()
-    front_matter = without_credits(front, added).lstrip()
+    front_matter = remove_credits(front, added).lstrip()
     remainder = memoryview(text)[start + len(front) : stop - _blanks_before(text, stop)]
     if not len(remainder) and not front_matter.strip():
         front_matter = front.strip()  # credits are never a whole book

@@ -15,10 +15,10 @@ _SOFT_HYPHEN, _NEXT_LINE = b"\xc2\xad", b"\xc2\x85"
 # C1 controls (U+0080 to U+009F) come from Windows text that was decoded as Latin-1. By the WHATWG Encoding Standard,
 # each stands for the Windows-1252 character with its code, if there is one. The literal first byte makes the patterns
 # fast.
-_OF_WINDOWS = {bytes([code]): bytes([code]).decode("cp1252", "ignore").encode() for code in range(0x80, 0xA0)}
+_WINDOWS_1252 = {bytes([code]): bytes([code]).decode("cp1252", "ignore").encode() for code in range(0x80, 0xA0)}
 _C1 = re.compile(rb"\xc2([\x80-\x9f])")
 _UNDEFINED = re.compile(rb"\xc2[\x81\x8d\x8f\x90\x9d]")
-_MARK = b"\xef\xbb\xbf"
+_BYTE_ORDER_MARK = b"\xef\xbb\xbf"
 # A wrapped line of prose is long, and its continuation is not indented: verse and tables are kept.
 _WRAPPED = re.compile(rb"([^\n]{50})\n(?=[^\s*\[|=+-])")
 
@@ -58,8 +58,8 @@ def normalize(text: bytes) -> Normalized:
         text, undefined = _UNDEFINED.subn(b"", text)
         if undefined:
             removed["control characters"] = removed.get("control characters", 0) + undefined
-        text, repaired = _C1.subn(lambda match: _OF_WINDOWS[match[1]], text)
-    return Normalized(_without(_MARK, text, removed, "byte order marks"), removed, repaired)
+        text, repaired = _C1.subn(lambda match: _WINDOWS_1252[match[1]], text)
+    return Normalized(_without(_BYTE_ORDER_MARK, text, removed, "byte order marks"), removed, repaired)
 
 
 def trim(text: bytes) -> bytes:

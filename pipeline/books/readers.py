@@ -22,7 +22,7 @@ import pyarrow.parquet as pq
 from infra.errors import UserError
 from infra.schema import strict
 from pipeline.books.charset import Decoded, to_utf8, undecodable_lines
-from pipeline.books.sources import SourceFile, has_unknown_type, hidden_path, is_plain_text
+from pipeline.books.sources import SourceFile, find_hidden_path, has_unknown_type, is_plain_text
 from pipeline.config import SAMPLE, ReadingConfig
 
 MAX_BOOK_BYTES = 1_000_000_000
@@ -39,7 +39,7 @@ _HEADER = 18
 """Bytes that every compression format needs at most for the beginning of a stream without content."""
 _UTF16 = (b"\xff\xfe", b"\xfe\xff")
 _TITLES = ("title", "short_book_title")
-DAMAGE = (
+DAMAGE_ERRORS = (
     EOFError, zlib.error, zipfile.BadZipFile, pa.ArrowException, UnicodeDecodeError, NotImplementedError,
 )  # fmt: skip
 """Exceptions that readers raise for a corrupt file, besides an ``OSError`` without a number."""
@@ -91,14 +91,14 @@ def read_books(file_range: FileRange, settings: ReadingConfig) -> Iterator[RawBo
             file.check_unchanged()
             yield from _books(file_range, opened, settings)
             file.check_unchanged()
-    except FileNotFoundError as gone:
+    except FileNotFoundError as error:
         raise UserError(
             f"{file.uri} was deleted while the command was running. Restore it, or run the same command again to "
             "continue without it."
-        ) from gone
-    except PermissionError as refused:
-        yield DroppedBook(file.id, "unreadable", f"{refused.strerror}")
-    except DAMAGE as damage:
+        ) from error
+    except PermissionError as error:
+        yield DroppedBook(file.id, "unreadable", f"{error.strerror}")
+    except DAMAGE_ERRORS as damage:
         file.check_unchanged()  # it may have been replaced while it was read
         yield DroppedBook(file.id, "unreadable", f"damaged: {str(damage) or type(damage).__name__}")
     except OSError as failure:
@@ -297,8 +297,8 @@ def _json(file_range: FileRange, stream: Any, name: str) -> Iterator[RawBook | D
             return
         try:
             values, decoded = _parsed(whole)
-        except (ValueError, RecursionError) as wrong:
-            yield DroppedBook(file_range.file.id, "unreadable", f"not JSON: {wrong}")
+        except (ValueError, RecursionError) as error:
+            yield DroppedBook(file_range.file.id, "unreadable", f"not JSON: {error}")
             return
         for number, row in enumerate(values if isinstance(values, list) else [values]):
             yield _row(f"{file_range.file.id}#{number}", file_range.file.id, row, name, decoded)
@@ -315,8 +315,8 @@ def _lines(file_range: FileRange, stream: BinaryIO, name: str) -> Iterator[RawBo
         elif line.strip():
             try:
                 values, decoded = _parsed(line, sample)
-            except (ValueError, RecursionError) as wrong:
-                yield DroppedBook(book_id, "unreadable", f"not a line of JSON: {wrong}")
+            except (ValueError, RecursionError) as error:
+                yield DroppedBook(book_id, "unreadable", f"not a line of JSON: {error}")
             else:
                 yield _row(book_id, file_range.file.id, values, name, decoded)
 
@@ -332,7 +332,7 @@ def _parsed(data: bytes, sample: Callable[[], bytes] | None = None) -> tuple[Any
 
 def _undecodable_beginning(file_range: FileRange) -> bytes:
     """Return the first lines of ``file_range`` that are not UTF-8, because one line may not identify an encoding."""
-    with suppress(OSError, *DAMAGE), file_range.file.open() as opened:
+    with suppress(OSError, *DAMAGE_ERRORS), file_range.file.open() as opened:
         if file_range.file.compression:
             unpacked: Any = _Unpacked(opened, file_range.file.compression)
             return undecodable_lines(io.BufferedReader(unpacked, _BLOCK).read(_BLOCK))
@@ -413,7 +413,7 @@ def _described(book_id: str, source: str, text: str | bytes, values: dict[str, A
 
 def members(archive: zipfile.ZipFile) -> list[zipfile.ZipInfo]:
     """Return the books in an archive, by name: its text files, or its only file if that has an unknown suffix."""
-    files = [info for info in archive.infolist() if not info.is_dir() and not hidden_path(info.filename)]
+    files = [info for info in archive.infolist() if not info.is_dir() and not find_hidden_path(info.filename)]
     texts = [info for info in files if is_plain_text(info.filename)]
     if not texts and len(files) == 1 and has_unknown_type(files[0].filename):
         return files
@@ -427,12 +427,12 @@ def _archive(file_range: FileRange, opened: BinaryIO, separator: str | None) -> 
         yield DroppedBook(file_range.file.id, "unreadable", "the archive contains no .txt, .text or .md file")
     names = Counter(info.filename for info in infos)
     others = [info for info in archive.infolist() if info.filename not in names and not info.is_dir()]
-    hidden = {hidden_path(info.filename): None for info in others}  # a folder once, in the order of the archive
+    hidden = {find_hidden_path(info.filename): None for info in others}  # a folder once, in the order of the archive
     if not file_range.start:
         for path in filter(None, hidden):
             yield DroppedBook(f"{file_range.file.id}/{path}", "hidden", "hidden and temporary files are not read")
     for info in others if infos and not file_range.start else ():
-        if not hidden_path(info.filename):
+        if not find_hidden_path(info.filename):
             yield DroppedBook(
                 f"{file_range.file.id}/{info.filename}",
                 "not text",
@@ -459,7 +459,7 @@ def _archive(file_range: FileRange, opened: BinaryIO, separator: str | None) -> 
                         file_range.file.id,
                         _unless_too_large(stream, MAX_BOOK_BYTES) if info.file_size <= MAX_BOOK_BYTES else None,
                     )
-        except (*DAMAGE, RuntimeError, OSError) as damage:  # RuntimeError: it is encrypted
+        except (*DAMAGE_ERRORS, RuntimeError, OSError) as damage:  # RuntimeError: it is encrypted
             if isinstance(damage, OSError) and damage.errno is not None:
                 raise
             yield DroppedBook(book_id, "unreadable", f"damaged: {str(damage) or type(damage).__name__}")

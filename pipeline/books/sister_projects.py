@@ -6,7 +6,7 @@ sentences about the file and its use. The closing line is the last line of the t
 
 import re
 
-HEADER = 6_000
+MAX_HEADER_BYTES = 6_000
 """Maximum size of a header in bytes."""
 _NAME = re.compile(
     rb"\s*[*\[_ \t]*(?:An? )?(?:Project Gutenberg (?:of )?(?:Australia|Canada)(?:'s)?"
@@ -17,7 +17,7 @@ _FIELD = (
     rb"[^\n:]{0,40}:|(?:an? )?(?:project gutenberg|faded ?page|distributed proofreaders)[^\n]{0,40}e-?book\b)[^\n]*"
 )
 _FIELDS = re.compile(_FIELD + rb"(?:\n(?:[ \t]+[^\n]*|" + _FIELD + rb"))*\Z", re.I)
-_ON_THE_FILE = re.compile(
+_FILE_SENTENCE = re.compile(
     rb"[ \t*_\[]*(?:this e-?book (?:is made available|was produced)|this (?:work|file|etext) (?:is in the|was produced)"
     rb"|project gutenberg (?:of )?(?:australia|canada)|copyright laws are changing|a treasure-trove|go to project"
     rb"|to contact project|be sure to check|further information on|production notes|if the book is under copyright"
@@ -32,20 +32,20 @@ _CLOSING = re.compile(
 _PARAGRAPH = re.compile(rb"\s*?([^\n]+(?:\n[^\n]+)*)(?:\n|\Z)")
 
 
-def header_end(text: bytes) -> int:
+def find_header_end(text: bytes) -> int:
     """Return the end of the header at the beginning of ``text``; 0 without one."""
     if not _NAME.match(text):
         return 0
     end, proven = 0, False
-    for match in _PARAGRAPH.finditer(text[:HEADER]):
-        if end and not _FIELDS.match(match[1]) and not _ON_THE_FILE.match(match[1]):
+    for match in _PARAGRAPH.finditer(text[:MAX_HEADER_BYTES]):
+        if end and not _FIELDS.match(match[1]) and not _FILE_SENTENCE.match(match[1]):
             break
         proven = proven or bool(_PROOF.search(match[1]))
         end = match.end()
     return end if proven else 0
 
 
-def closing_start(text: bytes, start: int, title: str) -> int | None:
+def find_closing_start(text: bytes, start: int, title: str) -> int | None:
     """Return the start of the line that closes the book ``title`` in ``text[start:]``; None without one."""
     match = _CLOSING.search(text, max(start, len(text) - 400))
     if match is None or match[1] is None:

@@ -124,7 +124,7 @@ class Inventory:
     """Number of files in folders that are not read, by reason: an unsupported suffix, a hidden name, and so on."""
 
     def summary(self) -> dict[str, Any]:
-        """Number of files, bytes, and a hash over ids and sizes, as the manifest describes the inputs."""
+        """Return the number of files, their bytes, and a hash over ids and sizes, as the manifest stores them."""
         inventory = json.dumps([[file.id, file.size] for file in self.files])
         return {
             "files": len(self.files),
@@ -243,21 +243,21 @@ def _remote(source: str, skipped: dict[str, str]) -> Iterator[SourceFile]:
         entries = list_files(source)
     except FileNotFoundError:
         entries = []
-    there = {entry.path for entry in entries}
-    ours = {
+    stored_paths = {entry.path for entry in entries}
+    data_set_folders = {
         path.removesuffix(f"/{names[0]}")
         for names in _DATA_SET_FILES
-        for path in there
-        if all(path.removesuffix(f"/{names[0]}") + f"/{name}" in there for name in names)
+        for path in stored_paths
+        if all(path.removesuffix(f"/{names[0]}") + f"/{name}" in stored_paths for name in names)
     }
     for entry in entries:
-        if ours and any(str(folder) in ours for folder in PurePosixPath(entry.path).parents):
+        if data_set_folders and any(str(folder) in data_set_folders for folder in PurePosixPath(entry.path).parents):
             continue
         below = entry.path.removeprefix(root).lstrip("/")
         name = f"{PurePosixPath(root).name}/{below}" if below else PurePosixPath(root).name
         if pattern and not _matches(below.split("/"), pattern.split("/")):
             continue
-        if below and (hidden := hidden_path(below, pattern)):
+        if below and (hidden := find_hidden_path(below, pattern)):
             skipped[f"{root}/{hidden}"] = HIDDEN
             continue
         if not entry.size:  # an empty folder is stored as an empty object, whose name may end in .parquet
@@ -311,7 +311,7 @@ def _matching(pattern: str, skipped: dict[str, str]) -> Iterator[str]:
     stars = re.search(r"/\*\*(?=/|$)", pattern)
     if not stars:
         for path in glob.glob(pattern, include_hidden=True):  # noqa: PTH207 Path.glob takes no absolute pattern
-            if hidden := hidden_path(path, pattern):
+            if hidden := find_hidden_path(path, pattern):
                 skipped[hidden] = HIDDEN
             else:
                 yield path
@@ -393,12 +393,12 @@ def _suffix_of(name: str) -> str:
 
 def _visible(folder: str, names: list[str], skipped: dict[str, str]) -> list[str]:
     """Return the ``names`` in ``folder`` that are not hidden; add the hidden ones to ``skipped``."""
-    hidden = set(filter(hidden_path, names))
+    hidden = set(filter(find_hidden_path, names))
     skipped |= {f"{folder}/{name}": HIDDEN for name in hidden}
     return [name for name in names if name not in hidden]
 
 
-def hidden_path(path: str, pattern: str = "") -> str | None:
+def find_hidden_path(path: str, pattern: str = "") -> str | None:
     """Return the first hidden file or folder in ``path``, which is relative to a source; None if there is none.
 
     A name is hidden if it begins with exactly one dot (titles may begin with several) or is in ``_TEMPORARY``. A name

@@ -14,20 +14,23 @@ _PUNCTUATION = (
 # Positions where text may be cut: a pre-token provably starts at whitespace after any other character, and at
 # punctuation after a letter or digit. A run of whitespace without its last character is one pre-token, in which no
 # token joins two of the whitespace characters listed here, except two line feeds.
-_CUT = re.compile(
+_CUT_POSITION = re.compile(
     rf"(?<=\S)(?=[ \n])|(?<=[^\W_])(?=[{_PUNCTUATION}])|(?<=[ \t\n\u3000])(?=[ \t\u3000])|(?<=[ \t\u3000])(?=\n)"
 )
 # No split pattern has a pre-token in which a space follows a character other than whitespace.
 _WORD_END = re.compile(rb"(?:(?<=[!-~])|(?<=[\xc3-\xdf][\x80-\xbf]))(?= )")
 _CONTINUATION = bytes(range(0x80, 0xC0))
 _WINDOW = 4096
-_ALIKE = 16
+_MAX_REPEATED_TOKEN = 16
 """Length of the longest token that repeats one whitespace character. The lengths of the others are powers of two, apart
 from the end of a run."""
 
 
 def chunks(text: bytes, size: int, cut: Callable[[bytes, int, int], int]) -> Iterator[bytes]:
-    """Yield ``text`` in chunks of about ``size`` bytes; ``cut`` is :func:`boundary` or :func:`word_boundary`."""
+    """Yield ``text`` in chunks of about ``size`` bytes.
+
+    ``cut`` is :func:`find_boundary` or :func:`find_word_boundary`.
+    """
     start = 0
     while len(text) - start > size and (end := cut(text, start, start + size)) < len(text):
         yield text[start:end]
@@ -35,26 +38,26 @@ def chunks(text: bytes, size: int, cut: Callable[[bytes, int, int], int]) -> Ite
     yield text[start:] if start else text
 
 
-def boundary(text: bytes, start: int, at: int) -> int:
+def find_boundary(text: bytes, start: int, at: int) -> int:
     """Return the first position at or after ``at`` where ``text`` may be cut, after a cut at ``start``."""
     for near in range(at, len(text), _WINDOW):
         head = text[near : near + 4]
         begin = near + len(head) - len(head.lstrip(_CONTINUATION))
         window = text[begin : begin + _WINDOW].decode(errors="ignore")
-        if match := _CUT.search(window, 1):
+        if match := _CUT_POSITION.search(window, 1):
             return begin + len(window[: match.start()].encode())
-        blank = window[:1]
-        if blank.isspace() and window.startswith(blank * (_ALIKE + 1)):
+        character = window[:1]
+        if character.isspace() and window.startswith(character * (_MAX_REPEATED_TOKEN + 1)):
             # Line feeds or no-break spaces. They are merged in twos, fours and so on from the start of their run; a
             # space before the run takes its first character.
             preceding_text = text[start:begin].decode()
-            other = preceding_text.rstrip(blank)
-            alike = len(preceding_text) - len(other) - (blank != "\n" and other.endswith(" "))
-            return begin + (_ALIKE - alike % _ALIKE) * len(blank.encode())
+            preceding = preceding_text.rstrip(character)
+            run_length = len(preceding_text) - len(preceding) - (character != "\n" and preceding.endswith(" "))
+            return begin + (_MAX_REPEATED_TOKEN - run_length % _MAX_REPEATED_TOKEN) * len(character.encode())
     return len(text)
 
 
-def word_boundary(text: bytes, start: int, at: int) -> int:
-    """Like :func:`boundary`, but valid for every split pattern and any tokens."""
+def find_word_boundary(text: bytes, start: int, at: int) -> int:
+    """Like :func:`find_boundary`, but valid for every split pattern and any tokens."""
     match = _WORD_END.search(text, at)
     return match.start() if match else len(text)

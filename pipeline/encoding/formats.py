@@ -22,7 +22,7 @@ _ENDS = (END, "<|end_of_text|>", "</s>", "<|im_end|>", "<eos>")
 _OFF = dict.fromkeys(("post_processor", "truncation", "padding"))
 
 
-def tokens_of_ranks(ranks: bytes) -> list[bytes]:
+def parse_ranks(ranks: bytes) -> list[bytes]:
     """Return the tokens of a rank file by id; the last one ends a text. Raises ``ValueError`` for missing ids."""
     tokens_by_id: dict[int, bytes] = {}
     for line in ranks.splitlines():
@@ -31,7 +31,7 @@ def tokens_of_ranks(ranks: bytes) -> list[bytes]:
     return [*_complete(tokens_by_id), END.encode()]
 
 
-def tokens_of_json(values: dict[str, Any]) -> list[bytes]:
+def parse_tokenizer_json(values: dict[str, Any]) -> list[bytes]:
     """Return the tokens of a ``tokenizer.json`` by id.
 
     Raises ``ValueError`` for missing ids, without an end-of-text token, and if it changes the text in addition to
@@ -107,7 +107,7 @@ def letters() -> dict[int, str]:
     return {byte: chr(byte) for byte in printable} | {byte: chr(256 + n) for n, byte in enumerate(others)}
 
 
-def json_of_ranks(tokens: Sequence[bytes], merges: Sequence[tuple[bytes, bytes]], pattern: str) -> str:
+def make_tokenizer_json(tokens: Sequence[bytes], merges: Sequence[tuple[bytes, bytes]], pattern: str) -> str:
     """Return a ``tokenizer.json`` for Hugging Face's libraries from ``tokens`` by id; the last one ends a text."""
     known = letters()
 

@@ -23,17 +23,17 @@ import tiktoken
 
 from infra.errors import UserError, first_line
 from infra.storage.directory import StorageDir
-from pipeline.encoding.chunks import CHUNK, boundary, chunks, word_boundary
+from pipeline.encoding.chunks import CHUNK, chunks, find_boundary, find_word_boundary
 from pipeline.encoding.formats import (
     END,
     PATTERNS,
     added_tokens,
     end_of_json,
-    json_of_ranks,
+    make_tokenizer_json,
     ordinary_json,
+    parse_ranks,
+    parse_tokenizer_json,
     reference_json,
-    tokens_of_json,
-    tokens_of_ranks,
 )
 from pipeline.shards import TOKENIZER_FILE
 
@@ -52,7 +52,7 @@ MEMORY_CHECK_BYTES = 4_000_000
 # Letters and digits new in Unicode 17, in UTF-8, and some of their neighbors. tiktoken and gigatoken have tables of
 # different versions, and split words at them differently. They are grouped by first byte, which few books contain:
 # searching for one byte takes 1% of the time of encoding, searching for a pattern 20%.
-_NEWEST = {
+_NEWEST_LETTERS = {
     b"\xe0": re.compile(rb"\xe0(?:\xa2\x8f|[\xb1\xb3]\x9c)"),
     b"\xea": re.compile(rb"\xea\x9f[\x8e\x8f\x92\x94\xb1]"),
     b"\xf0": re.compile(
@@ -128,7 +128,7 @@ class Tokenizer:
     @cached_property
     def tokens(self) -> list[bytes]:
         """The tokens by id, including the end of text."""
-        return tokens_of_ranks(self._ranks) if self.pattern else tokens_of_json(self._values)
+        return parse_ranks(self._ranks) if self.pattern else parse_tokenizer_json(self._values)
 
     @cached_property
     def end_of_text(self) -> int:
@@ -244,13 +244,15 @@ class Tokenizer:
         return ids[0] if len(ids) == 1 else np.concatenate(ids)
 
     def _encode(self, text: bytes, encoder: EncoderName) -> np.ndarray:
-        if encoder == "tiktoken" or any(first in text and letter.search(text) for first, letter in _NEWEST.items()):
+        if encoder == "tiktoken" or any(
+            first in text and letter.search(text) for first, letter in _NEWEST_LETTERS.items()
+        ):
             return self.encode_with_reference(text.decode())
         return self._fast.encode(text)
 
     def chunks(self, text: bytes, size: int = CHUNK) -> Iterator[bytes]:
         """Yield ``text`` in chunks of about ``size`` bytes that encode to the same ids as the whole."""
-        return chunks(text, size, boundary if self.is_gpt2 else word_boundary)
+        return chunks(text, size, find_boundary if self.is_gpt2 else find_word_boundary)
 
     def verify(self, book: str, text: bytes, ids: np.ndarray) -> int:
         """Compare ``ids`` of ``text`` with the reference over about ``VERIFIED_BYTES``; return the bytes compared.
@@ -276,7 +278,7 @@ class Tokenizer:
         if not self.pattern:
             return self.content.decode()
         with self._errors_as_user_errors("gigatoken", "Tokenize with a tokenizer.json, which lists its merges."):
-            return json_of_ranks(self.tokens, self._gigatoken().merges, self.pattern)
+            return make_tokenizer_json(self.tokens, self._gigatoken().merges, self.pattern)
 
     def decode(self, ids: Iterable[int]) -> str:
         """Return the text of ``ids``; an incomplete character becomes a replacement character."""

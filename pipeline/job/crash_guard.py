@@ -20,7 +20,7 @@ from infra.errors import UserError
 from infra.storage.files import scratch, write_json
 
 MAX_CRASHES = 3
-_LENGTH = 8
+_LENGTH_BYTES = 8
 
 
 class CrashGuard:
@@ -47,7 +47,7 @@ class CrashGuard:
         """Note that ``step`` comes next; return False if it has crashed too many workers and must be skipped."""
         name = step.encode("utf-8", "replace")
         try:
-            os.pwrite(self._file, len(name).to_bytes(_LENGTH, "little") + name, 0)
+            os.pwrite(self._file, len(name).to_bytes(_LENGTH_BYTES, "little") + name, 0)
         except OSError as failure:
             raise _write_error(failure) from failure
         return self.crash_counts.get(step, 0) < MAX_CRASHES
@@ -76,5 +76,5 @@ def _write_error(failure: OSError) -> UserError:
 
 def _read(note: Path) -> str:
     content = note.read_bytes()
-    length = int.from_bytes(content[:_LENGTH], "little")
-    return content[_LENGTH : _LENGTH + length].decode("utf-8", "replace")
+    length = int.from_bytes(content[:_LENGTH_BYTES], "little")
+    return content[_LENGTH_BYTES : _LENGTH_BYTES + length].decode("utf-8", "replace")

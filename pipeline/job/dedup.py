@@ -36,9 +36,9 @@ def find_duplicates(results: dict[str, PartitionResult], rank: Callable[[str], R
             duplicates[book] = DroppedBook(book, EXACT, f"same text as {original}")
     every = {book: signature for result in results.values() for book, signature in result.signatures.items()}
     if signatures := {book: every[book] for book in sorted(every, key=rank) if book not in duplicates}:
-        from pipeline.job.similarity import near_duplicates  # needed only for near duplicates
+        from pipeline.job.similarity import find_near_duplicates  # needed only for near duplicates
 
-        for book, (original, similarity) in near_duplicates(signatures).items():
+        for book, (original, similarity) in find_near_duplicates(signatures).items():
             duplicates[book] = DroppedBook(book, NEAR, f"{similarity:.0%} of its phrases are also in {original}")
     return duplicates
 

@@ -10,9 +10,9 @@ from typing import Any, TypeVar
 from infra.errors import UserError
 
 Item = TypeVar("Item")
-Answer = TypeVar("Answer")
+Result = TypeVar("Result")
 
-_THREADS = ("StreamingExecutor-", "ray-data-metadata-prefetch", "iter_threaded")
+_RAY_THREAD_PREFIXES = ("StreamingExecutor-", "ray-data-metadata-prefetch", "iter_threaded")
 """Prefixes of the names of Ray Data's threads that send requests to Ray."""
 _JOIN_TIMEOUT_SECONDS = 10.0
 """Seconds to wait for these threads, of the 28 in which a command must exit. The longest request is for a block, whose
@@ -20,8 +20,8 @@ task is already cancelled."""
 
 
 def run_tasks(
-    work: Callable[[Item], Iterable[Answer]], items: Sequence[Item], *, ordered: bool, **map_options: Any
-) -> Generator[Answer, None, None]:
+    work: Callable[[Item], Iterable[Result]], items: Sequence[Item], *, ordered: bool, **map_options: Any
+) -> Generator[Result, None, None]:
     """Yield what ``work(item)`` yields for each of ``items``; each item is a task with one CPU core.
 
     With ``ordered``, results are in the order of the items. ``map_options`` are further arguments of Ray Data's
@@ -42,25 +42,25 @@ def run_tasks(
         _task,  # type: ignore[arg-type] Ray's type has no further arguments
         fn_args=(work,), batch_size=1, num_cpus=1, **map_options,
     )  # fmt: skip
-    others = set(threading.enumerate())
+    earlier_threads = set(threading.enumerate())
     rows: Any = iter(tasks.iter_rows())  # a generator
     try:
         for row in rows:
-            answer = pickle.loads(row["answer"])  # noqa: S301 our own bytes
-            if isinstance(answer, Exception):
-                raise answer
-            yield answer
+            result = pickle.loads(row["result"])  # noqa: S301 our own bytes
+            if isinstance(result, Exception):
+                raise result
+            yield result
     finally:
         rows.close()
-        until = time.monotonic() + _JOIN_TIMEOUT_SECONDS
-        for thread in set(threading.enumerate()) - others:
-            if thread.name.startswith(_THREADS):
-                thread.join(max(0.0, until - time.monotonic()))
+        deadline = time.monotonic() + _JOIN_TIMEOUT_SECONDS
+        for thread in set(threading.enumerate()) - earlier_threads:
+            if thread.name.startswith(_RAY_THREAD_PREFIXES):
+                thread.join(max(0.0, deadline - time.monotonic()))
 
 
 def _task(batch: Any, work: Callable[[Any], Iterable[Any]]) -> Iterator[dict[str, list[bytes]]]:
     try:
-        for answer in work(pickle.loads(batch["item"][0])):  # noqa: S301 our own bytes
-            yield {"answer": [pickle.dumps(answer)]}
+        for result in work(pickle.loads(batch["item"][0])):  # noqa: S301 our own bytes
+            yield {"result": [pickle.dumps(result)]}
     except UserError as expected:  # as a value, because Ray Data wraps the exceptions of tasks
-        yield {"answer": [pickle.dumps(expected)]}
+        yield {"result": [pickle.dumps(expected)]}

@@ -23,13 +23,13 @@ from pipeline.job.dedup import EXACT, NEAR, drop_duplicates, find_duplicates
 from pipeline.job.partition_result import PartitionResult, mark_undone, read_result, result_file
 from pipeline.job.plan import Job, Partition
 from pipeline.job.split_history import SplitHistory
-from pipeline.job.splits import choose_splits, fill_splits, move_books, note_splits, split_changes
+from pipeline.job.splits import choose_splits, describe_split_changes, fill_splits, move_books, note_splits
 from pipeline.shards import (
     MANIFEST,
     PARTITIONS,
     QUARANTINE,
     SETTINGS_FILE,
-    SHARD,
+    SHARD_PATTERN,
     SPLITS,
     TOKENIZER_FILE,
     TRACKING,
@@ -179,7 +179,7 @@ def finish(job: Job, print_line: Callable[[str], None] = lambda line: None) -> M
     if job.config.duplicates != "keep":
         results = drop_duplicates(out_dir, results, find_duplicates(results, choice.rank))
     fill_splits(job, results, choice.splits, history)
-    for sentence in split_changes(results, choice.splits, history):
+    for sentence in describe_split_changes(results, choice.splits, history):
         print_line(sentence)
     note_splits(job, results, choice.splits, history)
     results = move_books(job, results, choice.splits)
@@ -272,7 +272,7 @@ def clear(out_dir: StorageDir) -> None:
     stored_files = _files(out_dir)
     out_dir.remove(filter(_RESULT_FILE.fullmatch, stored_files))
     out_dir.remove([MANIFEST, QUARANTINE, TRACKING, TOKENIZER_FILE])
-    out_dir.remove(filter(SHARD.fullmatch, stored_files))
+    out_dir.remove(filter(SHARD_PATTERN.fullmatch, stored_files))
     out_dir.remove_temporaries(*SPLITS)
     out_dir.remove_empty(*SPLITS)
 
@@ -296,7 +296,7 @@ def remove_strays(job: Job, results: dict[str, PartitionResult]) -> None:
     job.out_dir.remove_temporaries(*SPLITS, PARTITIONS)
     stored_files = _files(job.out_dir)
     shards = {shard.path for result in results.values() for shard in result.shards}
-    strays = [name for name in stored_files if SHARD.fullmatch(name) and name not in shards]
+    strays = [name for name in stored_files if SHARD_PATTERN.fullmatch(name) and name not in shards]
     job.out_dir.remove(strays + _obsolete_results(job, stored_files))
 
 

@@ -13,7 +13,7 @@ import pyarrow.parquet as pq
 import xxhash
 
 from infra.storage.directory import StorageDir
-from pipeline.books.readers import DAMAGE, FileRange, members
+from pipeline.books.readers import DAMAGE_ERRORS, FileRange, members
 from pipeline.books.sources import Inventory, SourceFile, build_inventory
 from pipeline.config import TokenizeConfig
 from pipeline.encoding.tokenizer import GPT2_SHA256, Tokenizer, load_by_hash, read_tokenizer
@@ -145,7 +145,7 @@ def _split_container(file: SourceFile, step: int) -> list[FileRange]:
             else:
                 metadata = pq.read_metadata(opened)
                 sizes = [metadata.row_group(group).total_byte_size for group in range(metadata.num_row_groups)]
-    except (OSError, *DAMAGE):
+    except (OSError, *DAMAGE_ERRORS):
         return [FileRange(file, file.size)]
     ranges: list[FileRange] = []
     start = total = 0

@@ -14,10 +14,10 @@ from pipeline.job.executor import run_tasks
 from pipeline.job.plan import Partition
 from pipeline.job.task import run_partition
 
-IN_FLIGHT = 4
+TASKS_IN_FLIGHT_PER_WORKER = 4
 """Submitted tasks per worker of a Ray that this command started; a worker runs one at a time. Ray Data takes up to 0.2
 s to notice a finished task, and without queued tasks a worker would idle meanwhile."""
-TASKS = 12
+TASKS_PER_WORKER = 12
 """Tasks per worker, if there are enough partitions. With more tasks, a worker idles more often between two (7 ms); with
 fewer, longer at the end."""
 ASSUMED_CLUSTER_TASKS = 256
@@ -30,18 +30,17 @@ its worker crashes."""
 def run_partitions(
     partitions: list[Partition], out_dir: StorageDir, run: str, *, workers: int | None, is_own_ray: bool
 ) -> Generator[dict[str, Any], None, None]:
-    """Do ``partitions`` on the connected Ray and yield each one's summary when it is done.
+    """Process ``partitions`` on the connected Ray, and yield the summary of each one when it is finished.
 
-    ``workers`` limits how many tasks run at a time (default: Ray Data decides), ``is_own_ray`` says whether Ray was
-    started by this command, and ``run`` names the running command, for the crash guard. Raises ``UserError`` as a task
-    raised it.
+    ``workers`` limits the number of parallel tasks (by default Ray Data decides). ``is_own_ray`` says whether this
+    command started Ray. ``run`` is the id of the command, for the crash guard. Raises the ``UserError`` of a task.
     """
     import ray.data
 
     # The backpressure would stop all but one worker for a queue of 200 bytes.
     ray.data.DataContext.get_current().downstream_capacity_backpressure_ratio = None
-    groups = grouped(partitions, workers)
-    limit = workers and min(len(groups), IN_FLIGHT * workers if is_own_ray else workers)
+    groups = group_partitions(partitions, workers)
+    limit = workers and min(len(groups), TASKS_IN_FLIGHT_PER_WORKER * workers if is_own_ray else workers)
     at_a_time = ray.data.TaskPoolStrategy(size=limit)
     return run_tasks(partial(_run_group, out_dir, run), groups, ordered=False, compute=at_a_time)
 
@@ -51,9 +50,11 @@ def _run_group(out_dir: StorageDir, run: str, partitions: Sequence[Partition]) -
         yield run_partition(partition, out_dir, run)
 
 
-def grouped(partitions: Sequence[Partition], workers: int | None) -> list[Sequence[Partition]]:
-    """``partitions`` by the task that does them: enough tasks for all workers, and no more of them than that."""
-    size = min(MAX_PARTITIONS_PER_TASK, max(1, len(partitions) // (TASKS * (workers or ASSUMED_CLUSTER_TASKS))))
+def group_partitions(partitions: Sequence[Partition], workers: int | None) -> list[Sequence[Partition]]:
+    """Group ``partitions`` by task: enough tasks for all workers, but not more."""
+    size = min(
+        MAX_PARTITIONS_PER_TASK, max(1, len(partitions) // (TASKS_PER_WORKER * (workers or ASSUMED_CLUSTER_TASKS)))
+    )
     return [partitions[first : first + size] for first in range(0, len(partitions), size)]
 
 

@@ -155,7 +155,7 @@ def named_splits(inputs: dict[str, Any]) -> str:
     return ", ".join(f"{count:,} for {uses[split]}" for split, count in inputs["named_splits"].items())
 
 
-def data_report(
+def make_report(
     name: str, counts: dict[str, Any], progress: JobStats, fingerprint: str, inputs: dict[str, Any]
 ) -> Report:
     """Report the contents of the data set ``name``, and the work of this command."""

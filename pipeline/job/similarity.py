@@ -12,13 +12,13 @@ SHINGLE_WORDS = 5
 MIN_SIMILARITY = 0.6
 """Minimum estimated Jaccard similarity of shingles of two books that count as the same work."""
 _SEED = 42
-_LONGEST = 400_000
+MAX_COMPARED_BYTES = 400_000
 """Maximum number of bytes of a book that are compared."""
 
 
 def signature(text: bytes) -> list[int]:
     """Return the MinHash signature of a cleaned text, over its words in lower case."""
-    words = text[:_LONGEST].decode("utf-8", "ignore").lower().split()
+    words = text[:MAX_COMPARED_BYTES].decode("utf-8", "ignore").lower().split()
     made = RMinHash(num_perm=PERMUTATIONS, seed=_SEED)
     made.update([" ".join(words[i : i + SHINGLE_WORDS]) for i in range(max(1, len(words) - SHINGLE_WORDS + 1))])
     return list(made.digest())
@@ -47,7 +47,7 @@ def _bands(digest: np.ndarray) -> list[tuple[int, bytes]]:
     return [(number, band.tobytes()) for number, band in enumerate(np.split(digest, BANDS))]
 
 
-def near_duplicates(signatures: dict[str, list[int]]) -> dict[str, tuple[str, float]]:
+def find_near_duplicates(signatures: dict[str, list[int]]) -> dict[str, tuple[str, float]]:
     """Return the books that are similar to an earlier one, each with (the kept book, similarity)."""
     index = _Index()
     duplicates: dict[str, tuple[str, float]] = {}
@@ -61,7 +61,7 @@ def near_duplicates(signatures: dict[str, list[int]]) -> dict[str, tuple[str, fl
     return duplicates
 
 
-def similar_to(signatures: dict[str, list[int]], originals: Iterable[list[int]]) -> set[str]:
+def find_similar(signatures: dict[str, list[int]], originals: Iterable[list[int]]) -> set[str]:
     """Return the books that are similar to one of ``originals``."""
     index = _Index()
     for number, signed in enumerate(originals):

@@ -26,7 +26,7 @@ _SCHEMA = pa.schema(
         pa.field("signature", pa.binary()),
     ]
 )
-_SHARE = b"val_fraction"
+_FRACTION_KEY = b"val_fraction"
 
 
 @dataclass
@@ -52,16 +52,16 @@ class SplitHistory:
             table = pa.ipc.open_file(pa.BufferReader(content)).read_all()
             if not table.schema.equals(_SCHEMA):
                 raise ValueError(f"it has the columns {', '.join(table.column_names)}")
-            share = float((table.schema.metadata or {})[_SHARE])
+            fraction = float((table.schema.metadata or {})[_FRACTION_KEY])
         except (pa.ArrowException, ValueError, KeyError, OSError) as damage:
             raise UserError(
                 f"{out_dir / SPLIT_HISTORY} is damaged ({damage}). Restore it, or use another --out. Without it, books "
                 "that were held out for validation could be trained on."
             ) from damage
-        texts, held, books, signatures = (column.to_pylist() for column in table.columns)
+        texts, was_val, books, signatures = (column.to_pylist() for column in table.columns)
         return cls(
-            share,
-            dict(zip(texts, held, strict=True)),
+            fraction,
+            dict(zip(texts, was_val, strict=True)),
             {book: text for book, text in zip(books, texts, strict=True) if book is not None},
             {
                 text: np.frombuffer(signature, np.uint32).tolist()
@@ -94,9 +94,9 @@ class SplitHistory:
         nothing."""
         if val_fraction == self.val_fraction:
             return self
-        held = {text: True for text, is_val in self.is_val.items() if is_val and val_fraction > self.val_fraction}
-        books = {book: text for book, text in self.books.items() if text in held}
-        return SplitHistory(val_fraction, held, books, {t: s for t, s in self.signatures.items() if t in held})
+        was_val = {text: True for text, is_val in self.is_val.items() if is_val and val_fraction > self.val_fraction}
+        books = {book: text for book, text in self.books.items() if text in was_val}
+        return SplitHistory(val_fraction, was_val, books, {t: s for t, s in self.signatures.items() if t in was_val})
 
     def was_held_out(self, book: str, sha256: str) -> bool | None:
         """Return whether a book was held out, by its text or else by its id; None if neither is known."""

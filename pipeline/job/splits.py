@@ -57,9 +57,9 @@ def choose_splits(job: Job, results: dict[str, PartitionResult], history: SplitH
                 if choice.splits[book] != assigned:
                     choice.moved.add(book)
     if new_signatures and history.signatures:
-        from pipeline.job.similarity import similar_to  # needed only for near duplicates
+        from pipeline.job.similarity import find_similar  # needed only for near duplicates
 
-        for book in similar_to(new_signatures, history.signatures.values()):
+        for book in find_similar(new_signatures, history.signatures.values()):
             choice.splits[book] = "val"
             choice.editions.add(book)
     return choice
@@ -82,7 +82,7 @@ def fill_splits(job: Job, results: dict[str, PartitionResult], splits: dict[str,
         splits[moved] = "train"
 
 
-def split_changes(
+def describe_split_changes(
     results: dict[str, PartitionResult], splits: dict[str, Split], history: SplitHistory
 ) -> Iterator[str]:
     """Yield a sentence about books that were held out and are now trained on, and one about the reverse."""

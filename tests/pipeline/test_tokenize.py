@@ -103,9 +103,7 @@ def test_a_finished_folder_is_untouched_and_a_missing_shard_is_made_again(
             "run_partitions",
             lambda todo, _, *rest, **how: run_partitions(todo, StorageDir.of(tmp_path), *rest, **how),
         )
-        with pytest.raises(
-            UserError, match=r"2 of 3 partitions .*partitions/000001\.json.* --out that all workers share"
-        ):
+        with pytest.raises(UserError, match=r"2 of 3 partitions .*partitions/000001\.json.* --out that all workers"):
             make("tokens")
     undone = {"train/000001-000.arrow", "partitions/000001.json", "partitions/000002.json"}  # the last held a duplicate
     assert undone <= contents(tmp_path).keys()

@@ -2,7 +2,7 @@
 
 import pytest
 
-from pipeline.books.error_pages import error_page
+from pipeline.books.error_pages import find_error_message
 
 PAGES = {
     "html": "<!DOCTYPE html><html><head><title>404 Not Found</title></head><body>" + "<p>It is not here.</p>" * 9,
@@ -35,9 +35,9 @@ BOOKS = {
 
 @pytest.mark.parametrize("page", PAGES)
 def test_an_error_page_is_recognized_by_what_it_says(page: str) -> None:
-    assert error_page(PAGES[page].encode())
+    assert find_error_message(PAGES[page].encode())
 
 
 @pytest.mark.parametrize("book", BOOKS)
 def test_a_text_that_only_begins_alike_is_none(book: str) -> None:
-    assert error_page(BOOKS[book].encode()) is None
+    assert find_error_message(BOOKS[book].encode()) is None

@@ -195,10 +195,10 @@ WHOLE = (
     "Title: A Tale\n\n*** START OF THE PROJECT GUTENBERG EBOOK A TALE ***\n\n" + TEXTS[0]
     + "\n*** END OF THE PROJECT GUTENBERG EBOOK A TALE ***\n"
 ).encode()  # fmt: skip
-PLAIN = b"Content-Type: text/plain; charset=utf-8\r\n"
+MAX_PLAIN_BYTES = b"Content-Type: text/plain; charset=utf-8\r\n"
 
 
-def ok(body: bytes, headers: bytes = PLAIN, length: int | None = None) -> bytes:
+def ok(body: bytes, headers: bytes = MAX_PLAIN_BYTES, length: int | None = None) -> bytes:
     """An answer of a server; with ``length`` it says that as many bytes follow."""
     size = b"" if length is None else b"Content-Length: %d\r\n" % length
     return b"HTTP/1.1 200 OK\r\nConnection: close\r\n" + headers + size + b"\r\n" + body

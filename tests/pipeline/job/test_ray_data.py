@@ -9,7 +9,7 @@ import pytest
 
 from pipeline.config import TokenizeConfig
 from pipeline.job.plan import Partition
-from pipeline.job.ray_data import grouped
+from pipeline.job.ray_data import group_partitions
 
 PROGRAM = """
 import json, sys, threading, uuid
@@ -53,7 +53,7 @@ def test_many_partitions_are_few_tasks_and_few_partitions_a_task_each(
 ) -> None:
     settings = TokenizeConfig()
     plan = [Partition(number, (), settings) for number in range(partitions)]
-    groups = grouped(plan, workers)
+    groups = group_partitions(plan, workers)
     assert [partition for group in groups for partition in group] == plan
     assert (len(groups), max(map(len, groups))) == (tasks, largest)
 

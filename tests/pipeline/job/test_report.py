@@ -10,7 +10,7 @@ from pipeline.books.sources import Inventory, SourceFile
 from pipeline.config import TokenizeConfig
 from pipeline.job.partition_result import PartitionResult
 from pipeline.job.plan import Partition
-from pipeline.job.report import METRICS, JobStats, Stopwatch, data_report, format_estimate, totals
+from pipeline.job.report import METRICS, JobStats, Stopwatch, format_estimate, make_report, totals
 from pipeline.shards import ShardInfo
 
 
@@ -89,13 +89,13 @@ def test_rates_are_of_this_run() -> None:
     assert named["detail/throughput/read_mb_per_second"] == 12
     assert len(METRICS) <= MAX_TOP_LEVEL_METRICS
     nothing = Inventory([]).summary()
-    told = data_report("tokens", totals(RESULTS), progress, "f" * 64, nothing).markdown()
+    told = make_report("tokens", totals(RESULTS), progress, "f" * 64, nothing).markdown()
     for number in ("4 books, 2,002,002 tokens", "2 empty, 1 language", "8,008,008", "4.00", "6.0 MB", "--cycle 200+0"):
         assert number in told
     assert told.index("| encode | 1.00 | 6 | 2.0 |") < told.index("| read | 0.50 | 12 | 4.0 |")
     odd = totals(RESULTS) | {"labels": {"looks like HTML or XML": 3}, "books_val": 5, "extra_validation_books": 4}
     inputs = nothing | {"skipped": {".csv": 2, "in a test split": 1}, "named_splits": {"train": 3, "val": 1}}
-    told = data_report(
+    told = make_report(
         "tokens", odd | {"first_extra_validation_books": ["a", "b", "c"]}, JobStats(), "f" * 64, inputs
     ).markdown()
     for number in (
