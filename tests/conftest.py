@@ -202,6 +202,12 @@ def signals_as_they_were() -> Iterator[None]:
 
 
 @pytest.fixture
+def set_scratch(monkeypatch: pytest.MonkeyPatch) -> Callable[[Path], None]:
+    """``set_scratch(folder)``: from then on, TMPDIR is this folder, as on a machine of its own."""
+    return lambda folder: monkeypatch.setattr("tempfile.tempdir", str(folder))
+
+
+@pytest.fixture
 def interrupt_when() -> Iterator[Callable[[Callable[[], object]], None]]:
     """``interrupt_when(is_due)`` presses Ctrl-C once ``is_due()`` is true, unless the test has ended by then."""
     ended, threads = threading.Event(), list[threading.Thread]()

@@ -6,6 +6,8 @@ import json
 import os
 import subprocess
 import sys
+from collections.abc import Callable
+from contextlib import AbstractContextManager
 from functools import partial
 from pathlib import Path
 from typing import Any
@@ -103,10 +105,12 @@ OPTIONS = {"train.run": RunOptions, "tune.search": SearchConfig, "tune.ladder": 
 
 
 @pytest.mark.parametrize("step", campaign_gpu._commands(campaign_gpu.FIRST), ids=lambda step: step.name)
-def test_the_products_commands_have_these_flags(step: Any, monkeypatch: pytest.MonkeyPatch) -> None:
-    _, module, *given = step.command
-    monkeypatch.setattr(sys, "argv", [module, *given])
-    options = flags.parse_flags(OPTIONS[module], module, OPTIONS[module]())
+def test_the_products_commands_have_these_flags(
+    step: Any, command_line: Callable[..., AbstractContextManager[None]]
+) -> None:
+    _, module, *words = step.command
+    with command_line(*words):
+        options = flags.parse_flags(OPTIONS[module], module, OPTIONS[module]())
     assert options.name == step.run
     assert step.result.startswith(f"runs/{step.run}/")
 

@@ -18,9 +18,9 @@ S3 = tuple[str, Callable[[float], None]]
 
 
 @pytest.fixture
-def data(bucket: str, small_shards: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> StorageDir:
+def data(bucket: str, small_shards: Path, tmp_path: Path, set_scratch: Callable[[Path], None]) -> StorageDir:
     """A finished data set of three shards in object storage, for a machine that has none yet."""
-    monkeypatch.setattr("tempfile.tempdir", str(tmp_path))
+    set_scratch(tmp_path)
     data = StorageDir.of(f"s3://places/{tmp_path.name}/tokens{bucket}")
     for path in small_shards.rglob("*.*"):
         data.upload(path, path.relative_to(small_shards).as_posix())
@@ -112,12 +112,12 @@ def test_a_damaged_data_set_is_refused_and_described(
 
 
 def test_a_full_disk_leaves_no_half_shard(
-    data: StorageDir, small_shards: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+    data: StorageDir, small_shards: Path, tmp_path: Path, set_scratch: Callable[[Path], None]
 ) -> None:
     assert read_manifest(data).shards
     scratch = tmp_path / "full"
     scratch.mkdir()
-    monkeypatch.setattr("tempfile.tempdir", str(scratch))
+    set_scratch(scratch)
     old, most = resource.getrlimit(resource.RLIMIT_FSIZE)
     resource.setrlimit(resource.RLIMIT_FSIZE, (10_000, most))
     try:

@@ -108,7 +108,12 @@ def books_of(*sources: str) -> dict[str, bytes]:
 
 
 def test_google_cloud_storage_is_read_and_written(
-    bucket: str, tmp_path: Path, write_books: Callable[..., Path], small_shards: Path, monkeypatch: pytest.MonkeyPatch
+    bucket: str,
+    tmp_path: Path,
+    write_books: Callable[..., Path],
+    small_shards: Path,
+    monkeypatch: pytest.MonkeyPatch,
+    set_scratch: Callable[[Path], None],
 ) -> None:
     """By its XML interface, which is that of S3 but for signatures and conditional writes."""
     monkeypatch.setenv("GOOGLE_BEARER_TOKEN", "token")
@@ -124,7 +129,7 @@ def test_google_cloud_storage_is_read_and_written(
     tokens = StorageDir.of(f"gs://places/tokens{gs}")
     for name in StorageDir.of(small_shards).list_files():
         tokens.upload(small_shards / name, name)
-    monkeypatch.setattr("tempfile.tempdir", str(tmp_path))
+    set_scratch(tmp_path)
     copy = StorageDir.of(ensure_local(tokens))
     assert len(read_manifest(copy).shards) == 3
     assert list(verify(copy, read_manifest(tokens))) == list(verify(tokens, read_manifest(copy))) == []

@@ -2,7 +2,8 @@
 
 import dataclasses
 import json
-import sys
+from collections.abc import Callable
+from contextlib import AbstractContextManager
 from pathlib import Path
 
 import pytest
@@ -119,24 +120,25 @@ def test_every_field_takes_back_what_it_gave() -> None:
 
 
 def test_how_a_stream_is_read_is_in_a_file_and_under_the_pipelines_flags(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+    tmp_path: Path, command_line: Callable[..., AbstractContextManager[None]]
 ) -> None:
     path = tmp_path / "config.json"
     path.write_text(
         json.dumps(TrainConfig.of(stream=("a.jsonl",), steps=3, reading=ReadingConfig(text_field="body")).to_json())
     )
     default = RunOptions(training=load_config(path))
-    monkeypatch.setattr(sys, "argv", ["command", "--languages", "en", "fr", "--join-lines"])
-    assert parse_flags(RunOptions, "a command", default).training.dataset.reading == ReadingConfig(
-        text_field="body", languages=("en", "fr"), join_lines=True
-    )
+    with command_line("--languages", "en", "fr", "--join-lines"):
+        reading = parse_flags(RunOptions, "a command", default).training.dataset.reading
+    assert reading == ReadingConfig(text_field="body", languages=("en", "fr"), join_lines=True)
     assert "reading" not in TrainConfig().to_json(), "which has no effect on shards"
 
 
-def test_flags_win_over_a_file_also_with_their_default_values(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_flags_win_over_a_file_also_with_their_default_values(
+    tmp_path: Path, command_line: Callable[..., AbstractContextManager[None]]
+) -> None:
     path = tmp_path / "config.json"
     path.write_text(json.dumps(TrainConfig.of(micro_batch=7, global_batch=14, fp8=True, steps=3).to_json()))
     words = ["--micro-batch", "auto", "--workers", "7", "--no-fp8", "--steps", "None", "--tokens=100000", "--config"]
-    monkeypatch.setattr(sys, "argv", ["command", *words, str(path)])
-    found = parse_flags(RunOptions, "a command", defaults()).training
+    with command_line(*words, str(path)):
+        found = parse_flags(RunOptions, "a command", defaults()).training
     assert found == TrainConfig.of(global_batch=14, workers=7, tokens=100_000)

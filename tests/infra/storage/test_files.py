@@ -8,6 +8,7 @@ import stat
 import subprocess
 import sys
 import threading
+from collections.abc import Callable
 from contextlib import ExitStack
 from pathlib import Path
 
@@ -160,8 +161,8 @@ def test_a_lock_is_waited_for(tmp_path: Path) -> None:
             release.join()
 
 
-def test_scratch_is_private_and_never_another_users(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr("tempfile.tempdir", str(tmp_path))
+def test_scratch_is_private_and_never_another_users(tmp_path: Path, set_scratch: Callable[[Path], None]) -> None:
+    set_scratch(tmp_path)
     folder = scratch("data", "abc")
     assert folder.stat().st_mode & 0o077 == 0
     assert folder.is_relative_to(tmp_path)
@@ -175,9 +176,9 @@ def test_scratch_is_private_and_never_another_users(tmp_path: Path, monkeypatch:
 
 @pytest.mark.parametrize("mode", [0o755, 0o770, 0o702])
 def test_scratch_into_which_others_could_have_put_files_is_refused(
-    mode: int, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+    mode: int, tmp_path: Path, set_scratch: Callable[[Path], None]
 ) -> None:
-    monkeypatch.setattr("tempfile.tempdir", str(tmp_path))
+    set_scratch(tmp_path)
     scratch("data").parent.chmod(mode)
     with pytest.raises(UserError, match=r"is open to other users.*TMPDIR"):
         scratch("data")

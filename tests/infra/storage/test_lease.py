@@ -51,11 +51,11 @@ def place(bucket: str) -> StorageDir:
 
 
 @pytest.fixture
-def held(place: StorageDir, monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> Held:
+def held(place: StorageDir, set_scratch: Callable[[Path], None], tmp_path: Path) -> Held:
     @contextmanager
     def held(machine: str, stale_seconds: float = 45.0, write: Write = object_storage.write) -> Iterator[None]:
         (tmp_path / machine).mkdir(exist_ok=True)
-        monkeypatch.setattr("tempfile.tempdir", str(tmp_path / machine))
+        set_scratch(tmp_path / machine)
         timing = replace(TIMING, stale_seconds=stale_seconds)
         with place.lock("held on this machine"), hold_lease(place, timing, write):
             yield

@@ -1,5 +1,6 @@
 """A workspace has the files of its location, whether it is that folder itself or a copy of object storage."""
 
+from collections.abc import Callable
 from pathlib import Path
 
 import pytest
@@ -10,8 +11,8 @@ from infra.storage.workspace import Workspace
 
 
 @pytest.fixture(autouse=True)
-def scratch_folder(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
-    monkeypatch.setattr("tempfile.tempdir", str(tmp_path))
+def scratch_folder(set_scratch: Callable[[Path], None], tmp_path: Path) -> None:
+    set_scratch(tmp_path)
 
 
 def test_a_workspace_begins_with_the_wanted_files_and_pushes_what_it_is_given(place: StorageDir) -> None:

@@ -2,6 +2,7 @@
 
 import json
 import resource
+from collections.abc import Callable
 from pathlib import Path
 
 import pytest
@@ -13,8 +14,8 @@ from pipeline.job.crash_guard import CrashGuard
 
 
 @pytest.fixture
-def notes(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
-    monkeypatch.setattr("tempfile.tempdir", str(tmp_path))
+def notes(tmp_path: Path, set_scratch: Callable[[Path], None]) -> Path:
+    set_scratch(tmp_path)
     return scratch("run")
 
 

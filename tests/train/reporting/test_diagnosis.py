@@ -2,8 +2,8 @@
 
 import json
 import shlex
-import sys
 from collections.abc import Callable
+from contextlib import AbstractContextManager
 from dataclasses import replace
 from pathlib import Path
 from typing import Any
@@ -124,7 +124,7 @@ def test_when_nothing_can_be_changed_it_is_said(config: TrainConfig, make_result
 
 
 def test_the_command_can_be_copied(
-    config: TrainConfig, make_result: Make, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+    config: TrainConfig, make_result: Make, tmp_path: Path, command_line: Callable[..., AbstractContextManager[None]]
 ) -> None:
     """It is read by the command's own flags, and gives the run with the one change."""
     home = tmp_path / "my runs" / "one"
@@ -138,9 +138,9 @@ def test_the_command_can_be_copied(
         assert words[-4:] == ["--micro-batch", "8", "--memory-limit", "12GB"]
         if place is not HOME:
             assert words[5:7] == ["--out", str(home.parent)]
-            monkeypatch.setattr(sys, "argv", words[2:])
             before = RunOptions(training=load_config(words[4]))
-            parsed = flags.parse_flags(RunOptions, "train.run", before)
+            with command_line(*words[3:]):
+                parsed = flags.parse_flags(RunOptions, "train.run", before)
             assert parsed.training == before.training.replace(micro_batch=8)
             assert (parsed.memory_limit, parsed.out) == (12 * GB, str(home.parent))
     kept = diagnose_oom(

@@ -46,11 +46,13 @@ def config(small_shards: Path, small_model: ModelConfig) -> TrainConfig:
 
 
 @pytest.fixture(autouse=True)
-def scratch(monkeypatch: pytest.MonkeyPatch, tmp_path_factory: pytest.TempPathFactory) -> Iterator[Path]:
+def scratch(
+    monkeypatch: pytest.MonkeyPatch, set_scratch: Callable[[Path], None], tmp_path_factory: pytest.TempPathFactory
+) -> Iterator[Path]:
     """A machine's scratch, for each test. Its path is short, because Ray names sockets in it."""
     tmp_path_factory.getbasetemp()  # before, because pytest would make it there for the whole session
     with tempfile.TemporaryDirectory(prefix="t-", ignore_cleanup_errors=True) as folder:
-        monkeypatch.setattr(tempfile, "tempdir", folder)
+        set_scratch(Path(folder))
         monkeypatch.setenv("TMPDIR", folder)
         yield Path(folder)
 

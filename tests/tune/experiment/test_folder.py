@@ -1,5 +1,6 @@
 """A search's folder: one process at a time, and only the search that it was."""
 
+from collections.abc import Callable
 from pathlib import Path
 
 import pytest
@@ -47,10 +48,10 @@ def test_one_process_at_a_time_and_no_halves_of_rows(tmp_path: Path) -> None:
 
 
 def test_a_search_in_object_storage_is_continued_from_what_was_sent(
-    bucket: str, monkeypatch: pytest.MonkeyPatch, tmp_path: Path
+    bucket: str, set_scratch: Callable[[Path], None], tmp_path: Path
 ) -> None:
     """By a machine that has nothing of it, and while no other driver here holds it."""
-    monkeypatch.setattr("tempfile.tempdir", str(tmp_path))
+    set_scratch(tmp_path)
     place = StorageDir.of(f"s3://places/deep{bucket}", "one")
     key = RunRef("sqlite:////of/another/machine.db", "1", "a")
     with open_workspace(place, "search") as workspace:

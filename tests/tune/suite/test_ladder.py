@@ -295,10 +295,10 @@ def test_a_ladder_whose_baseline_is_refused_leaves_its_name_for_the_corrected_on
 
 
 def test_a_ladder_in_object_storage_is_continued_from_what_was_sent(
-    command: Callable[..., int], monkeypatch: pytest.MonkeyPatch, small_shards: Path, small_model: ModelConfig,
+    command: Callable[..., int], set_scratch: Callable[[Path], None], small_shards: Path, small_model: ModelConfig,
     tmp_path: Path, bucket: str, capfd: pytest.CaptureFixture[str],
 ) -> None:  # fmt: skip
-    monkeypatch.setattr("tempfile.tempdir", str(tmp_path))
+    set_scratch(tmp_path)
     out = f"s3://places/{tmp_path.name}{bucket}"
     flags = ["--suite", "memory", "--rungs", "checkpointing", "--data", str(small_shards), "--device", "cpu"]
     flags += ["--model", format_model(small_model), "--steps", "8", "--cycle", "8+0", "--name", "one", "--out", out]
