@@ -57,9 +57,9 @@ def _words() -> list[str]:
             raise UserError(f"{word!r} is not UTF-8, which Ray requires: {step}.")
         if has_secret(word):
             raise UserError(
-                "an address on the command line contains a password, a token or a key, which the list of processes "
-                "shows and the results would keep: remove it, and set variables of the environment, such "
-                "as MLFLOW_TRACKING_PASSWORD, PGPASSWORD, AWS_SECRET_ACCESS_KEY or HF_TOKEN."
+                "An address on the command line contains a password, token or key. The list of processes would show it "
+                "and results would store it. Remove it, and set environment variables instead, such as "
+                "MLFLOW_TRACKING_PASSWORD, PGPASSWORD, AWS_SECRET_ACCESS_KEY or HF_TOKEN."
             )
     return [f"./{word}" if re.match("-[^-]", word) and os.path.lexists(word) else word for word in sys.argv[1:]]
 

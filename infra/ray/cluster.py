@@ -193,9 +193,8 @@ def _join(address: str, source: str, **settings: Any) -> None:
             ray.init(address=address, **settings)
     except (OSError, RuntimeError, ValueError) as failure:
         raise UserError(
-            f"no Ray cluster answers at {source} {address}: {first_line(failure).rstrip('.')}. Start one with "
-            f"'ray start --head' (where it asks for a token, 'export RAY_AUTH_MODE=token'), or leave {source} out "
-            "to use this machine."
+            f"{source} {address}: no Ray cluster responds: {first_line(failure).rstrip('.')}. Start one with "
+            f"'ray start --head' (and set RAY_AUTH_MODE=token if it requires a token), or remove {source} to use this machine."
         ) from failure
 
 

@@ -80,8 +80,8 @@ def locate(uri: str) -> tuple[Any, str, str]:
         raise UserError(f"{uri} names no bucket: write for example {parts.scheme}://bucket/folder.")
     if has_secret(uri):
         raise UserError(
-            f"the address of the bucket {bucket} contains a secret key, which would be kept with the results: remove "
-            "it and set AWS_ACCESS_KEY_ID and AWS_SECRET_ACCESS_KEY, or the environment variables of your storage."
+            f"The address of the bucket {bucket} contains a secret key, which results would store. Remove it, and set "
+            "AWS_ACCESS_KEY_ID and AWS_SECRET_ACCESS_KEY, or the environment variables of your storage."
         )
     query = parts.query + ("&skip_signature=true" if user == "anonymous" else "")
     return _store(f"{parts.scheme}://{bucket}", query), bucket, unquote(parts.path).strip("/")
@@ -104,7 +104,7 @@ def _store(bucket: str, query: str) -> Any:
             **settings,
         )
     except (BaseError, ValueError) as wrong:
-        raise UserError(f"{bucket}?{query} cannot be opened: {first_line(wrong)}") from wrong
+        raise UserError(f"{bucket}?{query} cannot be opened: {first_line(wrong).rstrip('.')}.") from wrong
 
 
 def _credentials() -> dict[str, Any]:

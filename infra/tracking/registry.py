@@ -49,5 +49,7 @@ def register(run_ref: RunRef, name: str, folder: Path, vocab_size: int, descript
         )
         client.update_model_version(name, str(made.registered_model_version), description)
     except MlflowException as failure:
-        raise UserError(f"--register {name}: {run_ref.store} rejects the model: {first_line(failure)}") from failure
+        raise UserError(
+            f"--register {name}: {run_ref.store} rejects the model: {first_line(failure).rstrip('.')}."
+        ) from failure
     return str(made.registered_model_version)

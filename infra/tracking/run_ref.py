@@ -46,18 +46,18 @@ class RunRef:
         file = sqlite_file(self.store)
         return file is None or file.exists()
 
-    def check_belongs_to(self, place: StorageDir, instead: str) -> "RunRef":
-        """The key, which was read in ``place``.
+    def check_belongs_to(self, directory: StorageDir, instead: str) -> "RunRef":
+        """This reference, which was read in ``directory``.
 
-        Raises ``UserError`` when that is not the folder it was saved in, because two folders must not continue one run,
-        and when its store is not here. The sentence ends with what to do ``instead``.
+        Raises ``UserError`` if that is not the folder it was saved in, because two folders must not continue one run,
+        and if its store is not on this machine. The message ends with ``instead``, a sentence without its period.
         """
-        if self.home != place.address:
+        if self.home != directory.address:
             raise UserError(
-                f"{place} was copied or moved from {self.home}, to which its MLflow run belongs: {instead}."
+                f"{directory} was copied or moved from {self.home}, to which its MLflow run belongs. {instead}."
             )
         if not self.is_reachable:
             raise UserError(
-                f"the MLflow store {self.store} of {place} is not on this machine: restore it, or {instead}."
+                f"The MLflow store {self.store} of {directory} is not on this machine. Restore it. {instead}."
             )
         return self

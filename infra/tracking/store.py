@@ -43,7 +43,7 @@ def store_uri(tracking_uri: str | None = None) -> str:
     uri = tracking_uri or os.environ.get("MLFLOW_TRACKING_URI") or "sqlite:///mlflow.db"
     if has_secret(uri):
         raise UserError(
-            f"the address of the MLflow store at {urlsplit(uri).hostname} contains a password: remove it, and set "
+            f"The address of the MLflow store at {urlsplit(uri).hostname} contains a password. Remove it, and set "
             "MLFLOW_TRACKING_USERNAME and MLFLOW_TRACKING_PASSWORD (PGUSER and PGPASSWORD for PostgreSQL)."
         )
     file = sqlite_file(uri)
@@ -56,11 +56,11 @@ def open_store(tracking_uri: str | None = None) -> None:
     store = store_uri(tracking_uri)
     file = sqlite_file(store)
     if file and file.is_dir():
-        raise UserError(f"the MLflow store {store} is a folder: name a file in it, such as sqlite:///mlflow.db.")
+        raise UserError(f"The MLflow store {store} is a folder. Use a file in it, such as sqlite:///mlflow.db.")
     if file and file.exists() and not all(os.access(path, os.W_OK) for path in (file, file.parent)):
         # MLflow opens it, and fails with ninety lines when the first run is created.
         raise UserError(
-            f"the MLflow store {store} is not writable: allow writing to the file and its folder, or give another "
+            f"The MLflow store {store} is not writable. Allow writing to the file and its folder, or use another store "
             "with --tracking-uri."
         )
     try:
@@ -145,8 +145,8 @@ def _restoring(store: str, command: str) -> str:
 
 def _unusable(store: str, failure: Exception) -> UserError:
     return UserError(
-        f"the MLflow store {store} cannot be used: {first_line(failure).rstrip('.')}. "
-        "Start its server, or give another store with --tracking-uri (for example sqlite:///mlflow.db)."
+        f"The MLflow store {store} cannot be used: {first_line(failure).rstrip('.')}. "
+        "Start its server, or use another store with --tracking-uri (for example sqlite:///mlflow.db)."
     )
 
 
@@ -158,11 +158,9 @@ def reopen_run(run_ref: RunRef) -> None:
         client = MlflowClient(run_ref.store)
         if is_deleted(client, run_ref.run_id):
             raise UserError(
-                f"the MLflow run {run_ref.run_id} in {run_ref.store} was deleted: restore it, with its "
-                "experiment if that was "
-                f"deleted too ({_restoring(run_ref.store, f'runs restore --run-id {run_ref.run_id}')}), or "
-                "record the run anew "
-                f"with --tracking-uri {run_ref.store}."
+                f"The MLflow run {run_ref.run_id} in {run_ref.store} was deleted. Restore it, and its experiment if "
+                f"that was deleted too ({_restoring(run_ref.store, f'runs restore --run-id {run_ref.run_id}')}), or "
+                f"start a new MLflow run with --tracking-uri {run_ref.store}."
             )
         client.update_run(run_ref.run_id, status="RUNNING")
         orphaned_runs.open_run_dirs[run_ref.run_id] = run_ref.home
@@ -175,8 +173,8 @@ def reopen_run(run_ref: RunRef) -> None:
         )
     except MlflowException as failure:
         raise UserError(
-            f"the MLflow run {run_ref.run_id} in {run_ref.store} cannot be continued: {first_line(failure)} "
-            "Restore its store, or give another with --tracking-uri."
+            f"The MLflow run {run_ref.run_id} in {run_ref.store} cannot be resumed: {first_line(failure).rstrip('.')}. "
+            "Restore its store, or use another with --tracking-uri."
         ) from failure
 
 
@@ -188,7 +186,10 @@ def last_steps(run_ref: RunRef) -> dict[str, int]:
         names = client.get_run(run_ref.run_id).data.metrics
         return {name: max(m.step for m in client.get_metric_history(run_ref.run_id, name)) for name in names}
     except MlflowException as failure:
-        raise UserError(f"the MLflow store {run_ref.store} does not answer: {first_line(failure)}") from failure
+        raise UserError(
+            f"The MLflow store {run_ref.store} does not respond: {first_line(failure).rstrip('.')}. Start its server, "
+            "or use another store with --tracking-uri."
+        ) from failure
 
 
 @interrupts.delayed()
@@ -263,7 +264,7 @@ def _experiment(client: MlflowClient, store: str, name: str, experiment: Experim
     if experiment.lifecycle_stage == LifecycleStage.DELETED:
         restoring = _restoring(store, f"experiments restore --experiment-id {experiment.experiment_id}")
         raise UserError(
-            f"the experiment {name} of the MLflow store {store} was deleted: restore it ({restoring}), or give another "
+            f"The experiment {name} of the MLflow store {store} was deleted. Restore it ({restoring}), or use another "
             "store with --tracking-uri."
         )
     location = experiment.artifact_location
@@ -271,7 +272,7 @@ def _experiment(client: MlflowClient, store: str, name: str, experiment: Experim
         old = Path(unquote(urlsplit(location).path))
         if old.resolve() != file.parent / FILES / name:
             raise UserError(
-                f"the MLflow store {store} was copied or moved from {old.parents[1]} and would continue to write files "
-                "there: move it back, or give another with --tracking-uri."
+                f"The MLflow store {store} was copied or moved from {old.parents[1]} and would still write files "
+                "there. Move it back, or use another store with --tracking-uri."
             )
     return experiment.experiment_id

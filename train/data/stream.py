@@ -124,8 +124,8 @@ class StreamWindows:
         """Begin the books again in another order; the rest of this epoch does not fill a window and is left out."""
         if not position.book:
             raise UserError(
-                f"the books of --stream have {size:,} tokens for training and one window needs "
-                f"{self.context_length + 1:,}: name more books, or choose a shorter context length."
+                f"--stream: the books have {size:,} tokens for training, and one window needs "
+                f"{self.context_length + 1:,}. Add more books, or use a shorter context length."
             )
         self.block_positions[-1] = StreamPosition(position.position, position.epoch + 1)
         self._buffered_books.clear()
@@ -143,8 +143,7 @@ class StreamWindows:
                 state = "can no longer be read from" if first_book is None else "has changed in"
                 raise UserError(
                     f"--stream: the book {position.book}, within which the checkpoint continues, {state} "
-                    f"{position.source}. "
-                    "Restore it, or start a new run with --name."
+                    f"{position.source}. Restore it, or start a new run with --name."
                 )
             yield first_book, position.offset
         for book in books:
@@ -170,9 +169,9 @@ class StreamData:
             tokens = np.concatenate([book.tokens for book in held_out] or [np.zeros(0, np.uint16)])
             if len(tokens) <= length:
                 raise UserError(
-                    f"the books that --stream holds out for validation have {len(tokens):,} tokens and one window "
-                    f"needs {length + 1:,}: name more books, or turn validation off "
-                    f"(--cycle {config.duration.cycle.train}+0){_format_first_drop(held_out)}."
+                    f"--stream: the validation books have {len(tokens):,} tokens, and one window needs {length + 1:,}"
+                    f"{_format_first_drop(held_out)}. Add more books, or turn validation off "
+                    f"(--cycle {config.duration.cycle.train}+0)."
                 )
             self.validation = Windows([tokens], length, VALIDATION_SEED, split="val")
         self._held_out = held_out
@@ -192,8 +191,8 @@ class StreamData:
             yield book
         if first and not self.books:
             raise UserError(
-                f"no book of --stream can be used for training: name others, or change how they are read"
-                f"{_format_first_drop([first])}."
+                f"--stream has no book that can be used for training{_format_first_drop([first])}. Use other books, or "
+                "change how they are read."
             )
 
     @property
@@ -227,5 +226,5 @@ def _hash(tokens: np.ndarray) -> str:
 
 
 def _format_first_drop(books: Sequence[EncodedBook]) -> str:
-    """The end of a sentence: the first of ``books`` that was dropped, and why; empty when none was."""
-    return next((f"; {book.book} was left out: {book.drop_detail}" for book in books if book.dropped), "")
+    """The first of ``books`` that was dropped, with the reason, in brackets; empty if none was."""
+    return next((f" ({book.book} was dropped: {book.drop_detail})" for book in books if book.dropped), "")

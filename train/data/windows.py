@@ -67,8 +67,8 @@ def refuse_short(split: str, lengths: Iterable[int], context_length: int) -> Non
         return
     validated = "raise --val-fraction of 'python -m pipeline.tokenize', turn validation off with --cycle 200+0, "
     raise UserError(
-        f"the {split} split's largest shard has {longest:,} tokens and one window needs {needed:,}: tokenize "
-        f"more books, {validated if split == 'val' else ''}or choose a shorter context length."
+        f"The {split} split's largest shard has {longest:,} tokens, and one window needs {needed:,}. Tokenize more "
+        f"books, {validated if split == 'val' else ''}or use a shorter context length."
     )
 
 

@@ -50,7 +50,8 @@ def torch_device(device: Device) -> torch.device:
         return torch.device("cpu")
     if not torch.cuda.is_available():
         raise UserError(
-            "torch sees no CUDA GPU: install a build of torch with CUDA and a driver for it, or use --device cpu."
+            "--device cuda: torch finds no CUDA GPU. Install a CUDA build of torch and a driver for it, or "
+            "use --device cpu."
         )
     return torch.device("cuda", torch.cuda.current_device())
 

@@ -99,7 +99,7 @@ class RunFolder(Workspace):
             return replace(run_ref, store=store) if run_ref.home == self.location.address else None
         if self.copy_of and not run_ref.is_reachable:
             return None
-        return run_ref.check_belongs_to(self.location, "name a store for its run with --tracking-uri")
+        return run_ref.check_belongs_to(self.location, "Use --tracking-uri to start a new MLflow run")
 
     @contextmanager
     def worker_lock(self) -> Iterator[None]:

@@ -91,7 +91,7 @@ def resumed_parent(directory: StorageDir, kind: str, identity: dict[str, Any]) -
             f"--resume {directory.name}: its settings differ ({'; '.join(changed)}). Remove these flags to resume it, "
             f"or start a new {kind} with another --name."
         )
-    parent = record.parent.check_belongs_to(directory, f"start a new {kind}")
+    parent = record.parent.check_belongs_to(directory, f"Or start a new {kind}")
     from infra.tracking.store import reopen_run
 
     reopen_run(parent)

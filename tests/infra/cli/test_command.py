@@ -219,7 +219,7 @@ def test_a_flag_that_is_not_unicode_is_refused() -> None:
 def test_a_secret_on_the_command_line_is_refused_and_not_repeated(flags: list[str]) -> None:
     done = run(*flags)
     assert done.returncode == 2
-    assert "contains a password, a token or a key" in done.stderr
+    assert "contains a password, token or key" in done.stderr
     assert "canary" not in done.stdout + done.stderr
 
 

@@ -27,7 +27,7 @@ def test_an_address_at_which_nothing_listens_is_refused_at_once(address: str) ->
     """Ray by itself tries for a quarter of an hour."""
     with socket.socket() as taken:
         taken.bind(("127.0.0.1", 0))  # and not listened at
-        with pytest.raises(UserError, match=r"no Ray cluster answers at --address .*[^.]\. Start one with 'ray start"):
+        with pytest.raises(UserError, match=r"--address .*no Ray cluster .*[^.]\. Start one with 'ray start"):
             ray_session(f"{address}:{taken.getsockname()[1]}").__enter__()
 
 
@@ -44,7 +44,7 @@ def test_the_error_names_the_environment_variable_that_gave_the_address(
 
 @pytest.mark.parametrize("address", ["elsewhere", "127.0.0.1:port", "ray://127.0.0.1:9"])
 def test_an_invalid_address_is_refused(address: str) -> None:
-    with pytest.raises(UserError, match=f"no Ray cluster answers at --address {address}: "):
+    with pytest.raises(UserError, match=f"--address {address}: no Ray cluster responds"):
         ray_session(address).__enter__()
 
 
@@ -59,7 +59,7 @@ def test_an_address_at_which_something_else_listens_is_refused_after_one_attempt
             [sys.executable, "-c", program], cwd=PROJECT, env=os.environ | short, capture_output=True, text=True,
             timeout=60,
         )  # fmt: skip
-    assert "UserError: no Ray cluster answers at --address 127.0.0.1:" in done.stderr
+    assert "UserError: --address 127.0.0.1:" in done.stderr
 
 
 def test_an_address_is_not_ignored_where_ray_is_connected_already(cluster: str) -> None:

@@ -46,7 +46,7 @@ def command(name: str, experiment: str = "train", work: Callable[[RunRef], objec
     with home.lock(f"{name} is in use"):
         kept = Path(home.address) / "key.json"
         if kept.exists():
-            key = RunRef(**json.loads(kept.read_text())).check_belongs_to(home, "do something else")
+            key = RunRef(**json.loads(kept.read_text())).check_belongs_to(home, "Do something else")
             reopen_run(key)
         else:
             key = create_run(
@@ -230,7 +230,7 @@ def test_a_folder_that_was_copied_or_moved_does_not_continue_the_run(project: Pa
     command("first")
     shutil.copytree("first", "second")
     with pytest.raises(
-        UserError, match=f"{project}/second was copied or moved from {project}/first.* do something else"
+        UserError, match=f"{project}/second was copied or moved from {project}/first.* Do something else"
     ):
         command("second")
     Path("mlflow.db").rename("away.db")
