@@ -194,7 +194,8 @@ def _join(address: str, source: str, **settings: Any) -> None:
     except (OSError, RuntimeError, ValueError) as failure:
         raise UserError(
             f"{source} {address}: no Ray cluster responds: {first_line(failure).rstrip('.')}. Start one with "
-            f"'ray start --head' (and set RAY_AUTH_MODE=token if it requires a token), or remove {source} to use this machine."
+            f"'ray start --head' (and set RAY_AUTH_MODE=token if it requires a token), or remove {source} to "
+            "use this machine."
         ) from failure
 
 

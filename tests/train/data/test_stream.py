@@ -247,7 +247,7 @@ def test_what_a_stream_cannot_do_is_said(config: TrainConfig, tmp_path: Path) ->
         Trainer(config)
     (tmp_path / "one.txt").write_text(" ".join(WORDS * 20), encoding="utf-8")
     alone = config.replace(stream=(str(tmp_path),))
-    with pytest.raises(UserError, match=r"holds out for validation have 0 tokens .* turn validation off"):
+    with pytest.raises(UserError, match=r"--stream: the validation books have 0 tokens.* turn validation off"):
         StreamData(alone, Inline(alone.dataset.stream, 0, alone.dataset.reading))  # a single book is there to train on
     unvalidated = alone.replace(cycle=Cycle(5, 0))
     data = StreamData(unvalidated, Inline(alone.dataset.stream, 0, alone.dataset.reading))
@@ -337,7 +337,7 @@ def test_books_are_held_out_until_there_are_enough_or_much_has_been_read(
 )
 def test_when_no_book_can_be_read_the_first_is_named(config: TrainConfig, unusual: Path, name: str, why: str) -> None:
     config = config.replace(stream=(str(unusual / name),))
-    with pytest.raises(UserError, match=f"holds out for validation have 0 tokens .*; {why}"):
+    with pytest.raises(UserError, match=f"--stream: the validation books have 0 tokens.*{why}"):
         StreamData(config, Inline(config.dataset.stream, 0, config.dataset.reading))
     config = config.replace(cycle=Cycle(5, 0))
     with pytest.raises(UserError, match=f"--stream has no book .*{why}"):
