@@ -12,6 +12,7 @@ import queue
 import threading
 import time
 from collections.abc import Mapping
+from dataclasses import dataclass
 from pathlib import Path
 from typing import Any, Self
 
@@ -23,14 +24,22 @@ from infra.tracking import orphaned_runs
 from infra.tracking.run_ref import RunRef
 from infra.tracking.send import METRICS_PER_BATCH, Entry, send
 
-BATCH_SECONDS = 1.0
-RETRY_SECONDS = 30.0
 FLUSH_SECONDS = 60.0
-LAST_SECONDS = 15.0
-"""How long the end of a run waits for a store that does not answer; an interrupted command ends within 30 seconds."""
 PARAM_CHARACTERS = 6000
 NOTE = "mlflow.note.content"
 """The tag that MLflow shows as a run's description."""
+
+
+@dataclass(frozen=True)
+class TrackerTiming:
+    """Seconds of a tracker's writer."""
+
+    batch_seconds: float = 1.0
+    """Time in which entries are collected before they are sent together."""
+    retry_seconds: float = 30.0
+    """Interval between attempts to reach a store that does not respond."""
+    end_timeout_seconds: float = 15.0
+    """Time limit for a store to respond at the end of a run; an interrupted command ends within 30 seconds."""
 
 
 class Tracker:
@@ -41,8 +50,9 @@ class Tracker:
     any thread, and never raise because of the store.
     """
 
-    def __init__(self, run_ref: RunRef) -> None:
+    def __init__(self, run_ref: RunRef, timing: TrackerTiming = TrackerTiming()) -> None:
         self.run_ref = run_ref
+        self.timing = timing
         self.status = "FINISHED"
         """The run's status after a block that ends without an exception: FINISHED, FAILED or KILLED."""
         self._queue: queue.SimpleQueue[Entry | threading.Event] = queue.SimpleQueue()
@@ -125,13 +135,13 @@ class Tracker:
     def wait_until_sent(self) -> bool:
         """Wait until everything is in the store; False where that is given up.
 
-        A store that does not answer is given up after ``LAST_SECONDS`` and, at the end of a KILLED run, one that is
-        slow as well: an interrupt at an unlucky moment leaves a lock taken (that of Python's logging), for which the
-        writer would wait forever.
+        A store that does not respond is given up after ``end_timeout_seconds``. So is a slow one at the end of a KILLED
+        run: an interrupt at an unlucky moment leaves a lock taken (that of Python's logging), for which the writer
+        would wait forever.
         """
         began = time.monotonic()
-        while not (delivered := self.flush(LAST_SECONDS)):
-            if time.monotonic() - began >= LAST_SECONDS and (self._away or self._hurried):
+        while not (delivered := self.flush(self.timing.end_timeout_seconds)):
+            if time.monotonic() - began >= self.timing.end_timeout_seconds and (self._away or self._hurried):
                 errors.print(
                     f"MLflow ({self.run_ref.store}) does not answer: {len(self._unsent) + self._queue.qsize()} "
                     "entries of "
@@ -155,7 +165,7 @@ class Tracker:
                 event.set()
 
     def _take(self) -> list[threading.Event]:
-        """Move what is queued within ``BATCH_SECONDS`` to what is unsent; returns who waits for it."""
+        """Move what is queued within ``batch_seconds`` to what is unsent; returns who waits for it."""
         patience = max(0.0, self._retry_at - time.monotonic()) if self._unsent else None
         end = 0.0
         for _ in range(METRICS_PER_BATCH):
@@ -166,7 +176,7 @@ class Tracker:
             if isinstance(entry, threading.Event):
                 return [entry]
             self._unsent.append(entry)
-            end = end or time.monotonic() + BATCH_SECONDS
+            end = end or time.monotonic() + self.timing.batch_seconds
             patience = max(0.0, end - time.monotonic())
         return []
 
@@ -181,4 +191,4 @@ class Tracker:
             if not self._away:
                 errors.print(f"MLflow does not answer ({first_line(failure)}); its entries wait, and are sent again.")
             self._away = True
-            self._retry_at = time.monotonic() + RETRY_SECONDS
+            self._retry_at = time.monotonic() + self.timing.retry_seconds

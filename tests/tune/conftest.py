@@ -5,7 +5,6 @@ import importlib
 import itertools
 import socket
 from collections.abc import Callable, Iterator
-from contextlib import nullcontext
 from pathlib import Path
 from types import ModuleType
 from typing import Any
@@ -31,26 +30,33 @@ def benchmark() -> Iterator[Callable[[str], ModuleType]]:
         yield importlib.import_module
 
 
-def _drive(proposals: Any, resources: object) -> None:
+class InThisProcess:
     """What Ray Tune does for an experiment, in this process, whose memory is not the trial's alone."""
-    from tune.experiment.ray_tune import run_trial
 
-    for number in itertools.count():
-        given = proposals.suggest(str(number))
-        if proposals.failure:
-            raise proposals.failure
-        if given == proposals.FINISHED or given is None:
-            return
-        proposals.on_trial_complete(str(number), run_trial(given["request"]))
+    def __init__(self) -> None:
+        from tune.experiment.ray_tune import run_trial
+
+        self.run_trial: Callable[[Any], Any] = run_trial
+
+    def __call__(self, experiment: Any, rows: Any, on_started: Any, on_ended: Any) -> None:
+        from tune.experiment.ray_tune import ExperimentSearcher
+
+        nodes = {socket.gethostname(): "its id"}
+        proposals = ExperimentSearcher(experiment, rows, lambda: nodes, on_started, on_ended)
+        for number in itertools.count():
+            parameters = proposals.suggest(str(number))
+            if proposals.failure:
+                raise proposals.failure
+            if parameters is None or parameters == proposals.FINISHED:
+                return
+            proposals.on_trial_complete(str(number), self.run_trial(parameters["request"]))
 
 
 @pytest.fixture
-def in_this_process(monkeypatch: pytest.MonkeyPatch) -> None:
+def in_this_process(monkeypatch: pytest.MonkeyPatch) -> InThisProcess:
     """A trial runs in this process. Only Ray is left out; tests/tune/test_search.py has trials through Ray."""
     from tune.experiment import session  # which imports Ray and MLflow, for which other tests need not wait
-    from tune.experiment.trials import Experiment
 
-    monkeypatch.setattr(session, "run_tuner", _drive)
-    monkeypatch.setattr(session, "ray_session", lambda *_, **__: nullcontext())
-    monkeypatch.setattr(session, "trial_nodes", lambda _: {socket.gethostname(): "its id"})
-    monkeypatch.setattr(Experiment, "resources", lambda _: {})
+    runner = InThisProcess()
+    monkeypatch.setattr(session, "run_trials", runner)
+    return runner

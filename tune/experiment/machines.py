@@ -2,7 +2,7 @@
 lost."""
 
 import socket
-from collections.abc import Sequence
+from collections.abc import Callable, Collection, Sequence
 from contextlib import suppress
 from dataclasses import dataclass
 from functools import cache
@@ -11,10 +11,11 @@ import psutil
 
 from infra.cli.units import format_size
 from infra.device import host
-from infra.device.gpu import read_gpu
-from infra.device.hardware import DeviceInfo, cpu_info, device_info
+from infra.device.gpu import GpuState, read_gpu
+from infra.device.hardware import DeviceInfo, cpu_info, gpu_info
 from infra.errors import UserError
 from infra.ray.machines import (
+    Node,
     accelerator_resource,
     await_accelerator,
     eligible_nodes,
@@ -48,7 +49,13 @@ class Machine:
     """Fingerprint of the token shards that the machine finds at ``--data``; None if there are none."""
 
 
-def describe_machine(data: str | None = None, *, cpu: bool, own_processes: Sequence[int] = ()) -> Machine:
+def describe_machine(
+    data: str | None = None,
+    *,
+    cpu: bool,
+    own_processes: Sequence[int] = (),
+    read_gpu: Callable[[], GpuState | None] = read_gpu,
+) -> Machine:
     """Describe this machine, including the token shards at ``data``. ``own_processes`` do not make it busy."""
     state = None if cpu else read_gpu()
     fingerprint = None
@@ -57,7 +64,7 @@ def describe_machine(data: str | None = None, *, cpu: bool, own_processes: Seque
             fingerprint = read_manifest(data).fingerprint
     return Machine(
         socket.gethostname(),
-        cpu_info() if state is None else device_info(),
+        cpu_info() if state is None else gpu_info(state),
         state.memory_total if state else host.total_memory(),
         tuple(_process(pid) for pid in state.other_processes if pid not in own_processes) if state else (),
         fingerprint,
@@ -65,7 +72,13 @@ def describe_machine(data: str | None = None, *, cpu: bool, own_processes: Seque
 
 
 def trial_machines(
-    dataset: DatasetConfig, execution: ExecutionConfig, fingerprint: str, *, cluster: str | None, parallel: int = 1
+    dataset: DatasetConfig,
+    execution: ExecutionConfig,
+    fingerprint: str,
+    *,
+    cluster: str | None,
+    parallel: int = 1,
+    read_gpu: Callable[[], GpuState | None] = read_gpu,
 ) -> tuple[Machine, ...]:
     """The machines on which trials may run: this one, or the machines of the connected Ray with the most resources.
 
@@ -77,7 +90,7 @@ def trial_machines(
     if is_local:
         # A parent, such as a notebook, may hold memory of the GPU, but only waits for this process.
         parents = [process.pid for process in psutil.Process().parents()]
-        machines = [describe_machine(cpu=execution.device == "cpu", own_processes=parents)]
+        machines = [describe_machine(cpu=execution.device == "cpu", own_processes=parents, read_gpu=read_gpu)]
     else:
         machines = _describe_cluster(dataset, execution)
     idle = [machine for machine in machines if not machine.busy]
@@ -110,7 +123,7 @@ def _describe_cluster(dataset: DatasetConfig, execution: ExecutionConfig) -> lis
     """The machines for trials, each described by a process on it. Raises ``UserError`` if none of them responds."""
     nodes = eligible_nodes(accelerator=execution.accelerator)
     gpu = execution.device != "cpu" and any(node.get("GPU") for node in nodes.values())
-    node_ids = trial_nodes(trial_resources(dataset, execution, use_gpu=gpu))
+    node_ids = trial_nodes(trial_resources(nodes.values(), dataset, execution, use_gpu=gpu))
     # Ray hides the GPU from a task that does not request one.
     needs = {node: {"num_gpus": 1} for node in node_ids.values()} if gpu else None
     responses = run_on_nodes(
@@ -127,15 +140,14 @@ def _describe_cluster(dataset: DatasetConfig, execution: ExecutionConfig) -> lis
     return sorted(machines, key=lambda machine: machine.name)
 
 
-def trial_resources(dataset: DatasetConfig, execution: ExecutionConfig, *, use_gpu: bool) -> dict[str, float]:
-    """Resources that Ray gives a trial: all cores of the largest machine, as a run has them, and one GPU.
+def trial_resources(
+    nodes: Collection[Node], dataset: DatasetConfig, execution: ExecutionConfig, *, use_gpu: bool
+) -> dict[str, float]:
+    """Resources that Ray gives a trial: all cores of the largest of ``nodes``, as a run has them, and one GPU.
 
     A trial that reads books leaves cores to Ray Data, which encodes them.
     """
-    if execution.accelerator:
-        await_accelerator(execution.accelerator)
-    nodes = eligible_nodes(accelerator=execution.accelerator)
-    cores = max_cores_per_worker(nodes.values(), 1, gpu=use_gpu)
+    cores = max_cores_per_worker(nodes, 1, gpu=use_gpu)
     if not cores:
         raise UserError(
             "The Ray cluster has no CPU cores for trials. Start it with 'ray start --head --num-cpus=1' or more."

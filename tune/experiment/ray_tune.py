@@ -17,6 +17,7 @@ import time
 from collections import Counter
 from collections.abc import Callable, Mapping
 from dataclasses import replace
+from functools import partial
 from typing import Any, cast
 
 import ray
@@ -28,10 +29,11 @@ from infra.cli.interrupts import interrupts
 from infra.cli.units import format_duration
 from infra.device.host import count_oom_kills
 from infra.errors import UserError, first_line
-from infra.ray.cluster import temporary_ray_dir
+from infra.ray.cluster import ray_session, temporary_ray_dir
 from infra.ray.machines import ASKING_SECONDS, PLACING_SECONDS, is_pending, resource_wait_message, run_on_nodes
 from infra.schema import from_json, to_json
 from infra.storage.files import write_text
+from tune.experiment.machines import trial_nodes
 from tune.experiment.trials import Experiment
 from tune.strategy.nodes import reference_row
 from tune.trial.row import TrialRow, write_row
@@ -308,6 +310,19 @@ def run_trial(request: TrialRequest) -> dict[str, Any]:
         return {"tokens_per_second": 0.0, "refused": f"it could not run: {first_line(failure)}"}
     row_json = json.dumps(to_json(row))
     return {"tokens_per_second": row.tokens_per_second, "row": row_json, "traceback": traceback}
+
+
+def run_trials(
+    experiment: Experiment,
+    rows: list[TrialRow],
+    on_started: Callable[[TrialRequest], None],
+    on_ended: Callable[[TrialRow], None],
+) -> None:
+    """Run the trials of ``experiment`` on the Ray that it uses, and add them to ``rows``, until none is left."""
+    with ray_session(experiment.config.address, code=experiment.training.model.source_paths):
+        resources = experiment.resources()
+        nodes = partial(trial_nodes, resources)
+        run_tuner(ExperimentSearcher(experiment, rows, nodes, on_started, on_ended), resources)
 
 
 def run_tuner(proposals: ExperimentSearcher, resources: dict[str, float]) -> None:

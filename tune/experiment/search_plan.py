@@ -143,19 +143,20 @@ def search_name(config: SearchConfig) -> str:
     return config.resume or config.name or f"search-{time.strftime('%Y%m%d-%H%M%S')}"
 
 
-def make_search(config: SearchConfig) -> Search:
-    """The search that ``config`` describes. Reads the data's manifest and the device, and writes nothing."""
+def make_search(config: SearchConfig, machines: tuple[Machine, ...] = ()) -> Search:
+    """The search that ``config`` describes. Reads the data's manifest, and writes nothing.
+
+    ``machines`` are those of its trials; by default this one or the cluster's.
+    """
     manifest = read_manifest(config.training.dataset.data)
     name = search_name(config)
     directory = StorageDir.of(config.out, name)
     if not (config.resume or config.dry_run):
         new_directory(config.out, name, allowed_leftovers=(TRIALS, StorageDir.LOCK))
     if config.gpu:
-        config, machines = (
-            replace(config, training=config.training.replace(device="cuda")),
-            (_planned_machine(config.gpu),),
-        )
-    else:
+        machines = (_planned_machine(config.gpu),)
+        config = replace(config, training=config.training.replace(device="cuda"))
+    elif not machines:
         machines = trial_machines(
             config.training.dataset,
             config.training.execution,

@@ -2,7 +2,6 @@
 
 from collections.abc import Callable, Sequence
 from contextlib import nullcontext, suppress
-from functools import partial
 from typing import Any, TypeVar
 
 from infra.cli.console import console
@@ -17,8 +16,7 @@ from infra.tracking.views import ui_link
 from train.run_files.run_folder import resume_command
 from tune.config import LadderConfig, SearchConfig
 from tune.experiment.folder import open_workspace, resumed_parent
-from tune.experiment.machines import trial_nodes
-from tune.experiment.ray_tune import ExperimentSearcher, run_tuner
+from tune.experiment.ray_tune import run_trials
 from tune.experiment.tracking import ExperimentRecorder, open_parent
 from tune.experiment.trials import Experiment
 from tune.trial.row import TrialRow, read_rows
@@ -111,13 +109,9 @@ def _drive(experiment: Experiment, rows: list[TrialRow], recorder: ExperimentRec
         console.print(format_progress(experiment, rows), markup=False)
 
     running: dict[str, str] = {}
-    code = experiment.training.model.source_paths
     # Wherever Ctrl-C arrives, the rows on disk determine how the experiment is resumed.
-    with suppress(KeyboardInterrupt), ray_session(experiment.config.address, code=code):
-        resources = experiment.resources()
-        with status("starting trials") as live_status:
-            nodes = partial(trial_nodes, resources)
-            run_tuner(ExperimentSearcher(experiment, rows, nodes, on_started, on_ended), resources)
+    with suppress(KeyboardInterrupt), status("starting trials") as live_status:
+        run_trials(experiment, rows, on_started, on_ended)
 
 
 def format_trial(experiment: Experiment, row: TrialRow) -> str:

@@ -9,6 +9,7 @@ from typing import TYPE_CHECKING, Any, ClassVar
 from infra.cli.console import console
 from infra.cli.table import Report
 from infra.cli.units import GB
+from infra.ray.machines import await_accelerator, eligible_nodes
 from infra.storage.directory import StorageDir
 from infra.storage.files import atomic_file, write_text
 from infra.storage.workspace import Workspace
@@ -132,7 +133,11 @@ class Experiment(ABC):
 
     def resources(self) -> dict[str, float]:
         """Resources that each trial requests from the connected Ray."""
-        return trial_resources(self.training.dataset, self.training.execution, use_gpu=self.device == "cuda")
+        dataset, execution = self.training.dataset, self.training.execution
+        if execution.accelerator:
+            await_accelerator(execution.accelerator)
+        nodes = eligible_nodes(accelerator=execution.accelerator)
+        return trial_resources(nodes.values(), dataset, execution, use_gpu=self.device == "cuda")
 
     def publish(self, report: Report, files: Sequence[str], figures: Mapping[str, "Figure"], tracker: Tracker) -> None:
         """Print the report, and store it with the folder's ``files`` and the ``figures``, also in MLflow."""

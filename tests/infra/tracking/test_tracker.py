@@ -16,11 +16,10 @@ import pytest
 from mlflow.tracking import MlflowClient
 
 from infra.errors import UserError
-from infra.tracking import tracker as tracking
 from infra.tracking.orphaned_runs import is_complete
 from infra.tracking.send import send
 from infra.tracking.store import children, create_run, has_run, open_store, reopen_run, store_uri
-from infra.tracking.tracker import Tracker
+from infra.tracking.tracker import Tracker, TrackerTiming
 
 ROOT = Path(__file__).resolve().parents[3]
 
@@ -150,11 +149,10 @@ def test_a_store_is_in_its_folder_whatever_characters_the_name_has(
     assert list(folder.parent.iterdir()) == [folder]
 
 
-def test_what_was_deleted_in_mlflow_is_to_be_restored(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr("infra.tracking.tracker.RETRY_SECONDS", 0.1)
+def test_what_was_deleted_in_mlflow_is_to_be_restored() -> None:
     key = create_run("ladder", "deleted")
     client = MlflowClient(key.store)
-    with Tracker(key) as tracker:
+    with Tracker(key, TrackerTiming(retry_seconds=0.1)) as tracker:
         tracker.log_metrics({"loss/step": 5.0}, step=1)
         assert tracker.flush()
         client.delete_run(key.run_id)
@@ -192,16 +190,14 @@ def test_a_password_in_the_address_is_refused_and_not_repeated(monkeypatch: pyte
 
 def test_entries_survive_the_server_and_arrive_later(
     tmp_path: Path,
-    monkeypatch: pytest.MonkeyPatch,
     mlflow_server: Callable,
     free_port: int,
     capfd: pytest.CaptureFixture[str],
 ) -> None:
     """Without a further entry, and before the run ends."""
-    monkeypatch.setattr(tracking, "RETRY_SECONDS", 0.5)
     with mlflow_server(tmp_path, free_port) as process:
         key = create_run("train", "outage", tracking_uri=f"http://127.0.0.1:{free_port}")
-        tracker = Tracker(key)
+        tracker = Tracker(key, TrackerTiming(retry_seconds=0.5))
         tracker.log_metrics({"loss": 1.0}, 1)
         tracker.set_tags({"state": "before"})
         assert tracker.flush()
@@ -228,13 +224,10 @@ def test_entries_survive_the_server_and_arrive_later(
     assert capfd.readouterr().err.count("does not answer") == 1, "it is said once"
 
 
-def test_a_tag_set_during_and_after_an_outage_keeps_the_later_value(
-    monkeypatch: pytest.MonkeyPatch,
-) -> None:
+def test_a_tag_set_during_and_after_an_outage_keeps_the_later_value() -> None:
     """The store loses its database and gets it back; the third value comes before the next attempt is due."""
-    monkeypatch.setattr(tracking, "BATCH_SECONDS", 0.0)
     key = create_run("train", "outage")
-    with Tracker(key) as tracker:
+    with Tracker(key, TrackerTiming(batch_seconds=0.0)) as tracker:
         database = Path("mlflow.db").rename("away.db")
         tracker.set_tags({"state": "first", "other": "first"})
         assert not tracker.flush()
@@ -249,15 +242,15 @@ def test_a_tag_set_during_and_after_an_outage_keeps_the_later_value(
 
 @pytest.mark.parametrize("returns", [True, False])
 def test_the_end_of_a_run_waits_for_a_store_that_is_away_but_not_long(
-    returns: bool, monkeypatch: pytest.MonkeyPatch, capfd: pytest.CaptureFixture[str]
+    returns: bool, capfd: pytest.CaptureFixture[str]
 ) -> None:
-    monkeypatch.setattr(tracking, "LAST_SECONDS", 60.0 if returns else 4.0)
+    timing = TrackerTiming(end_timeout_seconds=60.0 if returns else 4.0)
     key = create_run("train", "outage", run_dir="/runs/outage")
     database = Path("mlflow.db").rename("away.db")
     started = time.monotonic()
     if returns:
         threading.Timer(1.5, lambda: database.rename("mlflow.db")).start()
-    with Tracker(key) as tracker:
+    with Tracker(key, timing) as tracker:
         tracker.log_metrics({"loss": 4.0})
     assert (1.5 if returns else 4.0) < time.monotonic() - started < (60 if returns else 12)
     said = " ".join(capfd.readouterr().err.split())
@@ -277,11 +270,10 @@ def test_a_batch_of_tags_alone_is_sent() -> None:
     assert (tags["state"], tags["tag.0"], tags["tag.149"]) == ("known", "0", "149")
 
 
-def test_an_interrupted_command_ends_even_if_its_writer_is_stuck(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_an_interrupted_command_ends_even_if_its_writer_is_stuck() -> None:
     """Here the lock of Python's logging, as a Ctrl-C within ``Logger.setLevel`` leaves it."""
-    monkeypatch.setattr(tracking, "LAST_SECONDS", 2.0)
     key = create_run("train", "interrupted")
-    with logging._lock, Tracker(key) as tracker:  # type: ignore[attr-defined]
+    with logging._lock, Tracker(key, TrackerTiming(end_timeout_seconds=2.0)) as tracker:  # type: ignore[attr-defined]
         logging.getLogger("any").setLevel(logging.ERROR)  # so that the next who would log asks for the lock
         tracker.log_metrics({"loss": 5.0})
         started = time.monotonic()

@@ -8,7 +8,6 @@ from dataclasses import replace
 
 import pytest
 
-from infra.device import hardware
 from infra.device.gpu import GpuState
 from infra.device.hardware import cpu_info
 from infra.errors import UserError
@@ -27,38 +26,32 @@ def neighbour() -> Iterator[int]:
         process.kill()
 
 
-def on(monkeypatch: pytest.MonkeyPatch, state: GpuState | None) -> None:
-    """Let NVML say ``state``."""
-    monkeypatch.setattr(device, "read_gpu", lambda: state)
-    monkeypatch.setattr(hardware, "read_gpu", lambda: state)
-
-
 def search(kind: str) -> SearchConfig:
     return replace(SearchConfig(), training=SearchConfig().training.replace(device=kind))
 
 
-def machines(config: SearchConfig) -> tuple[device.Machine, ...]:
+def machines(config: SearchConfig, state: GpuState | None) -> tuple[device.Machine, ...]:
+    """The machines for the trials of ``config`` where NVML reports ``state``."""
     return device.trial_machines(
-        config.training.dataset, config.training.execution, "", cluster=config.cluster, parallel=config.parallel
-    )
+        config.training.dataset, config.training.execution, "", cluster=config.cluster, parallel=config.parallel,
+        read_gpu=lambda: state,
+    )  # fmt: skip
 
 
-def kind(config: SearchConfig) -> str:
-    (machine,) = machines(config)
+def kind(config: SearchConfig, state: GpuState | None) -> str:
+    (machine,) = machines(config, state)
     return machine.device.kind
 
 
-def test_a_gpu_in_use_is_refused_with_its_process(monkeypatch: pytest.MonkeyPatch, neighbour: int) -> None:
-    on(monkeypatch, replace(IDLE, other_processes=(neighbour,)))
+def test_a_gpu_in_use_is_refused_with_its_process(neighbour: int) -> None:
     with pytest.raises(UserError, match="CUDA_VISIBLE_DEVICES") as refusal:
-        machines(search("auto"))
+        machines(search("auto"), replace(IDLE, other_processes=(neighbour,)))
     assert f"H200 is in use by process {neighbour} (" in str(refusal.value)
     assert "their training" in str(refusal.value)
 
 
-def test_a_parent_process_does_not_count_as_another_user_of_the_gpu(monkeypatch: pytest.MonkeyPatch) -> None:
-    on(monkeypatch, replace(IDLE, other_processes=(os.getppid(),)))
-    assert kind(search("auto")) == "cuda"
+def test_a_parent_process_does_not_count_as_another_user_of_the_gpu() -> None:
+    assert kind(search("auto"), replace(IDLE, other_processes=(os.getppid(),))) == "cuda"
 
 
 def test_weights_gradients_and_optimizer_must_fit() -> None:
@@ -71,37 +64,30 @@ def test_weights_gradients_and_optimizer_must_fit() -> None:
     assert device.memory_limit(3 * 10**9, training, 25 * 10**8) == 3 * 10**9, "as asked, on whichever machine"
 
 
-def test_a_trial_gets_what_the_largest_node_has(monkeypatch: pytest.MonkeyPatch) -> None:
-    kinds = [{"CPU": 16.0, "GPU": 4.0}, {"CPU": 6.0, "GPU": 2.0}, {"CPU": 8.0}, {"CPU": 0.0, "memory": 1.0}]
-    nodes = [{"NodeID": str(number), "Alive": True, "Resources": kind} for number, kind in enumerate(kinds)]
-    nodes.append({"NodeID": "gone", "Alive": False, "Resources": {"CPU": 1.0, "GPU": 1.0}})
-    monkeypatch.setattr("ray.nodes", lambda: nodes)
+def test_a_trial_gets_what_the_largest_node_has() -> None:
+    nodes = [{"CPU": 16.0, "GPU": 4.0}, {"CPU": 6.0, "GPU": 2.0}, {"CPU": 8.0}, {"CPU": 0.0, "memory": 1.0}]
     training = search("auto").training
-    assert trial_resources(training.dataset, training.execution, use_gpu=False) == {"CPU": 16.0}
-    assert trial_resources(training.dataset, training.execution, use_gpu=True) == {"CPU": 4.0, "GPU": 1}, (
-        "a GPU's share of its machine"
-    )
+    assert trial_resources(nodes, training.dataset, training.execution, use_gpu=False) == {"CPU": 16.0}
+    with_gpu = trial_resources(nodes, training.dataset, training.execution, use_gpu=True)
+    assert with_gpu == {"CPU": 4.0, "GPU": 1}, "a GPU's share of its machine"
 
 
-def test_a_process_that_cannot_be_seen_is_named_by_its_number(monkeypatch: pytest.MonkeyPatch) -> None:
-    on(monkeypatch, replace(IDLE, other_processes=(2**22 + 1,)))
+def test_a_process_that_cannot_be_seen_is_named_by_its_number() -> None:
     with pytest.raises(UserError, match="in use by process 4194305, which"):
-        machines(search("cuda"))
+        machines(search("cuda"), replace(IDLE, other_processes=(2**22 + 1,)))
 
 
-def test_what_trials_run_on(monkeypatch: pytest.MonkeyPatch) -> None:
-    on(monkeypatch, IDLE)
-    assert kind(search("auto")) == "cuda"
-    assert kind(search("cpu")) == "cpu"
-    on(monkeypatch, None)
-    assert kind(search("auto")) == "cpu"
+def test_what_trials_run_on() -> None:
+    assert kind(search("auto"), IDLE) == "cuda"
+    assert kind(search("cpu"), IDLE) == "cpu"
+    assert kind(search("auto"), None) == "cpu"
     with pytest.raises(UserError, match=r"--device cuda.* --device cpu"):
-        machines(search("cuda"))
+        machines(search("cuda"), None)
     with pytest.raises(UserError, match="--parallel 2"):
-        machines(replace(search("cpu"), parallel=2))
+        machines(replace(search("cpu"), parallel=2), None)
 
 
-def test_a_cluster_without_a_core_is_refused(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr("ray.nodes", lambda: [{"NodeID": "one", "Alive": True, "Resources": {"memory": 1.0}}])
+def test_a_cluster_without_a_core_is_refused() -> None:
+    training = search("cpu").training
     with pytest.raises(UserError, match="no CPU cores for trials"):
-        trial_resources(search("cpu").training.dataset, search("cpu").training.execution, use_gpu=False)
+        trial_resources([{"memory": 1.0}], training.dataset, training.execution, use_gpu=False)

@@ -73,27 +73,21 @@ def test_a_gpu_to_plan_for_is_no_gpu_to_search_on() -> None:
         SearchConfig(gpu="A100")
 
 
-def test_the_limit_holds_on_every_machine(small_shards: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_the_limit_holds_on_every_machine(small_shards: Path) -> None:
     """Without --memory-limit it is what the smallest one has."""
     training = TrainConfig.of(data=str(small_shards), device="cpu", global_batch=8, micro_batch=8)
-    machines = [Machine(f"w{size}", cpu_info(), size * 10**9) for size in (8, 4, 16)]
-    monkeypatch.setattr("tune.experiment.search_plan.trial_machines", lambda *_, **__: tuple(machines))
-    together = make_search(SearchConfig(training=training, dry_run=True)).limit
-    monkeypatch.setattr("tune.experiment.search_plan.trial_machines", lambda *_, **__: tuple(machines[1:2]))
-    assert together == make_search(SearchConfig(training=training, dry_run=True)).limit <= 4 * 10**9
+    machines = tuple(Machine(f"w{size}", cpu_info(), size * 10**9) for size in (8, 4, 16))
+    config = SearchConfig(training=training, dry_run=True)
+    assert make_search(config, machines).limit == make_search(config, machines[1:2]).limit <= 4 * 10**9
 
 
-def test_a_search_that_is_continued_keeps_its_limit(
-    small_shards: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_a_search_that_is_continued_keeps_its_limit(small_shards: Path, tmp_path: Path) -> None:
     """On machines with more memory it would be another search."""
     training = TrainConfig.of(data=str(small_shards), device="cpu", global_batch=8, micro_batch=8)
     config = SearchConfig(training=training, name="one", out=str(tmp_path))
 
     def search_on(size: int, config: SearchConfig) -> Search:
-        machines = (Machine("w1", cpu_info(), size * 10**9),)
-        monkeypatch.setattr("tune.experiment.search_plan.trial_machines", lambda *_, **__: machines)
-        return make_search(config)
+        return make_search(config, (Machine("w1", cpu_info(), size * 10**9),))
 
     before = search_on(4, config)
     before.folder.mkdir()

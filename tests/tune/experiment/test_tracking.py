@@ -12,7 +12,6 @@ from mlflow.tracking import MlflowClient
 from trial_rows import changed, trial_row
 
 from infra.cli.units import GB
-from infra.tracking import tracker
 from infra.tracking.names import MAX_TOP_LEVEL_METRICS
 from infra.tracking.saved_views import COLUMNS, FIRST, VIEWS
 from infra.tracking.tracker import Tracker
@@ -117,14 +116,12 @@ def test_pages_of_trials_and_searches_begin_with_few_numbers(search: Search) -> 
 
 def test_a_store_that_goes_away_between_trials_gets_them_later(
     search: Search,
-    monkeypatch: pytest.MonkeyPatch,
     mlflow_server: Callable,
     free_port: int,
     working_folder: Path,
     capfd: pytest.CaptureFixture[str],
 ) -> None:
     """The store has two addresses here: its database, and a server that does not run at first."""
-    monkeypatch.setattr(tracker, "RETRY_SECONDS", 0.1)
     database, server = f"sqlite:///{working_folder}/server.db", f"http://127.0.0.1:{free_port}"
     shutil.copy(working_folder / "mlflow.db", working_folder / "server.db")
     search.folder.mkdir()

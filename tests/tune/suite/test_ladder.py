@@ -7,6 +7,7 @@ import socket
 from collections.abc import Callable, Iterator
 from importlib.util import find_spec
 from pathlib import Path
+from typing import Any
 
 import pytest
 import torch
@@ -232,17 +233,17 @@ def test_a_ladder_of_ones_own_that_was_killed_leaves_no_run_behind_that_seems_to
 
 
 def test_an_interrupted_ladder_says_how_to_continue_it(
-    command: Callable[..., int], monkeypatch: pytest.MonkeyPatch, small_shards: Path, small_model: ModelConfig,
+    command: Callable[..., int], in_this_process: Any, small_shards: Path, small_model: ModelConfig,
     capfd: pytest.CaptureFixture[str],
 ) -> None:  # fmt: skip
-    run = trial.run
+    run_trial = in_this_process.run_trial
 
     def interrupted(request: trial.TrialRequest) -> object:
         if request.proposal.stage == "rung":
             raise KeyboardInterrupt
-        return run(request)
+        return run_trial(request)
 
-    monkeypatch.setattr("tune.experiment.ray_tune.run", interrupted)
+    in_this_process.run_trial = interrupted
     flags = ["--suite", "memory", "--rungs", "checkpointing", "--data", str(small_shards), "--device", "cpu"]
     flags += ["--model", format_model(small_model), "--steps", "8", "--cycle", "8+0", "--name", "stopped"]
     assert command(ladder.main, *flags) == 130
@@ -251,7 +252,7 @@ def test_an_interrupted_ladder_says_how_to_continue_it(
     found = MlflowClient(store_uri()).search_runs(["1"])
     ended = {run.data.tags.get("stage", "ladder"): run.info.status for run in found}
     assert ended == {"baseline": "FINISHED", "rung": "KILLED", "ladder": "KILLED"}
-    monkeypatch.setattr("tune.experiment.ray_tune.run", run)
+    in_this_process.run_trial = run_trial
     assert command(ladder.main, "--resume", "stopped") == 0
     assert {run.info.status for run in MlflowClient(store_uri()).search_runs(["1"])} == {"FINISHED"}
 
