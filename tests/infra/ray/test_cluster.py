@@ -38,7 +38,7 @@ def test_the_error_names_the_environment_variable_that_gave_the_address(
     monkeypatch.setenv("RAY_ADDRESS", "127.0.0.1:9")
     (working_folder / "book.txt").write_text("It was a book. " * 100)
     for refused in (ray_session().__enter__, partial(main, TokenizeConfig(sources=("book.txt",), out="tokens"))):
-        with pytest.raises(UserError, match=r"at RAY_ADDRESS 127.0.0.1:9: "):
+        with pytest.raises(UserError, match=r"RAY_ADDRESS 127.0.0.1:9: "):
             refused()
 
 

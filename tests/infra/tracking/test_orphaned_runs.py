@@ -234,7 +234,7 @@ def test_a_folder_that_was_copied_or_moved_does_not_continue_the_run(project: Pa
     ):
         command("second")
     Path("mlflow.db").rename("away.db")
-    with pytest.raises(UserError, match=rf"{project}/mlflow.db .*do something else\."):
+    with pytest.raises(UserError, match=rf"{project}/mlflow.db .*Do something else\."):
         command("first")
     assert not Path("mlflow.db").exists()
 

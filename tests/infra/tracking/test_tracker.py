@@ -159,13 +159,13 @@ def test_what_was_deleted_in_mlflow_is_to_be_restored() -> None:
         tracker.log_metrics({"loss/step": 4.0}, step=2)
         assert not tracker.flush(2), "it waits"
         assert not has_run(key)
-        with pytest.raises(UserError, match=rf"{key.run_id} .* was deleted: restore it.* runs restore"):
+        with pytest.raises(UserError, match=rf"{key.run_id} .* was deleted. Restore it.* runs restore"):
             reopen_run(key)
         client.restore_run(key.run_id)
     assert [point.value for point in client.get_metric_history(key.run_id, "loss/step")] == [5.0, 4.0]
     reopen_run(key)
     client.delete_experiment(key.experiment_id)
-    with pytest.raises(UserError, match=r"experiment ladder .* was deleted: restore it"):
+    with pytest.raises(UserError, match=r"experiment ladder .* was deleted. Restore it"):
         create_run("ladder", "next")
     client.restore_experiment(key.experiment_id)
     assert create_run("ladder", "next").experiment_id == key.experiment_id

@@ -317,7 +317,7 @@ def test_books_are_held_out_until_there_are_enough_or_much_has_been_read(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """What was read counts over all partitions: in a large corpus none of them alone is much."""
-    monkeypatch.setattr(stream, "PARTITION", 1_000_000)
+    monkeypatch.setattr(stream, "PARTITION_BYTES", 1_000_000)
     monkeypatch.setattr(stream, "VAL_FRACTION", 0.3)
     line = json.dumps({"text": " ".join(WORDS * 20), "of no use": "x" * 40_000})
     (tmp_path / "books.jsonl").write_text(f"{line}\n" * 150)
