@@ -305,5 +305,5 @@ def test_a_store_that_is_not_writable_is_refused_at_once(tmp_path: Path) -> None
 def test_stores_that_cannot_be_used_are_refused_at_once(tmp_path: Path) -> None:
     (tmp_path / "damaged.db").write_text("this is no database, however long one looks at it" * 100)
     for store in (f"sqlite:///{tmp_path}", f"sqlite:///{tmp_path}/damaged.db", "postgresql://nobody@127.0.0.1/none"):
-        with pytest.raises(UserError, match=r"the MLflow store .*--tracking-uri|is a folder"):
+        with pytest.raises(UserError, match=r"The MLflow store .*--tracking-uri|is a folder"):
             open_store(store)
