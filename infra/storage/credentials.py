@@ -1,4 +1,4 @@
-"""Secrets inside addresses, which results, messages and the list of processes would show to others."""
+"""Secrets in URLs, which results, messages and the list of processes would reveal."""
 
 import re
 
@@ -9,9 +9,9 @@ _IN_QUERY = re.compile(
 
 
 def has_secret(text: str) -> bool:
-    """Whether ``text`` has an address with a password, a token or a key in it.
+    """Whether ``text`` contains a URL with a password, a token or a key.
 
-    The user of a web address counts, because services take a token there; that of a database or a bucket does not
-    (``gs://anonymous@bucket``).
+    A user name counts in a web address, because some services take a token there, but not in the address of a database
+    or a bucket (``gs://anonymous@bucket``).
     """
     return bool(_USER_AND_PASSWORD.search(text) or _IN_QUERY.search(text))

@@ -117,7 +117,7 @@ class StorageDir(ABC):
             self.lock_path.parent.mkdir(parents=True, exist_ok=True)
             self.lock_path.touch()
         except OSError as failure:
-            raise UserError(f"{self} cannot be written ({failure.strerror}). Choose another --out.") from failure
+            raise UserError(f"Cannot write to --out {self}: {failure.strerror}. Choose another location.") from failure
         with lock(self.lock_path, message):
             yield
 
@@ -186,7 +186,9 @@ class StorageDir(ABC):
                 hasher.update(block)
                 sink.write(block)
             if checksum and hasher.hexdigest() != checksum:
-                raise UserError(f"{self / name} is damaged: its checksum differs from the manifest's. Re-create it.")
+                raise UserError(
+                    f"{self / name} is corrupt: its checksum differs from the manifest. Re-create the data set."
+                )
 
     def checksum(self, name: str) -> str:
         """The xxh3-128 of a file in hexadecimal. Raises ``FileNotFoundError`` if it is missing."""

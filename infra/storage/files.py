@@ -1,7 +1,7 @@
-"""Files on this machine's disk: written whole or not at all, and locked.
+"""Files on this machine's disk: written atomically, locked, and temporary ones.
 
-A reader never sees half a file: data goes to a temporary name in the same folder, is fsynced, and is
-renamed to the final name.
+Data is written to a temporary name in the same folder, fsynced, and renamed to the final name, so that a reader never
+sees an incomplete file.
 """
 
 import json
@@ -18,22 +18,23 @@ from filelock import FileLock, Timeout
 from infra.errors import UserError
 
 TEMPORARY = ".partial-"
+"""Prefix of the names of files that are being written."""
 
 
 @contextmanager
 def atomic_file(path: Path) -> Iterator[BinaryIO]:
-    """Open a temporary file that becomes ``path``, durably, when the block ends without an error.
+    """Open a temporary file that becomes ``path``, durably, if the block ends without an error.
 
-    The umask decides who can read it. It is always a new one: a link of its name, which another user may have made in a
-    folder that both can write, is removed and not followed. Raises ``UserError`` when it cannot be written: a full
-    disk, a quota, a read-only folder.
+    The umask decides who can read it. The file is always new: a link with its name, which another user may have planted
+    in a shared folder, is removed and not followed. Raises ``UserError`` if it cannot be written, for example because
+    the disk is full.
     """
     temporary = path.with_name(f"{TEMPORARY}{os.getpid()}-{path.name}")
     try:
         temporary.unlink(missing_ok=True)
         descriptor = os.open(temporary, os.O_RDWR | os.O_CREAT | os.O_EXCL, 0o666)
-    except OSError as refused:
-        raise _refusal(path, refused) from refused
+    except OSError as failure:
+        raise _write_error(path, failure) from failure
     try:
         with os.fdopen(descriptor, "wb") as file:
             yield file
@@ -44,30 +45,31 @@ def atomic_file(path: Path) -> Iterator[BinaryIO]:
     except BaseException as failure:
         temporary.unlink(missing_ok=True)
         if isinstance(failure, OSError) and failure.errno is not None:
-            raise _refusal(path, failure) from failure
+            raise _write_error(path, failure) from failure
         raise
 
 
-def _refusal(path: Path, refused: OSError) -> UserError:
+def _write_error(path: Path, failure: OSError) -> UserError:
     return UserError(
-        f"{path} cannot be written ({refused.strerror}): make room or fix the folder, then run the same command again."
+        f"Cannot write {path}: {failure.strerror}. Free disk space or fix the folder's permissions, then run the same "
+        "command again."
     )
 
 
 @contextmanager
-def lock(path: Path, refusal: str, *, patience: float = 0.0) -> Iterator[None]:
-    """Hold the lock file ``path``; the system releases it however the process ends.
+def lock(path: Path, message: str, *, timeout: float = 0.0) -> Iterator[None]:
+    """Hold the lock file ``path``. The operating system releases it however the process ends.
 
-    Waits ``patience`` seconds for another process that holds it, then raises ``UserError`` with ``refusal``. Raises
-    ``OSError`` when its folder does not exist, which the library would create.
+    Raises ``UserError`` with ``message`` if another process still holds it after ``timeout`` seconds, and ``OSError``
+    if its folder does not exist.
     """
-    os.scandir(path.parent).close()
-    # No soft lock on file systems without flock: it would outlive a process that is killed.
-    file_lock = FileLock(path, timeout=patience, thread_local=False, fallback_to_soft=False)
+    os.scandir(path.parent).close()  # The library would create the folder.
+    # A soft lock, which the library uses on file systems without flock, would outlive a process that is killed.
+    file_lock = FileLock(path, timeout=timeout, thread_local=False, fallback_to_soft=False)
     try:
         file_lock.acquire()
     except Timeout:
-        raise UserError(refusal) from None
+        raise UserError(message) from None
     try:
         yield
     finally:
@@ -84,22 +86,23 @@ def sync_folder(folder: Path) -> None:
 
 
 def write_text(path: Path, text: str) -> None:
+    """Write ``text`` as UTF-8, atomically and durably."""
     with atomic_file(path) as file:
         file.write(text.encode())
 
 
 def json_text(value: Any) -> str:
-    """``value`` as indented JSON with sorted keys, so that equal values give equal bytes."""
+    """Format ``value`` as indented JSON with sorted keys, so that equal values give equal bytes."""
     return json.dumps(value, indent=2, sort_keys=True, ensure_ascii=False) + "\n"
 
 
 def write_json(path: Path, value: Any) -> None:
-    """Write ``value`` as :func:`json_text`, atomically."""
+    """Write ``value`` as :func:`json_text` formats it, atomically and durably."""
     write_text(path, json_text(value))
 
 
 def clear_temporaries(folder: Path) -> None:
-    """Remove temporary files that killed writers left in ``folder`` (only while no writer is alive)."""
+    """Remove temporary files that killed writers left in ``folder``. No writer may be alive."""
     for leftover in folder.glob(f"{TEMPORARY}*"):
         leftover.unlink(missing_ok=True)
 
@@ -115,9 +118,9 @@ def scratch(*parts: str, within: str | None = None) -> Path:
         top.mkdir(mode=0o700)
     status = top.lstat()
     if status.st_uid != os.getuid() or not stat.S_ISDIR(status.st_mode):
-        raise UserError(f"{top} belongs to another user. Set TMPDIR to a folder of your own.")
+        raise UserError(f"{top} belongs to another user. Set TMPDIR to a private folder.")
     if status.st_mode & 0o077:
-        raise UserError(f"{top} is open to other users. Remove it, or set TMPDIR to a folder of your own.")
+        raise UserError(f"{top} is accessible to other users. Delete it, or set TMPDIR to a private folder.")
     folder = top.joinpath(*parts)
     folder.mkdir(mode=0o700, parents=True, exist_ok=True)
     return folder

@@ -109,16 +109,19 @@ class _Lease:
     def _wait_until_stale(self, owner: dict[str, Any]) -> None:
         process = f"process {owner.get('process')} on {owner.get('host')}"
         errors.print(
-            f"{self._directory} is held by {process}. Waiting up to {self._timing.stale_seconds:.0f} s to see whether "
-            "it is still running. Press Ctrl-C to exit.",
+            f"{self._directory} is locked by {process}. Waiting up to {self._timing.stale_seconds:.0f} s to see "
+            "whether that command is still running. Press Ctrl-C to exit.",
             markup=False,
         )
         deadline = time.monotonic() + self._timing.stale_seconds
         while (remaining := deadline - time.monotonic()) > 0:
             time.sleep(min(remaining, self._timing.poll_seconds))
             _, version = self._read()
-            if version == "create":  # What this command has already read from the directory may be outdated.
-                raise UserError(f"Another command has just finished in {self._directory}. Run this command again.")
+            if version == "create":
+                raise UserError(
+                    f"Another command has just finished in {self._directory}, so its files may have changed. Run this "
+                    "command again."
+                )
             if version != self._version:
                 raise UserError(f"{self._directory} is in use by {process}. Wait for it to finish, or stop it.")
 
@@ -137,8 +140,9 @@ class _Lease:
         except (PreconditionError, AlreadyExistsError):  # Perhaps the response to this command's last write was lost.
             if not self._is_owner():
                 errors.print(
-                    f"{self._directory} is in use by another command, because this one was suspended for more than "
-                    f"{self._timing.stale_seconds:.0f} s, or its files were removed. Exiting without saving.",
+                    f"Lost the lock on {self._directory}: this command was suspended for more than "
+                    f"{self._timing.stale_seconds:.0f} s and another one took over, or the lock was deleted. Exiting "
+                    "without saving.",
                     markup=False,
                 )
                 console.end()

@@ -48,9 +48,7 @@ class LocalDir(StorageDir, schemes=("",)):
             probe.write_bytes(b"probe")
             probe.unlink()
         except OSError as failure:
-            raise UserError(
-                f"{flag} {self} cannot be written ({failure.strerror}). Choose another location."
-            ) from failure
+            raise UserError(f"Cannot write to {flag} {self}: {failure.strerror}. Choose another location.") from failure
 
     @contextmanager
     def create(self, message: str) -> Iterator[None]:
@@ -59,7 +57,7 @@ class LocalDir(StorageDir, schemes=("",)):
         except FileExistsError:
             raise UserError(f"{self} already exists. Use another --name.") from None
         except OSError as failure:
-            raise UserError(f"{self} cannot be created ({failure.strerror}). Choose another --out.") from failure
+            raise UserError(f"Cannot create {self}: {failure.strerror}. Choose another --out.") from failure
         with self.exclusive_use(message):
             yield
 

@@ -58,7 +58,7 @@ class ObjectDir(StorageDir, schemes=SCHEMES):
             self.remove([probe])
         except UserError as failure:
             reason = error_reason(failure.__cause__ or failure)
-            raise UserError(f"{flag} {self} cannot be written ({reason}). Choose another location.") from failure
+            raise UserError(f"Cannot write to {flag} {self}: {reason}. Choose another location.") from failure
 
     @contextmanager
     def create(self, message: str) -> Iterator[None]:

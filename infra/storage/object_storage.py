@@ -1,8 +1,8 @@
-"""Files in object storage (S3, Google Cloud Storage, Azure, the Hugging Face hub), by their URIs.
+"""Files in object storage (S3, Google Cloud Storage, Azure, the Hugging Face Hub), by their URIs.
 
-In: ``s3://bucket/path``, ``gs://...``, ``az://container/path`` or, only to be read, ``hf://datasets/...``; what follows
-a ``?`` are settings of obstore, such as ``?endpoint=http://127.0.0.1:9000&region=us-east-1``. Out: requests that
-obstore repeats while they fail, and that end: with an answer, with ``FileNotFoundError``, or with a sentence.
+URIs are ``s3://bucket/path``, ``gs://...``, ``az://container/path`` or, read-only, ``hf://datasets/...``. Their query
+has settings of obstore, such as ``?endpoint=http://127.0.0.1:9000&region=us-east-1``. obstore retries failing requests
+for a limited time, after which they raise ``UserError``.
 """
 
 import io
@@ -10,7 +10,7 @@ import os
 import re
 import threading
 import time
-from collections.abc import Callable, Iterator
+from collections.abc import Callable
 from concurrent.futures import Future, wait
 from contextlib import suppress
 from dataclasses import dataclass
@@ -33,55 +33,62 @@ from obstore.store import from_url
 
 from infra.errors import UserError, first_line
 from infra.storage.credentials import has_secret
+from infra.storage.hub import Hub
 
 T = TypeVar("T")
 
 SCHEMES = ("s3", "gs", "az", "hf")
+"""Schemes of URIs in object storage."""
 
 REQUEST_SECONDS = 60.0
-"""How long one request may take with its answer: 8 MiB, four at a time, take half of it at 1 MB/s."""
+"""Time limit of a request with its response. Four simultaneous parts of 8 MiB take half of it at 1 MB/s."""
 
 RETRY_TIMEOUT_SECONDS = 240.0
-"""For how long a request that fails is repeated. A partition of the network may last a minute."""
+"""Time for which a failing request is retried. A partition of the network may last a minute."""
 
 WARN_AFTER_SECONDS = 10.0
-"""After how long the user is told what is being waited for."""
+"""Time after which the user is informed of a request without a response."""
 
-_BLOCK = 8 << 20
-"""Bytes of a request for a part of a file."""
+_BLOCK_BYTES = 8 << 20
+"""Size of the parts in which files are transferred."""
 
-_told = [float("-inf")]
-"""When the user was last told that storage does not answer: once for many requests at a time."""
+_last_warning = [float("-inf")]
+"""Time of the last warning about a slow request; one warning is enough for many simultaneous requests."""
 
 
 @dataclass(frozen=True)
 class FileInfo:
-    """A file in a listing. ``path`` begins with its bucket; ``modified`` is in nanoseconds; ``version`` is its tag."""
+    """A file in a listing."""
 
     path: str
+    """The bucket and the path in it."""
     size: int
+    """Size in bytes."""
     modified: int
+    """Time of modification in nanoseconds since the epoch; 0 if it is unknown."""
     version: str
+    """The entity tag; empty if the storage has none."""
 
 
 def is_remote(uri: str) -> bool:
-    """Whether ``uri`` names something that is not on this machine."""
+    """Whether ``uri`` is in object storage."""
     return urlsplit(uri).scheme in SCHEMES and "://" in uri
 
 
 def locate(uri: str) -> tuple[Any, str, str]:
-    """The store of a remote ``uri``, its bucket, and the path in that. Percent-encoding is decoded.
+    """Resolve a ``uri`` in object storage.
 
-    Raises ``UserError`` for a URI that is malformed or contains a secret key, which the manifest and MLflow would keep.
+    Returns: (store, bucket, path in the bucket with percent-encoding decoded). Raises ``UserError`` for a URI that is
+    malformed or contains a secret key, which the manifest and MLflow would store.
     """
     parts = urlsplit(uri)
     user, _, bucket = parts.netloc.rpartition("@")
     if not bucket:
-        raise UserError(f"{uri} names no bucket: write for example {parts.scheme}://bucket/folder.")
+        raise UserError(f"{uri} has no bucket. Use a URI such as {parts.scheme}://bucket/folder.")
     if has_secret(uri):
         raise UserError(
-            f"The address of the bucket {bucket} contains a secret key, which results would store. Remove it, and set "
-            "AWS_ACCESS_KEY_ID and AWS_SECRET_ACCESS_KEY, or the environment variables of your storage."
+            f"The URI of the bucket {bucket} contains a secret key, which would be stored with the results. Remove it "
+            "and set AWS_ACCESS_KEY_ID and AWS_SECRET_ACCESS_KEY, or the environment variables of your storage."
         )
     query = parts.query + ("&skip_signature=true" if user == "anonymous" else "")
     return _store(f"{parts.scheme}://{bucket}", query), bucket, unquote(parts.path).strip("/")
@@ -89,28 +96,29 @@ def locate(uri: str) -> tuple[Any, str, str]:
 
 @cache
 def _store(bucket: str, query: str) -> Any:
-    """One store per bucket, so that connections are reused."""
+    """The store of a bucket. There is one per bucket, so that connections are reused."""
     if bucket.startswith("hf://"):
-        return _Hub(bucket.removeprefix("hf://"))
+        return Hub(bucket.removeprefix("hf://"))
     settings: dict[str, Any] = dict(parse_qsl(query))
     try:
         if bucket.startswith("s3://") and "skip_signature" not in settings:
             settings |= _credentials()
         return from_url(
             bucket,
-            # An endpoint that begins with http:// was asked for.
+            # Plain HTTP is only used if the endpoint begins with http://.
             client_options={"allow_http": True, "timeout": timedelta(seconds=REQUEST_SECONDS)},
             retry_config={"max_retries": 1000, "retry_timeout": timedelta(seconds=RETRY_TIMEOUT_SECONDS)},
             **settings,
         )
-    except (BaseError, ValueError) as wrong:
-        raise UserError(f"{bucket}?{query} cannot be opened: {first_line(wrong).rstrip('.')}.") from wrong
+    except (BaseError, ValueError) as failure:
+        reason = first_line(failure).rstrip(".")
+        raise UserError(f"Cannot open {bucket}?{query}: {reason}. Check the settings after the '?'.") from failure
 
 
 def _credentials() -> dict[str, Any]:
-    """Those of a profile of ``~/.aws``, which only boto3 reads, where the environment has none.
+    """Credentials of a profile in ``~/.aws``, which only boto3 reads, if the environment has none.
 
-    Raises ``ValueError`` when the profile does not exist.
+    Raises ``ValueError`` if the profile does not exist.
     """
     if any(map(os.environ.get, ("AWS_ACCESS_KEY_ID", "AWS_WEB_IDENTITY_TOKEN_FILE"))) or not find_spec("boto3"):
         return {}
@@ -119,165 +127,107 @@ def _credentials() -> dict[str, Any]:
 
     try:
         return {"credential_provider": Boto3CredentialProvider()}
-    except ValueError:  # there are none; a machine may have a role
+    except ValueError:  # There are none, but the machine may have a role.
         return {}
-    except BotoCoreError as wrong:
-        raise ValueError(str(wrong)) from wrong
-
-
-class _Hub:
-    """The Hugging Face hub, as much like a store of obstore as reading needs."""
-
-    def __init__(self, bucket: str) -> None:
-        try:
-            from huggingface_hub import HfFileSystem  # an extra: pip install 'throughline[hf]'
-        except ImportError as missing:
-            raise UserError("hf:// needs the package huggingface_hub: 'pip install huggingface_hub'.") from missing
-        self._system, self._bucket = HfFileSystem(), bucket
-
-        self._commits: dict[str, str | None] = {}
-
-    def _commit(self, path: str) -> str | None:
-        """The newest commit of the repository of ``path`` when this process first read it, which has no request for
-        one version of a file; None where the path names a revision, or the repository has no commits."""
-        repository = "/".join(path.split("/")[:2])
-        if repository not in self._commits:
-            from huggingface_hub import HfApi
-
-            resolved = self._system.resolve_path(f"{self._bucket}/{path}")
-            name, kind = (getattr(resolved, attribute, None) for attribute in ("repo_id", "repo_type"))
-            self._commits[repository] = (
-                HfApi().repo_info(name, repo_type=kind).sha if name and "@" not in path else None
-            )
-        return self._commits[repository]
-
-    def head(self, path: str) -> dict[str, Any]:
-        info = self._system.info(f"{self._bucket}/{path}", revision=self._commit(path))
-        if info["type"] != "file":
-            raise FileNotFoundError(path)
-        return self._meta(path, info)
-
-    def list(self, prefix: str) -> Iterator[list[dict[str, Any]]]:
-        entries: Any = self._system.find(f"{self._bucket}/{prefix}", detail=True)
-        yield [self._meta(name.removeprefix(f"{self._bucket}/"), info) for name, info in entries.items()]
-
-    @staticmethod
-    def _meta(path: str, info: dict[str, Any]) -> dict[str, Any]:
-        return {"path": path, "size": info["size"], "last_modified": None, "e_tag": info.get("blob_id")}
-
-    def get(self, path: str, *, options: Any) -> "_HubRange":
-        """A range of the file as it was when this process first read of its repository."""
-        start, end = options["range"]
-        whole = f"{self._bucket}/{path}"
-        content: Any = self._system.cat_file(whole, start=start, end=end, revision=self._commit(path))
-        return _HubRange(content)
-
-
-@dataclass(frozen=True)
-class _HubRange:
-    """What :meth:`_Hub.get` returns, in the place of obstore's ``GetResult``."""
-
-    content: bytes
-
-    def bytes(self) -> bytes:
-        return self.content
+    except BotoCoreError as failure:
+        raise ValueError(str(failure)) from failure
 
 
 def run_request(uri: str, action: Callable[[], T], action_name: str = "read") -> T:
-    """The result of ``action()``, which makes requests; meanwhile Ctrl-C interrupts, as obstore's calls do not.
+    """Run ``action``, which makes requests, in a thread, because Ctrl-C cannot interrupt obstore's calls.
 
-    Raises ``FileNotFoundError``, obstore's errors of conditional writes, and ``UserError``, which ``action_name``
-    describes, when the storage refuses or keeps failing.
+    Raises ``FileNotFoundError``, obstore's errors of conditional writes, and ``UserError`` with the ``action_name`` if
+    the storage denies access or keeps failing.
     """
-    answer: Future[T] = Future()
+    response: Future[T] = Future()
 
     def work() -> None:
         try:
-            answer.set_result(action())
-        except BaseException as failure:  # noqa: BLE001 raised where the action was asked for
-            answer.set_exception(failure)
+            response.set_result(action())
+        except BaseException as failure:  # noqa: BLE001 raised in the calling thread
+            response.set_exception(failure)
 
     threading.Thread(target=work, name="storage", daemon=True).start()
-    if not wait([answer], WARN_AFTER_SECONDS).done:
+    if not wait([response], WARN_AFTER_SECONDS).done:
         _warn_slow(uri)
     try:
-        return answer.result()
+        return response.result()
     except (FileNotFoundError, AlreadyExistsError, PreconditionError):
         raise
-    except (UnauthenticatedError, PermissionDeniedError) as refused:
+    except (UnauthenticatedError, PermissionDeniedError) as failure:
         raise UserError(
-            f"{uri} cannot be {action_name} ({error_reason(refused)}): check the address and your credentials."
-        ) from refused
-    except InvalidPathError as invalid:  # obstore neither lists nor reads a name with an empty part
+            f"{uri} cannot be {action_name}: {error_reason(failure)}. Check the address and your credentials."
+        ) from failure
+    except InvalidPathError as failure:  # obstore can neither list nor read names with an empty part.
         raise UserError(
-            f"{uri} cannot be {action_name}, because the name of an object there has an empty part (//) or a control "
-            f"character ({error_reason(invalid)}): rename or remove it, or name the folders beside it."
-        ) from invalid
+            f"{uri} cannot be {action_name}: the name of an object there has an empty part (//) or a control character "
+            f"({error_reason(failure)}). Rename or remove the object, or use the folders next to it."
+        ) from failure
     except _failures(uri) as failure:
         raise UserError(
             f"{uri} cannot be {action_name}: {error_reason(failure)}. Check the address, your credentials and the "
-            "network, then run the same command again to continue from here."
+            "network, then run the same command again to continue."
         ) from failure
 
 
 def _warn_slow(uri: str) -> None:
-    if time.monotonic() - _told[0] < RETRY_TIMEOUT_SECONDS:
+    if time.monotonic() - _last_warning[0] < RETRY_TIMEOUT_SECONDS:
         return
-    _told[0] = time.monotonic()
-    from infra.cli.console import errors  # a tokenizing worker has no use for a terminal otherwise
+    _last_warning[0] = time.monotonic()
+    from infra.cli.console import errors  # Tokenizing workers do not need a terminal otherwise.
 
     errors.print(
-        f"Still waiting for {uri} after {WARN_AFTER_SECONDS:.0f} s, and for up to "
-        f"{RETRY_TIMEOUT_SECONDS + REQUEST_SECONDS:.0f} s; Ctrl-C exits.",
+        f"No response from {uri} after {WARN_AFTER_SECONDS:.0f} s; retrying for up to "
+        f"{RETRY_TIMEOUT_SECONDS + REQUEST_SECONDS:.0f} s. Press Ctrl-C to exit.",
         markup=False,
     )
 
 
 def error_reason(failure: BaseException) -> str:
-    """What the storage said, without the XML around it and the request that it answers."""
+    """The storage's own message in an error, without the XML around it and the details of the request."""
     if message := re.search(r"<Message>(.*?)</Message>", str(failure), re.S):
         return message[1].rstrip(".")
     return re.sub(r"^Generic \w+ error: |, max_retries: \d+, retry_timeout: \w+", "", first_line(failure)).rstrip(".")
 
 
 def _failures(uri: str) -> tuple[type[Exception], ...]:
-    """The exceptions of failing storage at ``uri``; the Hugging Face hub's filesystem also raises its client's own."""
+    """The exceptions that failing storage at ``uri`` raises. The Hugging Face Hub also raises those of its client."""
     if urlsplit(uri).scheme != "hf":
         return (BaseError, OSError)
-    from huggingface_hub.errors import HTTPError  # type: ignore[reportPrivateImportUsage] that of its HTTP client
+    from huggingface_hub.errors import HTTPError  # type: ignore[reportPrivateImportUsage] of its HTTP client
 
     return (OSError, HTTPError)
 
 
 def list_files(uri: str) -> list[FileInfo]:
-    """Files at a remote ``uri``: itself, or everything below it. Raises ``UserError`` when it cannot be read."""
+    """List the file at ``uri``, or all files in the folder ``uri``. Raises ``UserError`` if that fails."""
     store, bucket, path = locate(uri)
 
     def list_entries() -> list[Any]:
         if path:
             with suppress(FileNotFoundError):
                 return [store.head(path)]
-        every = (one for some in store.list(path) for one in some)
-        return [one for one in every if one["path"] != path]  # a page of S3 makes a folder as a file of its name
+        entries = (entry for page in store.list(path) for entry in page)
+        return [entry for entry in entries if entry["path"] != path]  # S3's console creates a folder as an empty file.
 
     return [
         FileInfo(
-            f"{bucket}/{one['path']}",
-            one["size"],
-            int(one["last_modified"].timestamp() * 1e9) if one["last_modified"] else 0,
-            _tag(one),
+            f"{bucket}/{entry['path']}",
+            entry["size"],
+            int(entry["last_modified"].timestamp() * 1e9) if entry["last_modified"] else 0,
+            _entity_tag(entry),
         )
-        for one in run_request(uri, list_entries, "listed")
+        for entry in run_request(uri, list_entries, "listed")
     ]
 
 
-def _tag(meta: Any) -> str:
-    """The tag of a file's version without the quotes that Azure's listings lack; empty where there is none."""
+def _entity_tag(meta: Any) -> str:
+    """The entity tag of a file without quotes, which Azure's listings omit; empty if there is none."""
     return (meta["e_tag"] or "").removeprefix("W/").strip('"')
 
 
 def file_size(uri: str) -> int:
-    """Bytes of a file. Raises ``FileNotFoundError`` when there is none."""
+    """The size of a file in bytes. Raises ``FileNotFoundError`` if it is missing."""
     return _head(uri)["size"]
 
 
@@ -287,12 +237,15 @@ def _head(uri: str) -> Any:
 
 
 def read(uri: str) -> bytes:
-    """A file's content. Raises ``FileNotFoundError`` when there is none."""
-    return open_file(uri).read() if isinstance(locate(uri)[0], _Hub) else read_version(uri)[0]
+    """The content of a file. Raises ``FileNotFoundError`` if it is missing."""
+    return open_file(uri).read() if isinstance(locate(uri)[0], Hub) else read_version(uri)[0]
 
 
 def read_version(uri: str) -> tuple[bytes, dict[str, Any]]:
-    """A file's content, and the version that a conditional write replaces. Raises ``FileNotFoundError``."""
+    """Read a file that is to be replaced by a conditional write. Raises ``FileNotFoundError`` if it is missing.
+
+    Returns: (content, version for the ``mode`` of :func:`write`).
+    """
     store, _, path = locate(uri)
 
     def get() -> tuple[bytes, dict[str, Any]]:
@@ -303,43 +256,43 @@ def read_version(uri: str) -> tuple[bytes, dict[str, Any]]:
 
 
 def write(uri: str, content: bytes | memoryview | Path, mode: Any = "overwrite") -> dict[str, Any]:
-    """Replace a file by ``content``, that of a local file where it is a path; returns its new version.
+    """Replace a file by ``content``, which may be the path of a local file, and return its new version.
 
-    ``mode`` is obstore's: with ``create`` it must not exist, with a version it must be that one.
+    ``mode`` is obstore's: with ``create`` the file must not exist; with a version, the file must have that version.
     """
     store, bucket, path = locate(uri)
     if isinstance(mode, dict):
-        mode = {name: value for name, value in mode.items() if value}  # S3 has no version beside its tag
-    if isinstance(store, _Hub):
-        raise UserError(f"{uri} can only be read: name a folder here, or at s3://, gs:// or az://.")
+        mode = {name: value for name, value in mode.items() if value}  # S3 has a tag, but no version.
+    if isinstance(store, Hub):
+        raise UserError(f"{uri} is read-only. Write to a local folder, or to s3://, gs:// or az://.")
     try:
         return run_request(
-            uri, lambda: store.put(path, content, mode=mode, chunk_size=_BLOCK, max_concurrency=4), "written"
+            uri, lambda: store.put(path, content, mode=mode, chunk_size=_BLOCK_BYTES, max_concurrency=4), "written"
         )
-    except FileNotFoundError as missing:
-        raise UserError(f"{uri} cannot be written (there is no bucket {bucket}): check the address.") from missing
+    except FileNotFoundError as failure:
+        raise UserError(f"{uri} cannot be written: there is no bucket {bucket}. Check the address.") from failure
 
 
 def remove(uri: str) -> None:
-    """Remove a file; one that does not exist is no error."""
+    """Remove a file if it exists."""
     store, _, path = locate(uri)
     with suppress(FileNotFoundError):
         run_request(uri, lambda: store.delete(path), "written")
 
 
 def open_file(uri: str, version: str = "") -> BinaryIO:
-    """A seekable binary file. Raises ``FileNotFoundError`` when it does not exist.
+    """Open a local file, or one in object storage, for reading. Raises ``FileNotFoundError`` if it is missing.
 
-    All that is read of a remote file is of one version: that of ``Entry.version``, if it is given, else the newest.
-    Raises ``UserError``, also while it is read, when there is another one.
+    All reads from object storage are of one version: that of ``FileInfo.version`` if it is given, else the newest. If
+    another one replaces it, they raise ``UserError``.
     """
     if not is_remote(uri):
-        return open(uri, "rb")  # noqa: PTH123 the caller closes it; Path would parse each name
-    return io.BufferedReader(_RemoteFile(uri, version), buffer_size=_BLOCK)
+        return open(uri, "rb")  # noqa: PTH123 Path would be slow for thousands of names.
+    return io.BufferedReader(_RemoteFile(uri, version), buffer_size=_BLOCK_BYTES)
 
 
 class _RemoteFile(io.RawIOBase):
-    """A remote file, of which parts are read as they are asked for."""
+    """A seekable file in object storage, of which only the requested parts are read."""
 
     def __init__(self, uri: str, version: str) -> None:
         self._uri = uri
@@ -348,11 +301,13 @@ class _RemoteFile(io.RawIOBase):
         self._size = meta["size"]
         self._tag = meta["e_tag"]
         self._position = 0
-        if version and self._tag and version != _tag(meta):
-            raise self._other_version()
+        if version and self._tag and version != _entity_tag(meta):
+            raise self._changed_error()
 
-    def _other_version(self) -> UserError:
-        return UserError(f"{self._uri} has changed since it was listed. Run the same command again to read it anew.")
+    def _changed_error(self) -> UserError:
+        return UserError(
+            f"{self._uri} has changed since it was listed. Run the same command again to use the new version."
+        )
 
     def readable(self) -> bool:
         return True
@@ -374,14 +329,14 @@ class _RemoteFile(io.RawIOBase):
         options = {"range": (begin, end), **({"if_match": self._tag} if self._tag else {})}
         try:
             data = run_request(self._uri, lambda: memoryview(self._store.get(self._path, options=options).bytes()))
-        except PreconditionError as replaced:
-            raise self._other_version() from replaced
-        if len(data) != end - begin:  # a store without tags has a shorter one now
-            raise self._other_version()
+        except PreconditionError as failure:
+            raise self._changed_error() from failure
+        if len(data) != end - begin:  # A storage without tags now has a shorter file.
+            raise self._changed_error()
         buffer[: end - begin] = data
         self._position = end
         return end - begin
 
     def readall(self) -> bytes:
-        """The rest of the file. Python's own would make a request for every 8 KiB."""
-        return b"".join(iter(lambda: self.read(_BLOCK), b""))
+        """Read the remaining file in large parts; Python's own method makes a request for every 8 KiB."""
+        return b"".join(iter(lambda: self.read(_BLOCK_BYTES), b""))

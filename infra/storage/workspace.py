@@ -53,7 +53,7 @@ class Workspace:
         if not self.copy_of:
             yield
             return
-        with lock(self.path / ".lock", message, patience=timeout):
+        with lock(self.path / ".lock", message, timeout=timeout):
             yield
 
     def refresh(self, include: Callable[[str], bool] = lambda name: True) -> None:

@@ -268,7 +268,7 @@ def test_the_doctor_names_every_machine(lab: Any) -> None:
     assert re.search(r"All-reduce between 2 workers on (w1, w2|w2, w1) \(gloo\)", said), said
     assert "saved in s3://lab/doctor/doctor.json" in said
     said = lab.run("head", "infra.doctor --quick --address auto --out s3://nowhere/doctor", code=2)
-    assert "--out s3://nowhere/doctor cannot be written" in said
+    assert "Cannot write to --out s3://nowhere/doctor" in said
 
 
 def test_shards_are_finished_though_a_machine_loses_its_power(lab: Any, alone: dict[str, str]) -> None:

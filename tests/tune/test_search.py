@@ -181,7 +181,7 @@ def test_what_is_not_the_same_search_is_refused(
     other = make_shards(folder / "other", seed=1)
     assert "(data: " in refused(search.main, "--resume", "one", "--data", str(other))
     assert "there is no search in" in refused(search.main, "--resume", "two")
-    for name, refusal in {"one": "exists already", "../one": "not the name of a folder"}.items():
+    for name, refusal in {"one": "already exists", "../one": "not a valid folder name"}.items():
         assert refusal in refused(
             search.main, "--name", name, "--data", str(small_shards), "--out", str(folder / "runs")
         )

@@ -1,8 +1,8 @@
-"""A run's state on disk, whole or not at all: weights, optimizer, loss scaling, random state, position in the data.
+"""Checkpoints: weights, optimizer, loss scaling, random state and position in the data, written atomically.
 
-A thread writes a snapshot under a temporary name, reads it back and renames it while training continues. Weights are
-safetensors, so that other programs can read them; the rest is a torch file that is only ever loaded with
-``weights_only=True``. ``progress.json`` holds the checksums of both, and makes a folder a checkpoint.
+A thread writes a snapshot to a temporary name, reads it back and renames it while training continues. Weights are in
+the safetensors format, which other programs can read. All other tensors are in a torch file that is only loaded with
+``weights_only=True``. ``progress.json`` has the checksums of both files, and makes the folder a checkpoint.
 """
 
 import os
@@ -26,22 +26,23 @@ from pipeline.encoding.tokenizer import Tokenizer
 from pipeline.shards import TOKENIZER_FILE, checksum
 from train.models.parallel import full_tensor, shard_like
 from train.run_files.progress import PROGRESS, Progress, checkpoints_in, find_damage
-from train.run_files.uploads import CYCLES, upload
+from train.run_files.uploads import CHECKPOINTS, CYCLES, upload
 
 WEIGHTS, _STATE = "model.safetensors", "state.pt"
 
 
 @dataclass(frozen=True)
 class Snapshot:
-    """Tensors on the host; those from a GPU are complete once ``copy_done`` has happened."""
+    """Copies of a run's tensors on the host."""
 
     weights: dict[str, Tensor]
     state: dict[str, Any]
     copy_done: torch.cuda.Event | None
+    """Recorded when the copies from a GPU are complete; None without a GPU."""
 
 
 def shared_names(model: nn.Module) -> dict[str, str]:
-    """Names in the model's state of tensors that it has under an earlier name, too, with that name."""
+    """The first name of each tensor that the model's state contains under several names, by the other names."""
     first: dict[int, str] = {}
     every = model.state_dict(keep_vars=True)
     return {name: first[id(value)] for name, value in every.items() if first.setdefault(id(value), name) != name}
@@ -50,12 +51,12 @@ def shared_names(model: nn.Module) -> dict[str, str]:
 def take_snapshot(
     model: nn.Module, optimizer: torch.optim.Optimizer, scaler: torch.amp.GradScaler, losses: Tensor
 ) -> Snapshot:
-    """Copy what the next step changes. On a GPU the copies are queued before that step and nothing waits for them.
+    """Copy the tensors that the next step changes. With sharded weights every worker must call it.
 
-    With sharded weights every worker must call it.
+    On a GPU the copies are queued before that step, and nothing waits for them.
     """
     weights = {name: to_host(value) for name, value in model.state_dict().items()}
-    for name in shared_names(model):  # such as a tied head's; safetensors stores each tensor once
+    for name in shared_names(model):  # Such as a tied output head. safetensors stores each tensor once.
         del weights[name]
     state = {
         "optimizer": _map_tensors(optimizer.state_dict(), to_host),
@@ -71,9 +72,9 @@ def take_snapshot(
 
 
 def to_host(tensor: Tensor) -> Tensor:
-    """A whole copy of ``tensor``; of one on a GPU it is queued, and nothing waits for it."""
+    """Copy the full ``tensor`` to the host. Copying from a GPU is queued, and nothing waits for it."""
     tensor = full_tensor(tensor.detach())
-    if hasattr(tensor, "__tensor_flatten__"):  # a wrapper of tensors: torchao's quantised moments, which clone() breaks
+    if hasattr(tensor, "__tensor_flatten__"):  # torchao's quantized moments, which clone() breaks.
         wrapper: Any = tensor
         names, context = wrapper.__tensor_flatten__()
         parts = {name: to_host(getattr(wrapper, name)) for name in names}
@@ -84,7 +85,7 @@ def to_host(tensor: Tensor) -> Tensor:
 
 
 def _map_tensors(value: Any, change: Callable[[Tensor], Tensor]) -> Any:
-    """``value`` with every tensor in its dicts and lists changed."""
+    """Apply ``change`` to every tensor in nested dicts and lists."""
     if isinstance(value, Tensor):
         return change(value)
     if isinstance(value, dict):
@@ -93,10 +94,10 @@ def _map_tensors(value: Any, change: Callable[[Tensor], Tensor]) -> Any:
 
 
 class Checkpoints:
-    """The checkpoints of one run, ``folder/step-00000123``: written one by one in a thread; the newest are kept.
+    """The checkpoints of one run, ``folder/step-00000123``. A thread writes them one by one; the newest are kept.
 
-    Another thread copies them to object storage, whose client repeats requests for minutes where it does not respond.
-    Neither training nor the next checkpoint waits for it; of those that have piled up, the newest are copied.
+    Another thread uploads them, because the client of object storage retries for minutes if that does not respond.
+    Neither training nor the next checkpoint waits for it. If several checkpoints are waiting, the newest are uploaded.
     """
 
     def __init__(
@@ -109,30 +110,30 @@ class Checkpoints:
         self.latest: Path | None = None
         self._thread: threading.Thread | None = None
         self._failure: BaseException | None = None
-        self._copies = ThreadPoolExecutor(1, "copies")
-        self._last_copy: Future[None] | None = None
-        self._in_copy: Path | None = None
+        self._uploads = ThreadPoolExecutor(1, "uploads")
+        self._last_upload: Future[None] | None = None
+        self._uploading: Path | None = None
         self._removal = threading.Lock()
-        """Held while old checkpoints are removed, and while one of those that are there is chosen to be copied."""
+        """Held while old checkpoints are removed, and while one is chosen to be uploaded."""
         folder.mkdir(parents=True, exist_ok=True)
         for leftover in folder.glob(f"{TEMPORARY}*"):
             shutil.rmtree(leftover, ignore_errors=True)
 
     def save(self, snapshot: Snapshot, progress: Progress, is_valid: Callable[[list[float]], bool]) -> None:
-        """Write ``snapshot`` in the background, after a checkpoint that is still being written.
+        """Write ``snapshot`` in the background, after waiting for a checkpoint that is still being written.
 
-        A state is discarded when its weights are not finite or ``is_valid`` rejects its losses, so that the last good
-        checkpoint is kept. Raises ``UserError`` when an earlier one could not be written, or not be copied.
+        The snapshot is discarded if its weights are not finite or ``is_valid`` rejects its losses, so that the last
+        good checkpoint is kept. Raises ``UserError`` if an earlier one could not be written or uploaded.
         """
         self._wait_for_write()
         self._thread = threading.Thread(target=self._write, args=(snapshot, progress, is_valid), name="checkpoint")
         self._thread.start()
 
     def wait(self) -> Path | None:
-        """Wait until all is written and copied; returns the newest checkpoint that this run wrote."""
+        """Wait until all is written and uploaded, and return the newest checkpoint of this run."""
         self._wait_for_write()
-        if self._last_copy:
-            self._last_copy.result()
+        if self._last_upload:
+            self._last_upload.result()
             self._raise_failure()
         return self.latest
 
@@ -143,15 +144,16 @@ class Checkpoints:
 
     def _raise_failure(self) -> None:
         if self._failure:
+            location = f"{self.folder} or {self.upload_dir}" if self.upload_dir else str(self.folder)
+            reason = str(self._failure).rstrip(".")
             raise UserError(
-                f"the checkpoint under {self.folder}{f' or {self.upload_dir}' if self.upload_dir else ''} could not be "
-                f"written ({self._failure}): make room or fix the storage, then continue the run with --resume; the "
-                "earlier checkpoints are intact."
+                f"Cannot write a checkpoint to {location}: {reason}. Free disk space or fix the storage, then continue "
+                "with --resume; earlier checkpoints are intact."
             ) from self._failure
 
     def address(self, checkpoint: Path) -> str:
-        """Where a user finds ``checkpoint``: in object storage if it is copied there."""
-        return str(self.upload_dir / f"checkpoints/{checkpoint.name}") if self.upload_dir else str(checkpoint)
+        """The location of ``checkpoint`` for users, which is in object storage if it is uploaded."""
+        return str(self.upload_dir / f"{CHECKPOINTS}/{checkpoint.name}") if self.upload_dir else str(checkpoint)
 
     def _write(self, snapshot: Snapshot, progress: Progress, is_valid: Callable[[list[float]], bool]) -> None:
         try:
@@ -161,40 +163,40 @@ class Checkpoints:
             if finite and is_valid(snapshot.state["losses"].tolist()):
                 self.latest = write(self.folder, snapshot, progress, self.tokenizer)
                 for later in checkpoints_in(self.folder):
-                    if later.name > self.latest.name:  # damaged, or the run would have continued from there
+                    if later.name > self.latest.name:  # It is damaged, because the run would have been resumed from it.
                         shutil.rmtree(later, ignore_errors=True)
                 self._remove_old()
                 if self.upload_dir:
-                    self._last_copy = self._copies.submit(self._copy, self.latest, self.upload_dir)
-        except Exception as failure:  # noqa: BLE001 raised in the thread that trains
+                    self._last_upload = self._uploads.submit(self._upload, self.latest, self.upload_dir)
+        except Exception as failure:  # noqa: BLE001 raised in the training thread
             self._failure = failure
-            for leftover in self.folder.glob(f"{TEMPORARY}*"):  # on a disk that may be full
+            for leftover in self.folder.glob(f"{TEMPORARY}*"):  # The disk may be full.
                 shutil.rmtree(leftover, ignore_errors=True)
 
     def _remove_old(self) -> None:
         with self._removal:
             for old in checkpoints_in(self.folder)[: -self.keep]:
-                if old != self._in_copy:
+                if old != self._uploading:
                     shutil.rmtree(old, ignore_errors=True)
 
-    def _copy(self, checkpoint: Path, directory: StorageDir) -> None:
-        """Copy ``checkpoint`` to object storage, unless it has become one of the old ones meanwhile."""
+    def _upload(self, checkpoint: Path, directory: StorageDir) -> None:
+        """Upload ``checkpoint``, unless it has been removed as an old one meanwhile."""
         with self._removal:
             if self._failure or not checkpoint.exists():
                 return
-            self._in_copy = checkpoint
+            self._uploading = checkpoint
         failure = None
         try:
             upload(checkpoint, self.folder.parent / CYCLES, directory, self.keep)
-        except Exception as refused:  # noqa: BLE001 raised in the thread that trains
-            failure = refused
-        self._in_copy = None
+        except Exception as error:  # noqa: BLE001 raised in the training thread
+            failure = error
+        self._uploading = None
         self._remove_old()
         self._failure = self._failure or failure
 
 
 def write(folder: Path, snapshot: Snapshot, progress: Progress, tokenizer: Tokenizer | None = None) -> Path:
-    """Write one checkpoint, with its ``tokenizer``: to a temporary name, fsynced, read back, renamed."""
+    """Write one checkpoint with its ``tokenizer`` to a temporary name, fsync it, read it back, and rename it."""
     name = f"step-{progress.step:08d}"
     temporary = folder / f"{TEMPORARY}{os.getpid()}-{name}"
     temporary.mkdir()
@@ -208,7 +210,7 @@ def write(folder: Path, snapshot: Snapshot, progress: Progress, tokenizer: Token
         with (temporary / file).open("rb") as opened:
             os.fsync(opened.fileno())
     if any(not torch.equal(value, snapshot.weights[key]) for key, value in load_file(temporary / WEIGHTS).items()):
-        raise OSError(f"{temporary / WEIGHTS} differs from what was written when it is read back")
+        raise OSError(f"{temporary / WEIGHTS} differs from the written weights when it is read back")
     files = {file: checksum(temporary / file) for file in names}
     write_json(temporary / PROGRESS, to_json(replace(progress, files=files)))
     if (folder / name).exists():
@@ -223,7 +225,7 @@ def write(folder: Path, snapshot: Snapshot, progress: Progress, tokenizer: Token
 
 
 def save_weights(weights: dict[str, Tensor], file: Path) -> None:
-    """Write ``weights`` to a new ``file``, which the umask protects as any other: the library makes it private."""
+    """Write ``weights`` to a new ``file`` with the permissions of the umask; the library would make it private."""
     file.touch()
     mode = file.stat().st_mode
     save_file(weights, file, metadata={"format": "pt"})
@@ -231,6 +233,7 @@ def save_weights(weights: dict[str, Tensor], file: Path) -> None:
 
 
 def load_weights(checkpoint: Path, model: nn.Module, device: torch.device) -> None:
+    """Load the weights of ``checkpoint`` into ``model``."""
     weights = load_file(checkpoint / WEIGHTS, device=str(device))
     weights |= {name: weights[other] for name, other in shared_names(model).items()}
     model.load_state_dict({name: shard_like(weights[name], like) for name, like in model.state_dict().items()})
@@ -243,13 +246,13 @@ def load(
     scaler: torch.amp.GradScaler,
     device: torch.device,
 ) -> list[float]:
-    """Load the state of ``checkpoint``; returns the losses of steps that have not been reported."""
+    """Load the state of ``checkpoint``, and return the losses of steps that have not been reported."""
     fault = find_damage(checkpoint)
     if fault:
-        raise UserError(f"{checkpoint} is damaged: {fault}; remove it to continue from the checkpoint before it.")
+        raise UserError(f"{checkpoint} is damaged: {fault}. Remove it to resume from the previous checkpoint.")
     load_weights(checkpoint, model, device)
-    # To the host first: AdamW without a fused kernel keeps its step count there, and would wait for a copy on the GPU
-    # at every step. The optimizer moves the rest to its parameters.
+    # AdamW without a fused kernel needs its step count on the host, or it would wait for a copy at every step. The
+    # optimizer moves the other tensors to its parameters' device.
     state = torch.load(checkpoint / _STATE, map_location="cpu", weights_only=True)
     parameters = [p for group in optimizer.param_groups for p in group["params"]]
     for index, values in state["optimizer"].get("state", {}).items():
@@ -259,23 +262,24 @@ def load(
         }
     settings = [{name: group[name] for name in group if name != "params"} for group in optimizer.param_groups]
     optimizer.load_state_dict(state["optimizer"])
-    for group, ours in zip(optimizer.param_groups, settings, strict=True):
-        group.update(ours)  # decay and betas come from the config, which may have changed them
-    if state["scaler"]:  # empty unless the run was in fp16 before
+    for group, configured in zip(optimizer.param_groups, settings, strict=True):
+        group.update(configured)  # The config may have other weight decay and betas than the checkpoint.
+    if state["scaler"]:  # It is empty unless the run was in fp16.
         scaler.load_state_dict(state["scaler"])
     restore_random_state(state["rng"])
     return state["losses"].tolist()
 
 
 def random_state() -> dict[str, Tensor]:
-    """The state of torch's generators, which decide dropout."""
+    """The state of torch's random generators, which determine dropout."""
     state = {"cpu": torch.get_rng_state()}
-    if torch.cuda.is_initialized():  # otherwise asking would take memory of a GPU that a run on the CPU does not use
+    if torch.cuda.is_initialized():  # Otherwise a run on the CPU would allocate memory on the GPU.
         state["cuda"] = torch.cuda.get_rng_state()
     return state
 
 
 def restore_random_state(state: dict[str, Tensor]) -> None:
+    """Restore a state that :func:`random_state` returned."""
     torch.set_rng_state(state["cpu"].cpu())
     if "cuda" in state and torch.cuda.is_initialized():
         torch.cuda.set_rng_state(state["cuda"].cpu())

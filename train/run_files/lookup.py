@@ -1,4 +1,4 @@
-"""Find the run or the checkpoint that a flag names, and name a run in the commands that are printed."""
+"""Find the run or checkpoint that a flag names, and format commands that name a run."""
 
 import shlex
 from pathlib import Path
@@ -13,24 +13,26 @@ from train.run_files.uploads import CHECKPOINTS
 
 
 def find_run(text: str, out: Path | str) -> tuple[RunFolder, Path]:
-    """The run that ``--resume`` names: by its name in ``out``, its location, or that of its newest checkpoint.
+    """Find the run that ``--resume`` names by its name in ``out``, its location, or that of its newest checkpoint.
 
-    Returns: (run, its newest intact checkpoint, of which a copy of object storage has the progress alone). Raises
-    ``UserError`` if there is nothing to resume.
+    Returns: (run, its newest intact checkpoint). A copy of object storage only has the progress of that checkpoint.
+    Raises ``UserError`` if there is nothing to resume.
     """
     run = RunFolder.of(_resumable_run(text, out))
     return run, _intact(*run.newest_progress(), f"--resume {text}: {run.location}")
 
 
 def load_run_config(text: str, out: Path | str) -> TrainConfig:
-    """The settings of the run that ``--resume`` names."""
+    """Load the requested settings of the run that ``--resume`` names."""
     return load_config((_resumable_run(text, out) / CONFIG).address, "--resume")
 
 
 def find_checkpoint(text: str, out: Path | str) -> tuple[RunFolder, Path]:
-    """The checkpoint that ``--checkpoint`` names, or the newest intact one of the run that it names, with its run.
+    """Find the checkpoint that ``--checkpoint`` names, or the newest intact one of the run that it names.
 
     A checkpoint in object storage is downloaded, unless it is on this machine already.
+
+    Returns: (run, checkpoint).
     """
     location, is_checkpoint = _find(text, out, "--checkpoint")
     run_dir = location.parent.parent if is_checkpoint else location
@@ -46,15 +48,19 @@ def find_checkpoint(text: str, out: Path | str) -> tuple[RunFolder, Path]:
 
 
 def _intact(checkpoint: Path | None, damaged: list[str], run: str) -> Path:
+    """Print the messages about ``damaged`` checkpoints; raise ``UserError`` about ``run`` if none is intact."""
     for message in damaged:
         errors.print(message, markup=False)
     if checkpoint is None:
-        raise UserError(f"{run} has no intact checkpoint; start a new run with --name.")
+        raise UserError(f"{run} has no intact checkpoint. Start a new run with --name.")
     return checkpoint
 
 
 def _find(text: str, out: Path | str, flag: str) -> tuple[StorageDir, bool]:
-    """The location that ``flag`` names in ``out`` or by itself, and whether it is a checkpoint and not a run."""
+    """Find what ``flag`` names, in ``out`` or by its location.
+
+    Returns: (location, whether it is a checkpoint and not a run).
+    """
     candidates = dict.fromkeys((StorageDir.of(out, text), StorageDir.of(text)))
     for location in candidates:
         if location.exists(PROGRESS):
@@ -68,7 +74,7 @@ def _find(text: str, out: Path | str, flag: str) -> tuple[StorageDir, bool]:
 
 
 def _resumable_run(text: str, out: Path | str) -> StorageDir:
-    """The location of the run that ``--resume`` names, or whose newest checkpoint it names."""
+    """Find the run that ``--resume`` names, or whose newest checkpoint it names."""
     location, is_checkpoint = _find(text, out, "--resume")
     if not is_checkpoint:
         return location
@@ -76,26 +82,27 @@ def _resumable_run(text: str, out: Path | str) -> StorageDir:
     names = RunFolder.of(run_dir).checkpoint_names()
     if location.parent.name != CHECKPOINTS or location.name not in names:
         raise UserError(
-            f"--resume {text} was copied or moved out of its run, whose other files tell how to continue: put it back "
-            f"into runs/NAME/{CHECKPOINTS}, under its name."
+            f"--resume {text} is outside its run folder, which has other files needed to resume. Move it back to "
+            f"runs/NAME/{CHECKPOINTS} under its original name."
         )
     if location.name != names[-1]:
         raise UserError(
-            f"--resume {text} is not the newest checkpoint of its run: to continue from there, remove those after it, "
-            f"up to {names[-1]}."
+            f"--resume {text} is not the newest checkpoint of its run. To resume from it, delete the later ones, up to "
+            f"{names[-1]}."
         )
     return run_dir
 
 
 def format_run_argument(run_dir: StorageDir) -> str:
-    """The run at ``run_dir`` as :func:`find_run` finds it in the folder in which this command was called."""
+    """Format the run as an argument with which :func:`find_run` finds it from the current folder."""
     return shlex.quote(run_dir.name if run_dir.parent == StorageDir.of("runs") else str(run_dir))
 
 
 def format_resume_command(run_dir: StorageDir) -> str:
-    """The command that continues the run at ``run_dir``; of a run in object storage it works on every machine."""
+    """Format the command that resumes the run. For a run in object storage it works on every machine."""
     return f"python -m train.run --resume {format_run_argument(run_dir)}"
 
 
 def format_run_command(config: StorageDir) -> str:
+    """Format the command that starts a run with the settings in ``config``."""
     return f"python -m train.run --config {shlex.quote(str(config))}"

@@ -1,7 +1,7 @@
-"""The progress of a run on disk: its checkpoints, which of them are intact, and the position that each holds.
+"""The progress of a run: its checkpoints, which of them are intact, and the state that each one stores.
 
-A folder is a checkpoint when its ``progress.json``, which is written last, holds the checksums of its other files.
-Imports no torch, so that commands find what they continue before anything slow is loaded.
+A folder is a checkpoint if its ``progress.json``, which is written last, has the checksums of its other files. This
+module does not import torch, so that commands find what they resume before anything slow is loaded.
 """
 
 import json
@@ -21,15 +21,15 @@ PROGRESS = "progress.json"
 
 @dataclass(frozen=True)
 class RunState:
-    """How far a run has got: the numbers that its loop counts, and its checkpoints and result contain."""
+    """Counters of a run's loop, which its checkpoints and its result contain."""
 
     step: int = 0
     position: int = 0
-    """Windows consumed, over all workers."""
+    """Number of windows consumed by all workers."""
     reported: int = 0
-    """The last step that a cycle's report covers; the losses of later steps are in the checkpoint."""
+    """The last step in a cycle's report; the checkpoint contains the losses of later steps."""
     reference: float | None = None
-    """Mean loss of the last reported cycle, relative to which a spike is detected."""
+    """Mean loss of the last reported cycle, the reference for spike detection."""
     val_tokens: int = 0
     elapsed: float = 0.0
     """Seconds of training."""
@@ -38,66 +38,67 @@ class RunState:
 @strict
 @dataclass(frozen=True, kw_only=True)
 class Progress(RunState):
-    """The part of a checkpoint that is not tensors."""
+    """The part of a checkpoint that is not a tensor."""
 
     data_fingerprint: str
     tokenizer_sha256: str
     config: dict[str, Any]
-    """The run as it was resolved."""
+    """The resolved settings of the run."""
     place: dict[str, Any] | None = None
-    """The place of the position in a stream of books; None for shards."""
+    """The position in a stream of books; None for shards."""
     files: dict[str, str] = field(default_factory=dict)
-    """Checksum of each file."""
+    """Checksum of each other file by its name."""
 
     @property
     def state(self) -> RunState:
+        """The counters of the loop."""
         return RunState(**{field.name: getattr(self, field.name) for field in fields(RunState)})
 
 
 Stamp = tuple[str, int, int, int]
-"""A file as it was at one time: its path, size in bytes, time of change in nanoseconds, and inode."""
+"""The identity of a file's content: path, size in bytes, time of modification in nanoseconds, and inode."""
 
 _checksums: dict[Stamp, str] = {}
 
 
 def checkpoints_in(folder: Path) -> list[Path]:
-    """The checkpoints under ``folder``, oldest first, damaged ones too."""
+    """All checkpoints in ``folder`` from oldest to newest, including damaged ones."""
     return sorted(folder.glob("step-*"))
 
 
 def newest(folder: Path) -> Path | None:
-    """The newest intact checkpoint under ``folder``; None without one."""
+    """The newest intact checkpoint in ``folder``; None if there is none."""
     return next(
         (checkpoint for checkpoint in reversed(checkpoints_in(folder)) if find_damage(checkpoint) is None), None
     )
 
 
 def describe_skipped(checkpoint: Path) -> Iterator[str]:
-    """A line for each damaged checkpoint that is newer than ``checkpoint``, the newest intact one, with the damage."""
+    """Yield a message for each damaged checkpoint that is newer than ``checkpoint``, the newest intact one."""
     for later in checkpoints_in(checkpoint.parent):
         if later.name > checkpoint.name and (fault := find_damage(later)):
-            yield f"{later} is damaged: {fault}; {checkpoint.name} is used instead."
+            yield f"{later} is damaged: {fault}. Using {checkpoint.name}."
 
 
 def find_damage(checkpoint: Path, file_name: str | None = None) -> str | None:
-    """How a checkpoint, or the one file ``file_name`` of it, is damaged; None when it is intact."""
+    """How a checkpoint, or only its file ``file_name``, is damaged; None if it is intact."""
     try:
         for file, expected in read_progress(checkpoint).files.items():
             if file_name and file != file_name:
                 continue
             if Path(file).name != file:
-                return f"{PROGRESS} names {file!r}, which is not in it"
+                return f"{PROGRESS} names {file!r}, which is outside of the checkpoint"
             if not (checkpoint / file).is_file():
                 return f"{file} is missing"
             if _checksum(checkpoint / file) != expected:
                 return f"{file} does not match its checksum"
     except UserError as unreadable:
-        return str(unreadable).rstrip(".")  # the callers' sentences continue
+        return str(unreadable).rstrip(".")  # It becomes a part of the callers' sentences.
     return None
 
 
 def _checksum(file: Path) -> str:
-    """The checksum of ``file``, which is read once as long as it does not change: GPT-2's checkpoint has 1.5 GB."""
+    """The checksum of ``file``, which is only read again if it changes: a checkpoint of GPT-2 has 1.5 GB."""
     file_status = file.stat()
     stamp = (str(file), file_status.st_size, file_status.st_mtime_ns, file_status.st_ino)
     if stamp not in _checksums:
@@ -106,36 +107,37 @@ def _checksum(file: Path) -> str:
 
 
 def read_progress(checkpoint: Path) -> Progress:
-    """The progress of the run that wrote ``checkpoint``. Raises ``UserError`` when it is not a checkpoint."""
+    """Read the progress of the run that wrote ``checkpoint``. Raises ``UserError`` if it is not a checkpoint."""
     try:
         return from_json(Progress, json.loads((checkpoint / PROGRESS).read_text(encoding="utf-8")), PROGRESS)
     except (OSError, ValueError, UserError) as fault:
-        raise UserError(f"{checkpoint} cannot be read as a checkpoint ({fault}).") from fault
+        reason = str(fault).rstrip(".")
+        raise UserError(f"{checkpoint} cannot be read as a checkpoint: {reason}.") from fault
 
 
 _FIXED_SETTINGS = ("seed", "global_batch", "optimizer", "mask_books")
-"""Settings that a continued run must share with its checkpoint."""
+"""Settings that must be the same when a run is resumed."""
 
 
 def check_same_run(path: Path | str, progress: Progress, config: TrainConfig, manifest: Manifest) -> None:
-    """Raise ``UserError`` when ``config`` on this data is not the run that wrote the checkpoint at ``path``."""
+    """Raise ``UserError`` unless ``config`` with this data can resume the checkpoint at ``path``."""
     flag = "--stream" if config.dataset.stream else "--data"
     if progress.tokenizer_sha256 != manifest.tokenizer_sha256:
         raise UserError(
-            f"{path} was trained with another tokenizer (sha256 {progress.tokenizer_sha256[:12]}) than that of "
-            f"{flag} {config.dataset.source} ({manifest.tokenizer_sha256[:12]}): start a new run with --name."
+            f"{path} was trained with a different tokenizer (sha256 {progress.tokenizer_sha256[:12]}) than "
+            f"{flag} {config.dataset.source} ({manifest.tokenizer_sha256[:12]}). Start a new run with --name."
         )
     old_config = config_from_json(progress.config, str(path))
     if progress.data_fingerprint != manifest.fingerprint:
         _check_unchanged(path, vars(old_config.dataset.reading), vars(config.dataset.reading))
         raise UserError(
-            f"{path} was trained on other data (fingerprint {progress.data_fingerprint[:12]}) than "
-            f"{flag} {config.dataset.source} ({manifest.fingerprint[:12]}): give the {flag} it was trained on, or "
+            f"{path} was trained on different data (fingerprint {progress.data_fingerprint[:12]}) than "
+            f"{flag} {config.dataset.source} ({manifest.fingerprint[:12]}). Use the {flag} it was trained on, or "
             "start a new run with --name."
         )
     if old_config.model != config.model:
         raise UserError(
-            f"{path} holds the model {_with_changes(old_config.model, config.model)}: leave --model out to continue it."
+            f"{path} has the model {_with_changes(old_config.model, config.model)}. Remove --model to resume it."
         )
     _check_unchanged(path, *({name: each.setting(name) for name in _FIXED_SETTINGS} for each in (old_config, config)))
 
@@ -145,21 +147,18 @@ def _check_unchanged(path: Path | str, old_settings: dict[str, Any], new_setting
     for name, old_value in old_settings.items():
         new_value = new_settings[name]
         if old_value != new_value:
-            named = f"--{name.replace('_', '-')}"
-            raise UserError(
-                f"{path} was trained with {named} {old_value}, not {new_value}: leave {named} out to continue it."
-            )
+            flag = f"--{name.replace('_', '-')}"
+            raise UserError(f"{path} was trained with {flag} {old_value}, not {new_value}. Remove {flag} to resume it.")
 
 
 def check_not_finished(path: Path | str, progress: Progress, duration: DurationConfig, total_steps: int | None) -> None:
-    """Raise ``UserError`` when ``config`` leaves nothing to do for the finished run of the checkpoint ``path``."""
-    total = total_steps
-    if total is None and duration.time_budget is None:
-        raise UserError(f"{path} is at the end of its epoch: give --steps to continue training.")
-    if total is not None and progress.step >= total:
-        raise UserError(f"{path} is at step {progress.step:,} of {total:,}: give a larger --steps to continue.")
+    """Raise ``UserError`` if the finished run of the checkpoint ``path`` has nothing left to do."""
+    if total_steps is None and duration.time_budget is None:
+        raise UserError(f"{path} is at the end of its epoch. Set --steps to continue training.")
+    if total_steps is not None and progress.step >= total_steps:
+        raise UserError(f"{path} is at step {progress.step:,} of {total_steps:,}. Set a larger --steps to continue.")
     if duration.time_budget is not None and progress.elapsed >= duration.time_budget:
-        raise UserError(f"{path} has already trained for its --time-budget: give a longer one to continue.")
+        raise UserError(f"{path} has already trained for its --time-budget. Set a longer one to continue.")
 
 
 def _with_changes(old_model: AnyModel, new_model: AnyModel) -> str:

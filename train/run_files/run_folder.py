@@ -1,8 +1,8 @@
-"""A run's folder, ``runs/NAME``, on disk or in object storage: its contents.
+"""A run's folder, ``runs/NAME``, and its files.
 
-The worker appends each cycle to ``cycles.jsonl``, which together with the newest checkpoint tells how far a run has got
-after the driver or the worker was killed. A run in object storage has a working copy of its small files on the driver's
-machine and its checkpoints, while they are made, in scratch on the worker's.
+The worker appends each cycle to ``cycles.jsonl``. Together with the newest checkpoint this is the progress of the run
+after the driver or the worker was killed. If the run is in object storage, driver and worker have copies of their own:
+the driver of the small files, the worker of the checkpoints.
 """
 
 import json
@@ -25,6 +25,7 @@ from train.result import CycleReport
 from train.run_files.progress import PROGRESS, checkpoints_in, describe_skipped, find_damage, newest, read_progress
 from train.run_files.uploads import (
     CHECKPOINTS,
+    CYCLES,
     download_checkpoint,
     download_newest,
     download_progress,
@@ -33,47 +34,51 @@ from train.run_files.uploads import (
 
 KEY, CONFIG, RESULT = "tracking.json", "config.json", "result.json"
 
-HANDOVER_SECONDS = 60.0
-"""How long to wait for an earlier worker that is being killed; Ray's workers outlive their driver by a few seconds."""
+HANDOVER_TIMEOUT_SECONDS = 60.0
+"""Time limit for an earlier worker to end, because Ray's workers outlive their driver by a few seconds."""
 
 
 @dataclass(frozen=True)
 class RunFolder(Workspace):
-    """The files of one run."""
+    """The workspace of one run, and the files in it."""
 
     @property
     def config(self) -> Path:
-        """The run's settings, which ``--config`` and ``--resume`` read."""
+        """The requested settings of the run, which ``--config`` and ``--resume`` read."""
         return self.path / CONFIG
 
     @property
     def result(self) -> Path:
+        """The ``RunResult``, written when the run ends."""
         return self.path / RESULT
 
     @property
     def summary(self) -> Path:
+        """The report of the run."""
         return self.path / "summary.md"
 
     @property
     def curves(self) -> Path:
+        """The chart of losses and speed."""
         return self.path / "curves.png"
 
     @property
     def checkpoints(self) -> Path:
-        return self.path / "checkpoints"
+        """The folder of the checkpoints."""
+        return self.path / CHECKPOINTS
 
     @property
     def cycles(self) -> Path:
-        """A JSON line for every reported cycle."""
-        return self.path / "cycles.jsonl"
+        """The log of cycles, with a JSON line for each."""
+        return self.path / CYCLES
 
     @property
     def stream(self) -> Path:
-        """What a run straight from books has read."""
+        """The summary of the books that a run with ``--stream`` has read."""
         return self.path / "stream.json"
 
     def is_finished(self, step: int) -> bool:
-        """Whether the run, which is at ``step``, finished there, by the settings that it had then."""
+        """Whether the run finished at ``step`` or later, according to its result."""
         try:
             result = json.loads(self.result.read_text(encoding="utf-8"))
             return result["outcome"] == "finished" and result["steps"] >= step
@@ -81,15 +86,15 @@ class RunFolder(Workspace):
             return False
 
     def save_run_ref(self, run_ref: RunRef) -> None:
-        """Save the key of the MLflow run, in which a resumed run continues."""
+        """Store the reference to the MLflow run, which a resumed run continues."""
         write_json(self.path / KEY, run_ref.to_json_for(self.location.address))
         self.push(self.path / KEY)
 
     def run_ref(self, store: str | None = None) -> RunRef | None:
-        """The key of the MLflow run that :meth:`save_run_ref` saved, in ``store`` if that is given; None without one.
+        """The MLflow run that :meth:`save_run_ref` stored, in ``store`` if that is given; None if there is none.
 
-        None as well where only a new run can be recorded: in another ``store`` by a folder that was copied or moved, or
-        on another machine than that of the store's file. Raises ``UserError`` for a ``store`` to be named.
+        Also None if a new MLflow run must be created: because the folder was copied or moved and another ``store`` is
+        given, or because the store is a file on another machine. Raises ``UserError`` if a ``store`` must be given.
         """
         try:
             run_ref = from_json(RunRef, json.loads((self.path / KEY).read_text(encoding="utf-8")), self.path)
@@ -103,9 +108,9 @@ class RunFolder(Workspace):
 
     @contextmanager
     def worker_lock(self) -> Iterator[None]:
-        """Lock the folder for the worker that trains; waits for an earlier one that is ending."""
-        refusal = f"another process is training in {self.path}: stop it, or give another --name."
-        with lock(self.path / "lock", refusal, patience=HANDOVER_SECONDS):
+        """Lock the workspace for the worker that trains, after waiting for an earlier one that is ending."""
+        message = f"Another process is training in {self.path}. Stop it, or use another --name."
+        with lock(self.path / "lock", message, timeout=HANDOVER_TIMEOUT_SECONDS):
             yield
 
     def command_lock(self) -> AbstractContextManager[None]:
@@ -114,9 +119,9 @@ class RunFolder(Workspace):
 
     @contextmanager
     def create(self) -> Iterator[None]:
-        """Create the folder of a new run, and hold it.
+        """Create the folder of a new run, and hold it against other commands.
 
-        It is removed, which frees its name, if the block fails before the first cycle or checkpoint.
+        If the block fails before the first cycle or checkpoint, the folder is removed, so that its name can be used.
         """
         with self.location.create(self._in_use):
             self.discard_copy()
@@ -131,14 +136,14 @@ class RunFolder(Workspace):
 
     @property
     def _in_use(self) -> str:
-        return f"another command is training in {self.location}: wait for it, or stop it."
+        return f"Another command is training in {self.location}. Wait for it to finish, or stop it."
 
     def checkpoint_names(self) -> list[str]:
-        """The names of the run's checkpoints, oldest first; damaged ones, too."""
+        """The names of all checkpoints from oldest to newest, including damaged ones."""
         return list_uploaded(self.copy_of) if self.copy_of else [path.name for path in checkpoints_in(self.checkpoints)]
 
     def newest_checkpoint(self) -> tuple[Path | None, list[str]]:
-        """The newest intact checkpoint. It is downloaded to a copy, which then has no other.
+        """The newest intact checkpoint. A copy downloads it, and then has no other checkpoint.
 
         Returns: (checkpoint or None, one message per newer checkpoint that is damaged).
         """
@@ -157,9 +162,9 @@ class RunFolder(Workspace):
         return checkpoint
 
     def newest_progress(self) -> tuple[Path | None, list[str]]:
-        """As :meth:`newest_checkpoint`, but of the checkpoint a copy gets its progress alone.
+        """As :meth:`newest_checkpoint`, but a copy only downloads the progress of the checkpoint, and small files.
 
-        The run's small files are downloaded, too. The worker that resumes the run checks the checkpoint.
+        It is not checked for damage, because the worker that resumes the run does that.
         """
         if not self.copy_of:
             return self.newest_checkpoint()
@@ -180,36 +185,38 @@ class RunFolder(Workspace):
         return any(name.endswith(PROGRESS) for name in self.location.list_files())
 
     def append_report(self, report: CycleReport) -> dict[str, Any]:
-        """Add a cycle to the log, durably; returns what was added."""
+        """Append a cycle to the log durably, and return the logged values."""
         cycle = to_json(report) | {"line": report.format_line()}
         self.append_cycle(cycle)
         return cycle
 
     def append_cycle(self, cycle: dict[str, Any]) -> None:
-        """Add a cycle that :meth:`append_report` returned to the log, durably. Raises ``UserError`` when the disk is
-        full."""
+        """Append a cycle that :meth:`append_report` returned to the log durably.
+
+        Raises ``UserError`` if the disk is full.
+        """
         try:
             with self.cycles.open("a", encoding="utf-8") as file:
                 file.write(json.dumps(cycle) + "\n")
                 file.flush()
                 os.fsync(file.fileno())
-        except OSError as refused:
+        except OSError as failure:
             raise UserError(
-                f"{self.cycles} cannot be written ({refused.strerror}): make room or fix the folder, then continue "
-                "with --resume."
-            ) from refused
+                f"Cannot write {self.cycles}: {failure.strerror}. Free disk space or fix the folder's permissions, "
+                "then continue with --resume."
+            ) from failure
 
     def receive_cycle(self, cycle: dict[str, Any]) -> None:
-        """Add a cycle that a worker has logged; its log is this one unless both work in copies."""
+        """Append a cycle that the worker has logged in its own copy. Without copies, its log is this one."""
         if self.copy_of:
             self.append_cycle(cycle)
 
     def cycles_until(self, step: int) -> Iterator[dict[str, Any]]:
-        """The logged cycles up to ``step``; later ones are about to be repeated."""
+        """The logged cycles up to ``step``."""
         return (json.loads(line) for line in self._lines_until(step))
 
     def truncate_after(self, step: int) -> None:
-        """Remove cycles after ``step``, which are about to be repeated, and an incomplete last line."""
+        """Remove cycles after ``step``, which will be repeated, and an incomplete last line."""
         if self.cycles.exists():
             lines = self._lines_until(step)
             with atomic_file(self.cycles) as file:
@@ -225,30 +232,30 @@ class RunFolder(Workspace):
 def new_directory(
     out: Path | str, name: str, *, resumable_with: str | None = "", allowed_leftovers: Sequence[str] = ()
 ) -> StorageDir:
-    """The directory ``name`` in ``out`` for a new run, ladder, search or profile, which is not created yet.
+    """The directory ``name`` in ``out`` for a new run, ladder, search or profile; it is not created yet.
 
-    It must not exist, unless it contains nothing but ``allowed_leftovers``: the names of files that a command leaves
-    when it fails at the beginning. The message says how to resume what exists if that has a file whose name ends in
-    ``resumable_with``. Raises ``UserError`` also for an invalid ``name``, or if ``out`` is not writable.
+    Raises ``UserError`` if the name is invalid, ``out`` is not writable, or the directory exists, unless that contains
+    nothing but ``allowed_leftovers``, the files of a command that failed at the beginning. The message suggests
+    ``--resume`` if a file's name ends with ``resumable_with``.
     """
     if not re.fullmatch(r"[^/\0]+", name) or name in (".", "..") or len(os.fsencode(name)) > 200:
-        raise UserError(f"--name {name!r} is not the name of a folder: write for example --name first.")
+        raise UserError(f"--name {name!r} is not a valid folder name. Use a name such as --name first.")
     directory = StorageDir.of(out, name)
     directory.check_writable("--out")
     entries = directory.entries()
     if entries is not None and not (allowed_leftovers and entries <= set(allowed_leftovers)):
         resumable = resumable_with is not None and any(file.endswith(resumable_with) for file in directory.list_files())
-        resume = f"continue it with --resume {name}, or " if resumable else ""
-        raise UserError(f"{directory} exists already: {resume}give another --name.")
+        advice = f"Resume it with --resume {name}, or use" if resumable else "Use"
+        raise UserError(f"{directory} already exists. {advice} another --name.")
     return directory
 
 
 def new_run(out: str, name: str) -> RunFolder:
-    """The folder of a new run in ``out``, a path or a URI. Raises ``UserError`` as :func:`new_directory` does."""
+    """The folder of a new run in ``out``. Raises ``UserError`` as :func:`new_directory` does."""
     return RunFolder.of(new_directory(out, name, resumable_with=PROGRESS))
 
 
 def resume_command(module: str, directory: StorageDir) -> str:
-    """The command that continues the ladder or search in ``directory``, which ``python -m module`` began."""
+    """Format the command that resumes the ladder or search in ``directory``, which ``python -m module`` started."""
     out = [] if directory.parent == StorageDir.of("runs") else ["--out", str(directory.parent)]
     return shlex.join(["python", "-m", module, "--resume", directory.name, *out])

@@ -1,8 +1,7 @@
-"""The checkpoints of a run in object storage, from which every machine can continue it.
+"""Upload checkpoints of a run to object storage, from which every machine can resume it, and download them.
 
-``progress.json`` is written last and removed first, so that a copy that has one is complete. Each copy includes the
-cycles that the run has reported, so that its curves in MLflow are complete on a machine that has nothing else of the
-run.
+``progress.json`` is uploaded last and removed first, so that an uploaded checkpoint that has one is complete. Each has
+the log of cycles, too, so that a machine without any other file of the run can log complete curves in MLflow.
 """
 
 import shutil
@@ -16,31 +15,32 @@ CHECKPOINTS, CYCLES = "checkpoints", "cycles.jsonl"
 
 
 def upload(checkpoint: Path, cycles: Path, run_dir: StorageDir, keep: int) -> None:
-    """Copy ``checkpoint`` of the run at ``run_dir``, and its cycles, there; keep the newest ``keep`` copies.
+    """Upload ``checkpoint`` and the log of ``cycles`` to ``run_dir``, and keep the newest ``keep`` checkpoints there.
 
-    Copies of later steps go too: they are damaged, or the run would have continued from there. Raises ``UserError``
-    when storage keeps failing.
+    Checkpoints of later steps are removed, too. They are damaged, because the run would have been resumed from them.
+    Raises ``UserError`` if storage keeps failing.
     """
     files = sorted(checkpoint.iterdir(), key=lambda file: file.name == PROGRESS)
     for file in [cycles, *files] if cycles.exists() else files:
         run_dir.upload(file, f"{CHECKPOINTS}/{checkpoint.name}/{file.name}")
-    earlier = [copy for copy in list_uploaded(run_dir) if copy <= checkpoint.name]
-    for copy in list_uploaded(run_dir):
-        if copy not in earlier[-keep:]:
-            run_dir.remove([f"{CHECKPOINTS}/{copy}/{PROGRESS}"])
-            run_dir.remove(run_dir.list_files(f"{CHECKPOINTS}/{copy}"))
+    names = list_uploaded(run_dir)
+    kept_names = [name for name in names if name <= checkpoint.name][-keep:]
+    for name in names:
+        if name not in kept_names:
+            run_dir.remove([f"{CHECKPOINTS}/{name}/{PROGRESS}"])
+            run_dir.remove(run_dir.list_files(f"{CHECKPOINTS}/{name}"))
 
 
 def list_uploaded(run_dir: StorageDir) -> list[str]:
-    """The names of the complete checkpoints of the run at ``run_dir``, oldest first."""
+    """The names of the complete checkpoints in ``run_dir`` from oldest to newest."""
     return sorted(name.split("/")[1] for name in run_dir.list_files(CHECKPOINTS) if name.endswith(f"/{PROGRESS}"))
 
 
 def download_newest(run_dir: StorageDir, checkpoints: Path) -> tuple[Path | None, list[str]]:
-    """The newest intact checkpoint of the run at ``run_dir``, alone in the folder ``checkpoints`` of this machine.
+    """Download the newest intact checkpoint in ``run_dir`` to ``checkpoints``, a local folder that then has no other.
 
-    What is on this machine already is not downloaded again. The cycles of the run are put beside the folder. Raises
-    ``UserError`` if storage keeps failing.
+    A checkpoint that is there already is not downloaded again. The log of cycles is moved next to ``checkpoints``.
+    Raises ``UserError`` if storage keeps failing.
 
     Returns: (checkpoint or None, one message per newer checkpoint that is damaged).
     """
@@ -53,7 +53,7 @@ def download_newest(run_dir: StorageDir, checkpoints: Path) -> tuple[Path | None
         if fault is None:
             newest = checkpoint
             break
-        messages.append(f"{run_dir / CHECKPOINTS / name} is damaged: {fault}; the one before it is used instead.")
+        messages.append(f"{run_dir / CHECKPOINTS / name} is damaged: {fault}. Using the previous one.")
     for other in checkpoints_in(checkpoints):
         if other != newest:
             shutil.rmtree(other)
@@ -65,7 +65,7 @@ def download_newest(run_dir: StorageDir, checkpoints: Path) -> tuple[Path | None
 
 
 def download_checkpoint(uploaded: StorageDir, checkpoint: Path) -> None:
-    """Make ``checkpoint`` a copy of the ``uploaded`` one. If it is one already, only its cycles are downloaded."""
+    """Download an ``uploaded`` checkpoint; only its log of cycles if ``checkpoint`` is an intact copy already."""
     progress = checkpoint / PROGRESS
     is_intact = (
         progress.exists() and progress.read_bytes() == uploaded.read(PROGRESS) and find_damage(checkpoint) is None
@@ -81,9 +81,9 @@ def download_checkpoint(uploaded: StorageDir, checkpoint: Path) -> None:
 
 
 def download_progress(run_dir: StorageDir, checkpoints: Path) -> Path | None:
-    """The newest checkpoint of ``run_dir``, in ``checkpoints``, with its progress alone; its cycles beside the folder.
+    """Download only the progress of the newest checkpoint in ``run_dir``, and the log of cycles.
 
-    None if the run has no checkpoint.
+    Returns the folder of the checkpoint in ``checkpoints``; None if the run has no checkpoint.
     """
     names = list_uploaded(run_dir)
     if not names:

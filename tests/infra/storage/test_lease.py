@@ -173,7 +173,7 @@ def test_a_command_that_had_stopped_exits_when_its_place_has_been_taken(
             assert stopped.wait(60) == 1  # and not before by itself: its input is still open
             assert held_by(place)["process"] == os.getpid()
         assert stopped.stderr
-        assert "in use by another command" in stopped.stderr.read()
+        assert f"Lost the lock on {place}" in stopped.stderr.read()
 
 
 def test_a_command_that_had_stopped_exits_when_its_place_has_been_taken_and_left_again(

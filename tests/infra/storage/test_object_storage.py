@@ -63,9 +63,9 @@ def test_what_storage_refuses_for_good_is_said_at_once(bucket: str) -> None:
     began = time.monotonic()
     with pytest.raises(UserError, match="there is no bucket nowhere"):
         StorageDir.of(f"s3://nowhere/{bucket}").write("file", b"content")
-    with pytest.raises(UserError, match="cannot be opened"):
+    with pytest.raises(UserError, match=r"Cannot open s3://places.*no_setting"):
         StorageDir.of("s3://places/?no_setting=1").write("file", b"content")
-    with pytest.raises(UserError, match="can only be read"):
+    with pytest.raises(UserError, match=r"hf://.* is read-only.*s3://"):
         StorageDir.of("hf://datasets/org/books").write("file", b"content")
     assert time.monotonic() - began < 5
 
@@ -150,7 +150,7 @@ def test_a_command_ends_though_storage_never_answers(unanswered: str) -> None:
         began, last = None, ""
         assert process.stderr
         for line in process.stderr:
-            if "Ctrl-C exits." in line:
+            if "Press Ctrl-C to exit." in line:
                 began = time.monotonic()
             last = line
         process.wait(timeout=60)
@@ -163,7 +163,7 @@ def test_a_command_ends_though_storage_never_answers(unanswered: str) -> None:
 def test_ctrl_c_ends_a_command_that_waits_for_storage(unanswered: str) -> None:
     with inspecting(unanswered, 600.0) as process:
         assert process.stderr
-        while "Ctrl-C exits" not in process.stderr.readline():
+        while "Press Ctrl-C to exit" not in process.stderr.readline():
             pass
         process.send_signal(signal.SIGINT)
         began = time.monotonic()

@@ -48,7 +48,7 @@ def test_a_worker_that_dies_before_its_first_book_counts_against_no_book(notes: 
 def test_a_folder_of_another_user_is_refused(notes: Path) -> None:
     CrashGuard("run", "000000").enter("book")
     notes.parent.chmod(0o777)
-    with pytest.raises(UserError, match=r"is open to other users.*TMPDIR"):
+    with pytest.raises(UserError, match=r"is accessible to other users.*TMPDIR"):
         CrashGuard("run", "000000")
     notes.parent.rename(notes.parent.with_name("elsewhere"))
     notes.parent.symlink_to("elsewhere")

@@ -381,7 +381,7 @@ def test_through_ray_it_is_the_same_run_also_when_resumed(config: TrainConfig, t
         estimate_manifest(open_stream(whole.dataset)),
     )
     other = whole.replace(reading=ReadingConfig(min_chars=5))
-    with pytest.raises(UserError, match="was trained with --join-lines True, not False: leave --join-lines out"):
+    with pytest.raises(UserError, match=r"was trained with --join-lines True, not False. Remove --join-lines"):
         check_same_run(
             Path(first.checkpoint),
             read_progress(Path(first.checkpoint)),

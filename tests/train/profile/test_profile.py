@@ -247,7 +247,7 @@ def test_a_profile_on_the_cpu(
     (run,) = client.search_runs(["1"])
     assert run.info.status == "FINISHED"
     assert {f.path for f in client.list_artifacts(run.info.run_id)} >= {"trace.json.gz", "memory.png", "profile.json"}
-    assert "exists already: give another --name." in refused(profile.main, *flags, "--name", "one")
+    assert "already exists. Use another --name." in refused(profile.main, *flags, "--name", "one")
 
 
 @pytest.mark.slow

@@ -8,7 +8,7 @@ from pathlib import Path
 
 import pytest
 import torch
-from safetensors.torch import load_file, save_file
+from safetensors.torch import load_file
 
 from infra.errors import UserError
 from pipeline.shards import checksum
@@ -17,7 +17,6 @@ from train.loop.cycle import divergence_reason
 from train.loop.trainer import Trainer
 from train.model_config import ModelConfig
 from train.result import CycleReport
-from train.run_files import checkpoint
 from train.run_files.checkpoint import Checkpoints, Snapshot, take_snapshot, write
 from train.run_files.lookup import find_run
 from train.run_files.progress import Progress, check_not_finished, checkpoints_in, describe_skipped, find_damage, newest
@@ -111,7 +110,7 @@ def test_a_full_disk_is_said_in_one_sentence(config: TrainConfig, tmp_path: Path
     trainer = Trainer(config, checkpoints=tmp_path)
     assert trainer.checkpoints is not None
     trainer.checkpoints.folder = tmp_path / "step-file"  # a folder that is not there fails like a disk that is full
-    with pytest.raises(UserError, match="could not be written"):
+    with pytest.raises(UserError, match=r"Cannot write a checkpoint .*--resume"):
         trainer.run()
 
 
@@ -153,7 +152,7 @@ def test_a_run_without_a_whole_checkpoint_cannot_be_continued(config: TrainConfi
     (saved / "model.safetensors").write_bytes(b"")
     (tmp_path / "one" / "config.json").touch()
     for text in ("one", str(saved)):
-        with pytest.raises(UserError, match="has no intact checkpoint; start a new run with --name"):
+        with pytest.raises(UserError, match=r"has no intact checkpoint.*--name"):
             find_run(text, tmp_path)
 
 
@@ -247,18 +246,21 @@ def test_the_umask_decides_who_can_read_a_checkpoint(
 
 
 def test_weights_that_read_back_otherwise_are_refused_and_removed(
-    tmp_path: Path, taken: tuple[Snapshot, Progress], monkeypatch: pytest.MonkeyPatch
+    tmp_path: Path, taken: tuple[Snapshot, Progress]
 ) -> None:
-    """A disk that loses a bit: the file is written with another value than it was given."""
+    """As from a disk that loses a bit."""
+
+    class Losing(dict[str, torch.Tensor]):
+        """Weights that are written with other values than they are compared with."""
+
+        def __getitem__(self, name: str) -> torch.Tensor:
+            return super().__getitem__(name) + (name == "norm.weight")
+
     state, progress = taken
     checkpoints = Checkpoints(tmp_path, 2)
-
-    def losing(weights: dict[str, torch.Tensor], path: Path, **_: object) -> None:
-        save_file(weights | {"norm.weight": weights["norm.weight"] + 1}, path)
-
-    monkeypatch.setattr(checkpoint, "save_file", losing)
-    checkpoints.save(state, progress, lambda losses: True)
-    with pytest.raises(UserError, match="differs from what was written when it is read back"):
+    losing = dataclasses.replace(state, weights=Losing(state.weights))
+    checkpoints.save(losing, progress, lambda losses: True)
+    with pytest.raises(UserError, match="differs from the written weights"):
         checkpoints.wait()
     assert list(tmp_path.iterdir()) == []
 
@@ -314,7 +316,7 @@ def test_a_checkpoint_that_names_a_file_outside_is_damaged(tmp_path: Path, taken
     values = json.loads(progress.read_text())
     for file in ("../outside", str(tmp_path / "outside")):
         progress.write_text(json.dumps(values | {"files": {file: checksum(tmp_path / "outside")}}))
-        assert find_damage(progress.parent) == f"progress.json names '{file}', which is not in it"
+        assert find_damage(progress.parent) == f"progress.json names '{file}', which is outside of the checkpoint"
 
 
 def test_the_loss_scale_continues(config: TrainConfig, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
@@ -331,7 +333,7 @@ def test_the_loss_scale_continues(config: TrainConfig, tmp_path: Path, monkeypat
 
 def test_one_command_drives_a_run(tmp_path: Path) -> None:
     home = RunFolder(tmp_path)
-    with home.command_lock(), pytest.raises(UserError, match="another command is training"), home.command_lock():
+    with home.command_lock(), pytest.raises(UserError, match="is training in"), home.command_lock():
         pass
     with home.command_lock():
         pass
@@ -354,5 +356,5 @@ def test_a_new_run_that_fails_leaves_its_folder_only_where_it_trained(tmp_path: 
 
 def test_what_cannot_be_a_folders_name_is_refused(tmp_path: Path) -> None:
     for name in ("", ".", "..", "a/b", "x" * 300, "é" * 150):
-        with pytest.raises(UserError, match="is not the name of a folder"):
+        with pytest.raises(UserError, match=r"--name .* is not a valid folder name"):
             new_directory(tmp_path, name)

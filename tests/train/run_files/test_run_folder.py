@@ -87,7 +87,7 @@ def test_a_cycle_that_a_full_disk_does_not_take_is_one_sentence_and_the_ones_bef
     old, most = resource.getrlimit(resource.RLIMIT_FSIZE)
     resource.setrlimit(resource.RLIMIT_FSIZE, (home.cycles.stat().st_size + 100, most))
     try:
-        with pytest.raises(UserError, match=r"cycles.jsonl cannot be written .*--resume"):
+        with pytest.raises(UserError, match=r"cycles\.jsonl: File too large.*--resume"):
             home.append_report(report(20))
     finally:
         resource.setrlimit(resource.RLIMIT_FSIZE, (old, most))
@@ -107,7 +107,7 @@ def checkpoint(run: Path, step: int) -> Path:
 def test_a_run_continues_from_its_newest_checkpoint_alone(tmp_path: Path, capfd: pytest.CaptureFixture[str]) -> None:
     """One before it can be asked, but to train on from there would leave those behind it to be mistaken for its own."""
     older, newer = (checkpoint(tmp_path / "one", step) for step in (10, 20))
-    with pytest.raises(UserError, match="to continue from there, remove those after it, up to step-"):
+    with pytest.raises(UserError, match=r"not the newest .* delete .* step-00000020"):
         find_run(str(older), tmp_path)
     for named in ("one", str(tmp_path / "one"), str(newer)):
         assert find_run(named, tmp_path)[0].path == (tmp_path / "one").resolve()
@@ -124,7 +124,7 @@ def test_a_checkpoint_outside_of_its_run_can_be_used_but_not_continued(tmp_path:
     for copy in (tmp_path / kept.name, tmp_path / "copy", kept.with_name("copy")):
         copytree(kept, copy)
         assert find_checkpoint(str(copy), tmp_path)[1] == copy
-        with pytest.raises(UserError, match="moved out of its run"):
+        with pytest.raises(UserError, match=r"outside its run folder.*runs/NAME/checkpoints"):
             find_run(str(copy), tmp_path)
 
 
@@ -138,7 +138,7 @@ def test_a_name_is_first_looked_for_among_the_runs(tmp_path: Path, monkeypatch: 
 
 def test_a_folder_that_cannot_be_made_is_one_sentence(tmp_path: Path) -> None:
     (tmp_path / "file").touch()
-    with pytest.raises(UserError, match=r"one cannot be created .*--out"), RunFolder(tmp_path / "file/one").create():
+    with pytest.raises(UserError, match=r"one: Not a directory.*--out"), RunFolder(tmp_path / "file/one").create():
         pass
     with pytest.raises(UserError, match=r"already exists.*--name"), RunFolder(tmp_path).create():
         pass
@@ -149,10 +149,10 @@ def test_a_run_that_was_killed_before_its_first_checkpoint_is_not_to_be_resumed(
     run = new_run(str(tmp_path), "one")
     run.checkpoints.mkdir(parents=True)
     run.config.touch()
-    with pytest.raises(UserError, match=r"one exists already: give another --name\.$"):
+    with pytest.raises(UserError, match=r"one already exists. Use another --name\.$"):
         new_run(str(tmp_path), "one")
     checkpoint(run.path, 10)
-    with pytest.raises(UserError, match="one exists already: continue it with --resume one, or give another --name"):
+    with pytest.raises(UserError, match=r"one already exists.*--resume one, .*--name"):
         new_run(str(tmp_path), "one")
 
 
@@ -161,12 +161,12 @@ def test_a_folder_that_a_command_only_began_may_be_taken(tmp_path: Path) -> None
     folder.mkdir()
     (folder / "lock").touch()
     assert new_directory(tmp_path, "one", allowed_leftovers=["lock", "config.json"]) == StorageDir.of(folder)
-    with pytest.raises(UserError, match="exists already"):
+    with pytest.raises(UserError, match="already exists"):
         new_directory(tmp_path, "one", allowed_leftovers=["config.json"])
     (folder / "config.json").touch()
     assert new_directory(tmp_path, "one", allowed_leftovers=["lock", "config.json"]) == StorageDir.of(folder)
     for begun in ([], ["lock"], ["config.json"]):
-        with pytest.raises(UserError, match="exists already: continue it with --resume one, or give another --name"):
+        with pytest.raises(UserError, match=r"already exists.*--resume one, .*--name"):
             new_directory(tmp_path, "one", allowed_leftovers=begun)
 
 
