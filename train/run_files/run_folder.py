@@ -47,6 +47,11 @@ class RunFolder(Workspace):
         return self.path / CONFIG
 
     @property
+    def start(self) -> Path:
+        """What the last start or resume of the run decided: :class:`train.reporting.tracking.RunStart`."""
+        return self.path / "start.json"
+
+    @property
     def result(self) -> Path:
         return self.path / RESULT
 

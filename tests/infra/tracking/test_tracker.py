@@ -19,7 +19,7 @@ from infra.errors import UserError
 from infra.tracking import tracker as tracking
 from infra.tracking.orphaned_runs import is_complete
 from infra.tracking.send import send
-from infra.tracking.store import children, create_run, has_run, open_store, reopen_run, store_uri
+from infra.tracking.store import children, create_run, has_run, open_store, read_logged, reopen_run, store_uri
 from infra.tracking.tracker import Tracker
 
 ROOT = Path(__file__).resolve().parents[3]
@@ -89,6 +89,31 @@ def test_an_entry_that_mlflow_rejects_does_not_affect_others(capfd: pytest.Captu
     assert run.data.tags["device"] == "cpu"
     assert run.data.metrics == {"loss": 3.0}
     assert "MLflow rejected an entry" in capfd.readouterr().err
+
+
+def test_what_a_continued_run_has_is_not_sent_again() -> None:
+    """But for results, which are at step 0."""
+    key = create_run("train", "continued")
+    with Tracker(key) as tracker:
+        tracker.log_params({"seed": 1})
+        tracker.log_metrics({"result/mfu": 0.4})
+        for step in (5, 10):
+            tracker.log_metrics({"loss/step": 1.0 * step}, step)
+            tracker.log_metrics({"loss/step": 7.0}, step)
+    reopen_run(key)
+    with Tracker(key, read_logged(key)) as tracker:
+        assert tracker.logged.last_step("loss/") == 10
+        tracker.log_params({"seed": 2, "width": 3})
+        tracker.log_metrics({"result/mfu": 0.5})
+        for step in (5, 10, 15):
+            tracker.log_metrics({"loss/step": 2.0 * step, "loss/val": 1.0}, step)
+    client = MlflowClient(key.store)
+    run = client.get_run(key.run_id)
+    assert run.data.params == {"seed": "1", "width": "3"}
+    assert run.data.metrics["result/mfu"] == 0.5
+    points = [(point.step, point.value) for point in client.get_metric_history(key.run_id, "loss/step")]
+    assert points == [(5, 5.0), (10, 10.0), (15, 30.0)]
+    assert [point.step for point in client.get_metric_history(key.run_id, "loss/val")] == [5, 10, 15]
 
 
 def test_a_store_whose_creation_was_killed_is_created_by_the_next_command(tmp_path: Path) -> None:
