@@ -69,9 +69,9 @@ def export(config: ExportConfig) -> int:
             model = (config.register, register(run_ref, config.register, config.to, kind.vocab_size, trained))
         console.print(f"registered: mlflow.pyfunc.load_model('models:/{'/'.join(model)}')")
     with status("recording the export in MLflow"):
-        from train.reporting.tracking import record_export
+        from train.reporting.tracking import link_export
 
-        record_export(run_ref, progress.step, config.to.resolve(), model)
+        link_export(run_ref, progress.step, config.to.resolve(), model)
     return 0
 
 

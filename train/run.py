@@ -5,7 +5,7 @@ import time
 from concurrent.futures import ThreadPoolExecutor
 from contextlib import ExitStack, nullcontext
 from dataclasses import dataclass, field
-from typing import Annotated, ClassVar
+from typing import TYPE_CHECKING, Annotated, ClassVar
 
 import tyro
 
@@ -14,20 +14,22 @@ from infra.cli.console import console
 from infra.cli.interrupts import EXIT_INTERRUPTED
 from infra.cli.options import Address, ConfigFile, TrackingUri
 from infra.cli.progress import IMPORTING, status
-from infra.cli.units import BytesOrNone, format_size
+from infra.cli.units import BytesOrNone
 from infra.device.hardware import DeviceInfo
 from infra.errors import UserError
 from infra.ray.cluster import ray_session
 from infra.ray.machines import check_shared
-from infra.storage.files import write_json
 from infra.tracking.run_ref import RunRef
 from train.config import TrainConfig, load_config
 from train.launch.job import RunPlan
 from train.model_config import AnyModel, short_name
-from train.resolved import keep_memory_decisions, local_device_info, next_smaller_micro_batch, resolve
+from train.resolved import keep_memory_decisions, local_device_info, resolve
 from train.run_files.lookup import format_resume_command, load_run_config
 from train.run_files.run_folder import RunFolder, new_run
 from train.search_reference import read_search_reference
+
+if TYPE_CHECKING:
+    from infra.tracking.tracker import Logged
 
 
 @dataclass(frozen=True)
@@ -125,36 +127,24 @@ def train_and_report(run: RunPlan, tracking_uri: str | None, file: str | None) -
     from infra.tracking.views import ui_link
     from train.launch.driver import train_and_record
     from train.reporting import report, tracking
-    from train.reporting.charts import record_curves
 
     run_folder, device_info = run.run_folder, _facts(run)
     requested = keep_memory_decisions(run.requested, run.progress.config) if run.progress else run.requested
     config = resolve(requested, device_info.with_memory_limit(run.memory_limit))
-    run_ref, is_new = open_mlflow_run(run_folder, tracking_uri, starts=run.progress is None)
-    write_json(run_folder.config, run.requested.to_json())
-    run_folder.push(run_folder.config)
+    run_ref, logged = open_mlflow_run(run_folder, tracking_uri, starts=run.progress is None)
     report.print_header(config, run.requested, run.manifest, run_folder.location, device_info)
-    with Tracker(run_ref) as tracker:
+    with Tracker(run_ref, logged) as tracker:
         tracking.complete_orphaned_runs(run_ref)
-        if is_new:
-            tracking.record_start(tracker, config, run.manifest, run.requested)
         if file:
-            tracking.record_search(tracker, run_folder.path.name, file)
-        if run.progress:
-            tracking.record_resume(tracker, config, run.progress.step)
-        if run.memory_limit:
-            tracker.set_tags({"memory_limit": format_size(run.memory_limit)})
+            tracking.link_search(tracker, run_folder.path.name, file)
         try:
-            result = train_and_record(run, config, tracker)
+            result, final_report = train_and_record(run, config, tracker)
         except KeyboardInterrupt:
             if not run_folder.has_checkpoint():
                 raise
             tracker.status = "KILLED"
             console.print(f"resume with: {format_resume_command(run_folder.location)}", markup=False)
             return EXIT_INTERRUPTED
-        config = next_smaller_micro_batch(config, result.too_large) or config
-        record_curves(tracker, config.model, result, run_folder)
-    final_report = report.run_report(config, result, run_folder.location, run.memory_limit)
     report.print_result(final_report, result, ui_link(run_ref))
     if result.outcome == "interrupted":
         return EXIT_INTERRUPTED
@@ -169,24 +159,24 @@ def _facts(run: RunPlan) -> DeviceInfo:
     return worker_device_info(run.requested.execution, run.requested.batch.workers)
 
 
-def open_mlflow_run(run_folder: RunFolder, tracking_uri: str | None, *, starts: bool) -> tuple[RunRef, bool]:
-    """The key of the MLflow run to record to, and whether that run is new.
+def open_mlflow_run(run_folder: RunFolder, tracking_uri: str | None, *, starts: bool) -> "tuple[RunRef, Logged | None]":
+    """Returns: (the MLflow run to log to, what it has already; None for a new one).
 
     A resumed run continues its earlier MLflow run. If that is not in the store that ``--tracking-uri`` names, or not
     known on this machine, a new one records the whole run.
     """
     from infra.device import provenance
-    from infra.tracking.store import create_run, has_run, reopen_run, store_uri
+    from infra.tracking.store import create_run, has_run, read_logged, reopen_run, store_uri
 
     run_ref = None if starts else run_folder.run_ref(tracking_uri and store_uri(tracking_uri))
     if run_ref and (tracking_uri is None or has_run(run_ref)):
         reopen_run(run_ref)
-        return run_ref, False
+        return run_ref, read_logged(run_ref)
     tags = provenance.collect() | {"kind": "run"}
     run_dir, name = run_folder.location.address, run_folder.path.name
     return create_run(
         "train", name, tracking_uri=tracking_uri, run_dir=run_dir, tags=tags, keep=run_folder.save_run_ref
-    ), True
+    ), None
 
 
 if __name__ == "__main__":

@@ -8,6 +8,7 @@ from rich.markup import escape
 from rich.table import Table as RichTable
 
 from infra.cli.console import console
+from infra.facts import Fact
 
 GAP = 2
 """Spaces between two columns."""
@@ -47,6 +48,14 @@ class Report:
     """The most important results by name, and the next step at the end. A text may contain Markdown."""
     sections: Sequence[str | Table] = ()
     """Paragraphs in Markdown, and tables."""
+    details: Sequence[Fact] = ()
+    """Quantities that are metrics only."""
+
+    def metrics(self) -> dict[str, float]:
+        """The quantities of the report by the names of their metrics."""
+        tables = [section for section in self.sections if isinstance(section, Table)]
+        cells = (cell for table in tables for row in table.rows for cell in row)
+        return dict(Fact.joined(*(text for _, text in self.summary), *cells, *self.details).metrics)
 
     def show(self) -> None:
         """Print the report: sections first and the summary last, where it remains visible."""

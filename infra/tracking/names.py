@@ -15,11 +15,11 @@ Value = TypeVar("Value")
 
 
 def group_under_detail(values: Mapping[str, Value], first: Collection[str]) -> dict[str, Value]:
-    """``values``: those among the ``first``, then the others under ``detail/``.
+    """``values``: those among the ``first``, in that order, then the others under ``detail/``.
 
     MLflow's page lists metrics in the order in which a run has begun to log them.
     """
-    named = {name: value for name, value in values.items() if name in first}
+    named = {name: values[name] for name in first if name in values}
     return named | {f"detail/{name}": value for name, value in values.items() if name not in first}
 
 

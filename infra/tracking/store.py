@@ -22,7 +22,7 @@ from infra.storage.credentials import has_secret
 from infra.tracking import orphaned_runs, saved_views
 from infra.tracking.run_ref import SQLITE, RunRef, sqlite_file, sqlite_store
 from infra.tracking.send import is_deleted
-from infra.tracking.tracker import NOTE
+from infra.tracking.tracker import NOTE, Logged
 
 os.environ.setdefault("MLFLOW_SUPPRESS_PRINTING_URL_TO_STDOUT", "true")  # commands print one link, at their end
 for verbose in ("mlflow.store.db.utils", "alembic.runtime.migration"):
@@ -179,17 +179,18 @@ def reopen_run(run_ref: RunRef) -> None:
 
 
 @interrupts.delayed()
-def last_steps(run_ref: RunRef) -> dict[str, int]:
-    """The last step of every metric of the run, up to which a continued run need not send them again."""
+def read_logged(run_ref: RunRef) -> Logged:
+    """What the run has already, from which it is continued."""
     try:
         client = MlflowClient(run_ref.store)
-        names = client.get_run(run_ref.run_id).data.metrics
-        return {name: max(m.step for m in client.get_metric_history(run_ref.run_id, name)) for name in names}
+        data = client.get_run(run_ref.run_id).data
+        histories = {name: client.get_metric_history(run_ref.run_id, name) for name in data.metrics}
     except MlflowException as failure:
         raise UserError(
             f"The MLflow store {run_ref.store} does not respond: {first_line(failure).rstrip('.')}. Start its server, "
             "or use another store with --tracking-uri."
         ) from failure
+    return Logged(set(data.params), {name: max(point.step for point in points) for name, points in histories.items()})
 
 
 @interrupts.delayed()

@@ -1,10 +1,10 @@
 """Write runs to MLflow without ever slowing or ending the work that they record.
 
 In: metrics, params, tags and files, from the driver; workers do not use MLflow, because a new SQLite store does not
-survive being created by several processes at once. Out: an MLflow run. Writes pass through a queue to a thread that
-batches them (a call costs microseconds; a single ``log_metric`` costs 2 ms). While the store does not answer, entries
-wait in memory. What it lacks when the process ends is sent again from the run's folder; see
-``infra.tracking.orphaned_runs``.
+survive being created by several processes at once. Out: MLflow runs. Writes pass through a queue to the one thread of
+this process that sends them in batches (a call costs microseconds; a single ``log_metric`` costs 2 ms). While a store
+does not answer, its entries wait in memory. What it lacks when the process ends is sent again from the run's folder;
+see ``infra.tracking.orphaned_runs``.
 """
 
 import json
@@ -12,7 +12,7 @@ import queue
 import threading
 import time
 from collections.abc import Mapping
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any, Self
 
@@ -42,27 +42,41 @@ class TrackerTiming:
     """Time limit for a store to respond at the end of a run; an interrupted command ends within 30 seconds."""
 
 
+@dataclass(frozen=True)
+class Logged:
+    """What a run in MLflow has already."""
+
+    params: set[str] = field(default_factory=set)
+    steps: dict[str, int] = field(default_factory=dict)
+    """The last step of each metric."""
+
+    def last_step(self, prefix: str) -> int:
+        """The last step of any metric whose name begins with ``prefix``; 0 without one."""
+        return max((step for name, step in self.steps.items() if name.startswith(prefix)), default=0)
+
+
 class Tracker:
     """Writes to one run. A context manager: when its block ends, it delivers what is queued and closes the run.
 
     The run becomes KILLED after Ctrl-C, FAILED after another exception, with the tag ``reason``, and otherwise
     :attr:`status`, unless the block has closed it with :meth:`finish`. Methods return at once. They may be called from
-    any thread, and never raise because of the store.
+    any thread, and never raise because of the store. What the run has already is not sent again, so that a run can be
+    filled from its folder at any time.
     """
 
-    def __init__(self, run_ref: RunRef, timing: TrackerTiming = TrackerTiming()) -> None:
+    def __init__(self, run_ref: RunRef, logged: Logged | None = None, timing: TrackerTiming = TrackerTiming()) -> None:
+        """Args:
+        logged: What a run that is continued has; None for a new run.
+        """
         self.run_ref = run_ref
+        self.logged = logged or Logged()
         self.timing = timing
         self.status = "FINISHED"
         """The run's status after a block that ends without an exception: FINISHED, FAILED or KILLED."""
-        self._queue: queue.SimpleQueue[Entry | threading.Event] = queue.SimpleQueue()
-        self._unsent: list[Entry] = []
-        self._away = False
-        """Whether the store did not answer last time."""
-        self._retry_at = 0.0
+        self.is_given_up = False
+        """Whether entries that the store has not taken are dropped, because the command no longer waits for it."""
         self._finished = self._hurried = False
-        self._client: MlflowClient | None = None
-        threading.Thread(target=self._write, name="tracking", daemon=True).start()
+        self._sender = _sender_of_process()
 
     def __enter__(self) -> Self:
         return self
@@ -76,21 +90,26 @@ class Tracker:
         self.finish("KILLED" if interrupted else "FAILED" if kind else self.status)
 
     def log_metrics(self, values: Mapping[str, float | int | None], step: int = 0) -> None:
-        """Record numbers at ``step``; names are grouped by a prefix, and see :mod:`infra.tracking.names`."""
+        """Record numbers at ``step``; names are grouped by a prefix, and see :mod:`infra.tracking.names`.
+
+        Those at step 0 are results, which replace earlier ones.
+        """
         now = int(time.time() * 1000)
         for name, value in values.items():
-            if value is not None:
-                self._queue.put({"kind": "metric", "key": name, "value": float(value), "step": step, "time": now})
+            if value is not None and (not step or step > self.logged.steps.get(name, 0)):
+                self._put({"kind": "metric", "key": name, "value": float(value), "step": step, "time": now})
+                self.logged.steps[name] = step
 
     def log_params(self, values: Mapping[str, Any]) -> None:
-        """Record settings; they cannot be changed later."""
+        """Record settings. They cannot be changed later, so those that the run has stay as they are."""
         for name, value in values.items():
-            self._queue.put({"kind": "param", "key": name, "value": str(value)[:PARAM_CHARACTERS]})
+            if name not in self.logged.params:
+                self._put({"kind": "param", "key": name, "value": str(value)[:PARAM_CHARACTERS]})
 
     def set_tags(self, values: Mapping[str, Any]) -> None:
         """Record labels; a later value replaces an earlier one."""
         for name, value in values.items():
-            self._queue.put({"kind": "tag", "key": name, "value": str(value)})
+            self._put({"kind": "tag", "key": name, "value": str(value)})
 
     def set_description(self, markdown: str) -> None:
         """Set the description at the top of the run's page."""
@@ -98,7 +117,7 @@ class Tracker:
 
     def log_dataset(self, name: str, fingerprint: str, source: str, profile: Mapping[str, Any], context: str) -> None:
         """Record a data set; ``context`` is its role (``training``, ``output``)."""
-        self._queue.put(
+        self._put(
             {
                 "kind": "data", "name": name, "digest": fingerprint[:36], "source": source,
                 "profile": dict(profile), "context": context,
@@ -106,20 +125,20 @@ class Tracker:
         )  # fmt: skip
 
     def log_text(self, content: str, name: str) -> None:
-        self._queue.put({"kind": "text", "content": content, "name": name})
+        self._put({"kind": "text", "content": content, "name": name})
 
     def log_json(self, value: Any, name: str) -> None:
         self.log_text(json.dumps(value, indent=2, sort_keys=True, default=str), name)
 
     def log_file(self, path: Path, folder: str | None = None) -> None:
         """Upload a local file, by reference: it must still exist when the queue reaches it."""
-        self._queue.put({"kind": "file", "path": str(path.resolve()), "folder": folder})
+        self._put({"kind": "file", "path": str(path.resolve()), "folder": folder})
 
     def flush(self, seconds: float = FLUSH_SECONDS) -> bool:
         """Wait until everything queued so far is in the store; False if that takes too long or it does not answer."""
         done = threading.Event()
-        self._queue.put(done)
-        return done.wait(seconds) and not self._away
+        self._sender.queue.put(done)
+        return done.wait(seconds) and not self._sender.lacks_entries_of(self)
 
     def finish(self, status: str = "FINISHED", *, ended: float | None = None, wait: bool = True) -> None:
         """Close the run as FINISHED, FAILED or KILLED once everything is delivered, and wait for that.
@@ -128,7 +147,7 @@ class Tracker:
         """
         self._finished = True
         self._hurried = status == "KILLED"
-        self._queue.put({"kind": "finish", "status": status, "time": int((ended or time.time()) * 1000)})
+        self._put({"kind": "finish", "status": status, "time": int((ended or time.time()) * 1000)})
         if wait:
             self.wait_until_sent()
 
@@ -136,59 +155,103 @@ class Tracker:
         """Wait until everything is in the store; False where that is given up.
 
         A store that does not respond is given up after ``end_timeout_seconds``. So is a slow one at the end of a KILLED
-        run: an interrupt at an unlucky moment leaves a lock taken (that of Python's logging), for which the writer
-        would wait forever.
+        run: an interrupt at an unlucky moment leaves a lock taken (that of Python's logging), for which the
+        sender would wait forever.
         """
-        began = time.monotonic()
-        while not (delivered := self.flush(self.timing.end_timeout_seconds)):
-            if time.monotonic() - began >= self.timing.end_timeout_seconds and (self._away or self._hurried):
+        store, began = self.run_ref.store, time.monotonic()
+        while not (is_sent := self.flush(self.timing.end_timeout_seconds)):
+            is_away = self._sender.is_away(store)
+            if time.monotonic() - began >= self.timing.end_timeout_seconds and (is_away or self._hurried):
                 errors.print(
-                    f"MLflow ({self.run_ref.store}) does not answer: {len(self._unsent) + self._queue.qsize()} "
-                    "entries of "
-                    f"this run are missing there; the next command, or --resume, sends them from {self.run_ref.home}."
+                    f"MLflow ({store}) does not respond: {self._sender.waiting_count} entries of this run are missing "
+                    f"there; the next command, or --resume, sends them from {self.run_ref.home}."
                 )
+                self.is_given_up = True
                 break
-            if self._away:
+            if is_away:
                 time.sleep(1.0)
             else:
-                errors.print(f"MLflow ({self.run_ref.store}) is slow; still sending. Ctrl-C exits without the rest.")
+                errors.print(f"MLflow ({store}) is slow; still sending. Ctrl-C exits without the rest.")
         orphaned_runs.open_run_dirs.pop(self.run_ref.run_id, None)
-        return delivered
+        return is_sent
 
-    def _write(self) -> None:
-        """Send what is queued in batches; again what the store has not taken, when that is due or somebody waits."""
+    def _put(self, entry: Entry) -> None:
+        self._sender.queue.put((self, entry))
+
+
+class _Sender:
+    """The thread of this process that sends the entries of all its runs."""
+
+    def __init__(self) -> None:
+        self.queue: queue.SimpleQueue[tuple[Tracker, Entry] | threading.Event] = queue.SimpleQueue()
+        self._unsent: dict[Tracker, list[Entry]] = {}
+        self._clients: dict[str, MlflowClient] = {}
+        self._retry_at: dict[str, float] = {}
+        """When a store that did not answer last time is tried again."""
+        self.thread = threading.Thread(target=self._run, name="tracking", daemon=True)
+        self.thread.start()
+
+    @property
+    def waiting_count(self) -> int:
+        """Number of entries that are not in their store."""
+        return sum(map(len, [*self._unsent.values()])) + self.queue.qsize()
+
+    def lacks_entries_of(self, tracker: Tracker) -> bool:
+        return bool(self._unsent.get(tracker))
+
+    def is_away(self, store: str) -> bool:
+        return store in self._retry_at
+
+    def _run(self) -> None:
+        """Send what is queued in batches; again what a store has not taken, when that is due or somebody waits."""
         while True:
             waiting = self._take()
-            if waiting or time.monotonic() >= self._retry_at:
-                self._deliver()
+            for tracker in [*self._unsent]:
+                if waiting or time.monotonic() >= self._retry_at.get(tracker.run_ref.store, 0.0):
+                    self._send(tracker)
+                if not self._unsent[tracker] or tracker.is_given_up:
+                    del self._unsent[tracker]
             for event in waiting:
                 event.set()
 
     def _take(self) -> list[threading.Event]:
         """Move what is queued within ``batch_seconds`` to what is unsent; returns who waits for it."""
-        patience = max(0.0, self._retry_at - time.monotonic()) if self._unsent else None
+        retries = [self._retry_at.get(tracker.run_ref.store, 0.0) for tracker in self._unsent]
+        patience = max(0.0, min(retries) - time.monotonic()) if retries else None
         end = 0.0
         for _ in range(METRICS_PER_BATCH):
             try:
-                entry = self._queue.get(timeout=patience)
+                entry = self.queue.get(timeout=patience)
             except queue.Empty:
                 break
             if isinstance(entry, threading.Event):
                 return [entry]
-            self._unsent.append(entry)
-            end = end or time.monotonic() + self.timing.batch_seconds
+            self._unsent.setdefault(entry[0], []).append(entry[1])
+            end = end or time.monotonic() + entry[0].timing.batch_seconds
             patience = max(0.0, end - time.monotonic())
         return []
 
-    def _deliver(self) -> None:
+    def _send(self, tracker: Tracker) -> None:
+        entries, store = self._unsent[tracker], tracker.run_ref.store
         try:
-            self._client = self._client or MlflowClient(self.run_ref.store)
-            while self._unsent:
-                send(self._client, self.run_ref.run_id, self._unsent[:METRICS_PER_BATCH])
-                del self._unsent[:METRICS_PER_BATCH]
-            self._away = False
+            self._clients[store] = self._clients.get(store) or MlflowClient(store)
+            while entries:
+                send(self._clients[store], tracker.run_ref.run_id, entries[:METRICS_PER_BATCH])
+                del entries[:METRICS_PER_BATCH]
+            self._retry_at.pop(store, None)
         except Exception as failure:  # noqa: BLE001 nothing that the client raises may disturb the work
-            if not self._away:
-                errors.print(f"MLflow does not answer ({first_line(failure)}); its entries wait, and are sent again.")
-            self._away = True
-            self._retry_at = time.monotonic() + self.timing.retry_seconds
+            if store not in self._retry_at:
+                errors.print(f"MLflow does not respond ({first_line(failure)}). Its entries wait, and are sent again.")
+            self._retry_at[store] = time.monotonic() + tracker.timing.retry_seconds
+
+
+_senders: list[_Sender] = []
+_starting = threading.Lock()
+
+
+def _sender_of_process() -> _Sender:
+    """The sender of this process, which starts one: a process that was forked has no thread of its parent."""
+    with _starting:
+        if not (_senders and _senders[0].thread.is_alive()):
+            _senders[:] = [_Sender()]
+        return _senders[0]

@@ -12,10 +12,10 @@ from dataclasses import replace
 from typing import Any
 
 from infra.cli.console import console
+from infra.cli.table import Report
 from infra.errors import UserError
 from infra.schema import to_json
 from infra.storage.files import write_json
-from infra.tracking.store import last_steps
 from infra.tracking.tracker import Tracker
 from train.config import AUTO, TrainConfig
 from train.data.source import with_absolute_paths
@@ -24,7 +24,10 @@ from train.estimate.memory import peak_if_known
 from train.launch import local
 from train.launch.job import RunPlan, WorkerJob
 from train.launch.listener import Listener
+from train.model_config import format_model
 from train.reporting import diagnosis, tracking
+from train.reporting.charts import draw_curves
+from train.reporting.report import run_report
 from train.resolved import next_smaller_micro_batch
 from train.result import Diagnosis, RunResult
 from train.search_reference import diagnose_slowdown
@@ -34,22 +37,26 @@ class WorkerFailure(Exception):
     """The loop failed in its worker; the message is the worker's traceback."""
 
 
-def train_and_record(run: RunPlan, config: TrainConfig, tracker: Tracker) -> RunResult:
-    """Train ``run`` as ``config``, print each cycle's line, and record the result."""
+def train_and_record(run: RunPlan, config: TrainConfig, tracker: Tracker) -> tuple[RunResult, Report]:
+    """Train ``run`` as ``config``, print each cycle's line, and write the result and its report to the run's folder,
+    from which MLflow gets them."""
     result = launch(run, config, tracker, lambda cycle: console.print(cycle["line"]))
-    config = next_smaller_micro_batch(config, result.too_large) or config
+    run_folder, config = run.run_folder, next_smaller_micro_batch(config, result.too_large) or config
     result = with_matmul_efficiency(
-        result, config.execution.precision, config.batch.workers, run.run_folder.location.parent
+        result, config.execution.precision, config.batch.workers, run_folder.location.parent
     )
     expected = peak_if_known(config)
     result = replace(
         result, diagnosis=diagnosed(run, config, result), predicted_memory=expected.total if expected else None
     )
-    write_json(run.run_folder.result, to_json(result))
-    run.run_folder.push(run.run_folder.cycles, run.run_folder.stream, run.run_folder.result)
-    tracking.record_end(tracker, config, result, run.run_folder, run.memory_limit)
+    write_json(run_folder.result, to_json(result))
+    report = run_report(config, result, run_folder.location, run.memory_limit)
+    tracking.write_summary(run_folder, report, config.dataset, tracker.run_ref.store)
+    draw_curves(run_folder, f"{format_model(config.model)}; {result.device}", result.steps)
+    run_folder.push(run_folder.cycles, run_folder.stream, run_folder.result, run_folder.summary, run_folder.curves)
+    tracking.fill(tracker, run_folder)
     tracker.status = tracking.STATUS.get(result.outcome, "FAILED")
-    return result
+    return result, report
 
 
 def diagnosed(run: RunPlan, config: TrainConfig, result: RunResult) -> Diagnosis | None:
@@ -74,18 +81,17 @@ def launch(
     """
     run_folder = run.run_folder
     run_folder.path.mkdir(parents=True, exist_ok=True)
-    reported, sent, step, second = 0, dict[str, int](), 0, 0
-    if run.progress:
-        reported, step = run.progress.reported, run.progress.step
-        tracker.flush()
-        sent = last_steps(tracker.run_ref)
-        second = max((last for name, last in sent.items() if name.startswith("system/")), default=0)
-    else:
+    reported, step = (run.progress.reported, run.progress.step) if run.progress else (0, 0)
+    if not run.progress:
         shutil.rmtree(run_folder.checkpoints, ignore_errors=True)
         run_folder.cycles.unlink(missing_ok=True)
-    listener = Listener(run, config, tracker, on_cycle, sent)
-    for cycle in run_folder.cycles_until(reported):
-        listener.record(cycle)
+    start = tracking.RunStart(config.to_json(), run.manifest.fingerprint, run.manifest.splits, step, run.memory_limit)
+    write_json(run_folder.config, run.requested.to_json())
+    write_json(run_folder.start, to_json(start))
+    run_folder.push(run_folder.config, run_folder.start)
+    tracking.fill(tracker, run_folder, until=reported)
+    listener = Listener(run, config, tracker, on_cycle)
+    second = tracker.logged.last_step("system/")
     assignment = WorkerJob(
         config=with_absolute_paths(config),
         run_dir=run_folder.location,
@@ -103,7 +109,6 @@ def launch(
         returned = cluster.run_training(assignment, listener, reported, second)
     if returned.stream:
         write_json(run_folder.stream, returned.stream)
-        tracker.log_file(run_folder.stream)
     if returned.user_error:
         raise UserError(returned.user_error)
     if returned.result is None:

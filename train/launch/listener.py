@@ -1,6 +1,6 @@
 """What the driver does with what its workers say: cycles to MLflow and the terminal, telemetry, lines, progress."""
 
-from collections.abc import Callable, Mapping
+from collections.abc import Callable
 from typing import Any
 
 from infra.cli.console import console
@@ -21,9 +21,7 @@ class Listener:
         config: TrainConfig,
         tracker: Tracker,
         on_cycle: Callable[[dict[str, Any]], None],
-        sent: Mapping[str, int],
     ) -> None:
-        """``sent`` has the last step of each metric that MLflow has already."""
         self.run = run
         self.config = config
         self.group = WorkerGroup(tracker)
@@ -31,7 +29,6 @@ class Listener:
         """Why what the workers say can be recorded no longer, such as a full disk: the run is to stop, and save."""
         self._tracker = tracker
         self._on_cycle = on_cycle
-        self._sent = sent
         self._pace = ProgressMeter(
             config.step_tokens,
             config.total_steps,
@@ -39,9 +36,6 @@ class Listener:
             run.manifest,
             trained_seconds=run.progress.elapsed if run.progress else 0.0,
         )
-
-    def record(self, cycle: dict[str, Any]) -> None:
-        tracking.record_cycle(self._tracker, cycle, self._sent)
 
     def take(self, updates: WorkerUpdates, shown: Status) -> None:
         """Do what follows from ``updates``; ``shown`` is what the terminal shows that is being done.
@@ -58,7 +52,7 @@ class Listener:
     def _take(self, updates: WorkerUpdates, shown: Status) -> None:
         for kind, content in updates.messages:
             if kind == "cycle":
-                self.record(content)
+                tracking.log_cycle(self._tracker, content)
                 self._pace.cycle(content)
                 self.run.run_folder.receive_cycle(content)
                 self._on_cycle(content)

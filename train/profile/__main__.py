@@ -102,7 +102,8 @@ def profile(options: ProfileOptions) -> None:
         stack.enter_context(run_dir.lock(f"Another command is writing to {run_dir}. Choose another --name."))
         run_ref = create_run("train", name, tracking_uri=options.tracking_uri, run_dir=run_dir.address, tags=tags)
         tracker = stack.enter_context(Tracker(run_ref))
-        tracking.record_start(tracker, config, manifest, options.training)
+        start = tracking.RunStart(config.to_json(), manifest.fingerprint, manifest.splits)
+        tracking.log_start(tracker, config, start, options.training)
         run_status = "FAILED"
         try:
             with status("recording steps" + " after compiling" * (config.execution.compile != "off")):

@@ -8,13 +8,16 @@ from infra.cli.console import console
 from infra.cli.table import Report, Table
 from infra.cli.units import GB, format_duration
 from infra.device.hardware import DeviceInfo
+from infra.facts import Fact
 from infra.storage.directory import StorageDir
 from pipeline.shards import Manifest
 from train.config import BatchConfig, TrainConfig
+from train.estimate.flops import formulas
 from train.estimate.memory import peak_if_known, predict_peak
+from train.intervals import Estimate
 from train.model_config import format_model
 from train.resolved import describe_execution, format_setting
-from train.result import RunResult
+from train.result import Memory, RunResult
 from train.run_files.lookup import format_resume_command, format_run_argument, format_run_command
 
 
@@ -65,33 +68,77 @@ def run_report(config: TrainConfig, result: RunResult, run_dir: StorageDir, memo
     )
     rows = Table("", ("result", "value"), detail_rows(config, result))
     memory = [memory_table(config, result)] if peak_if_known(config) else []
-    return Report(summary_fields(config, result, run_dir, memory_limit), [rows, *memory, settings])
+    return Report(
+        summary_fields(config, result, run_dir, memory_limit), [rows, *memory, settings], unprinted(config, result)
+    )
+
+
+def speed_fact(speed: Estimate | None) -> Fact:
+    """Tokens per second with their interval; empty without a speed."""
+    return Fact.of(
+        "result/tokens_per_second", speed and speed.middle, "{:,.0f}", interval=speed and (speed.low, speed.high)
+    )
+
+
+def memory_fact(used: float | None, limit: float | None = None) -> Fact:
+    """The peak memory of a process and its limit, both in bytes; empty if it was not measured."""
+    return Fact.of("memory/process_gb", used and used / GB, "{:.2f} GB", limit=limit and limit / GB)
+
+
+def peak_text(result: RunResult, memory_limit: int | None = None) -> Fact:
+    """The peak memory of a run's process, its limit in bytes, and what was predicted."""
+    predicted = result.predicted_memory
+    prediction = Fact.of("memory/predicted_gb", predicted and predicted / GB, "(predicted {:.2f} GB)")
+    return Fact.joined(memory_fact(result.memory.process, memory_limit), prediction, separator=" ")
+
+
+def allocator_facts(memory: Memory) -> dict[str, Fact]:
+    """What torch's allocator had on a GPU, in GB, by the name of the part of the peak."""
+    sizes = {"allocated": memory.allocated, "reserved": memory.reserved}
+    return {name: Fact.of(f"memory/{name}_gb", size / GB, "{:.3f}") for name, size in sizes.items() if size is not None}
 
 
 def summary_fields(
     config: TrainConfig, result: RunResult, run_dir: StorageDir, memory_limit: int | None
 ) -> list[tuple[str, str]]:
     """The first lines of a run's report, by name."""
-    speed = result.throughput
+    speed, loss = result.throughput, "no cycle completed"
     speed_text = f"not measured: {result.impossible or 'fewer than three steps after warm-up'}"
     if speed:
-        speed_text = str(speed.estimate) + (f", MFU {result.mfu:.1%}" if result.mfu else "")
-    limit = f" of {memory_limit / GB:.2f} GB" if memory_limit else ""
-    peak = peak_if_known(config)
-    predicted = f" (predicted {peak.total / GB:.2f} GB)" if peak else ""
-    loss_text = "no cycle completed"
+        mfu = Fact.of("result/mfu", result.mfu, "MFU {:.1%}")
+        speed_text = Fact.joined(speed_fact(speed.estimate), mfu, separator=", ")
     if result.train_loss is not None:
-        validation = "" if result.val_loss is None else f", validation {result.val_loss:.3f}"
-        loss_text = f"training {result.train_loss:.3f}{validation} nats/token"
+        validation = Fact.of("result/val_loss", result.val_loss, "validation {:.3f}")
+        losses = Fact.joined(f"training {result.train_loss:.3f}", validation, separator=", ")
+        loss = Fact.joined(losses, "nats/token", separator=" ")
     return [
         (
             "Run",
             f"{format_model(config.model)} on `{Path(config.dataset.source).name}`; {result.outcome}: {result.reason}",
         ),
         ("Tokens/s", speed_text),
-        ("Peak memory", f"{result.memory.process / GB:.2f} GB{limit}{predicted}"),
-        ("Loss", loss_text),
+        ("Peak memory", peak_text(result, memory_limit)),
+        ("Loss", loss),
         ("Next", next_step(config, result, run_dir)),
+    ]
+
+
+def unprinted(config: TrainConfig, result: RunResult) -> list[Fact]:
+    """Quantities of a run that are metrics only: FLOPs by each formula, and details of the memory.
+
+    ``result/mfu`` uses PaLM's formula; with causal attention half of attention counts.
+    """
+    flops_by_formula = {formula.name: formula.flops for formula in formulas(config.model)}
+    causal, predicted, memory = flops_by_formula.get("causal"), result.predicted_memory, result.memory
+    return [
+        *allocator_facts(memory).values(),
+        Fact.of("memory/allocator_retries", memory.allocator_retries),
+        Fact.of("memory/prediction_error", predicted and predicted / memory.process - 1),
+        Fact.of("result/mfu_causal", result.mfu and causal and result.mfu * causal / result.flops_per_token),
+        *(
+            Fact.of(f"result/flops_per_token_{name.partition(',')[0]}", flops)
+            for name, flops in flops_by_formula.items()
+        ),
     ]
 
 
@@ -131,33 +178,40 @@ def detail_rows(config: TrainConfig, result: RunResult) -> list[tuple[str, str]]
         rows.append(("micro-batch", f"{config.batch.micro_batch}; {failed} did not fit"))
     if speed := result.throughput:
         rows.append(("measurement", f"median of {speed.steps} steps after {speed.warmup_steps} of warm-up"))
-        utilization = f"{(result.flops_per_second or 0) / 1e12:,.3f} TFLOP/s"
-        utilization += "" if result.mfu else f"; MFU unknown: no peak FLOP/s listed for {result.device!r}"
-        if result.hfu:
-            utilization += f"; HFU {result.hfu:.1%} including recomputation"
-        if result.matmul_utilisation:
-            utilization += f"; {result.matmul_utilisation:.1%} of the matmul rate measured by infra.doctor"
-        rows.append(("utilization", utilization))
+        flops = (result.flops_per_second or 0.0) / 1e12
+        rows.append(("utilization", Fact.joined(
+            Fact.of("result/tflops_per_second", flops, "{:,.3f} TFLOP/s"),
+            "" if result.mfu else f"MFU unknown: no peak FLOP/s listed for {result.device!r}",
+            Fact.of("result/hfu", result.hfu, "HFU {:.1%} including recomputation"),
+            Fact.of("result/matmul_utilization", result.matmul_utilisation,
+                    "{:.1%} of the matmul rate measured by infra.doctor"),
+        )))  # fmt: skip
     if joules := result.joules_per_million_tokens:
-        rows.append(("energy", f"{joules / 1e3:,.3g} kJ per million tokens (GPU only)"))
+        energy = "{:,.3g} kJ per million tokens (GPU only)"
+        rows.append(("energy", Fact.of("result/kilojoules_per_million_tokens", joules / 1e3, energy)))
     if result.val_perplexity is not None:
-        bits = [("byte", result.val_bits_per_byte), ("character", result.val_bits_per_character)]
-        bits_text = "".join(f"; {value:.3f} bits per {unit}" for unit, value in bits if value is not None)
-        perplexity = f"perplexity {result.val_perplexity:,.1f} over {config.model.vocab_size:,} token ids"
-        rows.append(("validation", perplexity + bits_text))
+        perplexity = f"perplexity {{:,.1f}} over {config.model.vocab_size:,} token ids"
+        rows.append(("validation", Fact.joined(
+            Fact.of("result/val_perplexity", result.val_perplexity, perplexity),
+            Fact.of("result/val_bits_per_byte", result.val_bits_per_byte, "{:.3f} bits per byte"),
+            Fact.of("result/val_bits_per_character", result.val_bits_per_character, "{:.3f} bits per character"),
+        )))  # fmt: skip
     total = result.train_tokens + result.val_tokens
     tokens = f"{result.train_tokens:,} training + {result.val_tokens:,} validation = {total:,} in total"
     rows += [("tokens seen", tokens), ("books seen", f"{result.books:,.1f}")]
-    first = "" if result.first_step_seconds is None else f"; first step after {result.first_step_seconds:.1f} s"
-    rows.append(("time", f"{format_duration(round(result.seconds, 1))}{first}"))
+    first_step = Fact.of("time/first_step_seconds", result.first_step_seconds, "first step after {:.1f} s")
+    rows.append(("time", Fact.joined(format_duration(round(result.seconds, 1)), first_step)))
     if result.data_wait_fraction is not None and result.optimizer_fraction is not None:
-        wait, optimizer = result.data_wait_fraction, result.optimizer_fraction
-        compute = 1 - wait - optimizer
-        step = f"{compute:.1%} compute, {optimizer:.1%} optimizer, {wait:.2%} waiting for data"
+        step = Fact.joined(
+            f"{1 - result.data_wait_fraction - result.optimizer_fraction:.1%} compute",
+            Fact.of("time/optimizer_fraction", result.optimizer_fraction, "{:.1%} optimizer"),
+            Fact.of("time/data_wait_fraction", result.data_wait_fraction, "{:.2%} waiting for data"),
+            separator=", ",
+        )
         if result.encoded_on:
             total = sum(result.encoded_on.values())
             percentages = [f"{node} ({tokens / total:.0%})" for node, tokens in sorted(result.encoded_on.items())]
-            step += f"; {result.machine} read books encoded on {', '.join(percentages)}"
+            step = Fact.joined(step, f"{result.machine} read books encoded on {', '.join(percentages)}")
         rows.append(("step time", step))
     if result.paused_seconds:
         pause = format_duration(round(result.paused_seconds))
@@ -182,17 +236,23 @@ def memory_table(config: TrainConfig, result: RunResult) -> Table:
         if memory.process_source == "nvml":
             measured["context"] = memory.process - memory.reserved
     names = {
-        "nvml": "NVML", "reserved": "reserved; not available from NVML", "rss": "resident set",
+        "nvml": "NVML", "device": "growth of the GPU's use", "reserved": "reserved; not available from NVML",
+        "rss": "resident set",
         "rss-of-process": "resident set, including memory from before this run",
     }  # fmt: skip
     process = f"process ({names[memory.process_source]})"
     predicted[process], measured[process] = breakdown.total, memory.process
+    facts = allocator_facts(memory)
     lines = [
-        (part, *("" if size is None else f"{size / GB:.3f}" for size in (predicted.get(part), measured.get(part))))
+        (part, _gigabytes(predicted.get(part)), facts.get(part) or _gigabytes(measured.get(part)))
         for part in predicted
         if predicted[part] or measured.get(part)
     ]
     return Table(f"Peak memory ({breakdown.moment})", ("part", "predicted (GB)", "measured (GB)"), lines)
+
+
+def _gigabytes(size: int | None) -> str:
+    return "" if size is None else f"{size / GB:.3f}"
 
 
 def print_result(report: Report, result: RunResult, in_mlflow: str) -> None:

@@ -3,29 +3,30 @@
 import json
 import math
 import sys
-from collections.abc import Iterator, Mapping
+from collections.abc import Iterator
 from contextlib import suppress
-from dataclasses import replace
+from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any
 
-from infra.cli.units import GB
+from infra.cli.table import Report
+from infra.cli.units import format_size
 from infra.device.downsampling import sampling_interval
 from infra.errors import UserError
-from infra.schema import from_json, to_json
+from infra.schema import from_json, strict, to_json
 from infra.storage.directory import StorageDir
 from infra.storage.files import write_text
 from infra.tracking.names import group_under_detail, non_default_params
 from infra.tracking.orphaned_runs import incomplete, is_complete, lock_run_dir
 from infra.tracking.run_ref import RunRef
-from infra.tracking.store import add_to_page, last_steps
+from infra.tracking.store import add_to_page, read_logged
 from infra.tracking.tracker import Tracker
 from infra.tracking.views import model_link, page_link
-from pipeline.shards import Manifest, producing_run
-from train.config import DatasetConfig, TrainConfig, load_config
-from train.estimate.flops import formulas
-from train.model_config import AnyModel, format_model
-from train.reporting.report import run_report
+from pipeline.shards import producing_run
+from train.config import DatasetConfig, TrainConfig, config_from_json, load_config
+from train.model_config import format_model
+from train.reporting.report import peak_text, run_report, speed_fact
+from train.resolved import next_smaller_micro_batch
 from train.result import RunResult
 from train.run_files.run_folder import RunFolder
 
@@ -45,20 +46,73 @@ DENSE_STEPS = 1000
 """Number of first steps whose losses are all sent to MLflow; ``cycles.jsonl`` has the losses of all steps."""
 
 
-def record_start(tracker: Tracker, config: TrainConfig, manifest: Manifest, requested: TrainConfig) -> None:
-    """Record the settings, the data and a description of a run that starts.
+@strict
+@dataclass(frozen=True)
+class RunStart:
+    """What a command decided about a run when it started or resumed it, as ``start.json`` of the run's folder."""
 
-    ``config`` is ``requested`` resolved for the device.
+    config: dict[str, Any]
+    """The resolved config."""
+    fingerprint: str
+    """Fingerprint of the data set."""
+    splits: dict[str, dict[str, int]]
+    """Totals of the data set by split."""
+    step: int = 0
+    """Step from which the run is resumed."""
+    memory_limit: int | None = None
+    """Bytes that a worker's process may use."""
+
+
+def fill(tracker: Tracker, run_folder: RunFolder, *, until: int | None = None) -> RunResult | None:
+    """Log what the run of ``tracker`` lacks of the content of ``run_folder``: its start, cycles and result.
+
+    ``until`` is the last step whose cycle is final, if the run goes on from its checkpoint; its result is then of an
+    earlier part. Returns the result, if it is complete. Raises ``UserError`` or ``OSError`` for a damaged folder.
     """
-    tracker.log_params(params(config, requested))
-    tracker.log_json(config.to_json(), "config.json")
-    tracker.log_dataset(
-        Path(config.dataset.source).name, manifest.fingerprint, config.dataset.source, manifest.splits, "training"
-    )
-    maker = None if config.dataset.stream else producing_run(config.dataset.data)
-    tracker.set_tags({"data.run": maker.run_id} if maker else {})
-    status = f"Training {format_model(config.model)} on `{config.dataset.source}`. The run is in progress."
-    tracker.set_description("\n\n".join([status, *data_paragraph(config.dataset, tracker.run_ref.store)]))
+    start, config, step = None, None, 0
+    if run_folder.start.exists():
+        start = from_json(RunStart, _read_json(run_folder.start), run_folder.start)
+        config = config_from_json(start.config, str(run_folder.start))
+        log_start(tracker, config, start, load_config(run_folder.config))
+    for cycle in run_folder.cycles_until(sys.maxsize if until is None else until):
+        log_cycle(tracker, cycle)
+        step = cycle["step"]
+    if until is not None or not (start and config and run_folder.result.exists()):
+        return None
+    result = from_json(RunResult, _read_json(run_folder.result), run_folder.result)
+    if step > result.steps:  # It is of a part before the one that was killed.
+        return None
+    config = next_smaller_micro_batch(config, result.too_large) or config
+    _log_result(tracker, config, result, run_folder, start.memory_limit)
+    return result
+
+
+def _read_json(file: Path) -> Any:
+    try:
+        return json.loads(file.read_text(encoding="utf-8"))
+    except ValueError as damage:
+        raise UserError(f"{file} is corrupt ({damage}).") from damage
+
+
+def log_start(tracker: Tracker, config: TrainConfig, start: RunStart, requested: TrainConfig) -> None:
+    """Log the settings and the data of a run, which ``config`` is ``requested`` resolved for, and a description.
+
+    Of a run that has them, only where it is resumed.
+    """
+    if not tracker.logged.params:
+        tracker.log_params(params(config, requested))
+        tracker.log_json(start.config, "config.json")
+        source = config.dataset.source
+        tracker.log_dataset(Path(source).name, start.fingerprint, source, start.splits, "training")
+        maker = None if config.dataset.stream else producing_run(config.dataset.data)
+        tracker.set_tags({"data.run": maker.run_id} if maker else {})
+        status = f"Training {format_model(config.model)} on `{source}`. The run is in progress."
+        tracker.set_description("\n\n".join([status, *data_paragraph(config.dataset, tracker.run_ref.store)]))
+    if start.step:
+        tracker.set_tags({"resumed_at_step": start.step, "outcome": "", "reason": ""})
+        tracker.log_json(start.config, f"config-from-step-{start.step}.json")
+    if start.memory_limit:
+        tracker.set_tags({"memory_limit": format_size(start.memory_limit)})
 
 
 def params(config: TrainConfig, requested: TrainConfig) -> dict[str, Any]:
@@ -75,7 +129,7 @@ def params(config: TrainConfig, requested: TrainConfig) -> dict[str, Any]:
     }  # fmt: skip
 
 
-def record_search(tracker: Tracker, name: str, config_file: str) -> None:
+def link_search(tracker: Tracker, name: str, config_file: str) -> None:
     """Link the run ``name`` and the search whose best.json is ``config_file``; do nothing if it is of no search.
 
     The search's description gets a link to this run, and this run the tag ``search.run``.
@@ -96,20 +150,14 @@ def record_search(tracker: Tracker, name: str, config_file: str) -> None:
     add_to_page(search, f"Trained with its winner: {link}", {"trained.run": tracker.run_ref.run_id})
 
 
-def record_export(run_ref: RunRef, step: int, folder: Path, model: tuple[str, str] | None) -> None:
-    """Record in the run of a model that it was exported after ``step`` steps to ``folder``.
+def link_export(run_ref: RunRef, step: int, folder: Path, model: tuple[str, str] | None) -> None:
+    """Add to the description of a model's run that it was exported after ``step`` steps to ``folder``.
 
     ``model`` is its name and version in the registry, if it is registered.
     """
     registered = f" and registered as {model_link(*model)}" if model else ""
     paragraph = f"Exported after {step:,} steps to `{folder}`{registered}"
     add_to_page(run_ref, paragraph, {"exported.to": str(folder)})
-
-
-def record_resume(tracker: Tracker, config: TrainConfig, step: int) -> None:
-    """Record that a run is resumed; its params stay those of its first start, because MLflow cannot change them."""
-    tracker.set_tags({"resumed_at_step": step, "outcome": "", "reason": ""})
-    tracker.log_json(config.to_json(), f"config-from-step-{step}.json")
 
 
 def cycle_metrics(cycle: dict[str, Any]) -> Iterator[tuple[int, dict[str, float | None]]]:
@@ -140,13 +188,10 @@ def cycle_metrics(cycle: dict[str, Any]) -> Iterator[tuple[int, dict[str, float 
     yield step, group_under_detail(values, METRICS)
 
 
-def record_cycle(tracker: Tracker, cycle: dict[str, Any], last_sent_steps: Mapping[str, int]) -> None:
-    """Record a logged cycle, except for metrics that MLflow already has; ``last_sent_steps`` is their last step by
-    name."""
+def log_cycle(tracker: Tracker, cycle: dict[str, Any]) -> None:
+    """Log a cycle as far as the run lacks it."""
     for step, values in cycle_metrics(cycle):
-        tracker.log_metrics(
-            {name: value for name, value in values.items() if step > last_sent_steps.get(name, 0)}, step
-        )
+        tracker.log_metrics(values, step)
 
 
 def data_paragraph(dataset: DatasetConfig, store: str) -> list[str]:
@@ -155,39 +200,32 @@ def data_paragraph(dataset: DatasetConfig, store: str) -> list[str]:
     return [f"Data: {page_link(maker, Path(dataset.data).name, store=store)}"] if maker else []
 
 
-def record_end(
-    tracker: Tracker,
-    config: TrainConfig,
-    result: RunResult,
-    run_folder: RunFolder,
-    memory_limit: int | None = None,
+def write_summary(run_folder: RunFolder, report: Report, dataset: DatasetConfig, store: str) -> None:
+    """Write ``summary.md``, which is also the run's description in the MLflow ``store``."""
+    sections = [*data_paragraph(dataset, store), *report.sections]
+    write_text(run_folder.summary, replace(report, sections=sections).markdown())
+
+
+def _log_result(
+    tracker: Tracker, config: TrainConfig, result: RunResult, run_folder: RunFolder, memory_limit: int | None
 ) -> None:
-    """Record the result of the run, and write its report as ``summary.md`` to its folder.
-
-    Result metrics are at step 0, because MLflow compares runs in bar charts if that is the only step.
-    """
-    _record_result(tracker, config, result)
-    if result.too_large:
-        tracker.log_json(config.to_json(), "config.json")  # Its micro-batch is not the one recorded at the start.
+    """Log the result of a run. Metrics are at step 0, because MLflow draws bars if that is the only step."""
     report = run_report(config, result, run_folder.location, memory_limit)
-    text = replace(
-        report, sections=[*data_paragraph(config.dataset, tracker.run_ref.store), *report.sections]
-    ).markdown()
-    write_text(run_folder.summary, text)
-    run_folder.push(run_folder.summary)
-    tracker.set_description(text)
-
-
-def _record_result(tracker: Tracker, config: TrainConfig, result: RunResult) -> None:
-    tracker.log_metrics(group_under_detail(result_metrics(result) | formula_metrics(config.model, result), METRICS))
+    tracker.log_metrics(group_under_detail(report.metrics(), METRICS))
     reason = "" if result.outcome == "finished" else result.reason  # of a run that was continued, it is replaced
     tags = {"outcome": result.outcome, "reason": reason, "device": result.device, "attention": result.attention}
     if result.too_large:
         tags["micro_batch.too_large"] = ", ".join(map(str, result.too_large))
+        tracker.log_json(config.to_json(), "config.json")  # Its micro-batch is not the one logged at the start.
     tracker.set_tags(tags | run_list_tags(result))
     tracker.log_json(to_json(result), "result.json")
     if result.sample:
         tracker.log_text(result.sample, "sample.txt")
+    if run_folder.summary.exists():
+        tracker.set_description(run_folder.summary.read_text(encoding="utf-8"))
+    for file in (run_folder.stream, run_folder.curves):
+        if file.exists():
+            tracker.log_file(file)
 
 
 def complete_orphaned_runs(run_ref: RunRef) -> None:
@@ -205,34 +243,16 @@ def complete_orphaned_runs(run_ref: RunRef) -> None:
 
 
 def _complete_run(run_folder: RunFolder, run_ref: RunRef) -> bool:
-    """Send the missing entries of a run from its folder, and close the run; returns whether all entries were sent.
-
-    The params of a run whose MLflow store was unavailable from the start are lost.
-    """
+    """Fill a run that has ended from its folder, and close it; returns whether all entries were sent."""
     if is_complete(run_ref):
         return True
-    result, config, cycles, ended = None, None, list[dict[str, Any]](), None
-    if (
-        stored := run_folder.run_ref(run_ref.store)
-    ) and stored.run_id == run_ref.run_id:  # The folder may belong to a new run by now.
-        with suppress(OSError, ValueError, UserError):
-            result = from_json(RunResult, json.loads(run_folder.result.read_text(encoding="utf-8")), run_folder.result)
-            config = load_config(run_folder.config)
-        cycles = list(run_folder.cycles_until(sys.maxsize))
-        ended = max(
-            (file.stat().st_mtime for file in (run_folder.cycles, run_folder.result) if file.exists()), default=None
-        )
-    if result and cycles and cycles[-1]["step"] > result.steps:
-        result = None  # It is older than the part of the run that was killed.
-    last_sent_steps, tracker = last_steps(run_ref), Tracker(run_ref)
-    for cycle in cycles:
-        record_cycle(tracker, cycle, last_sent_steps)
-    if result and config:
-        _record_result(tracker, config, result)
-        if run_folder.summary.exists():
-            tracker.set_description(run_folder.summary.read_text(encoding="utf-8"))
-        if run_folder.curves.exists():
-            tracker.log_file(run_folder.curves)
+    tracker, result, ended = Tracker(run_ref, read_logged(run_ref)), None, None
+    stored = run_folder.run_ref(run_ref.store)
+    if stored and stored.run_id == run_ref.run_id:  # The folder may belong to a new run by now.
+        with suppress(OSError, UserError):
+            result = fill(tracker, run_folder)
+        files = [file for file in (run_folder.cycles, run_folder.result) if file.exists()]
+        ended = max((file.stat().st_mtime for file in files), default=None)
     tracker.finish(STATUS.get(result.outcome, "FAILED") if result else "KILLED", ended=ended, wait=False)
     return tracker.wait_until_sent()
 
@@ -242,47 +262,5 @@ def run_list_tags(result: RunResult) -> dict[str, str]:
 
     All of them are always set, to replace the values of an earlier part of a resumed run.
     """
-    tags = {"memory": f"{result.memory.process / GB:.2f} GB"}
-    if result.predicted_memory:
-        tags["memory"] += f" (predicted {result.predicted_memory / GB:.2f} GB)"
-    tags["tokens/s"] = str(result.throughput.estimate) if result.throughput else "not measured"
-    return tags
-
-
-def formula_metrics(model: AnyModel, result: RunResult) -> dict[str, float | None]:
-    """FLOPs per token by each formula, and the MFU with causal attention; ``result/mfu`` uses PaLM's formula."""
-    flops_by_formula = {formula.name: formula.flops for formula in formulas(model)}
-    causal = flops_by_formula.get("causal")
-    return {
-        **{f"result/flops_per_token_{name.partition(',')[0]}": flops for name, flops in flops_by_formula.items()},
-        "result/mfu_causal": result.mfu and causal and result.mfu * causal / result.flops_per_token,
-    }
-
-
-def result_metrics(result: RunResult) -> dict[str, float | None]:
-    """The metrics of a run's result."""
-    speed, memory, predicted = result.throughput, result.memory, result.predicted_memory
-    return {
-        "result/tokens_per_second": speed and speed.tokens_per_second,
-        "result/tokens_per_second_low": speed and speed.low,
-        "result/tokens_per_second_high": speed and speed.high,
-        "result/mfu": result.mfu,
-        "result/hfu": result.hfu,
-        "result/matmul_utilisation": result.matmul_utilisation,
-        "result/tflops_per_second": result.flops_per_second and result.flops_per_second / 1e12,
-        "result/kilojoules_per_million_tokens": result.joules_per_million_tokens
-        and result.joules_per_million_tokens / 1e3,
-        "result/val_loss": result.val_loss,
-        "result/val_perplexity": result.val_perplexity,
-        "result/val_bits_per_byte": result.val_bits_per_byte,
-        "result/val_bits_per_character": result.val_bits_per_character,
-        "memory/process_gb": memory.process / GB,
-        "memory/allocated_gb": memory.allocated and memory.allocated / GB,
-        "memory/reserved_gb": memory.reserved and memory.reserved / GB,
-        "memory/allocator_retries": memory.allocator_retries,
-        "memory/predicted_gb": predicted and predicted / GB,
-        "memory/prediction_error": predicted and predicted / memory.process - 1,
-        "time/first_step_seconds": result.first_step_seconds,
-        "time/data_wait_fraction": result.data_wait_fraction,
-        "time/optimizer_fraction": result.optimizer_fraction,
-    }
+    speed = speed_fact(result.throughput and result.throughput.estimate)
+    return {"memory": peak_text(result), "tokens/s": speed or "not measured"}

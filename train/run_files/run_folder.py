@@ -48,6 +48,11 @@ class RunFolder(Workspace):
         return self.path / CONFIG
 
     @property
+    def start(self) -> Path:
+        """What the last start or resume of the run decided: :class:`train.reporting.tracking.RunStart`."""
+        return self.path / "start.json"
+
+    @property
     def result(self) -> Path:
         """The ``RunResult``, written when the run ends."""
         return self.path / RESULT

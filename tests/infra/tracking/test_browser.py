@@ -16,6 +16,7 @@ from playwright.sync_api import Browser, Page, expect, sync_playwright
 from trial_rows import trial_row
 
 from infra.schema import to_json
+from infra.storage.files import write_json
 from infra.tracking.run_ref import RunRef
 from infra.tracking.store import create_run
 from infra.tracking.tracker import Tracker
@@ -24,6 +25,7 @@ from pipeline.shards import read_manifest
 from train.config import TrainConfig
 from train.model_config import PRESETS
 from train.reporting import tracking
+from train.reporting.report import run_report
 from train.result import CycleReport, Memory, RunResult, Throughput
 from train.run_files.run_folder import RunFolder
 from tune.config import LadderConfig, SearchConfig
@@ -90,14 +92,18 @@ def result(speed: float) -> RunResult:
 
 def trained(name: str, config: TrainConfig, speed: float) -> RunRef:
     """A run of two cycles, as its driver records it."""
-    key, folder = create_run("train", name, tags={"kind": "run"}), Path("runs", name)
-    folder.mkdir(parents=True)
+    key, home = create_run("train", name, tags={"kind": "run"}), RunFolder(Path("runs", name))
+    home.path.mkdir(parents=True)
+    manifest, run = read_manifest(config.dataset.data), result(speed)
+    write_json(home.config, config.to_json())
+    write_json(home.start, to_json(tracking.RunStart(config.to_json(), manifest.fingerprint, manifest.splits)))
+    for step in (10, 20):
+        home.append_report(cycle(step))
+    write_json(home.result, to_json(run))
+    report = run_report(config, run, home.location, 8 * 10**9)
+    tracking.write_summary(home, report, config.dataset, key.store)
     with Tracker(key) as tracker:
-        tracking.record_start(tracker, config, read_manifest(config.dataset.data), config)
-        for step in (10, 20):
-            for position, values in tracking.cycle_metrics(to_json(cycle(step))):
-                tracker.log_metrics(values, position)
-        tracking.record_end(tracker, config, result(speed), RunFolder(folder), 8 * 10**9)
+        tracking.fill(tracker, home)
     return key
 
 

@@ -2,7 +2,7 @@
 
 import pytest
 
-from infra.tracking.store import create_run, last_steps
+from infra.tracking.store import create_run, read_logged
 from infra.tracking.tracker import Tracker
 
 
@@ -16,4 +16,4 @@ def test_a_curve_ends_at_its_highest_step_however_its_points_arrived() -> None:
         tracker.flush()
         for step in (3, 2):
             tracker.log_metrics({"loss/step": 3.0, "loss/val": 1.0}, step)
-    assert last_steps(key) == {"loss/step": 9, "loss/val": 3}
+    assert read_logged(key).steps == {"loss/step": 9, "loss/val": 3}

@@ -18,7 +18,7 @@ from mlflow.tracking import MlflowClient
 from infra.errors import UserError
 from infra.tracking.orphaned_runs import is_complete
 from infra.tracking.send import send
-from infra.tracking.store import children, create_run, has_run, open_store, reopen_run, store_uri
+from infra.tracking.store import children, create_run, has_run, open_store, read_logged, reopen_run, store_uri
 from infra.tracking.tracker import Tracker, TrackerTiming
 
 ROOT = Path(__file__).resolve().parents[3]
@@ -90,6 +90,31 @@ def test_an_entry_that_mlflow_rejects_does_not_affect_others(capfd: pytest.Captu
     assert "MLflow rejected an entry" in capfd.readouterr().err
 
 
+def test_what_a_continued_run_has_is_not_sent_again() -> None:
+    """But for results, which are at step 0."""
+    key = create_run("train", "continued")
+    with Tracker(key) as tracker:
+        tracker.log_params({"seed": 1})
+        tracker.log_metrics({"result/mfu": 0.4})
+        for step in (5, 10):
+            tracker.log_metrics({"loss/step": 1.0 * step}, step)
+            tracker.log_metrics({"loss/step": 7.0}, step)
+    reopen_run(key)
+    with Tracker(key, read_logged(key)) as tracker:
+        assert tracker.logged.last_step("loss/") == 10
+        tracker.log_params({"seed": 2, "width": 3})
+        tracker.log_metrics({"result/mfu": 0.5})
+        for step in (5, 10, 15):
+            tracker.log_metrics({"loss/step": 2.0 * step, "loss/val": 1.0}, step)
+    client = MlflowClient(key.store)
+    run = client.get_run(key.run_id)
+    assert run.data.params == {"seed": "1", "width": "3"}
+    assert run.data.metrics["result/mfu"] == 0.5
+    points = [(point.step, point.value) for point in client.get_metric_history(key.run_id, "loss/step")]
+    assert points == [(5, 5.0), (10, 10.0), (15, 30.0)]
+    assert [point.step for point in client.get_metric_history(key.run_id, "loss/val")] == [5, 10, 15]
+
+
 def test_a_store_whose_creation_was_killed_is_created_by_the_next_command(tmp_path: Path) -> None:
     Path("mlflow.db").unlink()
     program = "from infra.tracking.store import open_store; open_store()"
@@ -152,7 +177,7 @@ def test_a_store_is_in_its_folder_whatever_characters_the_name_has(
 def test_what_was_deleted_in_mlflow_is_to_be_restored() -> None:
     key = create_run("ladder", "deleted")
     client = MlflowClient(key.store)
-    with Tracker(key, TrackerTiming(retry_seconds=0.1)) as tracker:
+    with Tracker(key, timing=TrackerTiming(retry_seconds=0.1)) as tracker:
         tracker.log_metrics({"loss/step": 5.0}, step=1)
         assert tracker.flush()
         client.delete_run(key.run_id)
@@ -197,7 +222,7 @@ def test_entries_survive_the_server_and_arrive_later(
     """Without a further entry, and before the run ends."""
     with mlflow_server(tmp_path, free_port) as process:
         key = create_run("train", "outage", tracking_uri=f"http://127.0.0.1:{free_port}")
-        tracker = Tracker(key, TrackerTiming(retry_seconds=0.5))
+        tracker = Tracker(key, timing=TrackerTiming(retry_seconds=0.5))
         tracker.log_metrics({"loss": 1.0}, 1)
         tracker.set_tags({"state": "before"})
         assert tracker.flush()
@@ -221,13 +246,13 @@ def test_entries_survive_the_server_and_arrive_later(
         run = client.get_run(key.run_id)
         assert (run.data.tags["state"], run.info.status) == ("meanwhile", "FINISHED")
         assert is_complete(key)
-    assert capfd.readouterr().err.count("does not answer") == 1, "it is said once"
+    assert capfd.readouterr().err.count("does not respond") == 1, "it is said once"
 
 
 def test_a_tag_set_during_and_after_an_outage_keeps_the_later_value() -> None:
     """The store loses its database and gets it back; the third value comes before the next attempt is due."""
     key = create_run("train", "outage")
-    with Tracker(key, TrackerTiming(batch_seconds=0.0)) as tracker:
+    with Tracker(key, timing=TrackerTiming(batch_seconds=0.0)) as tracker:
         database = Path("mlflow.db").rename("away.db")
         tracker.set_tags({"state": "first", "other": "first"})
         assert not tracker.flush()
@@ -250,7 +275,7 @@ def test_the_end_of_a_run_waits_for_a_store_that_is_away_but_not_long(
     started = time.monotonic()
     if returns:
         threading.Timer(1.5, lambda: database.rename("mlflow.db")).start()
-    with Tracker(key, timing) as tracker:
+    with Tracker(key, timing=timing) as tracker:
         tracker.log_metrics({"loss": 4.0})
     assert (1.5 if returns else 4.0) < time.monotonic() - started < (60 if returns else 12)
     said = " ".join(capfd.readouterr().err.split())
@@ -273,7 +298,7 @@ def test_a_batch_of_tags_alone_is_sent() -> None:
 def test_an_interrupted_command_ends_even_if_its_writer_is_stuck() -> None:
     """Here the lock of Python's logging, as a Ctrl-C within ``Logger.setLevel`` leaves it."""
     key = create_run("train", "interrupted")
-    with logging._lock, Tracker(key, TrackerTiming(end_timeout_seconds=2.0)) as tracker:  # type: ignore[attr-defined]
+    with logging._lock, Tracker(key, timing=TrackerTiming(end_timeout_seconds=2.0)) as tracker:  # type: ignore[attr-defined]
         logging.getLogger("any").setLevel(logging.ERROR)  # so that the next who would log asks for the lock
         tracker.log_metrics({"loss": 5.0})
         started = time.monotonic()

@@ -121,7 +121,7 @@ def test_a_result_is_recorded_as_that_of_the_micro_batch_that_fitted(
     worker.returned = WorkerResult(make_result(too_large=(8, 4), outcome="interrupted"))
     fitted = config.replace(micro_batch=2)
     with Tracker(create_run("train", "one")) as tracker:
-        result = train_and_record(replace(run, memory_limit=3 * 10**9), config, tracker)
+        result, _ = train_and_record(replace(run, memory_limit=3 * 10**9), config, tracker)
     kept: dict[str, Any] = json.loads(run.run_folder.result.read_text())
     assert result.predicted_memory == kept["predicted_memory"] == predict_peak(fitted).total
     client = MlflowClient(tracker.run_ref.store)

@@ -24,12 +24,12 @@ from infra.tracking.run_ref import RunRef
 from infra.tracking.saved_views import COLUMNS, VIEWS
 from infra.tracking.store import create_run
 from infra.tracking.tracker import Tracker
-from pipeline.shards import TRACKING, Manifest, producing_run, read_manifest
+from pipeline.shards import TRACKING, producing_run, read_manifest
 from train.config import TrainConfig
 from train.estimate.flops import causal_flops, palm_flops
-from train.estimate.memory import predict_peak
 from train.model_config import ModelConfig
 from train.reporting import tracking
+from train.reporting.report import run_report
 from train.result import CycleReport, Memory, RunResult
 from train.run_files.run_folder import RunFolder
 
@@ -62,22 +62,40 @@ def result(make_result: Callable[..., RunResult]) -> RunResult:
     )  # fmt: skip
 
 
-def recorded(config: TrainConfig, result: RunResult, manifest: Manifest) -> tuple[RunRef, Run]:
+def started(home: RunFolder, config: TrainConfig, requested: TrainConfig, memory_limit: int | None = None) -> None:
+    """The folder of a run as its command leaves it before the first step."""
+    home.path.mkdir(parents=True, exist_ok=True)
+    manifest = read_manifest(config.dataset.data)
+    write_json(home.config, requested.to_json())
+    write_json(
+        home.start,
+        to_json(tracking.RunStart(config.to_json(), manifest.fingerprint, manifest.splits, memory_limit=memory_limit)),
+    )
+
+
+def ended(home: RunFolder, config: TrainConfig, result: RunResult, store: str) -> None:
+    """What that command adds at the end."""
+    write_json(home.result, to_json(result))
+    tracking.write_summary(home, run_report(config, result, home.location, 8 * 10**9), config.dataset, store)
+
+
+def recorded(config: TrainConfig, result: RunResult) -> tuple[RunRef, Run]:
     """The run that the driver leaves, on a card that was watched."""
     key = create_run("train", "one", tags={"kind": "run"})
-    HOME.path.mkdir(parents=True)
+    resolved = config.replace(attention="sdpa")
+    started(HOME, resolved, config, 8 * 10**9)
+    HOME.append_report(replace(CYCLE, step=10, step_losses=CYCLE.step_losses[:1]))
     with Tracker(key) as tracker:
-        tracking.record_start(tracker, config.replace(attention="sdpa"), manifest, config)
-        for step, values in tracking.cycle_metrics(to_json(CYCLE)):
-            tracker.log_metrics(values, step)
+        tracking.fill(tracker, HOME, until=0)
         tracker.log_metrics({"system/gpu_power_watts": 690.0}, 1)
-        tracking.record_end(tracker, config, result, HOME, 8 * 10**9)
+        ended(HOME, resolved, result, key.store)
+        tracking.fill(tracker, HOME)
     return key, MlflowClient(key.store).get_run(key.run_id)
 
 
 @pytest.mark.usefixtures("working_folder")
 def test_a_page_begins_with_few_numbers_and_keeps_the_others(config: TrainConfig, result: RunResult) -> None:
-    _, run = recorded(config, result, read_manifest(config.dataset.data))
+    _, run = recorded(config, result)
     first = {name for name in run.data.metrics if not name.startswith(("detail/", "system/"))}
     assert first == set(tracking.METRICS)
     assert len(first) <= MAX_TOP_LEVEL_METRICS
@@ -96,7 +114,7 @@ def test_a_page_begins_with_few_numbers_and_keeps_the_others(config: TrainConfig
 @pytest.mark.usefixtures("working_folder")
 def test_what_was_changed_is_told_from_what_is_usual(config: TrainConfig, result: RunResult) -> None:
     """``asked``, not what it became on this device: ``auto`` is no change."""
-    key, run = recorded(config, result, read_manifest(config.dataset.data))
+    key, run = recorded(config, result)
     text = "tiny,width=32,context_length=32,vocab_size=257,padded_vocab_size=320"
     assert run.data.params == {
         "changed.model": text, "changed.micro_batch": "2", "changed.global_batch": "4", "changed.precision": "fp32",
@@ -112,9 +130,10 @@ def test_what_was_changed_is_told_from_what_is_usual(config: TrainConfig, result
 def test_the_list_says_why_a_run_failed(config: TrainConfig, result: RunResult) -> None:
     keys = [create_run("train", name, tags={"kind": "run"}) for name in ("oom", "raised")]
     said = "CUDA out of memory. Tried to allocate 2.00 GiB"
-    HOME.path.mkdir(parents=True)
+    started(HOME, config, config)
+    ended(HOME, config, replace(result, outcome="oom", reason=said), keys[0].store)
     with Tracker(keys[0]) as tracker:
-        tracking.record_end(tracker, config, replace(result, outcome="oom", reason=said), HOME)
+        tracking.fill(tracker, HOME)
     with pytest.raises(RuntimeError), Tracker(keys[1]):
         raise RuntimeError(said + "\nand a traceback")
     for key in keys:
@@ -130,11 +149,10 @@ def note(key: RunRef) -> list[str]:
 @pytest.mark.usefixtures("working_folder")
 def test_the_description_begins_with_three_lines(config: TrainConfig, result: RunResult) -> None:
     """What MLflow shows of it unfolded, and legibly."""
-    key, _ = recorded(config, result, read_manifest(config.dataset.data))
+    key, _ = recorded(config, result)
     what, numbers, following = note(key)[0].split("  \n")
-    predicted = predict_peak(config.replace(attention="sdpa")).total / 1e9
     assert Path(config.dataset.data).name in what
-    for number in ("1,000", "990 to 1,020", "40.0%", "4.00 GB of 8.00 GB", f"{predicted:.2f}", "3.250", "3.500"):
+    for number in ("1,000", "990 to 1,020", "40.0%", "4.00 GB of 8.00 GB", "5.00", "3.250", "3.500"):
         assert number in numbers
     assert "--checkpoint one" in following
 
@@ -149,7 +167,7 @@ def test_a_run_links_to_the_run_that_made_its_data(
     write_json(folder / TRACKING, maker.to_json_for(str(folder)))
     manifest = read_manifest(folder)
     assert manifest.fingerprint == read_manifest(small_shards).fingerprint
-    key, run = recorded(config.replace(data=str(folder)), result, manifest)
+    key, run = recorded(config.replace(data=str(folder)), result)
     assert run.data.tags["data.run"] == maker.run_id
     page = f"#/experiments/{maker.experiment_id}/runs/{maker.run_id}?workflowType=machine_learning"
     assert note(key)[1] == f"Data: [tokens]({page})"
@@ -170,8 +188,8 @@ def test_a_search_links_to_the_run_that_trained_with_its_winner(place: StorageDi
         tracker.set_description("**What:** the fastest way\n\n| a table |")
     place.write_json("search.json", {"parent": search.to_json_for(place.address)})
     with Tracker(run) as tracker:
-        tracking.record_search(tracker, "best", str(place / "best.json"))
-        tracking.record_search(tracker, "best", str(tmp_path / "config.json"))  # which no search has left
+        tracking.link_search(tracker, "best", str(place / "best.json"))
+        tracking.link_search(tracker, "best", str(tmp_path / "config.json"))  # which no search has left
     what, link, rest = note(search)
     assert (what, rest) == ("**What:** the fastest way", "| a table |")
     assert f"[best](#/experiments/{run.experiment_id}/runs/{run.run_id}?" in link
@@ -194,13 +212,13 @@ def test_what_the_store_lacks_of_a_run_is_sent_by_the_next_command(
         home.append_report(CYCLE)
         home.append_report(replace(CYCLE, step=6, step_losses=[2.5, 2.0, 1.5]))
     with Tracker(keys[0]) as tracker:
-        tracking.record_cycle(tracker, to_json(CYCLE), {})
+        tracking.log_cycle(tracker, to_json(CYCLE))
     client = MlflowClient(keys[0].store)
     for key, status in zip(keys, ("RUNNING", "KILLED", "KILLED", "RUNNING"), strict=True):
         client.set_tag(key.run_id, "complete", "false")
         client.update_run(key.run_id, status)
     for home, steps in ((homes[0], 6), (homes[3], 3)):
-        write_json(home.config, config.to_json())
+        started(home, config, config)
         write_json(home.result, to_json(replace(result, predicted_memory=5 * 10**9, steps=steps)))
     homes[0].summary.write_text("**What:** a run")
     os.utime(homes[0].result, (2e9, 2e9))
@@ -215,6 +233,7 @@ def test_what_the_store_lacks_of_a_run_is_sent_by_the_next_command(
     assert runs[0].data.tags["memory"] == "4.00 GB (predicted 5.00 GB)"
     assert runs[0].data.tags["mlflow.note.content"] == "**What:** a run"
     assert runs[0].info.end_time == 2_000_000_000_000
+    assert runs[0].data.params["changed.micro_batch"] == "2", "although the store was away from the start"
     create_run("train", "last")
     assert incomplete == []
 
@@ -255,31 +274,29 @@ def test_the_losses_of_a_long_run_are_thinned_the_same_however_it_was_reported()
 
 def test_a_result_in_mlflow(config: TrainConfig, make_result: Callable[..., RunResult]) -> None:
     memory = Memory(2 * GB, 3 * GB, 4 * GB, "nvml", allocator_retries=5)
-    result = make_result(memory=memory, mfu=0.4, matmul_utilisation=0.5, flops_per_token=palm_flops(config.gpt2_config))
-    assert tracking.result_metrics(result) == {
+    result = make_result(
+        memory=memory, mfu=0.4, matmul_utilisation=0.5, flops_per_token=palm_flops(config.gpt2_config),
+        predicted_memory=5 * GB,
+    )  # fmt: skip
+    metrics = run_report(config, result, HOME.location).metrics()
+    formulas = {name: metrics.pop(name) for name in [*metrics] if "flops_per_token" in name}
+    assert len(formulas) == 4
+    causal = 0.4 * causal_flops(config.gpt2_config) / palm_flops(config.gpt2_config)
+    assert metrics.pop("result/mfu_causal") == pytest.approx(causal)
+    assert metrics == {
         "result/tokens_per_second": 1000.0, "result/tokens_per_second_low": 990.0,
-        "result/tokens_per_second_high": 1020.0, "result/mfu": 0.4, "result/hfu": None,
-        "result/matmul_utilisation": 0.5, "result/kilojoules_per_million_tokens": None,
+        "result/tokens_per_second_high": 1020.0, "result/mfu": 0.4, "result/matmul_utilization": 0.5,
         "result/tflops_per_second": 0.002, "result/val_loss": 3.5, "result/val_perplexity": 33.1,
-        "result/val_bits_per_byte": 1.5, "result/val_bits_per_character": None, "memory/process_gb": 4.0,
-        "memory/allocated_gb": 2.0, "memory/reserved_gb": 3.0, "memory/allocator_retries": 5,
-        "memory/predicted_gb": None, "memory/prediction_error": None,
-        "time/first_step_seconds": 1.5, "time/data_wait_fraction": 0.01, "time/optimizer_fraction": 0.09,
+        "result/val_bits_per_byte": 1.5, "memory/process_gb": 4.0, "memory/allocated_gb": 2.0,
+        "memory/reserved_gb": 3.0, "memory/allocator_retries": 5, "memory/predicted_gb": 5.0,
+        "memory/prediction_error": 0.25, "time/first_step_seconds": 1.5, "time/data_wait_fraction": 0.01,
+        "time/optimizer_fraction": 0.09,
     }  # fmt: skip
-    peak = predict_peak(config)
-    result = replace(result, predicted_memory=peak.total)
     assert tracking.run_list_tags(result) == {
-        "memory": f"4.00 GB (predicted {peak.total / GB:.2f} GB)", "tokens/s": "1,000 (95% CI 990 to 1,020)",
+        "memory": "4.00 GB (predicted 5.00 GB)", "tokens/s": "1,000 (95% CI 990 to 1,020)",
     }  # fmt: skip
     continued = tracking.run_list_tags(replace(result, throughput=None))
     assert continued["tokens/s"] == "not measured", "as its page says, and not what an earlier part of the run was"
-    formulas = tracking.formula_metrics(config.model, result)
-    assert formulas["result/mfu_causal"] == pytest.approx(
-        0.4 * causal_flops(config.gpt2_config) / palm_flops(config.gpt2_config)
-    )
-    found = tracking.result_metrics(result)
-    assert found["memory/predicted_gb"] == peak.total / GB
-    assert found["memory/prediction_error"] == peak.total / (4 * GB) - 1
 
 
 NO_METRIC = {
@@ -289,20 +306,23 @@ NO_METRIC = {
 """Numbers of a result that its cycles have as well, that another function records, or that are in result.json alone."""
 
 
-def test_every_number_of_a_result_is_a_metric_of_its_run_in_the_unit_of_its_name(distinct: Callable[..., Any]) -> None:
+def test_every_number_of_a_result_is_a_metric_of_its_run_in_the_unit_of_its_name(
+    config: TrainConfig, distinct: Callable[..., Any]
+) -> None:
     """Each by itself: a new one has to be added here, and one in the place of another shows."""
-    result = distinct(RunResult)
+    result = distinct(RunResult, diagnosis=None, shortage=None)
     speed, memory = result.throughput, result.memory
     numbers = vars(result) | vars(speed) | vars(memory)
     numbers = {name for name, value in numbers.items() if isinstance(value, int | float)} - NO_METRIC
-    found = tracking.result_metrics(result)
-    same = (
-        "tokens_per_second", "mfu", "hfu", "matmul_utilisation", "val_loss", "val_perplexity", "val_bits_per_byte",
-        "val_bits_per_character",
-    )  # fmt: skip
+    formulas = ("result/mfu_causal", "result/flops_per_token")
+    metrics = run_report(config, result, HOME.location).metrics()
+    found = {name: value for name, value in metrics.items() if not name.startswith(formulas)}
+    same = ("tokens_per_second", "mfu", "hfu", "val_loss", "val_perplexity", "val_bits_per_byte",
+            "val_bits_per_character")  # fmt: skip
     everything = vars(result) | vars(speed)
     assert found == {f"result/{name}": everything[name] for name in same} | {
         "result/tokens_per_second_low": speed.low, "result/tokens_per_second_high": speed.high,
+        "result/matmul_utilization": result.matmul_utilisation,
         "result/tflops_per_second": result.flops_per_second / 1e12,
         "result/kilojoules_per_million_tokens": result.joules_per_million_tokens / 1e3,
         "memory/process_gb": memory.process / 1e9, "memory/allocated_gb": memory.allocated / 1e9,
