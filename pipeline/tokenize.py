@@ -28,7 +28,7 @@ from infra.tracking.names import group_under_detail, non_default_params
 from pipeline.config import TokenizeConfig
 from pipeline.job import output, processes, ray_data, report
 from pipeline.job.crash_guard import remove_notes
-from pipeline.job.embedded_files import embed_local_files
+from pipeline.job.embedded_files import embed_local_files, machines_without_files
 from pipeline.job.plan import Job, Partition
 from pipeline.shards import MANIFEST, QUARANTINE, TRACKING, Manifest
 
@@ -100,7 +100,7 @@ def _run_job(job: Job, todo: list[Partition], progress: report.JobStats, *, is_r
                 ray_data.warm_up(0 if config.cluster else min(config.num_workers, len(todo)))
             if config.cluster:
                 check_shared("--out", out_dir)
-                todo = embed_local_files(todo)
+                todo = embed_local_files(todo, machines_without_files(todo))
         with ExitStack() as run:
             opening = background.submit(_open_run, job)
             run.push(lambda *failure: opening.result().__exit__(*failure))  # the run ends like this block

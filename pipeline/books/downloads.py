@@ -3,7 +3,8 @@
 import os
 import re
 import time
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
+from dataclasses import dataclass
 from pathlib import Path
 from typing import TYPE_CHECKING
 
@@ -29,7 +30,18 @@ _START = re.compile(rb"^\*\*\* ?START OF TH(?:E|IS) PROJECT GUTENBERG", re.M)
 _END = re.compile(rb"^\*\*\* ?END OF TH(?:E|IS) PROJECT GUTENBERG", re.M)
 
 
-def fetch(source: str, mirror: str) -> Iterator[Path]:
+@dataclass(frozen=True)
+class Mirror:
+    """A mirror of Project Gutenberg, and the limits for requests to it."""
+
+    address: str = MIRROR
+    interval_seconds: float = REQUEST_INTERVAL_SECONDS
+    retries: int = RETRIES
+    max_book_bytes: int = MAX_BOOK_BYTES
+    sleep: Callable[[float], None] = time.sleep
+
+
+def fetch(source: str, mirror: Mirror) -> Iterator[Path]:
     """Yield the files of a source such as ``gutenberg:1342,84``; download those that are not cached."""
     numbers = source.removeprefix(PREFIX).split(",")
     for number in numbers:
@@ -45,7 +57,7 @@ def fetch(source: str, mirror: str) -> Iterator[Path]:
         path = folder / f"pg{number}.txt"
         if not path.exists() or flaw(path.read_bytes()):
             if has_requested:
-                time.sleep(REQUEST_INTERVAL_SECONDS)
+                mirror.sleep(mirror.interval_seconds)
             text = _download(number, mirror)
             has_requested = True
             with atomic_file(path) as file:
@@ -53,13 +65,13 @@ def fetch(source: str, mirror: str) -> Iterator[Path]:
         yield path
 
 
-def _download(number: str, mirror: str) -> bytes:
+def _download(number: str, mirror: Mirror) -> bytes:
     import requests  # few runs download
     from requests.adapters import HTTPAdapter
     from urllib3 import Retry
 
-    if not mirror.startswith(("https://", "http://")):
-        raise UserError(f"--mirror {mirror} is not a web address. Use for example {MIRROR}.")
+    if not mirror.address.startswith(("https://", "http://")):
+        raise UserError(f"--mirror {mirror.address} is not a web address. Use for example {MIRROR}.")
     folders = "/".join(number[:-1]) or "0"
     names = (
         f"cache/epub/{number}/pg{number}.txt",
@@ -68,7 +80,7 @@ def _download(number: str, mirror: str) -> bytes:
     )
     # 429 and 503 are not retried: a busy mirror must not get more requests, even if it announces a short wait.
     retry = Retry(
-        RETRIES, status_forcelist=(500, 502, 504), backoff_factor=REQUEST_INTERVAL_SECONDS / 2,
+        mirror.retries, status_forcelist=(500, 502, 504), backoff_factor=mirror.interval_seconds / 2,
         respect_retry_after_header=False,
         raise_on_status=False,
     )  # fmt: skip
@@ -77,10 +89,10 @@ def _download(number: str, mirror: str) -> bytes:
             session.mount(scheme, HTTPAdapter(max_retries=retry))
         session.headers["User-Agent"] = "throughline (corpus preparation)"
         for name in names:
-            url = f"{mirror.rstrip('/')}/{name}"
+            url = f"{mirror.address.rstrip('/')}/{name}"
             try:
                 response = session.get(url, timeout=_TIMEOUT, stream=True)
-                text = _unless_too_large(response) if response.ok else b""
+                text = _unless_too_large(response, mirror.max_book_bytes) if response.ok else b""
             except (OSError, ValueError) as error:  # errors of requests are an OSError; ValueError: not an address
                 raise UserError(
                     f"{url} is not reachable ({error}). Check the network, or use another --mirror."
@@ -94,13 +106,13 @@ def _download(number: str, mirror: str) -> bytes:
                 )
             if text is None:
                 raise UserError(
-                    f"{url} is larger than {MAX_BOOK_BYTES:,} bytes, the limit for a book. Remove its number from the "
-                    "sources."
+                    f"{url} is larger than {mirror.max_book_bytes:,} bytes, the limit for a book. Remove its number "
+                    "from the sources."
                 )
             if reason := _no_text(response) or flaw(text):
                 raise UserError(f"{url} {reason}. Check the network, try again later, or use another --mirror.")
             return text
-    raise UserError(f"Book {number} has no plain-text edition at {mirror}. Remove its number from the sources.")
+    raise UserError(f"Book {number} has no plain-text edition at {mirror.address}. Remove its number from the sources.")
 
 
 def flaw(text: bytes) -> str | None:
@@ -134,12 +146,12 @@ def _no_text(response: "Response") -> str | None:
     return None
 
 
-def _unless_too_large(response: "Response") -> bytes | None:
-    """Return the decompressed body of ``response``; None, without receiving more, above ``MAX_BOOK_BYTES`` bytes."""
+def _unless_too_large(response: "Response", max_bytes: int) -> bytes | None:
+    """Return the decompressed body of ``response``; None, without receiving more, above ``max_bytes`` bytes."""
     data = bytearray()
     with response:
         for block in response.iter_content(1 << 20):
             data += block
-            if len(data) > MAX_BOOK_BYTES:
+            if len(data) > max_bytes:
                 return None
     return bytes(data)

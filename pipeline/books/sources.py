@@ -194,7 +194,7 @@ def _files(source: str, mirror: str, skipped: dict[str, str]) -> Iterator[Source
     if source == SAMPLE:
         yield _sample()
     elif source.startswith(downloads.PREFIX):
-        for path in downloads.fetch(source, mirror):
+        for path in downloads.fetch(source, downloads.Mirror(mirror)):
             yield _entry(f"gutenberg/{path.name}", path, timed=False)
     elif is_remote(source):
         yield from _remote(source, skipped)

@@ -254,12 +254,12 @@ class Tokenizer:
         """Yield ``text`` in chunks of about ``size`` bytes that encode to the same ids as the whole."""
         return chunks(text, size, find_boundary if self.is_gpt2 else find_word_boundary)
 
-    def verify(self, book: str, text: bytes, ids: np.ndarray) -> int:
-        """Compare ``ids`` of ``text`` with the reference over about ``VERIFIED_BYTES``; return the bytes compared.
+    def verify(self, book: str, text: bytes, ids: np.ndarray, size: int = VERIFIED_BYTES) -> int:
+        """Compare ``ids`` of ``text`` with the reference over about ``size`` bytes; return the bytes compared.
 
         Raises ``EncodingMismatch``, which names ``book`` and the first difference.
         """
-        head = next(self.chunks(text, VERIFIED_BYTES))
+        head = next(self.chunks(text, size))
         expected = self.encode_with_reference(head.decode()).astype(self.dtype)
         encoded_ids = ids[: len(expected)] if len(head) < len(text) else ids
         if np.array_equal(expected, encoded_ids):
@@ -286,16 +286,16 @@ class Tokenizer:
 
 
 @cache
-def gpt2() -> Tokenizer:
-    """Return GPT-2's tokenizer. Raises ``UserError`` if its rank file is not the published one."""
-    table = GPT2_RANKS.read_bytes()
-    digest = hashlib.sha256(table).hexdigest()
+def gpt2(rank_file: Path = GPT2_RANKS) -> Tokenizer:
+    """Return GPT-2's tokenizer. Raises ``UserError`` if ``rank_file`` is not the published one."""
+    ranks = rank_file.read_bytes()
+    digest = hashlib.sha256(ranks).hexdigest()
     if digest != GPT2_SHA256:
         raise UserError(
-            f"{GPT2_RANKS} is not GPT-2's rank file (its sha256 is {digest}). Reinstall this program with "
+            f"{rank_file} is not GPT-2's rank file (its sha256 is {digest}). Reinstall this program with "
             "'pip install --force-reinstall --no-deps .' in its folder."
         )
-    return Tokenizer(table, str(GPT2_RANKS))
+    return Tokenizer(ranks, str(rank_file))
 
 
 def read_tokenizer(address: str | None) -> Tokenizer:

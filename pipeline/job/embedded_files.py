@@ -13,7 +13,7 @@ from infra.errors import UserError
 from infra.ray.machines import run_on_other_nodes
 from infra.storage.object_storage import is_remote
 from pipeline.books.readers import FileRange
-from pipeline.books.sources import EmbeddedFile
+from pipeline.books.sources import EmbeddedFile, SourceFile
 from pipeline.job.plan import Partition
 
 MAX_EMBEDDED_BYTES = 100_000_000
@@ -22,24 +22,30 @@ SAMPLED_FILES = 100
 """Maximum number of files that the other machines look for."""
 
 
-def embed_local_files(partitions: list[Partition]) -> list[Partition]:
-    """Return ``partitions`` with embedded local files, if a machine of the connected Ray cannot read these files.
-
-    Raises ``UserError`` if the files have more than ``MAX_EMBEDDED_BYTES`` bytes.
-    """
-    local = [file_range.file for partition in partitions for file_range in partition.ranges if _is_local(file_range)]
-    versions = sorted({(file.uri, file.size, file.modified) for file in local})
+def machines_without_files(partitions: list[Partition]) -> list[str]:
+    """Return the other machines of the connected Ray that cannot read the local files of ``partitions``."""
+    versions = sorted({(file.uri, file.size, file.modified) for file in _local_files(partitions)})
     sampled_versions = versions[:: max(1, len(versions) // SAMPLED_FILES)]
     if not sampled_versions:
-        return partitions
-    missing_on = sorted(name for name, is_missing in run_on_other_nodes(is_any_missing, sampled_versions) if is_missing)
+        return []
+    return sorted(name for name, is_missing in run_on_other_nodes(is_any_missing, sampled_versions) if is_missing)
+
+
+def embed_local_files(
+    partitions: list[Partition], missing_on: list[str], max_bytes: int = MAX_EMBEDDED_BYTES
+) -> list[Partition]:
+    """Return ``partitions`` with embedded local files, if machines ``missing_on`` cannot read these files.
+
+    Raises ``UserError`` if the files have more than ``max_bytes`` bytes.
+    """
     if not missing_on:
         return partitions
-    if (size := sum(file.size for file in local)) > MAX_EMBEDDED_BYTES:
+    files = _local_files(partitions)
+    if (size := sum(file.size for file in files)) > max_bytes:
         raise UserError(
-            f"{versions[0][0]} and other sources ({size / 1e6:,.0f} MB) are on this machine's disk, which "
-            f"{', '.join(missing_on)} cannot read. Copy them to object storage and use that address, for example "
-            f"s3://bucket/books (up to {MAX_EMBEDDED_BYTES / 1e6:,.0f} MB are sent with the tasks)."
+            f"{min(file.uri for file in files)} and other sources ({size / 1e6:,.0f} MB) are on this machine's disk, "
+            f"which {', '.join(missing_on)} cannot read. Copy them to object storage and use that address, for example "
+            f"s3://bucket/books (up to {max_bytes / 1e6:,.0f} MB are sent with the tasks)."
         )
     return [replace(partition, ranges=tuple(map(_with_content, partition.ranges))) for partition in partitions]
 
@@ -54,6 +60,10 @@ def is_any_missing(files: Iterable[tuple[str, int, int]]) -> bool:
         except OSError:
             return True
     return False
+
+
+def _local_files(partitions: list[Partition]) -> list[SourceFile]:
+    return [file_range.file for partition in partitions for file_range in partition.ranges if _is_local(file_range)]
 
 
 def _is_local(file_range: FileRange) -> bool:

@@ -13,6 +13,7 @@ import uuid
 import zipfile
 from collections.abc import Callable
 from pathlib import Path
+from typing import BinaryIO
 
 import numpy as np
 import pyarrow as pa
@@ -22,7 +23,7 @@ from backports import zstd
 
 from infra.errors import UserError
 from infra.storage.directory import StorageDir
-from pipeline.books import readers, sources
+from pipeline.books import readers
 from pipeline.books.readers import DroppedBook, FileRange, RawBook, read_books
 from pipeline.books.sources import SourceFile, build_inventory
 from pipeline.config import TokenizeConfig
@@ -67,13 +68,18 @@ def reasons(books: list[RawBook | DroppedBook]) -> dict[str, str]:
 
 @pytest.mark.parametrize("separators", [0, 2])
 def test_a_part_reads_no_further_than_it_must_where_separators_are_rare(
-    separators: int, monkeypatch: pytest.MonkeyPatch
+    separators: int,
 ) -> None:
     data = b"<|end|>".join([b"a line of the book\n" * (24 * MEGABYTE // 19 // (separators + 1))] * (separators + 1))
     opened: list[Counted] = []
-    monkeypatch.setattr(sources, "open_file", lambda *_: opened.append(Counted(data)) or opened[-1])
+
+    class CountedFile(SourceFile):
+        def open(self) -> BinaryIO:
+            opened.append(Counted(data))
+            return opened[-1]
+
     config = TokenizeConfig(doc_separator="<|end|>")
-    file = SourceFile("many.txt", "many.txt", len(data), 0)
+    file = CountedFile("many.txt", "many.txt", len(data), 0)
     books = [
         book
         for start in range(0, len(data), MEGABYTE)
@@ -133,14 +139,12 @@ def test_the_parts_of_a_container_make_up_the_whole(tmp_path: Path) -> None:
 
 
 @pytest.mark.parametrize(("number", "ends"), [(errno.EACCES, False), (errno.EIO, True), (errno.ESTALE, True)])
-def test_an_unreadable_file_is_left_out_and_a_failing_disk_ends_the_work(
-    number: int, ends: bool, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    def fail(*_: str) -> None:
-        raise OSError(number, os.strerror(number))
+def test_an_unreadable_file_is_left_out_and_a_failing_disk_ends_the_work(number: int, ends: bool) -> None:
+    class FailingFile(SourceFile):  # root may read everything, and disks fail seldom
+        def open(self) -> BinaryIO:
+            raise OSError(number, os.strerror(number))
 
-    monkeypatch.setattr(sources, "open_file", fail)  # root may read everything, and disks fail seldom
-    books = read_books(FileRange(SourceFile("a.txt", "a.txt", 1, 0), 1), TokenizeConfig())
+    books = read_books(FileRange(FailingFile("a.txt", "a.txt", 1, 0), 1), TokenizeConfig())
     if ends:
         with pytest.raises(UserError, match=r"Cannot read a\.txt"):
             list(books)

@@ -25,6 +25,7 @@ from hypothesis import strategies as st
 from infra.errors import UserError
 from infra.storage.directory import StorageDir
 from pipeline.books import downloads, sources
+from pipeline.books.downloads import Mirror
 from pipeline.books.readers import DroppedBook, FileRange, RawBook, read_books
 from pipeline.books.sources import Inventory, SourceFile, build_inventory
 from pipeline.config import TokenizeConfig
@@ -185,10 +186,9 @@ def test_a_bad_source_is_one_sentence(tmp_path: Path, source: str, monkeypatch: 
 
 @pytest.mark.parametrize("mirror", ["http://[bad", "http://host:port"])
 def test_a_bad_mirror_is_one_sentence(mirror: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(downloads, "RETRIES", 0)
     monkeypatch.setenv("XDG_CACHE_HOME", str(tmp_path / "cache"))
     with pytest.raises(UserError, match="another --mirror"):
-        build_inventory(["gutenberg:11"], mirror)
+        list(downloads.fetch("gutenberg:11", Mirror(mirror, retries=0)))
 
 
 WHOLE = (
@@ -239,10 +239,9 @@ BAD_ANSWERS = {
 def test_an_answer_that_is_no_book_or_not_all_of_it_is_one_sentence_and_not_kept(
     answer: bytes, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr(downloads, "RETRIES", 0)
     monkeypatch.setenv("XDG_CACHE_HOME", str(tmp_path / "cache"))
     with server_that_answers(answer) as mirror, pytest.raises(UserError, match="another --mirror"):
-        build_inventory(["gutenberg:11"], mirror)
+        list(downloads.fetch("gutenberg:11", Mirror(mirror, retries=0)))
     assert not list(tmp_path.rglob("pg11.txt"))
 
 
@@ -297,9 +296,8 @@ def test_a_cache_that_cannot_be_made_is_one_sentence(tmp_path: Path, monkeypatch
 
 def test_books_are_fetched_by_number_once(mirror: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setenv("XDG_CACHE_HOME", str(tmp_path / "cache"))
-    monkeypatch.setattr(downloads, "REQUEST_INTERVAL_SECONDS", 0.01)
+    list(downloads.fetch("gutenberg:1342,84", Mirror(mirror, interval_seconds=0.01)))
     expected = {"gutenberg/pg84.txt": TEXTS[0], "gutenberg/pg1342.txt": TEXTS[1]}
-    assert books_of("gutenberg:1342,84", mirror=mirror) == expected
     assert books_of("gutenberg:84,1342", mirror="http://127.0.0.1:9") == expected
     with pytest.raises(UserError, match="Book 11 has no plain-text edition"):
         build_inventory(["gutenberg:11"], mirror)
@@ -309,9 +307,8 @@ def test_a_mirror_that_sends_more_than_a_book_is_not_listened_to(
     mirror: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setenv("XDG_CACHE_HOME", str(tmp_path / "cache"))
-    monkeypatch.setattr(downloads, "MAX_BOOK_BYTES", 10)
     with pytest.raises(UserError, match=r"pg84\.txt is larger than 10 bytes.* Remove its number"):
-        build_inventory(["gutenberg:84"], mirror)
+        list(downloads.fetch("gutenberg:84", Mirror(mirror, max_book_bytes=10)))
     assert list((tmp_path / "cache").rglob("*.txt")) == []
 
 
@@ -444,16 +441,17 @@ def test_downloads_are_polite_and_known_by_number_alone(
 ) -> None:
     monkeypatch.setenv("XDG_CACHE_HOME", str(tmp_path / "cache"))
     pauses: list[float] = []
-    monkeypatch.setattr(downloads.time, "sleep", pauses.append)
     seven = tmp_path / "mirror" / "0" / "7" / "7.txt"
     seven.parent.mkdir(parents=True)
     seven.write_text(TEXTS[2], encoding="utf-8")
+    polite = Mirror(mirror, sleep=pauses.append)
+    assert len(list(downloads.fetch("gutenberg:1342,84,7,84", polite))) == 3
     files = build_inventory(["gutenberg:1342,84,7,84"], mirror).files
     assert [(file.id, file.modified) for file in files] == [
         (f"gutenberg/pg{number}.txt", 0) for number in (1342, 7, 84)
     ]  # fmt: skip
     assert pauses == [downloads.REQUEST_INTERVAL_SECONDS] * 2, "between three downloads"
-    build_inventory(["gutenberg:1342,84,7"], mirror)
+    list(downloads.fetch("gutenberg:1342,84,7", polite))
     assert len(pauses) == 2
 
 

@@ -3,6 +3,7 @@
 import subprocess
 import sys
 import textwrap
+from pathlib import Path
 
 import numpy as np
 import pytest
@@ -13,9 +14,8 @@ from infra.errors import UserError
 from pipeline.books.readers import FileRange, RawBook, read_books
 from pipeline.books.sources import build_inventory
 from pipeline.config import TokenizeConfig
-from pipeline.encoding import tokenizer
 from pipeline.encoding.chunks import CHUNK
-from pipeline.encoding.tokenizer import EncodingMismatch, gpt2
+from pipeline.encoding.tokenizer import GPT2_RANKS, EncodingMismatch, gpt2
 
 GPT2 = gpt2()
 chunks, decode, encode, verify = GPT2.chunks, GPT2.decode, GPT2.encode, GPT2.verify
@@ -158,12 +158,11 @@ def test_the_fast_encoder_keeps_its_ids_and_its_memory_when_it_is_made_again() -
     assert int(done.stdout) < 300_000
 
 
-def test_an_altered_rank_table_is_refused(tmp_path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_an_altered_rank_table_is_refused(tmp_path: Path) -> None:
     altered = tmp_path / "gpt2.tiktoken"
-    altered.write_bytes(tokenizer.GPT2_RANKS.read_bytes()[:-2])
-    monkeypatch.setattr(tokenizer, "GPT2_RANKS", altered)
+    altered.write_bytes(GPT2_RANKS.read_bytes()[:-2])
     with pytest.raises(UserError, match=r"gpt2\.tiktoken is not GPT-2's"):
-        gpt2.__wrapped__()
+        gpt2(altered)
 
 
 def test_a_text_longer_than_a_chunk_is_encoded_to_its_end() -> None:
@@ -173,7 +172,7 @@ def test_a_text_longer_than_a_chunk_is_encoded_to_its_end() -> None:
     assert np.array_equal(ids, np.tile(once, len(ids) // len(once)))
 
 
-def test_the_beginning_of_a_long_book_and_all_of_a_short_one_are_verified(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_the_beginning_of_a_long_book_and_all_of_a_short_one_are_verified() -> None:
     text = b"It was the best of times, it was the worst of times."
     ids = encode(text)
     assert verify("Dickens", text, ids) == len(text)
@@ -181,9 +180,8 @@ def test_the_beginning_of_a_long_book_and_all_of_a_short_one_are_verified(monkey
         verify("Dickens", text, np.append(ids, ids[-1:]))
     with pytest.raises(EncodingMismatch, match=f"from token {len(ids) - 1} on"):
         verify("Dickens", text, ids[:-1])
-    monkeypatch.setattr(tokenizer, "VERIFIED_BYTES", 20)
     ids[-1] += 1
-    assert verify("Dickens", text, ids) == len("It was the best of times"), "up to the next place for a cut"
+    assert verify("Dickens", text, ids, 20) == len("It was the best of times"), "up to the next place for a cut"
     ids[0] += 1
     with pytest.raises(EncodingMismatch, match="from token 0 on"):
-        verify("Dickens", text, ids)
+        verify("Dickens", text, ids, 20)

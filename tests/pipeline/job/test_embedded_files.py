@@ -10,21 +10,11 @@ from infra.errors import UserError
 from infra.storage.directory import StorageDir
 from pipeline.books.sources import SourceFile, build_inventory
 from pipeline.config import SAMPLE, TokenizeConfig
-from pipeline.job import embedded_files
 from pipeline.job.embedded_files import embed_local_files, is_any_missing
 from pipeline.job.plan import make_partitions
 from pipeline.job.task import run_partition
 
 
-@pytest.fixture
-def blind(monkeypatch: pytest.MonkeyPatch) -> None:
-    """A cluster with one other machine, which sees none of the files; tests/cluster has a real one."""
-    monkeypatch.setattr(
-        embedded_files, "run_on_other_nodes", lambda question, files: [("w1", question([("/of/the/driver", 1, 1)]))]
-    )
-
-
-@pytest.mark.usefixtures("blind")
 def test_carried_books_make_the_same_shards_on_a_machine_without_them(
     tmp_path: Path, write_books: Callable[..., Path]
 ) -> None:
@@ -34,7 +24,7 @@ def test_carried_books_make_the_same_shards_on_a_machine_without_them(
     here, there = StorageDir.of(tmp_path / "here"), StorageDir.of(tmp_path / "there")
     for partition in plan:
         run_partition(partition, here, f"test-{uuid.uuid4()}")
-    partitions = embed_local_files(plan)
+    partitions = embed_local_files(plan, ["w1"])
     assert [partition.key() for partition in partitions] == [partition.key() for partition in plan]
     for book in books.iterdir():
         book.unlink()
@@ -45,14 +35,10 @@ def test_carried_books_make_the_same_shards_on_a_machine_without_them(
     }
 
 
-@pytest.mark.usefixtures("blind")
-def test_many_local_books_are_refused(
-    tmp_path: Path, write_books: Callable[..., Path], monkeypatch: pytest.MonkeyPatch
-) -> None:
-    monkeypatch.setattr(embedded_files, "MAX_EMBEDDED_BYTES", 10_000)
+def test_many_local_books_are_refused(tmp_path: Path, write_books: Callable[..., Path]) -> None:
     config = TokenizeConfig((str(write_books(tmp_path / "books", 3)),))
     with pytest.raises(UserError, match=r"which w1 cannot read\..* s3://bucket/books"):
-        embed_local_files(make_partitions(build_inventory(config.sources), config))
+        embed_local_files(make_partitions(build_inventory(config.sources), config), ["w1"], 10_000)
 
 
 def test_a_file_of_another_size_or_time_is_another_file(tmp_path: Path) -> None:
@@ -65,14 +51,13 @@ def test_a_file_of_another_size_or_time_is_another_file(tmp_path: Path) -> None:
     assert is_any_missing([(str(tmp_path / "b.txt"), 5, modified)])
 
 
-@pytest.mark.usefixtures("blind")
 def test_a_file_that_changed_after_the_plan_is_not_embedded(tmp_path: Path, write_books: Callable[..., Path]) -> None:
     books = write_books(tmp_path / "books", 2)
     config = TokenizeConfig((str(books),))
     plan = make_partitions(build_inventory(config.sources), config)
     (books / "book 0001.txt").write_text("Another text. " * 99, encoding="utf-8")
     with pytest.raises(UserError, match=r"book 0001\.txt changed"):
-        embed_local_files(plan)
+        embed_local_files(plan, ["w1"])
 
 
 def test_each_machine_reads_its_own_sample() -> None:
