@@ -144,9 +144,9 @@ class Checkpoints:
     def _raise_failure(self) -> None:
         if self._failure:
             raise UserError(
-                f"the checkpoint under {self.folder}{f' or {self.upload_dir}' if self.upload_dir else ''} could not be "
-                f"written ({self._failure}): make room or fix the storage, then continue the run with --resume; the "
-                "earlier checkpoints are intact."
+                f"Cannot write the checkpoint to {self.folder}{f' or {self.upload_dir}' if self.upload_dir else ''}: "
+                f"{self._failure}. Free disk space or fix the storage, then resume the run with --resume. The earlier "
+                "checkpoints are intact."
             ) from self._failure
 
     def address(self, checkpoint: Path) -> str:

@@ -44,8 +44,8 @@ class Progress(RunState):
     tokenizer_sha256: str
     config: dict[str, Any]
     """The run as it was resolved."""
-    place: dict[str, Any] | None = None
-    """The place of the position in a stream of books; None for shards."""
+    data_state: dict[str, Any] | None = None
+    """State of the data loader for a stream of books; None for shards."""
     files: dict[str, str] = field(default_factory=dict)
     """Checksum of each file."""
 
