@@ -27,7 +27,7 @@ def ensure_local(data: StorageDir, on_shard: Callable[[Manifest, int], None] = l
     message = f"Another process has been downloading {data} for a day. End it."
     with workspace.lock_copy(message, LOCK_TIMEOUT_SECONDS):
         for number, shard in enumerate(manifest.shards):
-            if workspace.lacks(shard.path, shard.bytes):
+            if workspace.is_missing(shard.path, shard.bytes):
                 on_shard(manifest, number)
                 try:
                     workspace.pull(shard.path, shard.checksum)

@@ -78,7 +78,7 @@ class CustomModel:
     context_length: int = 1024
     vocab_size: int = 50257
     end_of_text: int = -1
-    found: ModelInfo | None = field(default=None, compare=False)
+    info: ModelInfo | None = field(default=None, compare=False)
 
     def __post_init__(self) -> None:
         check_sizes(self)
@@ -100,8 +100,8 @@ class CustomModel:
     @property
     def model_info(self) -> ModelInfo:
         """What was found of it; a resolved config has been looked at."""
-        assert self.found, "of a resolved config's model"
-        return self.found
+        assert self.info, "of a resolved config's model"
+        return self.info
 
     @property
     def source_paths(self) -> tuple[str, ...]:
@@ -130,10 +130,10 @@ class CustomModel:
             setting, value = "loss", "fused"
         if setting in _NOT_CUSTOM and value == _NOT_CUSTOM[setting][0]:
             return _NOT_CUSTOM[setting][1]
-        if self.found and not self.found.blocks and value in _BY_BLOCK.get(setting, ()):
+        if self.info and not self.info.blocks and value in _BY_BLOCK.get(setting, ()):
             return "it has no ModuleList of equal blocks"
         kernel = setting == "attention" and value not in ("auto", "sdpa")
-        if kernel and self.found and not (self.found.attention and self.found.blocks):
+        if kernel and self.info and not (self.info.attention and self.info.blocks):
             return "none of its repeated blocks calls torch's scaled_dot_product_attention"
         return ""
 
@@ -144,8 +144,8 @@ class CustomModel:
                 f"{source} has {ids:,} token ids and --model has vocab_size={self.vocab_size:,}: leave it out, or give "
                 "data that were made with another --tokenizer."
             )
-        changed = self.found if self.vocab_size == ids else None
-        return replace(self, vocab_size=ids, end_of_text=end_of_text, found=changed)
+        changed = self.info if self.vocab_size == ids else None
+        return replace(self, vocab_size=ids, end_of_text=end_of_text, info=changed)
 
 
 def _value(text: str) -> bool | int | float | str:

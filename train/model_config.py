@@ -39,15 +39,15 @@ class ModelConfig:
     def __post_init__(self) -> None:
         check_sizes(self)
         if self.width % self.heads:
-            raise UserError(f"model width={self.width} is not divisible by heads={self.heads}.")
+            raise UserError(f"Model width={self.width} is not divisible by heads={self.heads}.")
         if self.padded_vocab_size < self.vocab_size:
             raise UserError(
-                f"model padded_vocab_size={self.padded_vocab_size} is smaller than vocab_size={self.vocab_size}."
+                f"Model padded_vocab_size={self.padded_vocab_size} is smaller than vocab_size={self.vocab_size}."
             )
         if not -1 <= self.end_of_text < self.vocab_size:
-            raise UserError(f"model end_of_text={self.end_of_text} is not an id below vocab_size={self.vocab_size}.")
+            raise UserError(f"Model end_of_text={self.end_of_text} is not an id below vocab_size={self.vocab_size}.")
         if not 0 <= self.dropout < 1:
-            raise UserError(f"model dropout={self.dropout} must be at least 0 and below 1.")
+            raise UserError(f"Model dropout={self.dropout} must be at least 0 and below 1.")
 
     has_logits = True
     summary = ""

@@ -86,10 +86,10 @@ def with_model_info(config: TrainConfig) -> TrainConfig:
     model = config.model
     if not isinstance(model, CustomModel):
         return config
-    if model.found is None:
+    if model.info is None:
         from train.models.custom import inspect_model
 
-        model = replace(model, found=inspect_model(model))
+        model = replace(model, info=inspect_model(model))
     return config.replace(model=model, loss="plain")
 
 

@@ -73,7 +73,7 @@ class Workspace:
         """Whether a ``file`` that another process made in its workspace is visible here, unless that is a copy."""
         return self.copy_of is not None or file.exists()
 
-    def lacks(self, name: str, size: int) -> bool:
+    def is_missing(self, name: str, size: int) -> bool:
         """Whether a file of ``size`` bytes is still to be downloaded to the copy."""
         file = self.path / name
         return bool(self.copy_of) and not (file.is_file() and file.stat().st_size == size)

@@ -90,11 +90,11 @@ def _measure_fit(config: TrainConfig) -> MemoryFit:
     )  # fmt: skip
     output: list[str] = process.stdout.splitlines()
     if process.returncode or not output:
-        reason = (process.stderr.strip().splitlines() or ["the probe printed nothing"])[-1]
-        if process.returncode == -signal.SIGKILL:
-            reason = "the probe was killed, probably because memory ran out"
+        last_line = (process.stderr.strip().splitlines() or ["the probe printed nothing"])[-1]
         if process.returncode == EXIT_USER_ERROR:
-            raise UserError(reason)
+            raise UserError(last_line)
+        is_killed = process.returncode == -signal.SIGKILL
+        reason = "the probe was killed, probably because memory ran out" if is_killed else last_line
         raise UserError(
             f"--model {format_model(config.model)}: measuring its memory failed: {reason.rstrip('.')}. Set "
             "--micro-batch, with which a run does not need the measurement."

@@ -47,7 +47,7 @@ def worker_device_info(execution: ExecutionConfig, workers: int) -> DeviceInfo:
         return ray.get(there.remote(), timeout=ANSWER_SECONDS)
     except GetTimeoutError:
         raise UserError(
-            f"no GPU of the cluster was free within {ANSWER_SECONDS:.0f} s: stop other work there, or use --device cpu."
+            f"No GPU of the cluster was free within {ANSWER_SECONDS:.0f} s. Stop other work there, or use --device cpu."
         ) from None
 
 

@@ -74,7 +74,7 @@ def train_function(loop_config: dict[str, Any]) -> WorkerResult:
         if not alone:
             worker_states = all_gather((refusal, step_of(resume), host, node, too_large))
             refusal = combine_refusals([worker_state[:3] for worker_state in worker_states])
-            hosts, nodes = [theirs[2] for theirs in worker_states], [theirs[3] for theirs in worker_states]
+            hosts, nodes = [state[2] for state in worker_states], [state[3] for state in worker_states]
             too_large = worker_states[0][4]
         if past.result:
             return WorkerResult(with_checkpoint(past.result, run_folder))
@@ -190,11 +190,10 @@ def check_resume_step(run_folder: RunFolder, last_reported_step: int, step: int)
     A newer one was saved by an earlier worker; an older one means that checkpoints have been lost or damaged.
     """
     if step < last_reported_step:
-        there = f"ends at step {step:,}" if step else "has no intact checkpoint"
+        newest = f"the newest intact checkpoint is step {step:,}" if step else "there is no intact checkpoint"
         raise UserError(
-            f"the run continues from step {last_reported_step:,}, but {run_folder.location / 'checkpoints'}, "
-            f"seen from {socket.gethostname()}"
-            f", {there}: restore the checkpoint, or remove what is left of it to continue from the one before it."
+            f"The run should resume at step {last_reported_step:,}, but in {run_folder.location / 'checkpoints'} on "
+            f"{socket.gethostname()} {newest}. Restore the newer one, or delete its remains to resume at step {step:,}."
         )
 
 
@@ -398,6 +397,6 @@ def check_crash_loop(starts: Sequence[int], max_attempts: int = ATTEMPTS, out_of
         )
     if list(starts[-max_attempts - 1 : -1]) == [step] * max_attempts:
         raise UserError(
-            f"the worker died {max_attempts} times between step {step} and the next checkpoint: look for the reason in "
-            "Ray's logs, and check whether the machine has enough memory."
+            f"The worker crashed {max_attempts} times after step {step} without reaching a checkpoint. Check Ray's "
+            "logs and the machine's memory."
         )

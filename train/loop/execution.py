@@ -92,7 +92,7 @@ def _gpt(model_config: ModelConfig, execution: ExecutionConfig) -> GPT:
 
 def _custom(model: CustomModel, execution: ExecutionConfig) -> nn.Module:
     """A custom model with the switches of its blocks as configured."""
-    attention, chosen = execution.attention, bool(model.found and model.found.attention)
+    attention, chosen = execution.attention, bool(model.info and model.info.attention)
     kernels: list[SDPBackend] = []
     if chosen and attention == "manual":
         kernels = [SDPBackend.MATH]
@@ -128,7 +128,7 @@ def _attention(model: AnyModel, execution: ExecutionConfig) -> AttentionFunction
 def attention_kernel(model: AnyModel, execution: ExecutionConfig, device: torch.device) -> str:
     """The kernel that computes attention on ``device``: as configured, or the first usable one of the GPU's list."""
     if isinstance(model, CustomModel):
-        if not (model.found and model.found.attention):
+        if not (model.info and model.info.attention):
             return "the model's own"
         return "math" if execution.attention == "manual" else execution.attention
     if execution.attention != "auto":

@@ -382,7 +382,7 @@ class Trainer:
             data_fingerprint=self.data.manifest.fingerprint,
             tokenizer_sha256=self.data.manifest.tokenizer_sha256,
             config=self.config.to_json(),
-            place=self.data.state_dict(self.state.position),
+            data_state=self.data.state_dict(self.state.position),
         )
         self.checkpoints.save(
             taken, progress, lambda losses: divergence_reason(losses, reference, spike, first) is None
@@ -393,5 +393,5 @@ class Trainer:
         check_same_run(path, progress, self.config, self.data.manifest)
         self.unreported_losses = save.load(path, self.model, self.optimizer, self.scaler, self.device)
         self.state = progress.state
-        self.data.load_state_dict(progress.place)
+        self.data.load_state_dict(progress.data_state)
         self.elapsed_before = progress.elapsed

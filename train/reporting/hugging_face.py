@@ -39,7 +39,7 @@ def write_model(checkpoint: Path, folder: Path, run: str = "") -> str:
     if isinstance(kind, CustomModel):
         shared = shared_names(model)
         weights = {name: value.contiguous().cpu() for name, value in model.state_dict().items() if name not in shared}
-        model_config = to_json(replace(kind, found=None))
+        model_config = to_json(replace(kind, info=None))
         loading = f"load it with safetensors.torch.load_model into the module that {kind.callable} returns"
     else:
         weights, model_config = to_hf_state_dict(model), to_hf_config(kind)

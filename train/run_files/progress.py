@@ -43,9 +43,9 @@ class Progress(RunState):
     data_fingerprint: str
     tokenizer_sha256: str
     config: dict[str, Any]
-    """The resolved settings of the run."""
-    place: dict[str, Any] | None = None
-    """The position in a stream of books; None for shards."""
+    """The run as it was resolved."""
+    data_state: dict[str, Any] | None = None
+    """State of the data loader for a stream of books; None for shards."""
     files: dict[str, str] = field(default_factory=dict)
     """Checksum of each other file by its name."""
 

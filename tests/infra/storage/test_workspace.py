@@ -36,9 +36,9 @@ def test_files_that_are_here_are_not_downloaded_again(place: StorageDir) -> None
     place.write("train/a", b"content")
     workspace = Workspace.of(place, "data", "fingerprint")
     with workspace.lock_copy("in use", 0.0):
-        assert workspace.lacks("train/a", 7) is not bool(place.local_path)
+        assert workspace.is_missing("train/a", 7) is not bool(place.local_path)
         workspace.pull("train/a")
-        assert not workspace.lacks("train/a", 7)
+        assert not workspace.is_missing("train/a", 7)
     assert (workspace.path / "train/a").read_bytes() == b"content"
 
 

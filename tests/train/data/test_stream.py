@@ -373,7 +373,7 @@ def test_through_ray_it_is_the_same_run_also_when_resumed(config: TrainConfig, t
     assert found[-1]["val_loss"] == straight[-1].val_loss
     progress = json.loads((folder / "checkpoints" / "step-00000012" / "progress.json").read_text())
     assert progress["position"] == 48
-    assert progress["place"]["epoch"] == 0
+    assert progress["data_state"]["epoch"] == 0
     check_same_run(
         Path(first.checkpoint),
         read_progress(Path(first.checkpoint)),

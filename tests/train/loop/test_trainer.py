@@ -129,7 +129,7 @@ def test_a_checkpoint_asks_for_its_place_by_the_windows_before_it(
     monkeypatch.setattr(trainer.data, "state_dict", lambda position: {"position": position})
     checkpoint = trainer.run().checkpoint
     assert checkpoint
-    assert read_progress(Path(checkpoint)).place == {"position": 3 * 8}
+    assert read_progress(Path(checkpoint)).data_state == {"position": 3 * 8}
 
 
 def test_what_ends_within_a_cycle_is_reported_too(config: TrainConfig) -> None:
@@ -385,7 +385,7 @@ def test_a_resumed_run_has_its_data_go_to_where_its_checkpoint_was(config: Train
     first, _ = train(config, checkpoints=tmp_path, should_stop=stop_at(3))
     assert first.checkpoint
     progress = Path(first.checkpoint) / "progress.json"
-    progress.write_text(json.dumps(json.loads(progress.read_text()) | {"place": {"book": 7}}))
+    progress.write_text(json.dumps(json.loads(progress.read_text()) | {"data_state": {"book": 7}}))
     data = Watched(config.dataset, config.model, config.duration.cycle)
     trainer = Trainer(config, data=data, resume=Path(first.checkpoint))
     assert (data.went, trainer.state.position) == ({"book": 7}, 3 * 8)
