@@ -2,11 +2,12 @@
 
 import gc
 from contextlib import suppress
+from dataclasses import dataclass
 from pathlib import Path
 
 import torch
 
-from infra.device.gpu import read_gpu
+from infra.device.gpu import GpuState, read_gpu
 from train.config import ExecutionConfig
 from train.result import Memory
 
@@ -57,16 +58,38 @@ def peak(device: torch.device) -> Memory:
     """Peak memory of this process on ``device`` in bytes, measured in three ways."""
     if device.type != "cuda":
         return Memory(None, None, peak_rss(), "rss")
-    statistics = torch.cuda.memory_stats(device)
-    reserved = torch.cuda.max_memory_reserved(device)
-    state = read_gpu(device.index or 0)
+    return gpu_peak(AllocatorStats.read(device), read_gpu(device.index or 0))
+
+
+@dataclass(frozen=True)
+class AllocatorStats:
+    """Counters of torch's allocator on a GPU, in bytes."""
+
+    reserved: int
+    max_reserved: int
+    max_allocated: int
+    retries: int = 0
+    """Number of allocations that succeeded only after the cache was emptied."""
+
+    @classmethod
+    def read(cls, device: torch.device) -> "AllocatorStats":
+        return cls(
+            torch.cuda.memory_reserved(device),
+            torch.cuda.max_memory_reserved(device),
+            torch.cuda.max_memory_allocated(device),
+            torch.cuda.memory_stats(device).get("num_alloc_retries", 0),
+        )
+
+
+def gpu_peak(stats: AllocatorStats, state: GpuState | None) -> Memory:
+    """Peak memory of this process on a GPU that NVML reports to be in ``state``."""
     now = state.process_memory if state else None
     return Memory(
-        allocated=torch.cuda.max_memory_allocated(device),
-        reserved=reserved,
-        process=peak_process(now, device) if now else reserved,
+        allocated=stats.max_allocated,
+        reserved=stats.max_reserved,
+        process=peak_process(now, stats) if now else stats.max_reserved,
         process_source="nvml" if now else "reserved",
-        allocator_retries=statistics.get("num_alloc_retries", 0),
+        allocator_retries=stats.retries,
     )
 
 
@@ -83,12 +106,11 @@ def _status_bytes(name: str) -> int:
     return int(status.partition(f"{name}:")[2].split(maxsplit=1)[0]) * 1024
 
 
-def peak_process(now: int, device: torch.device) -> int:
-    """Peak bytes of a process that uses ``now`` bytes of ``device`` according to NVML.
+def peak_process(now: int, stats: AllocatorStats) -> int:
+    """Peak bytes of a process that uses ``now`` bytes of a GPU according to NVML.
 
     torch's allocator returns its segments when its cache is emptied, for example before a graph is captured or when an
     allocation is retried, and NVML does not report peaks. So what the process uses besides the segments is added to
     the peak of the segments.
     """
-    reserved = torch.cuda.max_memory_reserved(device)
-    return max(now - torch.cuda.memory_reserved(device), 0) + reserved
+    return max(now - stats.reserved, 0) + stats.max_reserved

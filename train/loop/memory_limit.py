@@ -12,6 +12,7 @@ import torch
 
 from infra.device.gpu import read_gpu
 from train.loop import memory
+from train.loop.memory import AllocatorStats
 from train.result import MemorySource
 
 RESERVED_OUTSIDE_ALLOCATOR = 256 * 2**20
@@ -55,7 +56,7 @@ class MemoryLimit:
         state = read_gpu(self.device.index or 0) if measured.process_source == "reserved" else None
         if state is None:
             return measured.process, measured.process_source
-        return memory.peak_process(state.memory_used - self.baseline_bytes, self.device), "device"
+        return memory.peak_process(state.memory_used - self.baseline_bytes, AllocatorStats.read(self.device)), "device"
 
     def excess_message(self) -> str:
         """A text with the memory used and the limit if the process exceeded it, else empty."""

@@ -2,7 +2,7 @@
 
 import re
 import traceback
-from collections.abc import Iterable, Iterator
+from collections.abc import Callable, Iterable, Iterator
 from typing import Any
 
 import torch
@@ -10,7 +10,7 @@ from torch import Tensor, nn
 
 from infra.cli.units import parse_size
 from infra.device import host
-from infra.device.gpu import read_gpu
+from infra.device.gpu import GpuState, read_gpu
 from infra.errors import first_line
 from train.config import TrainConfig
 from train.estimate.memory import peak_if_known
@@ -71,7 +71,7 @@ def failed_allocation_bytes(failure: Exception) -> int | None:
     return parse_size(f"{match[1]} {match[2].replace('bytes', 'B')}") if match else None
 
 
-def available_bytes(device: torch.device) -> int:
+def available_bytes(device: torch.device, read_gpu: Callable[[int], GpuState | None] = read_gpu) -> int:
     """Bytes that this process can use of ``device``: on a GPU what other processes leave, if NVML tells theirs."""
     if device.type != "cuda":
         return host.total_memory()

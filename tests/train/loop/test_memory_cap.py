@@ -1,5 +1,6 @@
 """The cap that a memory limit sets on a card, by a stand-in for CUDA: what torch gets beside the process itself."""
 
+from collections.abc import Callable
 from dataclasses import replace
 from types import SimpleNamespace
 
@@ -57,13 +58,23 @@ class Card:
         return Memory(KERNELS, KERNELS, self.context + KERNELS, "nvml")
 
 
+@pytest.fixture
+def insert_card(monkeypatch: pytest.MonkeyPatch) -> Callable[[Card], None]:
+    """``insert_card(card)``: torch and NVML find this card in the machine."""
+
+    def insert(card: Card) -> None:
+        monkeypatch.setattr(memory_limit, "torch", card)
+        monkeypatch.setattr(memory_limit, "read_gpu", card.state)
+        monkeypatch.setattr(memory, "peak", card.peak)
+
+    return insert
+
+
 @pytest.mark.parametrize("hidden", [False, True])
-def test_the_cap_leaves_room_for_what_torch_does_not_count(monkeypatch: pytest.MonkeyPatch, hidden: bool) -> None:
+def test_the_cap_leaves_room_for_what_torch_does_not_count(insert_card: Callable[[Card], None], hidden: bool) -> None:
     """The context and the libraries, measured when both are there; also where NVML tells the whole card alone."""
     card = Card(context=GB // 2, hidden=hidden)
-    monkeypatch.setattr(memory_limit, "torch", card)
-    monkeypatch.setattr(memory_limit, "read_gpu", card.state)
-    monkeypatch.setattr(memory, "peak", card.peak)
+    insert_card(card)
     imposed = MemoryLimit.apply(40 * GB, "cuda")
     assert card.fraction is not None
     assert card.fraction * TOTAL == pytest.approx(39.5 * GB - RESERVED_OUTSIDE_ALLOCATOR)
@@ -75,12 +86,10 @@ def test_the_cap_leaves_room_for_what_torch_does_not_count(monkeypatch: pytest.M
 
 @pytest.mark.parametrize(("size", "fraction"), [(GB // 4, 0.0), (100 * GB, 1.0)])
 def test_a_limit_below_the_context_or_above_the_card_is_still_a_share(
-    monkeypatch: pytest.MonkeyPatch, size: int, fraction: float
+    insert_card: Callable[[Card], None], size: int, fraction: float
 ) -> None:
     card = Card(context=GB // 2)
-    monkeypatch.setattr(memory_limit, "torch", card)
-    monkeypatch.setattr(memory_limit, "read_gpu", card.state)
-    monkeypatch.setattr(memory, "peak", card.peak)
+    insert_card(card)
     MemoryLimit.apply(size, "cuda")
     assert card.fraction == fraction
 

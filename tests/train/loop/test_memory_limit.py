@@ -18,6 +18,7 @@ from infra.tracking.store import store_uri
 from train import run
 from train.config import Cycle, TrainConfig
 from train.loop import memory, memory_limit
+from train.loop.memory import AllocatorStats
 from train.loop.memory_limit import MemoryLimit
 from train.loop.trainer import Trainer
 from train.model_config import ModelConfig
@@ -106,20 +107,13 @@ def test_the_peak_is_this_process_own_and_not_that_of_the_one_that_started_it() 
 
 
 @pytest.mark.parametrize(("told", "expected"), [(5 * 10**9, 13 * 10**9), (None, 12 * 10**9)])
-def test_segments_given_back_before_the_end_count(
-    monkeypatch: pytest.MonkeyPatch, told: int | None, expected: int
-) -> None:
+def test_segments_given_back_before_the_end_count(told: int | None, expected: int) -> None:
     """NVML says 5 GB, of which torch's allocator has 4; it had 12 before its cache was emptied."""
     state = GpuState("H200", "570", 140 * 10**9, 7 * 10**9, told, (), None, None, None, None)
-    monkeypatch.setattr(memory, "read_gpu", lambda index: state)
-    monkeypatch.setattr(memory_limit, "read_gpu", lambda index: state)
-    monkeypatch.setattr(torch.cuda, "memory_stats", lambda device: {})
-    monkeypatch.setattr(torch.cuda, "memory_reserved", lambda device: 4 * 10**9)
-    monkeypatch.setattr(torch.cuda, "max_memory_reserved", lambda device: 12 * 10**9)
-    monkeypatch.setattr(torch.cuda, "max_memory_allocated", lambda device: 11 * 10**9)
-    assert memory.peak(GPU).process == expected
+    stats = AllocatorStats(reserved=4 * 10**9, max_reserved=12 * 10**9, max_allocated=11 * 10**9)
+    assert memory.gpu_peak(stats, state).process == expected
     # Where NVML hides processes, the card's growth since 2 GB stands in for the process's 5.
-    assert MemoryLimit(40 * 10**9, GPU, baseline_bytes=2 * 10**9).used() == (13 * 10**9, "nvml" if told else "device")
+    assert memory.peak_process(state.memory_used - 2 * 10**9, stats) == 13 * 10**9
 
 
 @pytest.mark.gpu

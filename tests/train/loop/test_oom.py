@@ -173,11 +173,10 @@ def test_on_a_gpu_the_cap_leaves_some_of_the_limit() -> None:
     )
 
 
-def test_a_gpu_has_what_other_processes_leave(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_a_gpu_has_what_other_processes_leave() -> None:
     """Of 80 GB, 50 are in use, of which this process has 20."""
     state = GpuState("GPU", "580", 80 * 10**9, 50 * 10**9, 20 * 10**9, (), None, None, None, None)
-    monkeypatch.setattr("train.loop.oom.read_gpu", lambda index: state)
-    assert available_bytes(torch.device("cuda", 0)) == 50 * 10**9
+    assert available_bytes(torch.device("cuda", 0), lambda index: state) == 50 * 10**9
 
 
 @pytest.mark.gpu
