@@ -26,18 +26,12 @@ from pipeline.job.report import Stopwatch
 from pipeline.job.task import read_or_drop, tokenize
 from pipeline.shards import Split
 
-PARTITION_BYTES = 4_000_000
-"""Bytes of text per task; small, so that the first tokens arrive soon."""
 PARTITIONS_PER_EXECUTION = 256
 """Partitions per execution of Ray Data, so that the first one does not wait until a whole large corpus is submitted."""
 MAX_BUFFER_BYTES = 256_000_000
 """Bytes of encoded books that may be buffered before the readers pause."""
 MAX_RETRIES = 2
 """Retries of a task whose process crashed."""
-VAL_FRACTION = 0.01
-"""Fraction of the books held out for validation."""
-MAX_SEARCH_BYTES = 64_000_000
-"""Maximum number of bytes of text that are read to find the books held out for validation."""
 BYTES_PER_TOKEN = 4
 """Estimated bytes of text per token, used until books have been read."""
 
@@ -63,12 +57,19 @@ class EncodedBook:
 class Stream:
     """The books of ``sources``; 1% of them, and at least one if all ids are known, are held out for validation."""
 
+    partition_bytes = 4_000_000
+    """Bytes of text per task; small, so that the first tokens arrive soon."""
+    val_fraction = 0.01
+    """Fraction of the books held out for validation."""
+    max_search_bytes = 64_000_000
+    """Maximum number of bytes of text that are read to find the books held out for validation."""
+
     def __init__(self, sources: Sequence[str], seed: int, reading: ReadingConfig) -> None:
         self.seed = seed
         tokenizer = read_tokenizer(reading.tokenizer)
         self.tokenizer_sha256 = tokenizer.sha256
         self.settings = TokenizeConfig(
-            tuple(sources), val_fraction=VAL_FRACTION, shard_size=PARTITION_BYTES, **asdict(reading)
+            tuple(sources), val_fraction=self.val_fraction, shard_size=self.partition_bytes, **asdict(reading)
         )
         if not tokenizer.is_gpt2:
             tokenizer.check_encoders(self.settings.encoder)
@@ -79,18 +80,18 @@ class Stream:
         self.settings = replace(self.settings, val_fraction=self._reachable_fraction())
 
     def _reachable_fraction(self) -> float:
-        """Return ``VAL_FRACTION``, or more if a small collection needs it to hold out one book.
+        """Return :attr:`val_fraction`, or more if a small collection needs it to hold out one book.
 
         Only collections whose files are one book each are considered, because their ids are known; others are large.
         """
         files = self.inventory.files
         are_ids_known = all(is_one_book(FileRange(file, file.size), self.settings) and not file.split for file in files)
         if not are_ids_known or len(files) < 2:  # a single book is trained on
-            return VAL_FRACTION
-        return max(VAL_FRACTION, math.nextafter(min(split_hash(file.id) for file in files), 1))
+            return self.val_fraction
+        return max(self.val_fraction, math.nextafter(min(split_hash(file.id) for file in files), 1))
 
     def validation_books(self, tokens: int) -> list[EncodedBook]:
-        """Return books for validation, by id, until they have ``tokens`` tokens or ``MAX_SEARCH_BYTES`` are read."""
+        """Return books for validation, by id, until they have ``tokens`` tokens or ``max_search_bytes`` are read."""
         books: list[EncodedBook] = []
         searched_bytes = 0
         partitions = make_partitions(self.inventory, self.settings, self.tokenizer_sha256)
@@ -104,7 +105,7 @@ class Stream:
                     return books
             ranges = (file_range for file_range in partition.ranges if not is_one_book(file_range, partition.settings))
             searched_bytes += sum(file_range.size for file_range in ranges)
-            if searched_bytes > MAX_SEARCH_BYTES:
+            if searched_bytes > self.max_search_bytes:
                 break
         return books
 

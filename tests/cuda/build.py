@@ -9,6 +9,7 @@ import re
 import shutil
 import subprocess
 import sys
+from collections.abc import Callable
 from importlib.util import find_spec
 from pathlib import Path
 
@@ -39,7 +40,7 @@ def environment() -> dict[str, str]:
     return {GPU: MODELS[0], "OMP_NUM_THREADS": "1", "TORCHINDUCTOR_COMPILE_THREADS": "1"} | os.environ | loaded
 
 
-def build(folder: Path) -> Path:
+def build(folder: Path, find_headers: Callable[[], Path | None] | None = None) -> Path:
     """The device as a shared library in ``folder``, built anew where a source has changed.
 
     Raises :class:`SystemExit` with a sentence where there is no compiler or there are no headers.
@@ -50,7 +51,7 @@ def build(folder: Path) -> Path:
         return library
     if not shutil.which("g++"):
         sys.exit("The pretended GPU is written in C++, and there is no C++ compiler here: install g++.")
-    include = headers()
+    include = (find_headers or headers)()
     if include is None:
         sys.exit("The headers of CUDA 13 are neither in torch's packages nor in /usr/local/cuda: install them.")
     folder.mkdir(parents=True, exist_ok=True)

@@ -7,6 +7,7 @@ import platform
 import shutil
 import subprocess
 import sys
+from dataclasses import dataclass
 from pathlib import Path
 
 SPACE = 9 * 10**9
@@ -22,18 +23,35 @@ def has_gpu() -> bool:
     return found.returncode == 0 and "GPU" in found.stdout
 
 
-def obstacle(folder: Path) -> str | None:
-    """Why the tests cannot run here with an environment in ``folder``, in one sentence."""
-    if (platform.system(), platform.machine()) != ("Linux", "x86_64"):
-        where = f"{platform.system()} on {platform.machine()}"
+@dataclass(frozen=True)
+class Machine:
+    """What the tests need of a machine."""
+
+    system: str
+    processor: str
+    free: int
+    """Bytes of disk space for the environment."""
+    gpu: bool
+    compiler: bool
+
+    @classmethod
+    def describe(cls, folder: Path) -> "Machine":
+        """This machine, with an environment in ``folder``."""
+        free = shutil.disk_usage(folder).free
+        return cls(platform.system(), platform.machine(), free, has_gpu(), bool(shutil.which("g++")))
+
+
+def obstacle(folder: Path, machine: Machine) -> str | None:
+    """Why the tests cannot run on ``machine`` with an environment in ``folder``, in one sentence."""
+    if (machine.system, machine.processor) != ("Linux", "x86_64"):
+        where = f"{machine.system} on {machine.processor}"
         return f"make test-cuda needs Linux on x86_64, for which torch's CUDA build is made; this is {where}."
-    free = shutil.disk_usage(folder).free
-    if free < SPACE:
+    if machine.free < SPACE:
         return (
             f"make test-cuda needs {SPACE / 1e9:.0f} GB for an environment with torch's CUDA build, and {folder} has "
-            f"{free / 1e9:.1f} GB free: make room, or set CUDA_VENV to a folder on another disk."
+            f"{machine.free / 1e9:.1f} GB free: make room, or set CUDA_VENV to a folder on another disk."
         )
-    if not has_gpu() and not shutil.which("g++"):
+    if not (machine.gpu or machine.compiler):
         return (
             "make test-cuda builds a pretended GPU where there is no real one and finds no C++ compiler: install g++."
         )
@@ -41,4 +59,4 @@ def obstacle(folder: Path) -> str | None:
 
 
 if __name__ == "__main__":
-    sys.exit(obstacle(Path(sys.argv[1])))
+    sys.exit(obstacle(Path(sys.argv[1]), Machine.describe(Path(sys.argv[1]))))

@@ -1,13 +1,10 @@
 """A machine that cannot run make test-cuda is told why in one sentence, and a real GPU is left to itself."""
 
 import os
-import platform
-import shutil
 import subprocess
 import sys
-from collections.abc import Callable
+from dataclasses import replace
 from pathlib import Path
-from types import SimpleNamespace
 from typing import Any
 
 import pytest
@@ -18,33 +15,28 @@ pretended = pytest.mark.skipif("PRETENDED_GPU" not in os.environ, reason="needs 
 
 
 @pytest.mark.parametrize(
-    ("module", "function", "answer", "named"),
+    ("lack", "named"),
     [
-        (platform, "machine", lambda: "aarch64", "aarch64"),
-        (platform, "system", lambda: "Darwin", "Darwin"),
-        (shutil, "disk_usage", lambda folder: SimpleNamespace(free=10**9), "1.0 GB free"),
-        (shutil, "which", lambda program: None, "g++"),
+        ({"processor": "aarch64"}, "aarch64"),
+        ({"system": "Darwin"}, "Darwin"),
+        ({"free": 10**9}, "1.0 GB free"),
+        ({"compiler": False}, "g++"),
     ],
     ids=["processor", "system", "disk", "compiler"],
 )
 def test_what_a_machine_lacks_is_said_before_anything_is_installed(
-    monkeypatch: pytest.MonkeyPatch, tmp_path: Path, module: Any, function: str, answer: Callable[..., Any], named: str
+    monkeypatch: pytest.MonkeyPatch, tmp_path: Path, lack: dict[str, Any], named: str
 ) -> None:
     monkeypatch.syspath_prepend(HERE)
     import machine
 
-    monkeypatch.setattr(machine, "has_gpu", lambda: False)
-    enough = SimpleNamespace(free=10**12)
-    for part, name, found in (
-        (platform, "machine", lambda: "x86_64"), (platform, "system", lambda: "Linux"),
-        (shutil, "disk_usage", lambda folder: enough), (shutil, "which", lambda program: program),
-    ):  # fmt: skip
-        monkeypatch.setattr(part, name, found)
-    assert machine.obstacle(tmp_path) is None
-    monkeypatch.setattr(module, function, answer)
-    found = machine.obstacle(tmp_path)
+    enough = machine.Machine("Linux", "x86_64", free=10**12, gpu=False, compiler=True)
+    assert machine.obstacle(tmp_path, enough) is None
+    found = machine.obstacle(tmp_path, replace(enough, **lack))
     assert found
     assert named in found
+    assert machine.obstacle(tmp_path, replace(enough, gpu=True, compiler=False)) is None
+    assert machine.Machine.describe(tmp_path).free > 0
 
 
 @pytest.mark.parametrize("lacking", ["compiler", "headers"])
@@ -52,17 +44,18 @@ def test_the_device_is_not_built_without(monkeypatch: pytest.MonkeyPatch, tmp_pa
     monkeypatch.syspath_prepend(HERE)
     import build
 
-    monkeypatch.setattr(build, "headers", lambda: None)
-    monkeypatch.setattr(shutil, "which", lambda program: None if lacking == "compiler" else program)
+    monkeypatch.setenv("PATH", str(tmp_path))
+    if lacking == "headers":
+        (tmp_path / "g++").touch(mode=0o755)
     with pytest.raises(SystemExit, match=lacking):
-        build.build(tmp_path)
+        build.build(tmp_path, lambda: None)
 
 
-def test_a_card_that_cannot_be_pretended_is_refused(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_a_card_that_cannot_be_pretended_is_refused(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
     monkeypatch.syspath_prepend(HERE)
     import build
 
-    monkeypatch.setattr(build, "has_gpu", lambda: False)
+    monkeypatch.setenv("PATH", str(tmp_path))  # without nvidia-smi
     monkeypatch.setenv(build.GPU, "B200")
     with pytest.raises(SystemExit, match=r"B200.*A100 or H100"):
         build.environment()

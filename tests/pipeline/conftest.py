@@ -7,6 +7,8 @@ from pathlib import Path
 
 import pytest
 
+from pipeline.job import plan
+
 WORDS = """the of and a to in he was that his it with as had for on at by not she from her but which you they were
     all harbour lantern whale winter morning captain letter garden window road mountain river evening""".split()  # noqa: SIM905
 
@@ -39,6 +41,12 @@ def prose() -> Callable[..., str]:
 def write_books() -> Callable[..., Path]:
     """``write_books(folder, count, words=3000)``."""
     return _write_books
+
+
+@pytest.fixture
+def limit_partitions(monkeypatch: pytest.MonkeyPatch) -> Callable[[int], None]:
+    """``limit_partitions(count)``: a partition has at most so many files."""
+    return lambda count: monkeypatch.setattr(plan, "MAX_RANGES_PER_PARTITION", count)
 
 
 @pytest.fixture(scope="session")

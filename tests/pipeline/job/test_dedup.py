@@ -13,7 +13,6 @@ from infra.storage.directory import StorageDir
 from pipeline.books.sources import build_inventory
 from pipeline.config import TokenizeConfig
 from pipeline.encoding.tokenizer import gpt2
-from pipeline.job import plan
 from pipeline.job.dedup import Rank, drop_duplicates, find_duplicates
 from pipeline.job.partition_result import PartitionResult, read_result
 from pipeline.job.plan import make_partitions
@@ -27,10 +26,12 @@ def by_id(book: str) -> Rank:
 
 
 @pytest.fixture
-def results(tmp_path: Path, prose: Callable[..., str], monkeypatch: pytest.MonkeyPatch) -> dict[str, PartitionResult]:
+def results(
+    tmp_path: Path, prose: Callable[..., str], limit_partitions: Callable[[int], None]
+) -> dict[str, PartitionResult]:
     """Four partitions: two originals, an exact copy and an empty book, another copy alone, a near one with a third
     book."""
-    monkeypatch.setattr(plan, "MAX_RANGES_PER_PARTITION", 2)
+    limit_partitions(2)
     books = tmp_path / "books"
     books.mkdir()
     for name, text in {

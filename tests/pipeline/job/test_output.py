@@ -18,7 +18,7 @@ from infra.storage.directory import StorageDir
 from pipeline.books.readers import DroppedBook
 from pipeline.config import IDENTITY_SETTINGS, TokenizeConfig
 from pipeline.inspect import verify
-from pipeline.job import output, plan, task
+from pipeline.job import output, task
 from pipeline.job.partition_result import PartitionResult, read_result
 from pipeline.job.plan import Job
 from pipeline.job.task import run_partition
@@ -30,18 +30,18 @@ FOREIGN = ("train/own.arrow", "train/0001.arrow", "val/sub/000000-000.arrow", "p
 
 @pytest.fixture
 def small_partitions(
-    tmp_path: Path, write_books: Callable[..., Path], monkeypatch: pytest.MonkeyPatch
+    tmp_path: Path, write_books: Callable[..., Path], limit_partitions: Callable[[int], None]
 ) -> TokenizeConfig:
     """Settings for 24 small books in six partitions, none of them done."""
-    monkeypatch.setattr(plan, "MAX_RANGES_PER_PARTITION", 4)
+    limit_partitions(4)
     books = write_books(tmp_path / "books", 24, words=100)
     return TokenizeConfig(sources=(str(books),), out=str(tmp_path / "out"))
 
 
 @pytest.fixture
-def config(small_partitions: TokenizeConfig, monkeypatch: pytest.MonkeyPatch) -> TokenizeConfig:
+def config(small_partitions: TokenizeConfig, limit_partitions: Callable[[int], None]) -> TokenizeConfig:
     """Settings for the same books in three partitions, of which the first is done."""
-    monkeypatch.setattr(plan, "MAX_RANGES_PER_PARTITION", 8)
+    limit_partitions(8)
     job = Job(small_partitions)
     run_partition(job.partitions[0], job.out_dir, f"test-{uuid.uuid4()}")
     output.mark_unfinished(job, ())
@@ -267,9 +267,9 @@ def test_a_duplicate_comes_back_when_its_original_changes_also_after_an_interrup
 
 
 def test_a_duplicate_comes_back_when_its_original_goes_with_the_last_piece(
-    small_partitions: TokenizeConfig, tmp_path: Path, prose: Callable[..., str], monkeypatch: pytest.MonkeyPatch
+    small_partitions: TokenizeConfig, tmp_path: Path, prose: Callable[..., str], limit_partitions: Callable[[int], None]
 ) -> None:
-    monkeypatch.setattr(plan, "MAX_RANGES_PER_PARTITION", 1)
+    limit_partitions(1)
     config = replace(small_partitions, sources=(f"{tmp_path}/shelf*",), val_fraction=0)
     with zipfile.ZipFile(tmp_path / "shelf.zip", "w") as archive:
         archive.writestr("copy.txt", prose(1))

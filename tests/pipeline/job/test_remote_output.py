@@ -14,7 +14,7 @@ from infra.storage.workspace import Workspace
 from pipeline import inspect
 from pipeline.config import TokenizeConfig
 from pipeline.inspect import InspectConfig
-from pipeline.job import output, plan
+from pipeline.job import output
 from pipeline.job.plan import Job
 from pipeline.job.task import run_partition
 from pipeline.shards import SPLIT_HISTORY, read_manifest
@@ -29,10 +29,10 @@ def config(
     write_books: Callable[..., Path],
     prose: Callable[..., str],
     bucket: str,
-    monkeypatch: pytest.MonkeyPatch,
+    limit_partitions: Callable[[int], None],
 ) -> TokenizeConfig:
     """Settings for twelve small books in six partitions, two of which are copies, with an output in object storage."""
-    monkeypatch.setattr(plan, "MAX_RANGES_PER_PARTITION", 2)
+    limit_partitions(2)
     books = write_books(tmp_path / "books", 12, words=100)
     for number in (7, 11):  # one leaves its shard another book, one an empty shard
         (books / f"book {number:04d}.txt").write_text(prose(1, 100), encoding="utf-8")

@@ -15,7 +15,7 @@ from infra.storage.directory import StorageDir
 from infra.storage.local_directory import LocalDir
 from pipeline.config import TokenizeConfig
 from pipeline.inspect import verify
-from pipeline.job import output, plan
+from pipeline.job import output
 from pipeline.job.plan import Job, split_hash
 from pipeline.job.task import run_partition
 from pipeline.shards import Manifest, TokenShards
@@ -105,10 +105,10 @@ def test_nothing_is_held_out_where_none_is_wanted(tmp_path: Path, prose: Prose) 
 
 @pytest.mark.parametrize("parts", [1, 2, 4096])
 def test_what_was_held_out_stays_so_while_the_data_set_grows(
-    tmp_path: Path, prose: Prose, parts: int, monkeypatch: pytest.MonkeyPatch
+    tmp_path: Path, prose: Prose, parts: int, limit_partitions: Callable[[int], None]
 ) -> None:
     """Books before and after it in every order, rows of another source, and its own text under another name."""
-    monkeypatch.setattr(plan, "MAX_RANGES_PER_PARTITION", parts)
+    limit_partitions(parts)
     names = by_position(f"{n:02d}.txt" for n in range(40))
     folder = put(tmp_path / "books", {name: prose(int(name[:2]), 100) for name in names[-2:]})
     config = TokenizeConfig((str(folder),), out=str(tmp_path / "out"))

@@ -29,7 +29,7 @@ from pipeline.job.partition_result import read_result
 from pipeline.job.plan import make_partitions
 from pipeline.job.task import run_partition
 from pipeline.shards import Shard
-from pipeline.stream import VAL_FRACTION, EncodedBook, Stream, encoded_books
+from pipeline.stream import EncodedBook, Stream, encoded_books
 from train.config import Cycle, TrainConfig
 from train.data.loader import BatchLoader
 from train.data.source import estimate_manifest, open_stream, with_absolute_paths
@@ -288,7 +288,7 @@ def test_a_stream_reads_what_shards_hold(
     unusual: Path, tmp_path: Path, name: str, reading: ReadingConfig, fewer: bool
 ) -> None:
     sources = (str(unusual / name),)
-    config = TokenizeConfig(sources, val_fraction=VAL_FRACTION, **dataclasses.asdict(reading))
+    config = TokenizeConfig(sources, val_fraction=Stream.val_fraction, **dataclasses.asdict(reading))
     (partition,) = make_partitions(build_inventory(sources), config)
     run_partition(partition, StorageDir.of(tmp_path), f"test-{uuid.uuid4()}")
     result = read_result(tmp_path, partition.name)
@@ -313,21 +313,22 @@ def test_a_stream_reads_what_shards_hold(
         assert not any(book.tokens.tolist() in shards.values() for book in apart.read(0))
 
 
-def test_books_are_held_out_until_there_are_enough_or_much_has_been_read(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
+class SmallPartitions(Inline):
+    partition_bytes = 1_000_000
+    val_fraction = 0.3
+
+
+def test_books_are_held_out_until_there_are_enough_or_much_has_been_read(tmp_path: Path) -> None:
     """What was read counts over all partitions: in a large corpus none of them alone is much."""
-    monkeypatch.setattr(stream, "PARTITION_BYTES", 1_000_000)
-    monkeypatch.setattr(stream, "VAL_FRACTION", 0.3)
     line = json.dumps({"text": " ".join(WORDS * 20), "of no use": "x" * 40_000})
     (tmp_path / "books.jsonl").write_text(f"{line}\n" * 150)
-    found = Inline([str(tmp_path)], 0, ReadingConfig())
+    found = SmallPartitions([str(tmp_path)], 0, ReadingConfig())
     partitions = make_partitions(found.inventory, found.settings)
     books = [[book.book for book in encoded_books(partition, "val")] for partition in partitions]
     assert all(books)
     assert [book.book for book in found.validation_books(10**9)] == list(itertools.chain(*books))
     assert [book.book for book in found.validation_books(1)] == books[0][:1]
-    monkeypatch.setattr(stream, "MAX_SEARCH_BYTES", 3_000_000)
+    found.max_search_bytes = 3_000_000
     assert [book.book for book in found.validation_books(10**9)] == list(itertools.chain(*books[:4]))
 
 

@@ -84,7 +84,7 @@ def test_a_pause_is_named_and_in_no_share(config: TrainConfig, monkeypatch: pyte
     """The machine sleeps for two seconds in the optimizer's part of a step that takes milliseconds."""
     monkeypatch.setattr(result_builder, "PAUSE", 1.0)
     trainer = Trainer(config)
-    monkeypatch.setattr(trainer.scaler, "update", lambda: time.sleep(2 * (trainer.state.step == 30)))
+    trainer.optimizer.register_step_post_hook(lambda *_: time.sleep(2 * (trainer.state.step == 30)))
     result = trainer.run()
     with_pause = sum(trainer.times.optimizer) / sum(trainer.times.steps)
     assert result.optimizer_fraction
