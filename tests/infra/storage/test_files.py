@@ -138,8 +138,8 @@ def test_one_process_at_a_time_has_a_lock(tmp_path: Path) -> None:
             raise RuntimeError("half way")
 
     with lock(path, "taken"):
-        for patience in (0.0, 0.15):
-            with pytest.raises(UserError, match="taken"), lock(path, "taken", timeout=patience):
+        for timeout in (0.0, 0.15):
+            with pytest.raises(UserError, match="taken"), lock(path, "taken", timeout=timeout):
                 pass
         assert other_process() == "taken"
     with pytest.raises(RuntimeError, match="half way"):
