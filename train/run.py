@@ -24,7 +24,7 @@ from infra.tracking.run_ref import RunRef
 from train.config import TrainConfig, load_config
 from train.launch.job import RunPlan
 from train.model_config import AnyModel, short_name
-from train.resolved import keep_memory_decisions, local_device_info, next_smaller_micro_batch, resolve
+from train.resolved import local_device_info, next_smaller_micro_batch, resolve
 from train.run_files.lookup import format_resume_command, load_run_config
 from train.run_files.run_folder import RunFolder, new_run
 from train.search_reference import read_search_reference
@@ -128,16 +128,16 @@ def train_and_report(run: RunPlan, tracking_uri: str | None, file: str | None) -
     from train.reporting.charts import record_curves
 
     run_folder, device_info = run.run_folder, _facts(run)
-    requested = keep_memory_decisions(run.requested, run.progress.config) if run.progress else run.requested
-    config = resolve(requested, device_info.with_memory_limit(run.memory_limit))
+    saved_settings = run.progress.config if run.progress else None
+    config = resolve(run.requested, device_info.with_memory_limit(run.memory_limit), saved_settings)
     run_ref, is_new = open_mlflow_run(run_folder, tracking_uri, starts=run.progress is None)
     write_json(run_folder.config, run.requested.to_json())
     run_folder.push(run_folder.config)
-    report.print_header(config, run.requested, run.manifest, run_folder.location, device_info)
+    report.print_header(config, run.manifest, run_folder.location, device_info)
     with Tracker(run_ref) as tracker:
         tracking.complete_orphaned_runs(run_ref)
         if is_new:
-            tracking.record_start(tracker, config, run.manifest, run.requested)
+            tracking.record_start(tracker, config, run.manifest)
         if file:
             tracking.record_search(tracker, run_folder.path.name, file)
         if run.progress:

@@ -17,8 +17,7 @@ from infra.schema import to_json
 from infra.storage.files import write_json
 from infra.tracking.store import last_steps
 from infra.tracking.tracker import Tracker
-from train.config import AUTO, TrainConfig
-from train.data.source import with_absolute_paths
+from train.config import AUTO, ResolvedConfig
 from train.estimate.flops import with_matmul_efficiency
 from train.estimate.memory import peak_if_known
 from train.launch import local
@@ -34,7 +33,7 @@ class WorkerFailure(Exception):
     """The loop failed in its worker; the message is the worker's traceback."""
 
 
-def train_and_record(run: RunPlan, config: TrainConfig, tracker: Tracker) -> RunResult:
+def train_and_record(run: RunPlan, config: ResolvedConfig, tracker: Tracker) -> RunResult:
     """Train ``run`` as ``config``, print each cycle's line, and record the result."""
     result = launch(run, config, tracker, lambda cycle: console.print(cycle["line"]))
     config = next_smaller_micro_batch(config, result.too_large) or config
@@ -52,7 +51,7 @@ def train_and_record(run: RunPlan, config: TrainConfig, tracker: Tracker) -> Run
     return result
 
 
-def diagnosed(run: RunPlan, config: TrainConfig, result: RunResult) -> Diagnosis | None:
+def diagnosed(run: RunPlan, config: ResolvedConfig, result: RunResult) -> Diagnosis | None:
     """What was wrong with the ``result`` of a run: its memory, its speed compared with its search, or its losses."""
     memory_diagnosis = diagnosis.diagnose_oom(config, result, run.run_folder.location, run.memory_limit)
     memory_diagnosis = memory_diagnosis or (
@@ -62,7 +61,10 @@ def diagnosed(run: RunPlan, config: TrainConfig, result: RunResult) -> Diagnosis
 
 
 def launch(
-    run: RunPlan, config: TrainConfig, tracker: Tracker, on_cycle: Callable[[dict[str, Any]], None] = lambda cycle: None
+    run: RunPlan,
+    config: ResolvedConfig,
+    tracker: Tracker,
+    on_cycle: Callable[[dict[str, Any]], None] = lambda cycle: None,
 ) -> RunResult:
     """Train ``run`` as the resolved ``config``; ``on_cycle`` is called with the report of each cycle.
 
@@ -87,13 +89,13 @@ def launch(
     for cycle in run_folder.cycles_until(reported):
         listener.record(cycle)
     assignment = WorkerJob(
-        config=with_absolute_paths(config),
+        config=config,
         run_dir=run_folder.location,
         fingerprint=run.manifest.fingerprint,
         step=step,
         memory_limit=run.memory_limit,
         stream=run.stream,
-        retries_smaller_batch=run.requested.batch.micro_batch == AUTO,
+        retries_smaller_batch=config.requested.batch.micro_batch == AUTO,
     )
     if run.is_local:
         returned = local.run_training(assignment, listener, reported, second)

@@ -22,7 +22,7 @@ from infra.tracking.store import add_to_page, last_steps
 from infra.tracking.tracker import Tracker
 from infra.tracking.views import model_link, page_link
 from pipeline.shards import Manifest, producing_run
-from train.config import DatasetConfig, TrainConfig, load_config
+from train.config import DatasetConfig, ResolvedConfig, TrainConfig, load_config
 from train.estimate.flops import formulas
 from train.model_config import AnyModel, format_model
 from train.reporting.report import run_report
@@ -45,12 +45,9 @@ DENSE_STEPS = 1000
 """Number of first steps whose losses are all sent to MLflow; ``cycles.jsonl`` has the losses of all steps."""
 
 
-def record_start(tracker: Tracker, config: TrainConfig, manifest: Manifest, requested: TrainConfig) -> None:
-    """Record the settings, the data and a description of a run that starts.
-
-    ``config`` is ``requested`` resolved for the device.
-    """
-    tracker.log_params(params(config, requested))
+def record_start(tracker: Tracker, config: ResolvedConfig, manifest: Manifest) -> None:
+    """Record the settings, the data and a description of a run that starts."""
+    tracker.log_params(params(config))
     tracker.log_json(config.to_json(), "config.json")
     tracker.log_dataset(
         Path(config.dataset.source).name, manifest.fingerprint, config.dataset.source, manifest.splits, "training"
@@ -61,14 +58,14 @@ def record_start(tracker: Tracker, config: TrainConfig, manifest: Manifest, requ
     tracker.set_description("\n\n".join([status, *data_paragraph(config.dataset, tracker.run_ref.store)]))
 
 
-def params(config: TrainConfig, requested: TrainConfig) -> dict[str, Any]:
+def params(config: ResolvedConfig) -> dict[str, Any]:
     """A run's params: requested settings that differ from the default, and a few that every run has."""
 
     def values_by_name(settings: TrainConfig) -> dict[str, Any]:
         values = settings.to_json() | {"model": format_model(settings.model)}
         return {name: value for name, value in values.items() if name not in ("data", "stream")}
 
-    return non_default_params(values_by_name(requested), values_by_name(TrainConfig())) | {
+    return non_default_params(values_by_name(config.requested), values_by_name(TrainConfig())) | {
         "model": format_model(config.model), "data": config.dataset.source, "global_batch": config.batch.global_batch,
         "micro_batch": config.batch.micro_batch, "accumulation": config.batch.accumulation, "seed": config.dataset.seed,
         **{name: config.setting(name) for name in ("precision", "compile", "loss", "device")},
@@ -106,7 +103,7 @@ def record_export(run_ref: RunRef, step: int, folder: Path, model: tuple[str, st
     add_to_page(run_ref, paragraph, {"exported.to": str(folder)})
 
 
-def record_resume(tracker: Tracker, config: TrainConfig, step: int) -> None:
+def record_resume(tracker: Tracker, config: ResolvedConfig, step: int) -> None:
     """Record that a run is resumed; its params stay those of its first start, because MLflow cannot change them."""
     tracker.set_tags({"resumed_at_step": step, "outcome": "", "reason": ""})
     tracker.log_json(config.to_json(), f"config-from-step-{step}.json")
@@ -157,7 +154,7 @@ def data_paragraph(dataset: DatasetConfig, store: str) -> list[str]:
 
 def record_end(
     tracker: Tracker,
-    config: TrainConfig,
+    config: ResolvedConfig,
     result: RunResult,
     run_folder: RunFolder,
     memory_limit: int | None = None,
@@ -166,7 +163,7 @@ def record_end(
 
     Result metrics are at step 0, because MLflow compares runs in bar charts if that is the only step.
     """
-    _record_result(tracker, config, result)
+    _record_result(tracker, config.model, result)
     if result.too_large:
         tracker.log_json(config.to_json(), "config.json")  # Its micro-batch is not the one recorded at the start.
     report = run_report(config, result, run_folder.location, memory_limit)
@@ -178,8 +175,8 @@ def record_end(
     tracker.set_description(text)
 
 
-def _record_result(tracker: Tracker, config: TrainConfig, result: RunResult) -> None:
-    tracker.log_metrics(group_under_detail(result_metrics(result) | formula_metrics(config.model, result), METRICS))
+def _record_result(tracker: Tracker, model: AnyModel, result: RunResult) -> None:
+    tracker.log_metrics(group_under_detail(result_metrics(result) | formula_metrics(model, result), METRICS))
     reason = "" if result.outcome == "finished" else result.reason  # of a run that was continued, it is replaced
     tags = {"outcome": result.outcome, "reason": reason, "device": result.device, "attention": result.attention}
     if result.too_large:
@@ -228,7 +225,7 @@ def _complete_run(run_folder: RunFolder, run_ref: RunRef) -> bool:
     for cycle in cycles:
         record_cycle(tracker, cycle, last_sent_steps)
     if result and config:
-        _record_result(tracker, config, result)
+        _record_result(tracker, config.model, result)
         if run_folder.summary.exists():
             tracker.set_description(run_folder.summary.read_text(encoding="utf-8"))
         if run_folder.curves.exists():

@@ -21,7 +21,7 @@ from infra.tracking.store import create_run
 from infra.tracking.tracker import Tracker
 from infra.tracking.views import ui_link
 from pipeline.shards import read_manifest
-from train.config import TrainConfig
+from train.config import ResolvedConfig, TrainConfig
 from train.model_config import PRESETS
 from train.reporting import tracking
 from train.result import CycleReport, Memory, RunResult, Throughput
@@ -88,12 +88,12 @@ def result(speed: float) -> RunResult:
     )  # fmt: skip
 
 
-def trained(name: str, config: TrainConfig, speed: float) -> RunRef:
+def trained(name: str, config: ResolvedConfig, speed: float) -> RunRef:
     """A run of two cycles, as its driver records it."""
     key, folder = create_run("train", name, tags={"kind": "run"}), Path("runs", name)
     folder.mkdir(parents=True)
     with Tracker(key) as tracker:
-        tracking.record_start(tracker, config, read_manifest(config.dataset.data), config)
+        tracking.record_start(tracker, config, read_manifest(config.dataset.data))
         for step in (10, 20):
             for position, values in tracking.cycle_metrics(to_json(cycle(step))):
                 tracker.log_metrics(values, position)
