@@ -13,7 +13,7 @@ from infra.device.hardware import device_info
 from infra.errors import UserError
 from train.config import TrainConfig
 from train.model_config import format_model
-from train.resolved import describe_execution, format_setting, resolve_for_plan
+from train.resolved import describe_execution, format_setting, prepare, resolve_for_plan
 
 
 @dataclass(frozen=True)
@@ -61,20 +61,20 @@ def plan(options: PlanOptions) -> None:
     from train.estimate import forecast, network, roofline
     from train.estimate.gpu_rates import load_gpu_rates
 
-    training, limit = _with_tokenizer(options.training), options.memory_limit
+    training, limit = _with_data(options.training), options.memory_limit
     gpu_rates = load_gpu_rates(options.gpu) if options.gpu else None
     info, gpu_name = gpu_rates.device_info if gpu_rates else device_info(), gpu_rates and gpu_rates.device_info.name
     if gpu_rates:
         training, limit = training.replace(device="cuda"), info.with_memory_limit(limit).memory
     config = resolve_for_plan(training, info, limit)
-    size = format_setting("micro_batch", config, training)
+    size = format_setting("micro_batch", config)
     batch = f"global batch {config.batch.global_batch} = micro-batch {size} x accumulation {config.batch.accumulation}"
     workers = f"{config.batch.workers} worker{'s' * (config.batch.workers > 1)}"
     console.print(
         f"[bold]{format_model(config.model)}[/bold], context length {config.model.context_length:,} tokens; {batch} x "
         f"{workers}"
     )
-    console.print(describe_execution(config, training), "", sep="\n", markup=False)
+    console.print(describe_execution(config), "", sep="\n", markup=False)
     for title, rows in (
         ("Parameters", forecast.parameter_rows(config.model)),
         ("Predicted peak memory", forecast.memory_rows(config)),
@@ -108,13 +108,12 @@ def plan(options: PlanOptions) -> None:
         console.print(table, "")
 
 
-def _with_tokenizer(training: TrainConfig) -> TrainConfig:
-    """``training`` with the tokenizer of its data, as it would run; unchanged if there are no data for the model."""
+def _with_data(training: TrainConfig) -> TrainConfig:
+    """``training`` prepared for its data, as it would run; unchanged if there are no data for the model."""
     from pipeline.shards import read_manifest
-    from train.data.tokenizer import match_tokenizer
 
     try:
-        return match_tokenizer(training, read_manifest(training.dataset.data))
+        return prepare(training, read_manifest(training.dataset.data))
     except UserError:
         return training
 

@@ -11,8 +11,11 @@ from typing import Any
 
 from infra.device.hardware import A100, DeviceInfo, cpu_info, device_info
 from infra.errors import UserError
-from train.config import AUTO, Compile, ExecutionConfig, Loss, TrainConfig
+from pipeline.shards import Manifest, read_manifest
+from train.config import AUTO, Compile, ExecutionConfig, Loss, ResolvedConfig, TrainConfig
 from train.custom_model import CustomModel
+from train.data.source import with_absolute_paths
+from train.data.tokenizer import match_tokenizer
 
 CPU_TOKENS = 4096
 """Most tokens of a micro-batch that is chosen for a CPU: its caches gain nothing from more."""
@@ -29,53 +32,72 @@ BY_MEMORY = ("micro_batch", "loss")
 """Settings that are decided by the memory that is free when a run begins, and are kept when it is continued."""
 
 
-def resolve(config: TrainConfig, device_info: DeviceInfo) -> TrainConfig:
-    """``config`` with everything decided for the device that ``device_info`` describe.
+def resolve(
+    requested: TrainConfig, device_info: DeviceInfo, saved_settings: Mapping[str, Any] | None = None
+) -> ResolvedConfig:
+    """``requested`` with everything decided for the device that ``device_info`` describes.
 
-    On a GPU ``attention`` stays ``auto``, which means a list of kernels in the best order for the GPU. A config that
-    leaves nothing open is returned unchanged. Raises ``UserError`` when the device lacks what is asked for, or when a
-    decision contradicts the rest of the config.
+    On a GPU ``attention`` stays ``auto``, which means a list of kernels in the best order for the GPU.
+    ``saved_settings`` are those of the run that is resumed, whose decisions by its memory are kept. Raises
+    ``UserError`` when the device lacks what is requested, or when a decision contradicts the rest of the config.
     """
-    kind = device_info.kind if config.execution.device == "auto" else config.execution.device
-    if kind == "cuda" and device_info.kind != "cuda":
+    config = with_model_info(_keep_memory_decisions(requested, saved_settings) if saved_settings else requested)
+    execution = config.execution
+    device = device_info.kind if execution.device == AUTO else execution.device
+    if device == "cuda" and device_info.kind != "cuda":
         raise UserError("--device cuda was given, but there is no CUDA GPU: use --device auto or --device cpu.")
-    cuda = kind == "cuda"
-    config = with_model_info(config)
-    precision, attention = config.execution.precision, config.execution.attention
-    if precision == "auto":
+    cuda = device == "cuda"
+    precision, attention, allocator = execution.precision, execution.attention, execution.allocator
+    if precision == AUTO:
         precision = "bf16" if cuda and device_info.bf16 else "fp32"
-    if (
-        attention == "auto"
-        and cuda
-        and config.execution.mask_books
-        and not config.model.unsupported_reason("attention", "flex")
-    ):
+    has_flex = cuda and execution.mask_books and not config.model.unsupported_reason("attention", "flex")
+    if attention == AUTO and has_flex:
         attention = "flex"
-    elif attention == "auto" and (not cuda or config.model.unsupported_reason("attention", "flash")):
+    elif attention == AUTO and (not cuda or config.model.unsupported_reason("attention", "flash")):
         attention = "sdpa"
-    if config.execution.fp8 and device_info.capability < (8, 9):
-        raise UserError(f"--fp8 needs 8-bit matmuls, which {device_info.name} does not have: leave it out.")
-    compile = (
-        _compile(config.execution, device_info) if config.execution.compile == "auto" else config.execution.compile
-    )
-    if compile != "off" and kind == device_info.kind and device_info.uncompilable:
-        raise UserError(
-            f"--compile {compile} cannot work on {device_info.name}: {device_info.uncompilable}; or use --compile off."
-        )
-    allocator = (
-        ("expandable" if cuda else "default") if config.execution.allocator == "auto" else config.execution.allocator
-    )
+    if allocator == AUTO:
+        allocator = "expandable" if cuda else "default"
+    compile = _compile(execution, device_info) if execution.compile == AUTO else execution.compile
     decided = config.replace(
-        device=kind, precision=precision, attention=attention, compile=compile, allocator=allocator
+        device=device, precision=precision, attention=attention, compile=compile, allocator=allocator
     )
-    decided = _choose_batch_and_loss(decided, device_info.memory)
-    if decided.batch.accumulation > MAX_ACCUMULATION:
+    check_device_support(decided.execution, device_info)
+    resolved = _choose_batch_and_loss(decided, requested, device_info.memory)
+    batch = resolved.batch
+    if batch.accumulation > MAX_ACCUMULATION:
         raise UserError(
-            f"--global-batch {config.batch.global_batch:,} is {decided.batch.accumulation:,} micro-batches for one "
-            f"step, and at most {MAX_ACCUMULATION:,} are possible: give a smaller one, or a larger --micro-batch than "
-            f"{decided.batch.micro_batch:,}."
+            f"--global-batch {batch.global_batch:,} is {batch.accumulation:,} micro-batches for one step, and at most "
+            f"{MAX_ACCUMULATION:,} are possible: give a smaller one, or a larger --micro-batch than "
+            f"{batch.micro_batch:,}."
         )
-    return decided
+    return resolved
+
+
+def prepare(config: TrainConfig, manifest: Manifest) -> TrainConfig:
+    """``config`` with all that its data and its model decide: absolute paths, the tokenizer's size, the model's info.
+
+    ``manifest`` is that of its data.
+    """
+    dataset = with_absolute_paths(config.dataset)
+    model = match_tokenizer(config.model, dataset, manifest)
+    return with_model_info(replace(config, dataset=dataset, model=model))
+
+
+def resolve_local(config: TrainConfig) -> ResolvedConfig:
+    """``config`` resolved for its token shards and the device of this machine."""
+    return resolve(prepare(config, read_manifest(config.dataset.data)), device_info())
+
+
+def check_device_support(execution: ExecutionConfig, device_info: DeviceInfo) -> None:
+    """Raise ``UserError`` if the device that ``device_info`` describes cannot execute the model like that."""
+    if execution.fp8 and device_info.capability < (8, 9):
+        raise UserError(f"--fp8 needs 8-bit matmuls, which {device_info.name} does not have: leave it out.")
+    compiles = execution.compile != "off" and execution.device == device_info.kind
+    if compiles and device_info.uncompilable:
+        raise UserError(
+            f"--compile {execution.compile} cannot work on {device_info.name}: {device_info.uncompilable}; or use "
+            "--compile off."
+        )
 
 
 def with_model_info(config: TrainConfig) -> TrainConfig:
@@ -104,34 +126,33 @@ def _compile(execution: ExecutionConfig, device_info: DeviceInfo) -> Compile:
     return "whole"
 
 
-def _choose_batch_and_loss(config: TrainConfig, memory: int) -> TrainConfig:
+def _choose_batch_and_loss(config: TrainConfig, requested: TrainConfig, memory: int) -> ResolvedConfig:
     """``config`` with the largest micro-batch that is expected to fit ``memory`` bytes, and the loss that allows it.
 
     The plain loss is preferred where it allows the same, or enough. Where nothing is expected to fit, what needs least
     is tried.
     """
-    if config.batch.micro_batch != AUTO and config.execution.loss != "auto":
-        return config
+    micro_batch, loss, chunks = config.batch.micro_batch, config.execution.loss, config.execution.loss_chunks
+    if micro_batch != AUTO and loss != AUTO:
+        return ResolvedConfig.of_decided(config, requested)
     from train.estimate.memory import peak_with_margin
 
-    sizes = config.micro_batches if config.batch.micro_batch == AUTO else [config.batch.micro_batch]
-    if config.execution.device == "cpu" and config.batch.micro_batch == AUTO:
-        length = config.model.context_length
+    sizes, length = config.micro_batches if micro_batch == AUTO else [micro_batch], config.model.context_length
+    if config.execution.device == "cpu" and micro_batch == AUTO:
         sizes = [size for size in sizes if size * length <= CPU_TOKENS] or sizes[:1]
-    losses: list[Loss] = [config.execution.loss]
-    if config.execution.loss == "auto":
-        losses = ["fused"] if config.execution.loss_chunks > 1 else ["plain", "fused"]
-    tried = [config.replace(micro_batch=size, loss=loss) for size in reversed(sizes) for loss in losses]
-    fitting = [candidate for candidate in tried if peak_with_margin(candidate) <= memory]
-    enough = (
-        c
-        for c in fitting
-        if c.execution.loss == "plain" and c.batch.micro_batch * c.model.context_length >= SATURATION_TOKENS
-    )
-    return next(enough, None) or next(iter(fitting), None) or min(tried, key=peak_with_margin)
+    losses: list[Loss] = [loss] if loss != AUTO else ["fused"] if chunks > 1 else ["plain", "fused"]
+    candidates = [
+        ResolvedConfig.of_decided(config.replace(micro_batch=size, loss=loss), requested)
+        for size in reversed(sizes)
+        for loss in losses
+    ]
+    fitting = [candidate for candidate in candidates if peak_with_margin(candidate) <= memory]
+    plain = (candidate for candidate in fitting if candidate.execution.loss == "plain")
+    enough = (candidate for candidate in plain if candidate.batch.micro_batch * length >= SATURATION_TOKENS)
+    return next(enough, None) or next(iter(fitting), None) or min(candidates, key=peak_with_margin)
 
 
-def next_smaller_micro_batch(config: TrainConfig, too_large: Sequence[int]) -> TrainConfig | None:
+def next_smaller_micro_batch(config: ResolvedConfig, too_large: Sequence[int]) -> ResolvedConfig | None:
     """``config`` with the next micro-batch below all that were ``too_large``, for the same global batch.
 
     Unchanged where none was; None where there is no smaller one.
@@ -140,28 +161,28 @@ def next_smaller_micro_batch(config: TrainConfig, too_large: Sequence[int]) -> T
     return config.replace(micro_batch=sizes[-1]) if sizes else None
 
 
-def keep_memory_decisions(requested: TrainConfig, saved_settings: Mapping[str, Any]) -> TrainConfig:
+def _keep_memory_decisions(requested: TrainConfig, saved_settings: Mapping[str, Any]) -> TrainConfig:
     """``requested`` with what it leaves open as its run, whose config was ``saved_settings``, has decided it by its
     memory.
 
     A micro-batch that another number of workers rules out is decided anew.
     """
-    decisions = {name: saved_settings[name] for name in BY_MEMORY if requested.setting(name) in (AUTO, "auto")}
+    decisions = {name: saved_settings[name] for name in BY_MEMORY if requested.setting(name) == AUTO}
     if decisions.get("micro_batch") not in requested.micro_batches:
         decisions.pop("micro_batch", None)
     return requested.replace(**decisions)
 
 
-def format_setting(name: str, config: TrainConfig, requested: TrainConfig) -> str:
-    """A setting's value, and whether it was decided or ``requested`` for: ``whole (auto)``."""
+def format_setting(name: str, config: ResolvedConfig) -> str:
+    """A setting's value, and whether it was chosen automatically: ``whole (auto)``."""
     value = config.setting(name)
-    return f"{value} (auto)" if requested.setting(name) in (AUTO, "auto") and value != "auto" else f"{value}"
+    return f"{value} (auto)" if config.requested.setting(name) == AUTO and value != AUTO else f"{value}"
 
 
-def describe_execution(config: TrainConfig, requested: TrainConfig) -> str:
+def describe_execution(config: ResolvedConfig) -> str:
     """How ``config`` is executed, as one line."""
     names = ("device", "precision", "attention", "compile", "loss", "checkpointing", "optimizer")
-    return ", ".join(f"{name} {format_setting(name, config, requested)}" for name in names)
+    return ", ".join(f"{name} {format_setting(name, config)}" for name in names)
 
 
 def local_device_info(execution: ExecutionConfig) -> DeviceInfo:
@@ -175,7 +196,7 @@ def local_device_info(execution: ExecutionConfig) -> DeviceInfo:
     return info
 
 
-def resolve_for_plan(config: TrainConfig, device_info: DeviceInfo, memory_limit: int | None = None) -> TrainConfig:
+def resolve_for_plan(config: TrainConfig, device_info: DeviceInfo, memory_limit: int | None = None) -> ResolvedConfig:
     """``config`` resolved for this machine's device or, if it asks for a GPU and there is none, for an A100.
 
     A machine that only plans needs no compiler.

@@ -23,7 +23,7 @@ from infra.tracking.run_ref import RunRef
 from train.config import TrainConfig, load_config
 from train.launch.job import RunPlan
 from train.model_config import AnyModel, short_name
-from train.resolved import keep_memory_decisions, local_device_info, resolve
+from train.resolved import local_device_info, resolve
 from train.run_files.lookup import format_resume_command, load_run_config
 from train.run_files.run_folder import RunFolder, new_run
 from train.search_reference import read_search_reference
@@ -129,10 +129,10 @@ def train_and_report(run: RunPlan, tracking_uri: str | None, file: str | None) -
     from train.reporting import report, tracking
 
     run_folder, device_info = run.run_folder, _facts(run)
-    requested = keep_memory_decisions(run.requested, run.progress.config) if run.progress else run.requested
-    config = resolve(requested, device_info.with_memory_limit(run.memory_limit))
+    saved_settings = run.progress.config if run.progress else None
+    config = resolve(run.requested, device_info.with_memory_limit(run.memory_limit), saved_settings)
     run_ref, logged = open_mlflow_run(run_folder, tracking_uri, starts=run.progress is None)
-    report.print_header(config, run.requested, run.manifest, run_folder.location, device_info)
+    report.print_header(config, run.manifest, run_folder.location, device_info)
     with Tracker(run_ref, logged) as tracker:
         tracking.complete_orphaned_runs(run_ref)
         if file:

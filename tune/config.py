@@ -200,7 +200,7 @@ class LadderConfig(ExperimentConfig):
     """Use the largest batch that is predicted to fit --memory-limit in every rung, instead of the suite's batch."""
     memory_limit: BytesOrNone = None
     """Maximum memory of a rung's process; a rung that needs more fails. By default no limit, or 40GB with --fit."""
-    device: Device = "auto"
+    device: Literal["auto", Device] = "auto"
     """Device to train on; auto is a CUDA GPU if there is one, else the CPU."""
     accelerator: Annotated[str | None, tyro.conf.arg(metavar="GPU")] = None
     """Type of GPU that rungs need, by Ray's name, such as A100 or H200. Waits until the cluster has one."""

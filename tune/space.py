@@ -8,7 +8,7 @@ from typing import Any
 
 from infra.errors import UserError
 from infra.schema import strict
-from train.config import CHOICES, SETTING_TYPES, TrainConfig, divisors
+from train.config import CHOICES, SETTING_TYPES, ResolvedConfig, divisors
 
 KNOBS = (
     "allocator", "attention", "checkpointing", "compile", "fp8", "loader_workers", "loss", "loss_chunks", "optimizer",
@@ -40,7 +40,7 @@ class Space:
     """All candidates around ``base``: each micro-batch in ``micro_batches`` with each combination of knobs that allows
     it."""
 
-    base: TrainConfig
+    base: ResolvedConfig
     micro_batches: tuple[int, ...]
     combinations: tuple[KnobValues, ...]
     max_global_batch: int
@@ -51,7 +51,7 @@ class Space:
         """Whether the accumulation is searched, so that candidates have different global batches."""
         return ACCUMULATION in dict(self.combinations[0])
 
-    def config(self, candidate: Candidate) -> TrainConfig:
+    def config(self, candidate: Candidate) -> ResolvedConfig:
         """The training config of ``candidate``. Raises ``UserError`` if its knobs do not allow its micro-batch."""
         size, batch = candidate.micro_batch, self.global_batch(candidate)
         return self.base.replace(micro_batch=size, global_batch=batch, **dict(without_accumulation(candidate.knobs)))
@@ -165,7 +165,7 @@ def _value(name: str, text: str) -> Any:
 
 
 def make_space(
-    base: TrainConfig, knobs: Sequence[str], accumulations: Sequence[int] = (), max_global_batch: int | None = None
+    base: ResolvedConfig, knobs: Sequence[str], accumulations: Sequence[int] = (), max_global_batch: int | None = None
 ) -> Space:
     """The space around the resolved ``base``, whose own combination of knobs comes first and wins ties of order.
 

@@ -27,7 +27,7 @@ import torch
 
 from infra.device import provenance
 from infra.storage.files import write_json
-from train.config import Cycle, TrainConfig
+from train.config import Cycle, ResolvedConfig
 from train.intervals import Estimate, t_quantile
 from train.loop.trainer import Trainer
 from train.model_config import ModelConfig
@@ -36,7 +36,7 @@ from tune.trial.compare import Difference, InterleavedRuns
 RUNGS = 10
 
 
-def speed(config: TrainConfig) -> Estimate:
+def speed(config: ResolvedConfig) -> Estimate:
     """Tokens/s of one run; called in a process of its own."""
     torch.set_num_threads(1)
     measured = Trainer(config).run().throughput
@@ -90,7 +90,7 @@ def main() -> None:
     torch.optim.AdamW([torch.zeros(1)])  # imports here once, as the next line, what takes longer than a run
     t_quantile(1)
     with tempfile.TemporaryDirectory() as folder, busy(asked.busy):
-        config = TrainConfig.of(
+        config = ResolvedConfig.of(
             data=str(shards(Path(folder))), model=ModelConfig(2, 2, 32, 32, 257, 320), micro_batch=8, global_batch=8,
             device="cpu", precision="fp32", steps=asked.steps, cycle=Cycle(50, 0), keep_checkpoints=0,
         )  # fmt: skip

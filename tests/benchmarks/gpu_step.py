@@ -29,7 +29,7 @@ from train.loop.trainer import Trainer
 from train.model_config import parse_model
 from train.profile.record import record
 from train.profile.trace import attention_kernel
-from train.resolved import resolve
+from train.resolved import resolve, resolve_local
 
 Found = dict[str, Any]
 
@@ -132,13 +132,12 @@ def _rate(flops: float, work: Callable[[], object], seconds: float) -> float:
 
 def train(options: argparse.Namespace) -> Found:
     """A fresh trainer's speed, its memory in every way beside the prediction, and the attention kernel that ran."""
-    config = config_of(options)
+    config = resolve_local(config_of(options))
     trainer = Trainer(config)
     result = trainer.run()
-    resolved = trainer.config
     found: Found = {
         "outcome": result.outcome, "reason": result.reason, "device": result.device, "config": config.to_json(),
-        "predicted": predict_peak(resolved).total, "predicted_allocated": predict_peak(resolved).allocated,
+        "predicted": predict_peak(config).total, "predicted_allocated": predict_peak(config).allocated,
         **vars(result.memory), "first_step_seconds": result.first_step_seconds,
         "data_wait_fraction": result.data_wait_fraction, "train_loss": result.train_loss, "mfu": result.mfu,
         "flops_per_second": result.flops_per_second, "step_seconds": trainer.times.steps,
@@ -155,7 +154,7 @@ def train(options: argparse.Namespace) -> Found:
 
         def once() -> None:
             torch.compiler.cudagraph_mark_step_begin()
-            with autocast_context(resolved.execution):
+            with autocast_context(config.execution):
                 trainer.forward(inputs, inputs).backward()
 
         try:
@@ -168,7 +167,7 @@ def train(options: argparse.Namespace) -> Found:
 def profile(options: argparse.Namespace) -> Found:
     """Where the time of a step goes, by the class of its kernels; without the trace, which is too large."""
     with tempfile.TemporaryDirectory() as folder:
-        found, words = record(config_of(options), Path(folder))
+        found, words = record(resolve_local(config_of(options)), Path(folder))
     kernels = [(kernel.name, kernel.kind, kernel.calls, kernel.milliseconds) for kernel in found.kernels[:30]]
     return {"profile": vars(found) | {"kernels": kernels, "findings": words}}
 

@@ -29,7 +29,7 @@ import psutil
 from infra.device.hardware import cpu_info
 from infra.device.provenance import commit
 from infra.storage.files import write_json
-from train.config import Cycle, TrainConfig
+from train.config import Cycle, ResolvedConfig
 from train.intervals import t_quantile
 from train.launch.job import RunPlan
 from train.model_config import parse_model
@@ -52,7 +52,7 @@ def main() -> None:
     parser.add_argument("--pairs", type=int, default=10)
     parser.add_argument("--side", choices=SIDES)
     options = parser.parse_args()
-    config = TrainConfig.of(
+    config = ResolvedConfig.of(
         data=str(options.data.resolve()), model=parse_model(options.model), steps=options.steps, cycle=Cycle(20, 1),
         global_batch=options.micro_batch, micro_batch=options.micro_batch, keep_checkpoints=0,
     )  # fmt: skip
@@ -112,7 +112,7 @@ def cost(logs: list[float]) -> dict[str, object]:
     return {"cost": 1 - math.exp(mean), "cost_95_percent": [1 - math.exp(mean + reach), 1 - math.exp(mean - reach)]}
 
 
-def bare(config: TrainConfig) -> dict[str, float]:
+def bare(config: ResolvedConfig) -> dict[str, float]:
     """The loop alone."""
     began = time.perf_counter()
     from train.loop.trainer import Trainer
@@ -129,7 +129,7 @@ def bare(config: TrainConfig) -> dict[str, float]:
     }
 
 
-def wrapped(config: TrainConfig, *, on_ray: bool) -> dict[str, float]:
+def wrapped(config: ResolvedConfig, *, on_ray: bool) -> dict[str, float]:
     """The same by Ray Train, recorded in a fresh MLflow store, as the command does it: on Ray or in this process."""
     began = time.time()
     with tempfile.TemporaryDirectory() as name, ThreadPoolExecutor(max_workers=1) as background:

@@ -30,8 +30,9 @@ from typing import Any
 from infra.cli.units import parse_size
 from infra.device import provenance
 from infra.storage.files import write_json
-from train.config import Cycle, TrainConfig, divisors, load_config
+from train.config import Cycle, ResolvedConfig, TrainConfig, divisors, load_config
 from train.model_config import parse_model
+from train.resolved import resolve_local
 from tune.suite.suites import A100, apply_changes
 
 RAN_OUT = "out of memory"
@@ -76,7 +77,7 @@ def main() -> None:
     sides = [side for side in SIDES if side not in given or given[side]]
     sizes = dict.fromkeys(sides, largest(options.global_batch, options.micro_batch))
     if options.config:
-        sizes["ours"] = load_config(options.config).batch.micro_batch
+        sizes["ours"] = ResolvedConfig.of_decided(load_config(options.config)).batch.micro_batch
     journal = options.record and options.record.with_suffix(".rows.jsonl")
     rows: list[dict[str, Any]] = []
     if journal and journal.exists():
@@ -160,7 +161,7 @@ def measure(options: argparse.Namespace) -> dict[str, Any]:
     }
 
 
-def config_of(options: argparse.Namespace) -> TrainConfig:
+def config_of(options: argparse.Namespace) -> ResolvedConfig:
     """What is trained: the same mathematics on every side; the execution is that of ``best.json`` or of the ladder."""
     config = TrainConfig.of(
         data=str(options.data.resolve()), model=parse_model(options.model), compile=options.compile, loss="plain"
@@ -170,12 +171,11 @@ def config_of(options: argparse.Namespace) -> TrainConfig:
     if options.side == "ladder":
         steps = {name: value for rung in A100.rungs for name, value in rung.changes.items() if name != "batch"}
         config = apply_changes(config, steps | {"compile": "max-autotune" if options.compile == "whole" else "off"})
-    return config.replace(global_batch=options.global_batch, micro_batch=options.size, steps=options.steps,
-        cycle=Cycle(options.steps, 0), keep_checkpoints=0,
-    )  # fmt: skip
+    changes = {"global_batch": options.global_batch, "micro_batch": options.size, "steps": options.steps}
+    return resolve_local(config.replace(**changes, cycle=Cycle(options.steps, 0), keep_checkpoints=0))
 
 
-def train_ours(config: TrainConfig) -> tuple[list[float], list[float]]:
+def train_ours(config: ResolvedConfig) -> tuple[list[float], list[float]]:
     """Seconds and losses of the steps of our loop."""
     from train.loop.trainer import Trainer
 
@@ -189,7 +189,7 @@ def train_ours(config: TrainConfig) -> tuple[list[float], list[float]]:
 
 
 def train_peer(
-    make: Callable[[argparse.Namespace, Any], Peer], config: TrainConfig, options: argparse.Namespace, device: Any
+    make: Callable[[argparse.Namespace, Any], Peer], config: ResolvedConfig, options: argparse.Namespace, device: Any
 ) -> tuple[list[float], list[float]]:
     """Seconds and losses of a peer's steps: autocast, accumulation, clipping, step, as all of them train."""
     import torch

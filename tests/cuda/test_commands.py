@@ -12,9 +12,10 @@ import pytest
 import torch
 
 from infra.device.gpu import read_gpu
-from train.config import Cycle, TrainConfig
+from train.config import Cycle, ResolvedConfig
 from train.loop.trainer import Trainer
 from train.model_config import ModelConfig
+from train.resolved import resolve_local
 from tune.space import Candidate
 from tune.suite.suites import LOOP, Rung, apply_changes
 from tune.trial.row import Proposal, TrialRow
@@ -27,15 +28,15 @@ LIMIT = 3 * 10**9
 
 
 @pytest.fixture
-def config(small_shards: Path) -> TrainConfig:
+def config(small_shards: Path) -> ResolvedConfig:
     model = ModelConfig(layers=2, heads=2, width=64, context_length=32, vocab_size=257, padded_vocab_size=320)
-    return TrainConfig.of(
+    return ResolvedConfig.of(
         data=str(small_shards), model=model, micro_batch=4, global_batch=8, steps=6, cycle=Cycle(3, 0), warmup_steps=2,
-        device="cuda", compile="off",
+        device="cuda", precision="bf16", attention="auto", allocator="expandable",
     )  # fmt: skip
 
 
-def trial(config: TrainConfig, limit: int) -> TrialRow:
+def trial(config: ResolvedConfig, limit: int) -> TrialRow:
     proposal = Proposal(Candidate(config.batch.micro_batch), "probe")
     values = config.replace(steps=30, cycle=Cycle(1, 0), keep_checkpoints=0).to_json()
     try:
@@ -46,7 +47,7 @@ def trial(config: TrainConfig, limit: int) -> TrialRow:
     return row
 
 
-def test_a_trial_is_judged_by_the_memory_of_its_process(config: TrainConfig) -> None:
+def test_a_trial_is_judged_by_the_memory_of_its_process(config: ResolvedConfig) -> None:
     row = trial(config, LIMIT)
     kernel = "cudnn" if torch.cuda.get_device_capability()[0] == 9 else "flash"
     assert row.result
@@ -63,18 +64,20 @@ def test_a_trial_is_judged_by_the_memory_of_its_process(config: TrainConfig) -> 
     assert telemetry["system/gpu_power_watts"] > 0
 
 
-def test_a_trial_above_its_limit_is_no_failure(config: TrainConfig) -> None:
+def test_a_trial_above_its_limit_is_no_failure(config: ResolvedConfig) -> None:
     wide = config.replace(model=replace(config.model, padded_vocab_size=2**20))
     assert trial(wide.replace(micro_batch=8), LIMIT).outcome == "oom"
 
 
 @pytest.mark.parametrize("rung", [rung for rung in LOOP.rungs if "max-autotune" not in rung.changes.values()], ids=str)
-def test_a_rung_of_the_loop_trains(config: TrainConfig, rung: Rung) -> None:
+def test_a_rung_of_the_loop_trains(config: ResolvedConfig, rung: Rung) -> None:
     """What the suite ``loop`` compares differs in speed, not in losses."""
 
     def losses(changes: dict) -> list[float]:
         kept = {name: value for name, value in changes.items() if name not in ("model", "batch", "micro_batch")}
-        result = Trainer(apply_changes(config, {**kept, "micro_batch": changes.get("micro_batch", 8) // 4 or 1})).run()
+        result = Trainer(
+            resolve_local(apply_changes(config, {**kept, "micro_batch": changes.get("micro_batch", 8) // 4 or 1}))
+        ).run()
         return [loss for _, loss, _ in result.loss_curve]
 
     assert losses({**LOOP.base, **rung.changes}) == pytest.approx(losses({**LOOP.base}), abs=2e-3)
@@ -84,16 +87,18 @@ REPLAYS = """
 import json, sys, torch
 from train.config import config_from_json
 from train.loop.trainer import Trainer
+from train.resolved import resolve_local
 replayed, replay = [], torch.cuda.CUDAGraph.replay
 torch.cuda.CUDAGraph.replay = lambda graph: (replayed.append(id(graph)), replay(graph))
-print(Trainer(config_from_json(json.loads(sys.argv[1]), "here")).run().outcome)
+config = resolve_local(config_from_json(json.loads(sys.argv[1]), "here"))
+print(Trainer(config).run().outcome)
 print(len(replayed), len(set(replayed)))
 """
 
 
-def test_the_steps_after_the_first_replay_cuda_graphs(config: TrainConfig) -> None:
+def test_the_steps_after_the_first_replay_cuda_graphs(config: ResolvedConfig) -> None:
     """In a process that compiles; a call that a capture forbids would end it."""
-    steps, micro = 6, config.batch.global_batch // config.batch.micro_batch
+    steps, micro = 6, resolve_local(config).batch.accumulation
     values = json.dumps(config.replace(compile="reduce-overhead", steps=steps).to_json())
     done = subprocess.run([sys.executable, "-c", REPLAYS, values], capture_output=True, text=True, timeout=250)
     assert done.returncode == 0, done.stderr

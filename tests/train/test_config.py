@@ -11,7 +11,7 @@ import pytest
 from infra.cli.flags import parse_flags
 from infra.errors import UserError
 from pipeline.config import ReadingConfig
-from train.config import Cycle, TrainConfig, config_from_json, load_config
+from train.config import Cycle, ResolvedConfig, TrainConfig, config_from_json, load_config
 from train.model_config import PRESETS, format_model, parse_model
 from train.run import RunOptions, defaults
 
@@ -84,7 +84,7 @@ def test_a_bad_config_file_is_refused_by_name(tmp_path: Path) -> None:
 
 
 def test_the_batch_arithmetic() -> None:
-    config = TrainConfig.of(micro_batch=8, workers=2)
+    config = ResolvedConfig.of(micro_batch=8, workers=2)
     assert config.batch.accumulation == 30
     assert config.step_tokens == 491_520
     assert config.replace(tokens=10**6).total_steps == 2

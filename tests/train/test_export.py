@@ -19,7 +19,7 @@ from infra.tracking.store import create_run
 from infra.tracking.tracker import NOTE, Tracker
 from pipeline.encoding.tokenizer import GPT2_SHA256, gpt2
 from pipeline.shards import checksum
-from train.config import Cycle, TrainConfig, config_from_json
+from train.config import Cycle, ResolvedConfig, config_from_json
 from train.data.tokenizer import tokenizer_files
 from train.export import ExportConfig, export
 from train.generate import GenerateConfig, generate
@@ -35,7 +35,7 @@ from train.run_files.run_folder import RunFolder
 
 
 def trained(data: Path, model: ModelConfig, folder: Path) -> Path:
-    config = TrainConfig.of(
+    config = ResolvedConfig.of(
         data=str(data), model=model, global_batch=4, micro_batch=4, steps=5, cycle=Cycle(5, 1), precision="fp32",
         device="cpu", learning_rate=1e-2,
     )  # fmt: skip

@@ -11,7 +11,7 @@ from infra.device.hardware import A100, DeviceInfo
 from infra.errors import UserError
 from train.config import Loss, TrainConfig
 from train.estimate.memory import peak_with_margin, predict_peak
-from train.resolved import SATURATION_TOKENS, keep_memory_decisions, next_smaller_micro_batch, resolve, resolve_for_plan
+from train.resolved import SATURATION_TOKENS, next_smaller_micro_batch, resolve, resolve_for_plan
 from tune.space import make_space
 
 MIB = 2**20
@@ -143,14 +143,12 @@ def test_a_continued_run_keeps_what_it_found_and_what_is_given_wins() -> None:
     """The fused loss, too, where now the plain one would fit, which changes the sums."""
     asked = TrainConfig()
     decided = asked.replace(micro_batch=24, loss="fused").to_json()
-    found = resolve(keep_memory_decisions(asked, decided), H100)
+    found = resolve(asked, H100, decided)
     assert (found.batch.micro_batch, found.execution.loss) == (24, "fused")
-    assert resolve(keep_memory_decisions(asked.replace(workers=80), decided), H100).batch.micro_batch == 6, (
-        "24 is no divisor there"
-    )
-    assert keep_memory_decisions(asked.replace(micro_batch=8, loss="plain"), decided) == asked.replace(
-        micro_batch=8, loss="plain"
-    )
+    assert found.requested == asked
+    assert resolve(asked.replace(workers=80), H100, decided).batch.micro_batch == 6, "24 is no divisor there"
+    given = resolve(asked.replace(micro_batch=8, loss="plain"), H100, decided)
+    assert (given.batch.micro_batch, given.execution.loss) == (8, "plain")
 
 
 @pytest.mark.parametrize(

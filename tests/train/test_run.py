@@ -23,12 +23,13 @@ from infra.tracking.store import store_uri
 from pipeline.encoding.tokenizer import gpt2
 from pipeline.shards import MANIFEST, TOKENIZER_FILE, read_manifest
 from train import run, train
-from train.config import Cycle, TrainConfig, config_from_json
+from train.config import Cycle, ResolvedConfig, TrainConfig, config_from_json
 from train.launch import driver, worker
 from train.launch.channel import EarlierWorkers
 from train.launch.job import WorkerJob
 from train.loop.trainer import Trainer
 from train.model_config import ModelConfig
+from train.resolved import resolve_local
 from train.result import CycleReport
 from train.run_files.progress import checkpoints_in
 from train.run_files.run_folder import RunFolder
@@ -111,7 +112,7 @@ def test_two_workers(
     found = [json.loads(line) for line in home.cycles.read_text().splitlines()]
     config = config_from_json(json.loads(home.config.read_text()), "test")
     alone: list[CycleReport] = []
-    Trainer(config.replace(workers=1), on_cycle=alone.append).run()
+    Trainer(resolve_local(config.replace(workers=1)), on_cycle=alone.append).run()
     for cycle, report in zip(found, alone, strict=True):
         assert cycle["step_losses"] == pytest.approx(report.step_losses, rel=1e-4)
         assert cycle["val_loss"] == pytest.approx(report.val_loss, rel=1e-4)
@@ -221,7 +222,7 @@ def begin(
     folder: Path, step: int = 0, marker: Path | None = None, past: EarlierWorkers | None = None
 ) -> tuple[Path | None, str | None]:
     """What a worker that is told to continue from ``step`` makes of ``folder``."""
-    assignment = WorkerJob(TrainConfig(), StorageDir.of(folder), "", step, driver_marker=marker)
+    assignment = WorkerJob(ResolvedConfig(), StorageDir.of(folder), "", step, driver_marker=marker)
     with ExitStack() as locks:
         return worker.lock_and_find_checkpoint(RunFolder(folder), locks, assignment, past or EarlierWorkers())
 
@@ -243,7 +244,7 @@ def test_a_worker_begins_at_the_step_that_it_is_told_or_a_later_one(
         data=str(small_shards), model=small_model, micro_batch=4, global_batch=4, steps=6, checkpoint_every=3,
         device="cpu",
     )  # fmt: skip
-    Trainer(config, checkpoints=home.checkpoints).run()
+    Trainer(resolve_local(config), checkpoints=home.checkpoints).run()
     third, sixth = checkpoints_in(home.checkpoints)
     before = sorted(home.path.rglob("*"))
     resume, refusal = begin(home.path, 6, marker=home.path / "made-by-the-driver")
@@ -281,7 +282,7 @@ def test_a_run_whose_checkpoint_the_worker_does_not_find_is_not_trained_anew(
     config = TrainConfig.of(
         data=str(small_shards), model=small_model, micro_batch=4, global_batch=4, steps=6, device="cpu"
     )
-    Trainer(config, checkpoints=home.checkpoints).run()
+    Trainer(resolve_local(config), checkpoints=home.checkpoints).run()
     write_json(home.config, config.to_json())
     shutil.copytree(home.path, elsewhere, ignore=shutil.ignore_patterns("step-*"))
     trained = driver.launch

@@ -13,7 +13,7 @@ from infra.errors import UserError
 from infra.schema import to_json
 from infra.storage.directory import StorageDir
 from pipeline.shards import read_manifest
-from train.config import TrainConfig
+from train.config import ResolvedConfig
 from train.launch.driver import diagnosed
 from train.launch.job import RunPlan
 from train.reporting.report import detail_rows
@@ -34,7 +34,7 @@ BARE = replace(CONFIRMED, machines=["w1", "w2"], data_wait_fraction=None, teleme
 """Of trials that were too short for telemetry."""
 
 
-EAGER = TrainConfig.of(compile="off")
+EAGER = ResolvedConfig.of(compile="off")
 
 
 def ran(make_result: Make, speed: float = 850.0, retries: int = 0, **changes: Any) -> RunResult:
@@ -132,14 +132,14 @@ def test_a_run_whose_interval_reaches_the_searchs_is_not_slower(make_result: Mak
 def best(tmp_path: Path) -> Path:
     file = tmp_path / "fast" / "best.json"
     file.parent.mkdir()
-    file.write_text(json.dumps({"study": "s", "config": TrainConfig().to_json(), "measured": to_json(CONFIRMED)}))
+    file.write_text(json.dumps({"study": "s", "config": ResolvedConfig().to_json(), "measured": to_json(CONFIRMED)}))
     return file
 
 
 def test_what_a_search_found_is_read_from_its_file(best: Path) -> None:
-    assert read_search_reference(str(best), TrainConfig()) == CONFIRMED
+    assert read_search_reference(str(best), ResolvedConfig()) == CONFIRMED
     assert (
-        read_search_reference(str(best), TrainConfig.of(learning_rate=1e-4, steps=7, data="elsewhere", seed=3))
+        read_search_reference(str(best), ResolvedConfig.of(learning_rate=1e-4, steps=7, data="elsewhere", seed=3))
         == CONFIRMED
     )
 
@@ -147,22 +147,22 @@ def test_what_a_search_found_is_read_from_its_file(best: Path) -> None:
 def test_it_is_also_read_from_object_storage(best: Path, bucket: str) -> None:
     place = StorageDir.of(f"s3://places/fast/{bucket}")
     place.upload(best, "best.json")
-    assert read_search_reference(str(place / "best.json"), TrainConfig()) == CONFIRMED
-    assert read_search_reference(str(place / "absent.json"), TrainConfig()) is None
+    assert read_search_reference(str(place / "best.json"), ResolvedConfig()) == CONFIRMED
+    assert read_search_reference(str(place / "absent.json"), ResolvedConfig()) is None
 
 
 def test_a_run_that_is_executed_in_another_way_is_not_compared(best: Path) -> None:
     for changes in ({"micro_batch": 16}, {"compile": "whole"}, {"loss": "fused"}, {"device": "cpu"}):
-        assert read_search_reference(str(best), TrainConfig().replace(**changes)) is None
+        assert read_search_reference(str(best), ResolvedConfig().replace(**changes)) is None
     run = best.with_name("config.json")
-    run.write_text(json.dumps(TrainConfig().to_json()))
-    assert read_search_reference(str(run), TrainConfig()) is None
-    assert read_search_reference(str(best.with_name("absent.json")), TrainConfig()) is None
+    run.write_text(json.dumps(ResolvedConfig().to_json()))
+    assert read_search_reference(str(run), ResolvedConfig()) is None
+    assert read_search_reference(str(best.with_name("absent.json")), ResolvedConfig()) is None
 
 
 def test_the_command_compares_with_the_file_that_it_was_given(best: Path, small_shards: Path, tmp_path: Path) -> None:
-    model = replace(TrainConfig().model, vocab_size=257)
-    config = TrainConfig.of(data=str(small_shards), model=model, global_batch=8)
+    model = replace(ResolvedConfig().model, vocab_size=257)
+    config = ResolvedConfig.of(data=str(small_shards), model=model, global_batch=8)
     values = json.loads(best.read_text())
     best.write_text(json.dumps(values | {"config": config.to_json()}))
     options = RunOptions(training=config, config=str(best), out=str(tmp_path))
@@ -171,7 +171,7 @@ def test_the_command_compares_with_the_file_that_it_was_given(best: Path, small_
 
 
 def test_it_is_in_the_result_of_the_run_and_after_memory(make_result: Make, small_shards: Path, tmp_path: Path) -> None:
-    config = TrainConfig.of(
+    config = ResolvedConfig.of(
         data=str(small_shards), precision="fp32", device="cpu", attention="sdpa", micro_batch=32, compile="off",
         loss="plain",
     )  # fmt: skip
@@ -197,7 +197,7 @@ LEARNING = {
 
 def test_every_setting_is_one_of_the_speed_or_of_what_is_learnt() -> None:
     """A new one has to be put on a side."""
-    settings = set(TrainConfig().flat())
+    settings = set(ResolvedConfig().flat())
     assert settings - LEARNING == set(SPEED_SETTINGS)
     assert settings > LEARNING
 

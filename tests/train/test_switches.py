@@ -19,7 +19,7 @@ from torch.nn.attention import SDPBackend
 
 from infra.device.hardware import cpu_info
 from infra.errors import UserError
-from train.config import AUTO, Attention, Checkpointing, Cycle, Loss, Optimizer, Precision, Schedule, TrainConfig
+from train.config import AUTO, Attention, Checkpointing, Cycle, Loss, Optimizer, Precision, ResolvedConfig, Schedule
 from train.loop.execution import AUTOCAST, build_model, compile_model, configure_allocator, keep_compiled_attention
 from train.loop.trainer import Trainer
 from train.model_config import ModelConfig
@@ -32,20 +32,20 @@ CPU = torch.device("cpu")
 
 
 @pytest.fixture(scope="module")
-def config(small_shards: Path, small_model: ModelConfig) -> TrainConfig:
-    return TrainConfig.of(
+def config(small_shards: Path, small_model: ModelConfig) -> ResolvedConfig:
+    return ResolvedConfig.of(
         data=str(small_shards), model=small_model, global_batch=4, micro_batch=4, steps=2, cycle=Cycle(2, 1),
         precision="fp32", device="cpu", compile="off", loss="plain",
     )  # fmt: skip
 
 
-def cpu_model(config: TrainConfig) -> torch.nn.Module:
+def cpu_model(config: ResolvedConfig) -> torch.nn.Module:
     """The model of ``config`` as a run on this CPU builds it."""
     execution = resolve(config, cpu_info()).execution
     return build_model(config.model, execution, config.optimization.optimizer, config.dataset.seed, CPU)
 
 
-def gradients(config: TrainConfig, tokens: torch.Tensor) -> tuple[float, dict[str, torch.Tensor]]:
+def gradients(config: ResolvedConfig, tokens: torch.Tensor) -> tuple[float, dict[str, torch.Tensor]]:
     """The loss and gradients of one batch, from the same weights and the same random numbers."""
     model = cpu_model(config)
     torch.manual_seed(7)
@@ -72,7 +72,7 @@ def batch_of(model: ModelConfig) -> torch.Tensor:
     ],
     ids=str,
 )
-def test_gradients_stay_the_same(config: TrainConfig, change: dict[str, Any]) -> None:
+def test_gradients_stay_the_same(config: ResolvedConfig, change: dict[str, Any]) -> None:
     dropouts = (0.0,) if "attention" in change else (0.0, 0.2)  # another kernel draws other random numbers
     for dropout, tied in itertools.product(dropouts, (True, False)):
         usual = config.replace(model=dataclasses.replace(config.model, dropout=dropout, tied=tied))
@@ -84,7 +84,7 @@ def test_gradients_stay_the_same(config: TrainConfig, change: dict[str, Any]) ->
             torch.testing.assert_close(changed[name], gradient, atol=1e-5, rtol=1e-4, msg=name)
 
 
-def test_masked_attention_stays_within_a_book(config: TrainConfig) -> None:
+def test_masked_attention_stays_within_a_book(config: ResolvedConfig) -> None:
     end = config.model.vocab_size - 1
     tokens = batch_of(config.gpt2_config)[1:2, :-1]
     assert book_numbers(tokens, end)[0, [0, 3, 4, 20, 21]].tolist() == [0, 0, 1, 1, 2]
@@ -99,7 +99,7 @@ def test_masked_attention_stays_within_a_book(config: TrainConfig) -> None:
         assert not torch.allclose(before[:, 5:21], after[:, 5:21])
 
 
-def test_mask_books_is_the_same_in_both_attentions(config: TrainConfig) -> None:
+def test_mask_books_is_the_same_in_both_attentions(config: ResolvedConfig) -> None:
     tokens = batch_of(config.gpt2_config)
     masked = config.replace(mask_books=True)
     assert gradients(masked, tokens)[0] != gradients(config, tokens)[0]
@@ -109,10 +109,10 @@ def test_mask_books_is_the_same_in_both_attentions(config: TrainConfig) -> None:
 
 @pytest.mark.parametrize("compile", ["blocks", "whole"])
 @pytest.mark.slow
-def test_compiled_code_computes_the_same(config: TrainConfig, compile: str) -> None:
+def test_compiled_code_computes_the_same(config: ResolvedConfig, compile: str) -> None:
     """With the loss in pieces, validation included: without, all would be torch's own."""
 
-    def losses(config: TrainConfig) -> list[float]:
+    def losses(config: ResolvedConfig) -> list[float]:
         reports: list[CycleReport] = []
         Trainer(config, on_cycle=reports.append).run()
         assert reports[0].val_loss is not None
@@ -125,7 +125,7 @@ def test_compiled_code_computes_the_same(config: TrainConfig, compile: str) -> N
 
 @pytest.mark.parametrize("setting", [None, "PYTORCH_ALLOC_CONF", "PYTORCH_CUDA_ALLOC_CONF"])
 def test_the_allocator_is_chosen_unless_the_user_has(
-    setting: str | None, config: TrainConfig, monkeypatch: pytest.MonkeyPatch
+    setting: str | None, config: ResolvedConfig, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     for name in ("PYTORCH_ALLOC_CONF", "PYTORCH_CUDA_ALLOC_CONF"):
         monkeypatch.delenv(name, raising=False)
@@ -140,9 +140,9 @@ def test_the_allocator_is_chosen_unless_the_user_has(
 
 GROWING = """
 import sys, torch
-from train.config import TrainConfig
+from train.config import ResolvedConfig
 from train.loop.execution import configure_allocator
-configure_allocator(TrainConfig.of(device="cuda", allocator=sys.argv[1]))
+configure_allocator(ResolvedConfig.of(device="cuda", allocator=sys.argv[1]))
 kept = torch.zeros(1, device="cuda")
 print(torch.cuda.memory_snapshot()[0]["is_expandable"])
 """
@@ -170,7 +170,7 @@ def test_a_new_process_finds_compiled_attention_in_the_cache(tmp_path: Path, mon
 
 @pytest.mark.slow
 def test_what_was_compiled_for_one_precision_is_not_run_for_another(
-    config: TrainConfig, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+    config: ResolvedConfig, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """Also by torch 2.11, whose own key does not have the type of autocast."""
     monkeypatch.setenv("TORCHINDUCTOR_CACHE_DIR", str(tmp_path))
@@ -212,7 +212,7 @@ SHAPES = {
 @settings(max_examples=80)
 @given(changes=st.fixed_dictionaries({}, optional=OFTEN), shape=st.fixed_dictionaries({}, optional=SHAPES))
 def test_every_combination_trains_or_is_refused(
-    config: TrainConfig, changes: dict[str, Any], shape: dict[str, Any]
+    config: ResolvedConfig, changes: dict[str, Any], shape: dict[str, Any]
 ) -> None:
     try:
         wanted = config.replace(model=dataclasses.replace(config.model, **shape), **changes)
@@ -228,7 +228,7 @@ def test_every_combination_trains_or_is_refused(
 
 
 @pytest.mark.parametrize("optimizer", ["adamw", "adamw-fused", "adafactor", "muon"])
-def test_every_optimizer_learns_and_resumes(config: TrainConfig, tmp_path: Path, optimizer: str) -> None:
+def test_every_optimizer_learns_and_resumes(config: ResolvedConfig, tmp_path: Path, optimizer: str) -> None:
     config = config.replace(optimizer=optimizer, steps=40, learning_rate=0.2 if optimizer == "adafactor" else 3e-3)
     straight: list[CycleReport] = []
     Trainer(config, on_cycle=straight.append).run()
@@ -246,7 +246,9 @@ def test_every_optimizer_learns_and_resumes(config: TrainConfig, tmp_path: Path,
 
 @pytest.mark.parametrize("optimizer", ["adamw-8bit", "adamw-bf16"])
 @pytest.mark.slow
-def test_torchao_resumes_exactly_or_is_asked_for_by_name(config: TrainConfig, tmp_path: Path, optimizer: str) -> None:
+def test_torchao_resumes_exactly_or_is_asked_for_by_name(
+    config: ResolvedConfig, tmp_path: Path, optimizer: str
+) -> None:
     precision = "bf16-activations" if optimizer == "adamw-bf16" else "fp32"
     config = config.replace(optimizer=optimizer, precision=precision, steps=8, cycle=Cycle(4, 1), checkpoint_every=4)
     if importlib.util.find_spec("torchao"):
@@ -261,7 +263,7 @@ def test_torchao_resumes_exactly_or_is_asked_for_by_name(config: TrainConfig, tm
 
 
 def test_the_schedules() -> None:
-    config = TrainConfig.of(learning_rate=1.0, warmup_steps=10)
+    config = ResolvedConfig.of(learning_rate=1.0, warmup_steps=10)
 
     def rates(schedule: str) -> list[float]:
         chosen = config.replace(schedule=schedule)
@@ -279,7 +281,7 @@ def test_the_schedules() -> None:
 
 
 def test_a_tenth_of_a_short_time_warms_up() -> None:
-    config = TrainConfig.of(learning_rate=1.0, warmup_steps=100, schedule="constant")
+    config = ResolvedConfig.of(learning_rate=1.0, warmup_steps=100, schedule="constant")
     assert [learning_rate(config.optimization, step, None, step / 20) for step in range(3)] == pytest.approx(
         [0.01, 0.5, 1.0]
     )
@@ -302,7 +304,7 @@ def test_a_tenth_of_a_short_time_warms_up() -> None:
     ],
     ids=str,
 )  # fmt: skip
-def test_the_gpu_computes_the_same(config: TrainConfig, change: dict[str, Any]) -> None:
+def test_the_gpu_computes_the_same(config: ResolvedConfig, change: dict[str, Any]) -> None:
     if "fp8" in change or change.get("optimizer", "").startswith("adamw-"):
         pytest.importorskip("torchao")
     if change == {"fp8": True} and torch.cuda.get_device_capability() < (8, 9):

@@ -4,7 +4,7 @@ A :class:`TrainConfig` is made of parts, one file for each, with their defaults 
 searches know the settings by their names alone: the flat view of :class:`TrainConfig`.
 """
 
-from train.config.batch import AUTO, BatchConfig, divisors
+from train.config.batch import AUTO, Batch, BatchConfig, divisors
 from train.config.checkpoints import CheckpointConfig
 from train.config.dataset import DatasetConfig
 from train.config.duration import Cycle, CycleText, DurationConfig
@@ -17,11 +17,13 @@ from train.config.execution import (
     Checkpointing,
     Compile,
     Device,
+    Execution,
     ExecutionConfig,
     Loss,
     Precision,
 )
 from train.config.optimization import TORCHAO_OPTIMIZERS, OptimizationConfig, Optimizer, Schedule
+from train.config.resolved_config import ResolvedConfig
 from train.config.train_config import CHOICES, SETTING_TYPES, TrainConfig, config_from_json, load_config
 
 __all__ = [
@@ -34,6 +36,7 @@ __all__ = [
     "TORCHAO_OPTIMIZERS",
     "WHOLE_GRAPH",
     "Attention",
+    "Batch",
     "BatchConfig",
     "CheckpointConfig",
     "Checkpointing",
@@ -43,11 +46,13 @@ __all__ = [
     "DatasetConfig",
     "Device",
     "DurationConfig",
+    "Execution",
     "ExecutionConfig",
     "Loss",
     "OptimizationConfig",
     "Optimizer",
     "Precision",
+    "ResolvedConfig",
     "Schedule",
     "TrainConfig",
     "config_from_json",

@@ -2,32 +2,37 @@
 
 import math
 from dataclasses import dataclass
-from typing import Annotated
+from typing import Annotated, Any, Final, Literal
 
-from pydantic import BeforeValidator, PlainSerializer
+from pydantic import PlainValidator
 
 from infra.cli.units import single_value_flag
 from infra.errors import UserError
 from infra.schema import strict
 from train.config.checks import check_part, format_flag
 
-AUTO = -1
-"""The micro-batch of a config that leaves it to be decided, written ``auto`` in flags and files."""
+AUTO: Final = "auto"
+"""The value of a setting that is chosen automatically."""
 
 
-def _parse_micro_batch(text: str) -> int:
-    if text == "auto":
+def _parse_micro_batch(text: str) -> int | Literal["auto"]:
+    if text == AUTO:
         return AUTO
     if not (text.isdecimal() and int(text)):
         raise UserError(f"--micro-batch {text} must be at least 1, or auto.")
     return int(text)
 
 
+def _check_micro_batch(value: Any) -> int | Literal["auto"]:
+    if value != AUTO and type(value) is not int:
+        raise ValueError(f"micro_batch is {value!r}; it should be an integer, or {AUTO!r}.")
+    return value
+
+
 MicroBatch = Annotated[
-    int,
-    single_value_flag("INT|auto", int, _parse_micro_batch, lambda size: "auto" if size == AUTO else str(size)),
-    BeforeValidator(lambda value: AUTO if value == "auto" else value),
-    PlainSerializer(lambda size: "auto" if size == AUTO else size),
+    int | Literal["auto"],
+    single_value_flag("INT|auto", (int, str), _parse_micro_batch, str),
+    PlainValidator(_check_micro_batch),
 ]
 
 
@@ -60,10 +65,21 @@ class BatchConfig:
                 f"x --workers {self.workers}; {hint}."
             )
 
+
+@strict
+@dataclass(frozen=True)
+class Batch(BatchConfig):
+    """The sequences of an optimizer step, divided."""
+
+    micro_batch: int = 1
+
+    def __post_init__(self) -> None:
+        assert self.micro_batch != AUTO, "the micro-batch has been decided"
+        super().__post_init__()
+
     @property
     def accumulation(self) -> int:
         """Micro-batches per optimizer step on each worker."""
-        assert self.micro_batch != AUTO, "a resolved config has a micro-batch"
         return self.global_batch // (self.micro_batch * self.workers)
 
 

@@ -10,15 +10,15 @@ from infra.errors import UserError
 from infra.schema import strict
 from train.config.checks import Conflict, check_combinations, check_part
 
-Precision = Literal["auto", "fp32", "tf32", "fp16", "bf16", "bf16-activations"]
+Precision = Literal["fp32", "tf32", "fp16", "bf16", "bf16-activations"]
 Attention = Literal["auto", "manual", "sdpa", "flash", "cudnn", "efficient", "flex"]
 Compile = Literal[
-    "auto", "off", "whole", "blocks", "coordinate-descent", "max-autotune", "max-autotune-graphs", "reduce-overhead"
+    "off", "whole", "blocks", "coordinate-descent", "max-autotune", "max-autotune-graphs", "reduce-overhead"
 ]
 Checkpointing = Literal["none", "full", "alternate", "selective", "budget"]
-Loss = Literal["auto", "plain", "fused"]
-Device = Literal["auto", "cuda", "cpu"]
-Allocator = Literal["auto", "default", "split", "expandable"]
+Loss = Literal["plain", "fused"]
+Device = Literal["cuda", "cpu"]
+Allocator = Literal["default", "split", "expandable"]
 Ablation = Literal["sync", "zero", "copy", "collect", "pages"]
 
 FUSED_ATTENTION = ("flash", "cudnn", "efficient")
@@ -40,11 +40,11 @@ GPU_KERNELS = ("coordinate-descent", "max-autotune", "max-autotune-graphs")
 class ExecutionConfig:
     """How the model is executed on its device."""
 
-    device: Device = "auto"
+    device: Literal["auto", Device] = "auto"
     """Device to train on; auto is a CUDA GPU if there is one, else the CPU."""
     accelerator: Annotated[str | None, tyro.conf.arg(metavar="GPU")] = None
     """Type of GPU that the workers need, by Ray's name, such as A100 or H200. Waits until the cluster has one."""
-    precision: Precision = "auto"
+    precision: Literal["auto", Precision] = "auto"
     """Precision of the model's arithmetic.
     - auto: bf16 on GPUs that support it, else fp32, because most CPUs only emulate bf16, which is far slower
     - fp32: 32-bit floats throughout
@@ -63,7 +63,7 @@ class ExecutionConfig:
     - flex: FlexAttention"""
     mask_books: bool = False
     """Restrict attention to one book in windows that span several."""
-    compile: Annotated[Compile, tyro.conf.arg(metavar="MODE")] = "auto"
+    compile: Annotated[Literal["auto", Compile], tyro.conf.arg(metavar="MODE")] = "auto"
     """Part of the model that torch.compile compiles, and its mode.
     - auto: whole on a GPU if torch can compile for it, off on a CPU
     - off: no compilation
@@ -82,7 +82,7 @@ class ExecutionConfig:
     - alternate: every second block, about a sixth more FLOPs
     - selective: all except the outputs of matrix products and attention
     - budget: the cheapest half, chosen by torch.compile (torch 2.13 and later)"""
-    loss: Loss = "auto"
+    loss: Literal["auto", Loss] = "auto"
     """Implementation of the cross-entropy loss.
     - auto: fused if the logits would make the micro-batch smaller, else plain
     - plain: stores the logits of all tokens
@@ -90,7 +90,7 @@ class ExecutionConfig:
     loss_chunks: int = 1
     """Number of chunks of the fused loss (at least 1); above 1 implies --loss fused.
     By default a chunk has at most 2,048 tokens."""
-    allocator: Allocator = "auto"
+    allocator: Literal["auto", Allocator] = "auto"
     """Segments in which torch's allocator reserves GPU memory.
     - auto: expandable, which leaves the least memory unused
     - default: segments of the requested size, which smaller tensors may split (torch's default)
@@ -135,3 +135,19 @@ class ExecutionConfig:
         whole = ("compile", self.compile in WHOLE_GRAPH)
         yield shard, whole, "gathering a block's weights would break the graph; use --compile blocks"
         yield shard, fp8, "this combination is not supported"
+
+
+@strict
+@dataclass(frozen=True)
+class Execution(ExecutionConfig):
+    """How the model is executed, decided for a device. By default a CPU executes it operation by operation.
+
+    On a GPU ``attention`` may be ``auto``: the first supported one of the GPU's kernels, best first.
+    """
+
+    device: Device = "cpu"
+    precision: Precision = "fp32"
+    attention: Attention = "sdpa"
+    compile: Compile = "off"
+    loss: Loss = "plain"
+    allocator: Allocator = "default"

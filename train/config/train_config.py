@@ -119,8 +119,7 @@ class TrainConfig:
                 f"--loss-chunks {chunks} does not divide the {tokens} tokens of --global-batch {batch.global_batch} on "
                 "each worker."
             )
-        tokens = batch.micro_batch * self.model.context_length
-        if batch.micro_batch != AUTO and tokens % chunks:
+        if batch.micro_batch != AUTO and (tokens := batch.micro_batch * self.model.context_length) % chunks:
             raise UserError(
                 f"--loss-chunks {chunks} does not divide the {tokens} tokens of --micro-batch {batch.micro_batch}."
             )

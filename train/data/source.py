@@ -8,17 +8,17 @@ from infra.storage.directory import StorageDir
 from pipeline.books.sources import absolute_source
 from pipeline.shards import Manifest
 from pipeline.stream import BYTES_PER_TOKEN, EncodedBook, Stream
-from train.config import Cycle, DatasetConfig, TrainConfig
+from train.config import Cycle, DatasetConfig
 from train.data.windows import refuse_short
 
 
-def with_absolute_paths(config: TrainConfig) -> TrainConfig:
-    """``config`` with absolute paths of local sources, because workers run in a folder of Ray's."""
-    if not config.dataset.stream:
-        return config.replace(data=StorageDir.of(config.dataset.data).address)
-    tokenizer = config.dataset.reading.tokenizer and StorageDir.of(config.dataset.reading.tokenizer).address
-    reading = replace(config.dataset.reading, tokenizer=tokenizer)
-    return config.replace(stream=tuple(absolute_source(source) for source in config.dataset.stream), reading=reading)
+def with_absolute_paths(dataset: DatasetConfig) -> DatasetConfig:
+    """``dataset`` with absolute paths of local sources, because workers run in a folder of Ray's."""
+    if not dataset.stream:
+        return replace(dataset, data=StorageDir.of(dataset.data).address)
+    tokenizer = dataset.reading.tokenizer and StorageDir.of(dataset.reading.tokenizer).address
+    reading = replace(dataset.reading, tokenizer=tokenizer)
+    return replace(dataset, stream=tuple(absolute_source(source) for source in dataset.stream), reading=reading)
 
 
 def open_stream(dataset: DatasetConfig) -> Stream:

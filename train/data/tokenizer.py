@@ -6,7 +6,8 @@ from infra.errors import UserError
 from infra.storage.directory import StorageDir
 from pipeline.encoding.tokenizer import Tokenizer, load_by_hash, load_from
 from pipeline.shards import TOKENIZER_FILE, Manifest
-from train.config import DatasetConfig, TrainConfig
+from train.config import DatasetConfig
+from train.model_config import AnyModel
 
 
 def load_tokenizer(dataset: DatasetConfig, manifest: Manifest) -> Tokenizer | None:
@@ -25,17 +26,17 @@ def load_tokenizer(dataset: DatasetConfig, manifest: Manifest) -> Tokenizer | No
     return tokenizer
 
 
-def match_tokenizer(config: TrainConfig, manifest: Manifest) -> TrainConfig:
-    """``config`` with a model of the data's vocabulary, padded as it was. Raises ``UserError`` when it has another.
+def match_tokenizer(model: AnyModel, dataset: DatasetConfig, manifest: Manifest) -> AnyModel:
+    """``model`` with the data's vocabulary, padded as it was. Raises ``UserError`` when it has another.
 
     A model follows the data unless its vocabulary is not the default, GPT-2's.
     """
-    tokenizer = load_tokenizer(config.dataset, manifest)
+    tokenizer = load_tokenizer(dataset, manifest)
     if tokenizer is None:
-        return config
+        return model
     end = tokenizer.end_of_text
     last = -1 if end == len(tokenizer) - 1 else end
-    return config.replace(model=config.model.with_vocab_size(len(tokenizer), last, config.dataset.source))
+    return model.with_vocab_size(len(tokenizer), last, dataset.source)
 
 
 def tokenizer_files(tokenizer: Tokenizer, context_length: int) -> dict[str, str]:

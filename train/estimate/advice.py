@@ -9,7 +9,7 @@ from itertools import product
 from typing import Any
 
 from infra.errors import UserError
-from train.config import TrainConfig
+from train.config import ResolvedConfig
 from train.estimate.flops import executed_flops_per_token
 from train.estimate.memory import peak_if_known, predict_peak
 
@@ -32,7 +32,7 @@ class MemorySaving:
         return " ".join(self.flags)
 
 
-def find_memory_savings(config: TrainConfig) -> list[MemorySaving]:
+def find_memory_savings(config: ResolvedConfig) -> list[MemorySaving]:
     """Changes that are predicted to save memory, by their cost: single changes first, then combinations.
 
     Changes without additional arithmetic are ordered as follows: first those that keep the micro-batch; then smaller
@@ -60,7 +60,7 @@ def find_memory_savings(config: TrainConfig) -> list[MemorySaving]:
     return [change for _, change in sorted(ranked_changes, key=lambda ranked: ranked[0])]
 
 
-def _candidates(config: TrainConfig) -> Iterator[dict[str, Any]]:
+def _candidates(config: ResolvedConfig) -> Iterator[dict[str, Any]]:
     """Combinations of settings to change, with at most one value for each setting."""
     choices: dict[str, list[Any]] = {
         "attention": ["auto"] if config.execution.attention == "manual" else [],
@@ -74,7 +74,7 @@ def _candidates(config: TrainConfig) -> Iterator[dict[str, Any]]:
             yield settings
 
 
-def _cost(config: TrainConfig, changed: TrainConfig, additional_flops: float) -> str:
+def _cost(config: ResolvedConfig, changed: ResolvedConfig, additional_flops: float) -> str:
     costs = []
     if changed.batch.micro_batch != config.batch.micro_batch:
         costs.append(

@@ -8,7 +8,7 @@ import torch
 from infra.cli.units import GB, format_duration, format_size
 from infra.errors import UserError
 from pipeline.shards import read_manifest
-from train.config import HALF_PRECISIONS, Precision, TrainConfig
+from train.config import HALF_PRECISIONS, Precision, ResolvedConfig
 from train.custom_model import CustomModel
 from train.estimate import flops
 from train.estimate.memory import (
@@ -54,7 +54,7 @@ def parameter_rows(model: AnyModel) -> Rows:
     return [*rows, ("total", f"[bold]{total:,}[/bold]")]
 
 
-def memory_rows(config: TrainConfig) -> Rows:
+def memory_rows(config: ResolvedConfig) -> Rows:
     """Predicted peak memory by part, with bars."""
     breakdown = predict_peak(config)
     formula = activation_formula(config.model, config.batch.micro_batch, config.execution.precision)
@@ -80,7 +80,7 @@ def activation_formula(model: AnyModel, micro_batch: int, precision: Precision) 
     return published_activations(model, micro_batch, precision), text
 
 
-def limit_rows(config: TrainConfig, limit: int | None) -> Rows:
+def limit_rows(config: ResolvedConfig, limit: int | None) -> Rows:
     """The largest micro-batches that fit the limit, as configured and with settings that save memory."""
     limit_text = format_size(limit) if limit else ""
     if limit is None and torch.cuda.is_available():
@@ -99,7 +99,7 @@ def limit_rows(config: TrainConfig, limit: int | None) -> Rows:
     return [("limit", f"{limit_text}, with a margin of {margin(config.execution):.0%} of the reserved memory"), *rows]
 
 
-def _cap(config: TrainConfig, limit: int) -> str:
+def _cap(config: ResolvedConfig, limit: int) -> str:
     """The reason other than memory why the micro-batch of ``config`` cannot be larger; empty if there is none."""
     unconstrained = largest_unconstrained_micro_batch(config, limit)
     if unconstrained <= config.batch.micro_batch:
@@ -109,7 +109,7 @@ def _cap(config: TrainConfig, limit: int) -> str:
     return f", {reason} of --global-batch {config.batch.global_batch}; micro-batch {unconstrained} would fit"
 
 
-def _memory_saving_variants(config: TrainConfig) -> list[tuple[str, TrainConfig]]:
+def _memory_saving_variants(config: ResolvedConfig) -> list[tuple[str, ResolvedConfig]]:
     """Variants of ``config``, each with one more setting that saves memory."""
     variants = []
     if config.execution.checkpointing != "full" and not config.model.unsupported_reason("checkpointing", "full"):
@@ -156,7 +156,7 @@ def petaflop_days(total: float) -> float:
     return total / (1e15 * 86400)
 
 
-def time_rows(config: TrainConfig, tokens_per_second: float | None, price: float | None) -> Rows:
+def time_rows(config: ResolvedConfig, tokens_per_second: float | None, price: float | None) -> Rows:
     """Tokens of an epoch, of the run and of a compute-optimal run, with time and cost if speed and price are known."""
     amounts: list[tuple[str, int]] = []
     rows: Rows = []

@@ -20,16 +20,7 @@ from collections.abc import Sequence
 from dataclasses import dataclass, fields
 from functools import cache
 
-from train.config import (
-    HALF_PRECISIONS,
-    WHOLE_GRAPH,
-    Attention,
-    BatchConfig,
-    ExecutionConfig,
-    Optimizer,
-    Precision,
-    TrainConfig,
-)
+from train.config import HALF_PRECISIONS, WHOLE_GRAPH, Attention, Batch, Execution, Optimizer, Precision, ResolvedConfig
 from train.custom_model import CustomModel
 from train.estimate.flops import matmul_parameters, recomputed_blocks
 from train.estimate.probe import cached_fit, measure_fit
@@ -111,14 +102,14 @@ class BytesPerToken:
     """Logits and intermediate results of the loss, for a token in the current chunk."""
 
 
-def peak_if_known(config: TrainConfig) -> MemoryBreakdown | None:
+def peak_if_known(config: ResolvedConfig) -> MemoryBreakdown | None:
     """:func:`predict_peak` if it needs no measurement; None for a custom model that has not been measured."""
     if isinstance(config.model, CustomModel) and cached_fit(config) is None:
         return None
     return predict_peak(config)
 
 
-def predict_peak(config: TrainConfig) -> MemoryBreakdown:
+def predict_peak(config: ResolvedConfig) -> MemoryBreakdown:
     """The peak of a resolved ``config`` on one worker by part, from formulas alone, without using a device.
 
     The peak of a custom model is measured (:mod:`train.estimate.probe`), which takes seconds once for all
@@ -127,7 +118,7 @@ def predict_peak(config: TrainConfig) -> MemoryBreakdown:
     return _of_line(config) if isinstance(config.model, CustomModel) else _of_formulas(config)
 
 
-def _of_line(config: TrainConfig) -> MemoryBreakdown:
+def _of_line(config: ResolvedConfig) -> MemoryBreakdown:
     fit = measure_fit(config)
     state = fit.weights + fit.gradients + fit.optimizer
     return MemoryBreakdown(
@@ -137,7 +128,7 @@ def _of_line(config: TrainConfig) -> MemoryBreakdown:
     )  # fmt: skip
 
 
-def _of_formulas(config: TrainConfig) -> MemoryBreakdown:
+def _of_formulas(config: ResolvedConfig) -> MemoryBreakdown:
     kind, model = config.execution.device, config.gpt2_config
     assert "auto" not in (kind, config.execution.precision, config.execution.compile, config.execution.loss), (
         "memory can only be predicted for a resolved config"
@@ -168,7 +159,7 @@ def _of_formulas(config: TrainConfig) -> MemoryBreakdown:
 
 
 def _moments(
-    model: ModelConfig, batch: BatchConfig, execution: ExecutionConfig, optimizer: Optimizer
+    model: ModelConfig, batch: Batch, execution: Execution, optimizer: Optimizer
 ) -> dict[str, tuple[float, float, float, float, float]]:
     """Bytes of (gradients, casts, activations, logits, working results) at each moment that can be the peak."""
     layers = model.layers
@@ -256,7 +247,7 @@ def _shards(workers: int, shard: bool) -> int:
     return workers if shard else 1
 
 
-def token_sizes(model: ModelConfig, micro_batch: int, execution: ExecutionConfig, kind: str) -> BytesPerToken:
+def token_sizes(model: ModelConfig, micro_batch: int, execution: Execution, kind: str) -> BytesPerToken:
     """Bytes per token. The residual stream is fp32 unless all activations are bf16."""
     width, scores = model.width, model.heads * model.context_length
     half, eager = _half(execution.precision), execution.compile == "off"
@@ -331,7 +322,7 @@ def optimizer_bytes(model: ModelConfig, optimizer: Optimizer, parameters: int) -
     return bytes_per_parameter[optimizer] * parameters
 
 
-def _pieces(context_length: int, micro_batch: int, execution: ExecutionConfig) -> int:
+def _pieces(context_length: int, micro_batch: int, execution: Execution) -> int:
     """Number of chunks of the fused loss; 0 for the plain loss."""
     return chunk_count(execution.loss, execution.loss_chunks, micro_batch * context_length)
 
@@ -360,19 +351,19 @@ def fit_to_probes(predicted: float, probes: Sequence[tuple[float, float]]) -> fl
     return intercept + slope * predicted
 
 
-def peak_with_margin(config: TrainConfig) -> int:
+def peak_with_margin(config: ResolvedConfig) -> int:
     """Predicted peak bytes of the process of a resolved ``config``, with a safety margin."""
     peak = predict_peak(config)
     return peak.total + round(margin(config.execution) * peak.reserved)
 
 
-def margin(execution: ExecutionConfig) -> float:
+def margin(execution: Execution) -> float:
     """Safety margin of the predicted peak of a resolved ``config``, as a fraction of the reserved memory."""
     has_fixed_segments = execution.device == "cuda" and execution.allocator in ("default", "split")
     return FIXED_SEGMENTS if has_fixed_segments else MARGIN[execution.device]
 
 
-def largest_micro_batch(config: TrainConfig, limit: int) -> int | None:
+def largest_micro_batch(config: ResolvedConfig, limit: int) -> int | None:
     """The largest micro-batch of the global batch that is predicted to need at most ``limit`` bytes with the margin.
 
     None if not even one sequence fits.
@@ -381,7 +372,7 @@ def largest_micro_batch(config: TrainConfig, limit: int) -> int | None:
     return next(fitting, None)
 
 
-def largest_unconstrained_micro_batch(config: TrainConfig, limit: int) -> int:
+def largest_unconstrained_micro_batch(config: ResolvedConfig, limit: int) -> int:
     """The largest micro-batch that is predicted to need at most ``limit`` bytes, ignoring the global batch.
 
     The accumulation stays. 0 if not even one sequence fits.

@@ -7,7 +7,7 @@ and twice as often in an all-reduce. The time of an exchange is these bytes divi
 from typing import Any, NamedTuple
 
 from infra.ceilings import matmul_rate_of, read_record
-from train.config import BatchConfig, ExecutionConfig
+from train.config import Batch, Execution
 from train.estimate import flops
 from train.model_config import AnyModel
 
@@ -24,7 +24,7 @@ class Exchange(NamedTuple):
     """Part of the step that can overlap with the exchange."""
 
 
-def step_exchange(model: AnyModel, batch: BatchConfig, shard: bool) -> Exchange:
+def step_exchange(model: AnyModel, batch: Batch, shard: bool) -> Exchange:
     """The exchange of a worker in a step, with 4 bytes for each weight and gradient."""
     crossing_bytes = (batch.workers - 1) / batch.workers * 4 * flops.parameters(model)
     micro_batch = flops.model_flops_per_token(model) * batch.micro_batch * model.context_length
@@ -43,9 +43,7 @@ def step_exchange(model: AnyModel, batch: BatchConfig, shard: bool) -> Exchange:
     )
 
 
-def network_rows(
-    model: AnyModel, batch: BatchConfig, execution: ExecutionConfig, doctor_file: str
-) -> list[tuple[str, str]]:
+def network_rows(model: AnyModel, batch: Batch, execution: Execution, doctor_file: str) -> list[tuple[str, str]]:
     """Time of a step's exchange at the bandwidth in ``doctor_file``, and the part that arithmetic cannot hide."""
     description, size, overlapping_flops, overlaps_with = step_exchange(model, batch, execution.shard)
     rows = [("exchange per step", f"{size / 1e9:.3g} GB on the bus: {description}")]

@@ -16,7 +16,7 @@ from infra.cli.progress import status
 from infra.device.hardware import device_info
 from infra.errors import UserError
 from infra.schema import from_json, strict
-from train.config import Cycle, TrainConfig
+from train.config import Cycle, ResolvedConfig
 from train.model_config import format_model
 
 TOKENS = 1024
@@ -45,15 +45,15 @@ class MemoryFit:
         return round(max(self.weights + self.gradients + self.optimizer, self.fixed + self.per_sequence * micro_batch))
 
 
-_fits: dict[TrainConfig, MemoryFit] = {}
+_fits: dict[ResolvedConfig, MemoryFit] = {}
 
 
-def cached_fit(config: TrainConfig) -> MemoryFit | None:
+def cached_fit(config: ResolvedConfig) -> MemoryFit | None:
     """The fit of ``config``, if this process has measured it; else None."""
     return _fits.get(_probe_config(config))
 
 
-def measure_fit(config: TrainConfig) -> MemoryFit:
+def measure_fit(config: ResolvedConfig) -> MemoryFit:
     """The fit of ``config``, measured once. Raises ``UserError`` if its device is not in this machine or it fails."""
     probe = _probe_config(config)
     if probe not in _fits:
@@ -67,7 +67,7 @@ def measure_fit(config: TrainConfig) -> MemoryFit:
     return _fits[probe]
 
 
-def _probe_config(config: TrainConfig) -> TrainConfig:
+def _probe_config(config: ResolvedConfig) -> ResolvedConfig:
     """The run of the smaller probe, which is equal for all configs with the same fit.
 
     It accumulates two micro-batches if ``config`` accumulates, because gradients are then in memory during the second.
@@ -83,7 +83,7 @@ def _probe_config(config: TrainConfig) -> TrainConfig:
     )  # fmt: skip
 
 
-def _measure_fit(config: TrainConfig) -> MemoryFit:
+def _measure_fit(config: ResolvedConfig) -> MemoryFit:
     process = subprocess.run(
         [sys.executable, "-P", "-m", PROGRAM], input=json.dumps(config.to_json()), capture_output=True, text=True,
         env=os.environ | {"PYTHONPATH": os.pathsep.join(sys.path)},

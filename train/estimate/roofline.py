@@ -6,7 +6,7 @@ Matrix products and attention are bound by arithmetic, Triton's kernels and the 
 from dataclasses import dataclass
 
 from infra.errors import UserError
-from train.config import WHOLE_GRAPH, BatchConfig, ExecutionConfig, Precision
+from train.config import WHOLE_GRAPH, Batch, Execution, Precision
 from train.custom_model import CustomModel
 from train.estimate.flops import matmul_parameters
 from train.estimate.gpu_rates import GpuRates
@@ -48,9 +48,7 @@ UPDATE = 40
 three of them written; clipping reads the gradient twice and writes it once."""
 
 
-def speed_rows(
-    model: AnyModel, batch: BatchConfig, execution: ExecutionConfig, gpu_rates: GpuRates
-) -> list[tuple[str, str]]:
+def speed_rows(model: AnyModel, batch: Batch, execution: Execution, gpu_rates: GpuRates) -> list[tuple[str, str]]:
     """The roofline of a run at ``gpu_rates``, and the range of speeds to expect, for a table."""
     try:
         roofline = roofline_speed(model, batch, execution, gpu_rates)
@@ -69,7 +67,7 @@ def format_expected_range(roofline: float) -> str:
     return f"{low:,.0f} to {high:,.0f}"
 
 
-def roofline_speed(model: AnyModel, batch: BatchConfig, execution: ExecutionConfig, gpu_rates: GpuRates) -> float:
+def roofline_speed(model: AnyModel, batch: Batch, execution: Execution, gpu_rates: GpuRates) -> float:
     """Tokens/s at the roofline of one GPU with ``gpu_rates``. Raises ``UserError`` if the formulas do not cover
     it."""
     if isinstance(model, CustomModel):

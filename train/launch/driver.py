@@ -17,8 +17,7 @@ from infra.errors import UserError
 from infra.schema import to_json
 from infra.storage.files import write_json
 from infra.tracking.tracker import Tracker
-from train.config import AUTO, TrainConfig
-from train.data.source import with_absolute_paths
+from train.config import AUTO, ResolvedConfig
 from train.estimate.flops import with_matmul_efficiency
 from train.estimate.memory import peak_if_known
 from train.launch import local
@@ -37,7 +36,7 @@ class WorkerFailure(Exception):
     """The loop failed in its worker; the message is the worker's traceback."""
 
 
-def train_and_record(run: RunPlan, config: TrainConfig, tracker: Tracker) -> tuple[RunResult, Report]:
+def train_and_record(run: RunPlan, config: ResolvedConfig, tracker: Tracker) -> tuple[RunResult, Report]:
     """Train ``run`` as ``config``, print each cycle's line, and write the result and its report to the run's folder,
     from which MLflow gets them."""
     result = launch(run, config, tracker, lambda cycle: console.print(cycle["line"]))
@@ -59,7 +58,7 @@ def train_and_record(run: RunPlan, config: TrainConfig, tracker: Tracker) -> tup
     return result, report
 
 
-def diagnosed(run: RunPlan, config: TrainConfig, result: RunResult) -> Diagnosis | None:
+def diagnosed(run: RunPlan, config: ResolvedConfig, result: RunResult) -> Diagnosis | None:
     """What was wrong with the ``result`` of a run: its memory, its speed compared with its search, or its losses."""
     memory_diagnosis = diagnosis.diagnose_oom(config, result, run.run_folder.location, run.memory_limit)
     memory_diagnosis = memory_diagnosis or (
@@ -69,7 +68,10 @@ def diagnosed(run: RunPlan, config: TrainConfig, result: RunResult) -> Diagnosis
 
 
 def launch(
-    run: RunPlan, config: TrainConfig, tracker: Tracker, on_cycle: Callable[[dict[str, Any]], None] = lambda cycle: None
+    run: RunPlan,
+    config: ResolvedConfig,
+    tracker: Tracker,
+    on_cycle: Callable[[dict[str, Any]], None] = lambda cycle: None,
 ) -> RunResult:
     """Train ``run`` as the resolved ``config``; ``on_cycle`` is called with the report of each cycle.
 
@@ -93,13 +95,13 @@ def launch(
     listener = Listener(run, config, tracker, on_cycle)
     second = tracker.logged.last_step("system/")
     assignment = WorkerJob(
-        config=with_absolute_paths(config),
+        config=config,
         run_dir=run_folder.location,
         fingerprint=run.manifest.fingerprint,
         step=step,
         memory_limit=run.memory_limit,
         stream=run.stream,
-        retries_smaller_batch=run.requested.batch.micro_batch == AUTO,
+        retries_smaller_batch=config.requested.batch.micro_batch == AUTO,
     )
     if run.is_local:
         returned = local.run_training(assignment, listener, reported, second)

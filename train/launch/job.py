@@ -8,7 +8,7 @@ from typing import Any
 from infra.storage.directory import StorageDir
 from pipeline.shards import Manifest, read_manifest
 from pipeline.stream import Stream
-from train.config import TrainConfig
+from train.config import ResolvedConfig, TrainConfig
 from train.data.source import (
     check_enough_tokens,
     check_split_lengths,
@@ -16,8 +16,7 @@ from train.data.source import (
     open_stream,
     with_absolute_paths,
 )
-from train.data.tokenizer import match_tokenizer
-from train.resolved import with_model_info
+from train.resolved import prepare
 from train.result import RunResult
 from train.run_files.lookup import find_run
 from train.run_files.progress import Progress, check_not_finished, check_same_run, read_progress
@@ -29,7 +28,7 @@ from train.search_reference import SearchReference
 class WorkerJob:
     """All that a worker is told. It may be on another machine, so that no path of the driver's need exist there."""
 
-    config: TrainConfig
+    config: ResolvedConfig
     """The resolved run, with whole paths."""
     run_dir: StorageDir
     """Where the run's folder is."""
@@ -64,7 +63,7 @@ class RunPlan:
     """One training run. Imports torch for a custom model only, so that what is wrong with it is said at once."""
 
     requested: TrainConfig
-    """As the user gave it, with whole paths; the run's folder keeps it."""
+    """As the user gave it, prepared for its data; the run's folder keeps it."""
     manifest: Manifest
     run_folder: RunFolder
     """With a whole path."""
@@ -91,10 +90,9 @@ class RunPlan:
     def new(cls, config: TrainConfig, run_folder: RunFolder) -> "RunPlan":
         """A run that begins in ``run_folder``, which need not exist. Raises ``UserError`` for data that do not fit
         it."""
-        requested = with_absolute_paths(config)
-        stream = open_stream(requested.dataset) if requested.dataset.stream else None
-        manifest = estimate_manifest(stream) if stream else read_manifest(requested.dataset.data)
-        requested = with_model_info(match_tokenizer(requested, manifest))
+        stream = open_stream(with_absolute_paths(config.dataset)) if config.dataset.stream else None
+        manifest = estimate_manifest(stream) if stream else read_manifest(config.dataset.data)
+        requested = prepare(config, manifest)
         check_split_lengths(requested.dataset, requested.model.context_length, requested.duration.cycle, manifest)
         check_enough_tokens(requested.dataset, requested.batch.global_batch, requested.model.context_length, manifest)
         return cls(requested, manifest, run_folder, stream=stream)

@@ -6,7 +6,7 @@ from typing import Any
 from infra.cli.console import console
 from infra.cli.progress import Status
 from infra.tracking.tracker import Tracker
-from train.config import TrainConfig
+from train.config import ResolvedConfig
 from train.launch.channel import WorkerUpdates
 from train.launch.group import WorkerGroup
 from train.launch.job import RunPlan
@@ -18,7 +18,7 @@ class Listener:
     def __init__(
         self,
         run: RunPlan,
-        config: TrainConfig,
+        config: ResolvedConfig,
         tracker: Tracker,
         on_cycle: Callable[[dict[str, Any]], None],
     ) -> None:

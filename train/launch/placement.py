@@ -16,7 +16,7 @@ from infra.ray.machines import (
     max_cores_per_worker,
     run_on_nodes,
 )
-from train.config import DatasetConfig, ExecutionConfig
+from train.config import DatasetConfig, Execution, ExecutionConfig
 
 READERS = 2
 """Cores that each worker that trains on a stream leaves to Ray Data."""
@@ -51,7 +51,7 @@ def worker_device_info(execution: ExecutionConfig, workers: int) -> DeviceInfo:
         ) from None
 
 
-def make_scaling_config(dataset: DatasetConfig, execution: ExecutionConfig, workers: int) -> ray.train.ScalingConfig:
+def make_scaling_config(dataset: DatasetConfig, execution: Execution, workers: int) -> ray.train.ScalingConfig:
     """The workers to ask Ray for, by a resolved config.
 
     Raises ``UserError`` when the cluster lacks them; Ray would wait.

@@ -20,7 +20,7 @@ from infra.device.telemetry import Telemetry, prefix_node
 from infra.errors import UserError
 from infra.storage.directory import StorageDir
 from pipeline.shards import MANIFEST, Manifest
-from train.config import Cycle, TrainConfig
+from train.config import Cycle, ResolvedConfig
 from train.data.dataset import ShardData
 from train.data.stream import StreamData
 from train.launch.channel import Channel, DriverConnection, EarlierWorkers
@@ -245,7 +245,7 @@ class TooLarge(Exception):
 
 def train_with_retries(
     run_folder: RunFolder,
-    config: TrainConfig,
+    config: ResolvedConfig,
     resume: Path | None,
     driver: DriverConnection | None,
     limit: MemoryLimit | None = None,
@@ -317,7 +317,7 @@ def did_not_fit(result: RunResult, start_step: int) -> bool:
 
 def _train_once(
     run_folder: RunFolder,
-    config: TrainConfig,
+    config: ResolvedConfig,
     resume: Path | None,
     driver: DriverConnection | None,
     limit: MemoryLimit | None,

@@ -12,7 +12,7 @@ import torch
 from torch import Tensor
 
 from pipeline.shards import Manifest
-from train.config import BatchConfig
+from train.config import Batch
 from train.loop import timing
 from train.loop.validation import mean_loss
 from train.models.parallel import Workers
@@ -91,7 +91,7 @@ def step_seconds(cycle: RunningCycle) -> list[float]:
 
 
 def report(
-    cycle: RunningCycle, batch: BatchConfig, context_length: int, manifest: Manifest, *, val_tokens: int, elapsed: float
+    cycle: RunningCycle, batch: Batch, context_length: int, manifest: Manifest, *, val_tokens: int, elapsed: float
 ) -> CycleReport:
     """The numbers of a closed cycle; ``val_tokens`` is the number before it."""
     timing.wait_for(cycle.end)

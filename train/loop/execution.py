@@ -13,7 +13,7 @@ from torch import Tensor, nn
 from torch.nn.attention import SDPBackend
 
 from infra.errors import UserError
-from train.config import Device, ExecutionConfig, Optimizer
+from train.config import Device, Execution, Optimizer
 from train.custom_model import CustomModel
 from train.model_config import AnyModel, ModelConfig
 from train.models import custom
@@ -57,7 +57,7 @@ def torch_device(device: Device) -> torch.device:
 
 
 def build_model(
-    model_config: AnyModel, execution: ExecutionConfig, optimizer: Optimizer, seed: int, device: torch.device
+    model_config: AnyModel, execution: Execution, optimizer: Optimizer, seed: int, device: torch.device
 ) -> Any:
     """The model with random weights by the ``seed``, on ``device``."""
     if execution.checkpointing == "budget":
@@ -78,7 +78,7 @@ def load_initial_weights(model: Any, model_config: AnyModel) -> None:
         load_hf_weights(model, Path(model_config.start))
 
 
-def _gpt(model_config: ModelConfig, execution: ExecutionConfig) -> GPT:
+def _gpt(model_config: ModelConfig, execution: Execution) -> GPT:
     return GPT(
         model_config,
         attention=_attention(model_config, execution),
@@ -90,7 +90,7 @@ def _gpt(model_config: ModelConfig, execution: ExecutionConfig) -> GPT:
     )
 
 
-def _custom(model: CustomModel, execution: ExecutionConfig) -> nn.Module:
+def _custom(model: CustomModel, execution: Execution) -> nn.Module:
     """A custom model with the switches of its blocks as configured."""
     attention, chosen = execution.attention, bool(model.info and model.info.attention)
     kernels: list[SDPBackend] = []
@@ -119,13 +119,13 @@ def build_inference_model(model_config: AnyModel, mask_books: bool, weights_of: 
     return model.eval()
 
 
-def _attention(model: AnyModel, execution: ExecutionConfig) -> AttentionFunction:
+def _attention(model: AnyModel, execution: Execution) -> AttentionFunction:
     if execution.attention != "auto":
         return ATTENTION[execution.attention]
     return attention_for_gpu(torch.cuda.get_device_capability(), model.context_length, masked=execution.mask_books)
 
 
-def attention_kernel(model: AnyModel, execution: ExecutionConfig, device: torch.device) -> str:
+def attention_kernel(model: AnyModel, execution: Execution, device: torch.device) -> str:
     """The kernel that computes attention on ``device``: as configured, or the first usable one of the GPU's list."""
     if isinstance(model, CustomModel):
         if not (model.info and model.info.attention):
@@ -144,7 +144,7 @@ def attention_kernel(model: AnyModel, execution: ExecutionConfig, device: torch.
     return first_supported_kernel(_attention(model, execution), q, model.dropout, mask)
 
 
-def _mask(model: AnyModel, execution: ExecutionConfig) -> MaskFunction:
+def _mask(model: AnyModel, execution: Execution) -> MaskFunction:
     if execution.attention == "flex":
         return partial(block_mask, end_of_text=_end_of_text(model) if execution.mask_books else None)
     return _dense(model, execution.mask_books)
@@ -169,7 +169,7 @@ def _to_fp8(model: nn.Module) -> None:
         convert_to_float8_training(block, module_filter_fn=lambda module, name: isinstance(module, nn.Linear))
 
 
-def compile_model(model: nn.Module, execution: ExecutionConfig) -> Callable[..., Tensor]:
+def compile_model(model: nn.Module, execution: Execution) -> Callable[..., Tensor]:
     """What the loop calls for a forward pass: the model, compiled as configured, for shapes that never change."""
     if execution.compile == "off":
         return model
@@ -203,14 +203,14 @@ def keep_compiled_attention() -> None:
     }
 
 
-def autocast_context(execution: ExecutionConfig) -> contextlib.AbstractContextManager[Any]:
+def autocast_context(execution: Execution) -> contextlib.AbstractContextManager[Any]:
     """The context in which forward passes run."""
     kind = AUTOCAST.get(execution.precision)
     return torch.autocast(execution.device, kind) if kind else contextlib.nullcontext()
 
 
 @contextlib.contextmanager
-def gc_disabled(execution: ExecutionConfig) -> Iterator[None]:
+def gc_disabled(execution: Execution) -> Iterator[None]:
     """Disable automatic garbage collection during the block, except with ``--ablate collect``."""
     if execution.device == "cuda":
         gc.collect()  # what an earlier run in this process left on the GPU
@@ -234,7 +234,7 @@ def configure_allocator(allocator: str) -> None:
         os.environ["PYTORCH_ALLOC_CONF"] = ALLOCATORS[allocator]
 
 
-def enable_large_pages(execution: ExecutionConfig) -> None:
+def enable_large_pages(execution: Execution) -> None:
     """Put large tensors in pages of 2 MB on the CPU, instead of the default 4 KB, which ``--ablate pages`` keeps.
 
     The C library returns large freed blocks to the system, so that the next step's logits get new pages, each zeroed

@@ -8,7 +8,7 @@ from pathlib import Path
 import torch
 
 from infra.device.gpu import GpuState, read_gpu
-from train.config import ExecutionConfig
+from train.config import Execution
 from train.result import Memory
 
 
@@ -18,7 +18,7 @@ def reset_peak(device: torch.device) -> None:
         torch.cuda.reset_peak_memory_stats(device)
 
 
-def release_cached_memory(execution: ExecutionConfig) -> None:
+def release_cached_memory(execution: Execution) -> None:
     """Return what is not in use after the first step, which has put the optimizer's state where it found room.
 
     That may be in the middle of what the next step needs in one piece, such as the logits, and would leave a hole.
@@ -28,7 +28,7 @@ def release_cached_memory(execution: ExecutionConfig) -> None:
         torch.cuda.empty_cache()
 
 
-def reset_after_oom(execution: ExecutionConfig) -> None:
+def reset_after_oom(execution: Execution) -> None:
     """Free what the run of ``config``, which did not fit, has left in this process, and forget its peak."""
     if execution.compile != "off":
         torch.compiler.reset()  # compiled code keeps the pools of its CUDA graphs

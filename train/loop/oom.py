@@ -12,7 +12,7 @@ from infra.cli.units import parse_size
 from infra.device import host
 from infra.device.gpu import GpuState, read_gpu
 from infra.errors import first_line
-from train.config import TrainConfig
+from train.config import ResolvedConfig
 from train.estimate.memory import peak_if_known
 from train.loop.memory_limit import MemoryLimit
 from train.models import parallel
@@ -56,7 +56,7 @@ def out_of_memory(
     )
 
 
-def format_oom(shortage: MemoryShortage, config: TrainConfig, limit: MemoryLimit | None) -> str:
+def format_oom(shortage: MemoryShortage, config: ResolvedConfig, limit: MemoryLimit | None) -> str:
     text = f"out of memory in {shortage.during}"
     if shortage.tried is not None:
         text += f": a tensor of {shortage.tried / 1e9:,.2f} GB did not fit"

@@ -11,7 +11,7 @@ import torch
 
 from infra.errors import UserError
 from infra.schema import to_json
-from train.config import TrainConfig, config_from_json
+from train.config import ResolvedConfig, config_from_json
 from train.custom_model import CustomModel
 from train.estimate.probe import EXIT_USER_ERROR, MemoryFit
 from train.loop import memory, oom
@@ -30,7 +30,7 @@ STEPS = 2
 """The second has the optimizer's state beside its activations."""
 
 
-def probe(config: TrainConfig, larger: int) -> MemoryFit:
+def probe(config: ResolvedConfig, larger: int) -> MemoryFit:
     """Take steps of ``config`` at its micro-batch and at the ``larger`` one: the line that their peaks determine."""
     configure_allocator(config.execution.allocator)
     enable_large_pages(config.execution)
@@ -76,10 +76,10 @@ def _peak(device: torch.device) -> int:
 
 
 if __name__ == "__main__":
-    requested = config_from_json(json.loads(sys.stdin.read()), "the probe's config")
+    config = ResolvedConfig.of_decided(config_from_json(json.loads(sys.stdin.read()), "the probe's config"))
     answer, sys.stdout = sys.stdout, open(os.devnull, "w")  # noqa: PTH123, SIM115 where the model may print
     try:
-        print(json.dumps(to_json(probe(requested, 3 * requested.batch.micro_batch))), file=answer, flush=True)
+        print(json.dumps(to_json(probe(config, 3 * config.batch.micro_batch))), file=answer, flush=True)
     except UserError as mistake:
         print(mistake, file=sys.stderr)
         sys.exit(EXIT_USER_ERROR)

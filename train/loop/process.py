@@ -8,7 +8,7 @@ from collections.abc import Iterator
 import torch
 
 from infra.errors import UserError
-from train.config import ExecutionConfig
+from train.config import Execution
 from train.loop import memory
 from train.loop.execution import configure_allocator, enable_large_pages
 from train.run_files.checkpoint import random_state, restore_random_state
@@ -20,7 +20,7 @@ _first_values: dict[str, str] = {}
 
 
 @contextlib.contextmanager
-def borrowed_process(execution: ExecutionConfig) -> Iterator[bool]:
+def borrowed_process(execution: Execution) -> Iterator[bool]:
     """Run ``config`` in this process, and leave torch's settings, its random state and the environment as they were.
 
     Yields whether the peak of its resident set is that of the block, and not of what the process did before. Raises
@@ -45,7 +45,7 @@ def borrowed_process(execution: ExecutionConfig) -> Iterator[bool]:
                 os.environ[name] = value
 
 
-def _check_unchanged(execution: ExecutionConfig) -> None:
+def _check_unchanged(execution: Execution) -> None:
     """Raise ``UserError`` when ``config`` chooses another allocator or size of pages than the first run here."""
     if execution.device == "cuda" and {"PYTORCH_ALLOC_CONF", "PYTORCH_CUDA_ALLOC_CONF"} & os.environ.keys():
         return  # the user's choice, which has precedence

@@ -6,7 +6,7 @@ from dataclasses import dataclass, field, replace
 import torch
 
 from infra.device.hardware import peak_flops
-from train.config import TrainConfig
+from train.config import ResolvedConfig
 from train.data.dataset import TrainingData
 from train.data.tokenizer import load_tokenizer
 from train.estimate import flops as flops_formula
@@ -34,7 +34,7 @@ class StepTimes:
 
 
 def build_result(
-    config: TrainConfig,
+    config: ResolvedConfig,
     data: TrainingData,
     device: torch.device,
     state: RunState,
@@ -97,7 +97,7 @@ def build_result(
     return with_throughput(result, config, speed)
 
 
-def with_throughput(result: RunResult, config: TrainConfig, throughput: Throughput | None) -> RunResult:
+def with_throughput(result: RunResult, config: ResolvedConfig, throughput: Throughput | None) -> RunResult:
     """``result`` with this speed, and with the FLOP/s and the utilization that follow from it."""
     if throughput is None:
         return replace(result, throughput=None, flops_per_second=None, mfu=None, hfu=None)
@@ -115,7 +115,7 @@ def with_throughput(result: RunResult, config: TrainConfig, throughput: Throughp
 
 
 def _held_out_losses(
-    val_loss: float | None, config: TrainConfig, data: TrainingData
+    val_loss: float | None, config: ResolvedConfig, data: TrainingData
 ) -> tuple[float | None, float | None, float | None]:
     """``val_loss`` per byte and per character of its text, and the least loss there of a model without inputs.
 

@@ -8,7 +8,7 @@ import statistics
 from collections.abc import Sequence
 
 from infra.device.hardware import peak_flops
-from train.config import ExecutionConfig
+from train.config import Execution
 from train.estimate import flops
 from train.intervals import FEWEST_BATCHES, anytime_half_width, batch_means, median_interval, warmup_steps
 from train.model_config import AnyModel
@@ -35,9 +35,7 @@ def steady_state(step_seconds: Sequence[float], step_tokens: int) -> Throughput 
     return Throughput(step_tokens / middle, step_tokens / slow, step_tokens / max(fast, fastest), len(steady), warmup)
 
 
-def implausible_reason(
-    speed: Throughput, model: AnyModel, execution: ExecutionConfig, workers: int, device: str
-) -> str:
+def implausible_reason(speed: Throughput, model: AnyModel, execution: Execution, workers: int, device: str) -> str:
     """Why ``speed`` cannot be that of ``config`` on ``device``; empty where it can, or where no peak is known.
 
     Only what must be computed is counted: half of attention, because it is causal. In 8 bits a GPU has twice the peak.

@@ -15,15 +15,14 @@ from typing import Any
 import torch
 from torch import nn
 
-from infra.device.hardware import device_info
 from infra.device.telemetry import Telemetry
 from infra.errors import UserError
 from infra.storage.directory import StorageDir
-from train.config import CUDA_GRAPHS, TrainConfig
+from train.config import CUDA_GRAPHS, ResolvedConfig
 from train.custom_model import CustomModel
 from train.data.dataset import ShardData, TrainingData
 from train.data.loader import BatchLoader
-from train.data.tokenizer import load_tokenizer, match_tokenizer
+from train.data.tokenizer import load_tokenizer
 from train.loop import memory, oom, timing
 from train.loop.cycle import RunningCycle, close_cycle, divergence_reason, open_cycle, report, step_seconds
 from train.loop.execution import (
@@ -45,7 +44,6 @@ from train.loop.validation import validate, window_count
 from train.models import custom, parallel
 from train.models.optimizer import learning_rate, make_optimizer, set_learning_rate
 from train.models.parallel import Workers
-from train.resolved import resolve
 from train.result import BUILDING, TRAINING, CycleReport, MemoryShortage, Outcome, RunResult
 from train.run_files import checkpoint as save
 from train.run_files.progress import Progress, RunState, check_same_run, read_progress
@@ -66,7 +64,7 @@ class Trainer:
 
     def __init__(
         self,
-        config: TrainConfig,
+        config: ResolvedConfig,
         *,
         data: TrainingData | None = None,
         on_cycle: Callable[[CycleReport], None] = lambda report: None,
@@ -77,9 +75,8 @@ class Trainer:
         limit: MemoryLimit | None = None,
     ) -> None:
         self.data = data or ShardData(config.dataset, config.model, config.duration.cycle)
-        config = match_tokenizer(config, self.data.manifest)
         self.tokenizer = load_tokenizer(config.dataset, self.data.manifest)
-        self.config = config = resolve(config, device_info())
+        self.config = config
         configure_allocator(config.execution.allocator)
         enable_large_pages(config.execution)
         self.on_cycle = on_cycle

@@ -14,7 +14,7 @@ import torch
 from torch import Tensor, nn
 
 from pipeline.encoding.tokenizer import Tokenizer
-from train.config import BatchConfig, Cycle, TrainConfig, divisors
+from train.config import Batch, Cycle, ResolvedConfig, divisors
 from train.data.loader import BatchLoader
 from train.data.windows import Windows
 from train.models.parallel import Workers
@@ -75,7 +75,7 @@ class ValidationPasses:
 @torch.no_grad()
 def validate(
     windows: Windows,
-    config: TrainConfig,
+    config: ResolvedConfig,
     device: torch.device,
     workers: Workers,
     model: nn.Module,
@@ -104,7 +104,7 @@ def validate(
     return losses
 
 
-def mean_loss(losses: list[float], count: int, batch: BatchConfig) -> float:
+def mean_loss(losses: list[float], count: int, batch: Batch) -> float:
     """The mean over ``count`` windows from what :func:`validate` returns, averaged over the workers."""
     return sum(losses) / (count / (batch.micro_batch * batch.workers))
 

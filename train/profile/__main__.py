@@ -23,7 +23,7 @@ from infra.storage.directory import StorageDir
 from infra.storage.workspace import Workspace
 from train.config import TrainConfig, load_config
 from train.model_config import short_name
-from train.resolved import resolve
+from train.resolved import prepare, resolve
 from train.run_files.run_folder import new_directory
 
 if TYPE_CHECKING:
@@ -74,13 +74,12 @@ def profile(options: ProfileOptions) -> None:
         from infra.tracking.tracker import Tracker
         from infra.tracking.views import ui_link
         from pipeline.shards import read_manifest
-        from train.data.tokenizer import match_tokenizer
         from train.profile.memory_timeline import VIEWER
         from train.profile.record import record
         from train.reporting import report, tracking
 
     manifest = read_manifest(options.training.dataset.data)
-    config = resolve(match_tokenizer(options.training, manifest), device_info())
+    config = resolve(prepare(options.training, manifest), device_info())
     name = options.name or f"profile-{short_name(options.training.model)}-{time.strftime('%Y%m%d-%H%M%S')}"
     run_dir = new_directory(options.out, name, resumable_with=None, allowed_leftovers=(StorageDir.LOCK,))
     folder = Workspace.of(run_dir).path
@@ -97,13 +96,13 @@ def profile(options: ProfileOptions) -> None:
     tags = provenance.collect() | {"kind": "profile"}
     open_store(options.tracking_uri)
     # The header comes first, because compilation can take a minute before any other output.
-    report.print_header(config, options.training, manifest, run_dir)
+    report.print_header(config, manifest, run_dir)
     with ExitStack() as stack:
         stack.enter_context(run_dir.lock(f"Another command is writing to {run_dir}. Choose another --name."))
         run_ref = create_run("train", name, tracking_uri=options.tracking_uri, run_dir=run_dir.address, tags=tags)
         tracker = stack.enter_context(Tracker(run_ref))
         start = tracking.RunStart(config.to_json(), manifest.fingerprint, manifest.splits)
-        tracking.log_start(tracker, config, start, options.training)
+        tracking.log_start(tracker, config, start)
         run_status = "FAILED"
         try:
             with status("recording steps" + " after compiling" * (config.execution.compile != "off")):

@@ -12,29 +12,28 @@ from pathlib import Path
 
 import torch
 
-from infra.device.hardware import device_info
 from infra.errors import UserError, first_line
 from infra.storage.files import write_json
-from train.config import Cycle, TrainConfig
+from train.config import Cycle, ResolvedConfig
 from train.estimate.forecast import activation_formula
 from train.loop.oom import OutOfMemory
 from train.loop.trainer import Trainer
 from train.profile import memory_timeline
 from train.profile.trace import FORWARD, Profile, analyze, findings
-from train.resolved import resolve
 from train.result import RunResult
 
 WARMUP_STEPS, STEPS = 3, 2
 """Number of steps before and during the recording."""
 
 
-def record(config: TrainConfig, folder: Path) -> tuple[Profile, list[str]]:
+def record(config: ResolvedConfig, folder: Path) -> tuple[Profile, list[str]]:
     """Run a few steps of ``config`` with torch's profiler, and write traces and charts to ``folder``.
 
     Returns: (the profile, sentences with the findings).
     """
     steps = WARMUP_STEPS + STEPS + 1  # The loop does not call should_stop after its last step.
-    config = resolve(config, device_info()).replace(steps=steps, tokens=None, time_budget=None, cycle=Cycle(steps, 0),
+    config = config.replace(
+        steps=steps, tokens=None, time_budget=None, cycle=Cycle(steps, 0),
         keep_checkpoints=0,
     )  # fmt: skip
     moments: list[float] = []

@@ -12,7 +12,7 @@ from dataclasses import replace
 
 from infra.cli.units import format_size
 from infra.storage.directory import StorageDir
-from train.config import TrainConfig
+from train.config import ResolvedConfig
 from train.custom_model import CustomModel
 from train.estimate.advice import MemorySaving, find_memory_savings
 from train.estimate.memory import peak_if_known, predict_peak
@@ -75,7 +75,7 @@ def _no_progress(model: AnyModel, result: RunResult) -> str:
 
 
 def diagnose_oom(
-    config: TrainConfig, result: RunResult, run_dir: StorageDir, memory_limit: int | None
+    config: ResolvedConfig, result: RunResult, run_dir: StorageDir, memory_limit: int | None
 ) -> Diagnosis | None:
     """The reason why the run in ``run_dir`` did not fit in memory, and changes that should fit; None if it did fit."""
     shortage = result.shortage
@@ -102,7 +102,7 @@ def diagnose_oom(
     return Diagnosis(rows, advice, retry_command(first.text, result, run_dir, memory_limit))
 
 
-def prediction_shortfall(config: TrainConfig, result: RunResult, shortage: MemoryShortage) -> int:
+def prediction_shortfall(config: ResolvedConfig, result: RunResult, shortage: MemoryShortage) -> int:
     """Bytes by which the prediction was too low for this run, which needed more memory than available.
 
     The run needed at least what it had plus what it failed to allocate, and the optimizer's state if its first step had

@@ -11,7 +11,7 @@ from infra.device.hardware import DeviceInfo
 from infra.facts import Fact
 from infra.storage.directory import StorageDir
 from pipeline.shards import Manifest
-from train.config import BatchConfig, TrainConfig
+from train.config import AUTO, Batch, ResolvedConfig
 from train.estimate.flops import formulas
 from train.estimate.memory import peak_if_known, predict_peak
 from train.intervals import Estimate
@@ -22,43 +22,37 @@ from train.run_files.lookup import format_resume_command, format_run_argument, f
 
 
 def print_header(
-    config: TrainConfig,
-    requested: TrainConfig,
-    manifest: Manifest,
-    run_dir: StorageDir,
-    device_info: DeviceInfo | None = None,
+    config: ResolvedConfig, manifest: Manifest, run_dir: StorageDir, device_info: DeviceInfo | None = None
 ) -> None:
     """Print the header of a run: its model, data and batch, and its execution settings.
 
-    ``config`` is ``requested`` resolved for the device; ``device_info`` of the device explain why it cannot compile.
+    ``device_info`` of the device explains why it cannot compile.
     """
     train = manifest.splits["train"]
     tokens = f"{'about ' if config.dataset.stream else ''}{train['tokens']:,} training tokens"
     console.print(f"[bold]{format_model(config.model)}[/bold] on {escape(config.dataset.source)}: {tokens}")
-    batch = _batch(config.batch, format_setting("micro_batch", config, requested))
+    batch = _batch(config.batch, format_setting("micro_batch", config))
     console.print(f"{batch}; {config.step_tokens:,} tokens per step", markup=False)
-    console.print(describe_execution(config, requested), markup=False)
+    console.print(describe_execution(config), markup=False)
     if config.model.summary:
         console.print(f"model: {config.model.summary}", markup=False)
-    if (
-        device_info
-        and device_info.uncompilable
-        and requested.execution.compile == "auto"
-        and config.execution.device == "cuda"
-    ):
+    chooses_compile = config.requested.execution.compile == AUTO and config.execution.device == "cuda"
+    if device_info and device_info.uncompilable and chooses_compile:
         message = "warning: torch.compile is off, so training is slower:"
         console.print(f"[yellow]{message}[/yellow] {escape(device_info.uncompilable)}")
     console.print(f"folder: {run_dir}", markup=False)
 
 
-def _batch(batch: BatchConfig, micro_batch: str) -> str:
+def _batch(batch: Batch, micro_batch: str) -> str:
     """``global batch 8 = micro-batch 8 (auto) x accumulation 1 x 1 worker``."""
     workers = f"{batch.workers} worker{'s' * (batch.workers > 1)}"
     factors = f"micro-batch {micro_batch} x accumulation {batch.accumulation} x {workers}"
     return f"global batch {batch.global_batch} = {factors}"
 
 
-def run_report(config: TrainConfig, result: RunResult, run_dir: StorageDir, memory_limit: int | None = None) -> Report:
+def run_report(
+    config: ResolvedConfig, result: RunResult, run_dir: StorageDir, memory_limit: int | None = None
+) -> Report:
     """The report of a run in ``run_dir``, for its last lines on the terminal, ``summary.md`` and MLflow."""
     execution = config.execution
     settings = (
@@ -99,7 +93,7 @@ def allocator_facts(memory: Memory) -> dict[str, Fact]:
 
 
 def summary_fields(
-    config: TrainConfig, result: RunResult, run_dir: StorageDir, memory_limit: int | None
+    config: ResolvedConfig, result: RunResult, run_dir: StorageDir, memory_limit: int | None
 ) -> list[tuple[str, str]]:
     """The first lines of a run's report, by name."""
     speed, loss = result.throughput, "no cycle completed"
@@ -123,7 +117,7 @@ def summary_fields(
     ]
 
 
-def unprinted(config: TrainConfig, result: RunResult) -> list[Fact]:
+def unprinted(config: ResolvedConfig, result: RunResult) -> list[Fact]:
     """Quantities of a run that are metrics only: FLOPs by each formula, and details of the memory.
 
     ``result/mfu`` uses PaLM's formula; with causal attention half of attention counts.
@@ -142,7 +136,7 @@ def unprinted(config: TrainConfig, result: RunResult) -> list[Fact]:
     ]
 
 
-def next_step(config: TrainConfig, result: RunResult, run_dir: StorageDir) -> str:
+def next_step(config: ResolvedConfig, result: RunResult, run_dir: StorageDir) -> str:
     """The next step after a run: a command, or a sentence."""
     if result.diagnosis and result.diagnosis.advice:
         command = result.diagnosis.command
@@ -170,7 +164,7 @@ def next_step(config: TrainConfig, result: RunResult, run_dir: StorageDir) -> st
     return f"`python -m train.export --checkpoint {format_run_argument(run_dir)} --to exported`"
 
 
-def detail_rows(config: TrainConfig, result: RunResult) -> list[tuple[str, str]]:
+def detail_rows(config: ResolvedConfig, result: RunResult) -> list[tuple[str, str]]:
     """The details of a run's result as rows of a name and a value with its unit."""
     rows: list[tuple[str, str]] = []
     if result.too_large:
@@ -225,7 +219,7 @@ def detail_rows(config: TrainConfig, result: RunResult) -> list[tuple[str, str]]
     return rows
 
 
-def memory_table(config: TrainConfig, result: RunResult) -> Table:
+def memory_table(config: ResolvedConfig, result: RunResult) -> Table:
     """The predicted peak by part, with the measurements of sums and of the parts that can be measured."""
     breakdown, memory = predict_peak(config), result.memory
     predicted, measured = breakdown.parts(), dict(result.shortage.held) if result.shortage else {}

@@ -23,7 +23,7 @@ from infra.tracking.store import add_to_page, read_logged
 from infra.tracking.tracker import Tracker
 from infra.tracking.views import model_link, page_link
 from pipeline.shards import producing_run
-from train.config import DatasetConfig, TrainConfig, config_from_json, load_config
+from train.config import DatasetConfig, ResolvedConfig, TrainConfig, config_from_json, load_config
 from train.model_config import format_model
 from train.reporting.report import peak_text, run_report, speed_fact
 from train.resolved import next_smaller_micro_batch
@@ -72,8 +72,9 @@ def fill(tracker: Tracker, run_folder: RunFolder, *, until: int | None = None) -
     start, config, step = None, None, 0
     if run_folder.start.exists():
         start = from_json(RunStart, _read_json(run_folder.start), run_folder.start)
-        config = config_from_json(start.config, str(run_folder.start))
-        log_start(tracker, config, start, load_config(run_folder.config))
+        settings = config_from_json(start.config, str(run_folder.start))
+        config = ResolvedConfig.of_decided(settings, load_config(run_folder.config))
+        log_start(tracker, config, start)
     for cycle in run_folder.cycles_until(sys.maxsize if until is None else until):
         log_cycle(tracker, cycle)
         step = cycle["step"]
@@ -94,13 +95,13 @@ def _read_json(file: Path) -> Any:
         raise UserError(f"{file} is corrupt ({damage}).") from damage
 
 
-def log_start(tracker: Tracker, config: TrainConfig, start: RunStart, requested: TrainConfig) -> None:
-    """Log the settings and the data of a run, which ``config`` is ``requested`` resolved for, and a description.
+def log_start(tracker: Tracker, config: ResolvedConfig, start: RunStart) -> None:
+    """Log the settings and the data of a run, and a description.
 
     Of a run that has them, only where it is resumed.
     """
     if not tracker.logged.params:
-        tracker.log_params(params(config, requested))
+        tracker.log_params(params(config))
         tracker.log_json(start.config, "config.json")
         source = config.dataset.source
         tracker.log_dataset(Path(source).name, start.fingerprint, source, start.splits, "training")
@@ -115,14 +116,14 @@ def log_start(tracker: Tracker, config: TrainConfig, start: RunStart, requested:
         tracker.set_tags({"memory_limit": format_size(start.memory_limit)})
 
 
-def params(config: TrainConfig, requested: TrainConfig) -> dict[str, Any]:
+def params(config: ResolvedConfig) -> dict[str, Any]:
     """A run's params: requested settings that differ from the default, and a few that every run has."""
 
     def values_by_name(settings: TrainConfig) -> dict[str, Any]:
         values = settings.to_json() | {"model": format_model(settings.model)}
         return {name: value for name, value in values.items() if name not in ("data", "stream")}
 
-    return non_default_params(values_by_name(requested), values_by_name(TrainConfig())) | {
+    return non_default_params(values_by_name(config.requested), values_by_name(TrainConfig())) | {
         "model": format_model(config.model), "data": config.dataset.source, "global_batch": config.batch.global_batch,
         "micro_batch": config.batch.micro_batch, "accumulation": config.batch.accumulation, "seed": config.dataset.seed,
         **{name: config.setting(name) for name in ("precision", "compile", "loss", "device")},
@@ -207,7 +208,7 @@ def write_summary(run_folder: RunFolder, report: Report, dataset: DatasetConfig,
 
 
 def _log_result(
-    tracker: Tracker, config: TrainConfig, result: RunResult, run_folder: RunFolder, memory_limit: int | None
+    tracker: Tracker, config: ResolvedConfig, result: RunResult, run_folder: RunFolder, memory_limit: int | None
 ) -> None:
     """Log the result of a run. Metrics are at step 0, because MLflow draws bars if that is the only step."""
     report = run_report(config, result, run_folder.location, memory_limit)

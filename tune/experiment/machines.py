@@ -25,7 +25,7 @@ from infra.ray.machines import (
 )
 from infra.storage.directory import StorageDir
 from pipeline.shards import read_manifest
-from train.config import DatasetConfig, ExecutionConfig, TrainConfig
+from train.config import DatasetConfig, ExecutionConfig, ResolvedConfig
 from train.estimate.memory import peak_if_known, predict_peak
 from train.model_config import format_model
 from tune.space import Candidate, Space
@@ -178,7 +178,7 @@ def _process(number: int) -> str:
         return str(number)
 
 
-def memory_limit(requested: int | None, training: TrainConfig, available: int) -> int:
+def memory_limit(requested: int | None, training: ResolvedConfig, available: int) -> int:
     """The limit in bytes: as ``requested``, or all that is ``available`` to the resolved ``training``."""
     limit = requested or available
     breakdown = predict_peak(training.replace(micro_batch=1))

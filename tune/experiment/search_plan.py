@@ -12,10 +12,9 @@ from infra.tracking.names import non_default_params
 from pipeline.shards import read_manifest
 from train.config import Cycle
 from train.data.source import check_enough_tokens, check_split_lengths
-from train.data.tokenizer import match_tokenizer
 from train.estimate.gpu_rates import load_gpu_rates
 from train.model_config import format_model
-from train.resolved import resolve
+from train.resolved import check_device_support, prepare, resolve
 from train.run_files.run_folder import new_directory
 from tune.config import SearchConfig
 from tune.experiment.folder import TRIALS, read_record
@@ -168,7 +167,7 @@ def make_search(config: SearchConfig, machines: tuple[Machine, ...] = ()) -> Sea
     if config.resume and not requested:  # The machines may have changed, but the limit is part of the identity.
         requested = read_record(directory, config.kind).identity.get("memory_limit")
     device_info = replace(machines[0].device, memory=requested or available)
-    training = resolve(match_tokenizer(config.training, manifest), device_info)
+    training = resolve(prepare(config.training, manifest), device_info)
     check_split_lengths(training.dataset, training.model.context_length, TRIAL_CYCLE, manifest)
     check_enough_tokens(training.dataset, training.batch.global_batch, training.model.context_length, manifest)
     limit = memory_limit(requested, training, available)
@@ -178,7 +177,8 @@ def make_search(config: SearchConfig, machines: tuple[Machine, ...] = ()) -> Sea
     if space.is_accumulation_searched:  # With a fixed global batch, its few divisors are all candidates.
         space = space.restrict(lambda candidate: prior(candidate) <= MAX_LIMIT_MULTIPLE * limit)
     for knobs in space.combinations:  # A value that the device does not support is reported before the first trial.
-        resolve(space.config(Candidate(space.micro_batches_for(knobs)[0], knobs)), device_info)
+        candidate = Candidate(space.micro_batches_for(knobs)[0], knobs)
+        check_device_support(space.config(candidate).execution, device_info)
     memory = MemorySearcher(space, prior, limit)
     for number in config.accumulations:
         smallest = [

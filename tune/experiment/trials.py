@@ -15,7 +15,7 @@ from infra.storage.files import atomic_file, write_text
 from infra.storage.workspace import Workspace
 from infra.tracking.tracker import Tracker
 from pipeline.shards import Manifest
-from train.config import TrainConfig
+from train.config import ResolvedConfig
 from tune.config import ExperimentConfig
 from tune.experiment.folder import TRIALS
 from tune.experiment.machines import Machine, trial_resources
@@ -36,7 +36,7 @@ class Experiment(ABC):
     machines: tuple[Machine, ...]
     """The machines on which trials may run."""
     manifest: Manifest
-    training: TrainConfig
+    training: ResolvedConfig
     """The run that all trials are variations of, resolved for their device."""
     limit: int | None
     """Maximum memory of a trial's process in bytes; None without a limit."""

@@ -301,14 +301,14 @@ COMPILE_SECONDS = {
 
 def introduce(search: Search) -> None:
     """Print what is searched, the control and, for a dry run, the plan."""
-    config, control, requested = search.config, search.training, search.config.training
+    config, control = search.config, search.training
     machines = f" of {', '.join(machine.name for machine in search.machines)}" if config.cluster or config.gpu else ""
     console.print(
-        f"[bold]{format_model(requested.model)}[/bold]: {len(search.space.candidates())} candidates for "
+        f"[bold]{format_model(config.training.model)}[/bold]: {len(search.space.candidates())} candidates for "
         f"{search.space.batch_label}, limit {limit_of(search)} per process, on {search.device}{machines}"
     )
-    batch = f"micro-batch {format_setting('micro_batch', control, requested)} x {control.batch.accumulation}"
-    console.print(f"control: {batch}, {describe_execution(control, requested)}", markup=False)
+    batch = f"micro-batch {format_setting('micro_batch', control)} x {control.batch.accumulation}"
+    console.print(f"control: {batch}, {describe_execution(control)}", markup=False)
     if config.dry_run:
         print_plan(search)
 

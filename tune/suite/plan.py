@@ -13,9 +13,8 @@ from infra.storage.directory import StorageDir
 from pipeline.shards import read_manifest
 from train.config import TrainConfig, load_config
 from train.data.source import estimate_manifest, open_stream
-from train.data.tokenizer import match_tokenizer
 from train.estimate.memory import peak_if_known
-from train.resolved import resolve, with_model_info
+from train.resolved import prepare, resolve
 from train.run_files.run_folder import new_directory
 from tune.config import LadderConfig
 from tune.experiment.folder import TRIALS
@@ -41,11 +40,11 @@ def make_ladder(config: LadderConfig) -> Ladder:
     if not (config.resume or config.dry_run):
         new_directory(config.out, name, allowed_leftovers=(TRIALS, StorageDir.LOCK))
     manifest = read_manifest(config.data)
-    start = with_model_info(match_tokenizer(config.training, manifest))
+    start = prepare(config.training, manifest)
     suite = chosen(config, start)
     if config.stream:  # Invalid books must be reported now, not after hours of other rungs.
         books = start.replace(stream=config.stream)
-        match_tokenizer(books, estimate_manifest(open_stream(books.dataset)))
+        prepare(books, estimate_manifest(open_stream(books.dataset)))
     machines = trial_machines(start.dataset, start.execution, manifest.fingerprint, cluster=config.cluster)
     device_info = machines[0].device
     training = resolve(start, device_info)

@@ -15,14 +15,13 @@ from dataclasses import dataclass, replace
 from infra.cli.units import format_size
 from infra.device.hardware import DeviceInfo
 from infra.errors import UserError
-from train.config import GPU_KERNELS, HALF_PRECISIONS, TrainConfig
+from train.config import GPU_KERNELS, HALF_PRECISIONS, ResolvedConfig, TrainConfig
 from train.data.source import check_split_lengths
-from train.data.tokenizer import match_tokenizer
 from train.estimate.memory import peak_if_known, predict_peak
 from train.intervals import Estimate
 from train.loop.memory_limit import RESERVED_OUTSIDE_ALLOCATOR
 from train.model_config import format_model
-from train.resolved import resolve
+from train.resolved import prepare, resolve
 from tune.config import SHORTEST, LadderConfig
 from tune.experiment.trials import Experiment
 from tune.space import Candidate
@@ -44,7 +43,7 @@ RETRIES = 3
 class PendingRun(Exception):
     """The next run of a ladder, which has no row yet."""
 
-    def __init__(self, key: str, name: str, config: TrainConfig, stage: Stage) -> None:
+    def __init__(self, key: str, name: str, config: ResolvedConfig, stage: Stage) -> None:
         super().__init__(key)
         self.key, self.name, self.config = key, name, config
         self.stage: Stage = stage
@@ -58,7 +57,7 @@ class RungResult:
     reason: str = ""
     """Reason why the rung has no speed; empty if it has one."""
     row: TrialRow | None = None
-    config: TrainConfig | None = None
+    config: ResolvedConfig | None = None
     changes_numerics: bool = False
     """Whether the loss may differ from the loss of the previous rung."""
     too_large: tuple[int, ...] = ()
@@ -199,7 +198,7 @@ class SuiteReplay:
             for stage, config in stages:
                 same_batch = stage.name.endswith(SAME_BATCH)
                 label = f"{number:02d}-" + re.sub(r"[^a-z0-9]+", "-", stage.name.lower()).strip("-")
-                larger_than = stages[0][1].batch.micro_batch if len(stages) > 1 else 0
+                larger_than = resolve(stages[0][1], self.device_info).batch.micro_batch if len(stages) > 1 else 0
                 result, config, reduced_memory = self._run_with_smaller_batches(
                     label, stage, config, None if same_batch else memory, larger_than
                 )
@@ -253,7 +252,7 @@ class SuiteReplay:
     def _with(self, config: TrainConfig, changes: Changes) -> TrainConfig:
         """``config`` with ``changes``; if they name a model, its vocabulary follows the data."""
         changed = apply_changes(config, changes)
-        return match_tokenizer(changed, self.ladder.manifest) if "model" in changes else changed
+        return prepare(changed, self.ladder.manifest) if "model" in changes else changed
 
     def _fitted(self, config: TrainConfig, memory: int | None) -> TrainConfig:
         """``config`` with its micro-batch resolved, or with the largest batch that is predicted to fit ``memory``."""
@@ -273,33 +272,35 @@ class SuiteReplay:
         Returns: (the last run, its config, bytes that predictions for the rungs based on it must stay below).
         """
         result = self._run_or_pending(label, rung, config)
-        failed: list[TrainConfig] = []
+        failed: list[int] = []
         while memory and result.row and result.row.outcome in TOO_LARGE and len(failed) < RETRIES:
-            failed.append(config)
-            memory = predict_peak(resolve(config, self.device_info)).total - 1
+            resolved = resolve(config, self.device_info)
+            failed.append(resolved.batch.micro_batch)
+            memory = predict_peak(resolved).total - 1
             try:
                 config = self._fitted(config, memory)
             except UserError:
                 break
-            if config.batch.micro_batch <= larger_than:
+            micro_batch = resolve(config, self.device_info).batch.micro_batch
+            if micro_batch <= larger_than:
                 break
-            result = self._run_or_pending(f"{label}-batch-{config.batch.micro_batch}", rung, config)
-        micro_batch = result.config.batch.micro_batch if result.config else 0
-        too_large = tuple(each.batch.micro_batch for each in failed if each.batch.micro_batch != micro_batch)
+            result = self._run_or_pending(f"{label}-batch-{micro_batch}", rung, config)
+        last_micro_batch = result.config.batch.micro_batch if result.config else 0
+        too_large = tuple(micro_batch for micro_batch in failed if micro_batch != last_micro_batch)
         return replace(result, too_large=too_large), config, memory
 
     def _run_or_pending(self, label: str, rung: Rung, config: TrainConfig, stage: Stage | None = None) -> RungResult:
         """The result of the run of ``config`` with this ``label``. Raises ``PendingRun`` if it has no row."""
-        config = resolve(config, self.device_info)
-        key = f"{label}-{hashlib.sha256(json.dumps(config.to_json()).encode()).hexdigest()[:8]}"
+        resolved = resolve(config, self.device_info)
+        key = f"{label}-{hashlib.sha256(json.dumps(resolved.to_json()).encode()).hexdigest()[:8]}"
         if self.rows is None:
-            return RungResult(rung.name, config=config, changes_numerics=rung.changes_numerics)
+            return RungResult(rung.name, config=resolved, changes_numerics=rung.changes_numerics)
         row = self.rows.get(key)
         if row is None:
             default: Stage = "baseline" if label.startswith("control") else "rung"
-            raise PendingRun(key, rung.name, config, stage or default)
+            raise PendingRun(key, rung.name, resolved, stage or default)
         reason = "" if row.speed else f"{row.outcome}: {row.reason}" if row.outcome in TOO_LARGE else row.reason
-        return RungResult(rung.name, reason.rstrip("."), row, config, rung.changes_numerics)
+        return RungResult(rung.name, reason.rstrip("."), row, resolved, rung.changes_numerics)
 
 
 def check_single_worker(workers: int) -> None:
@@ -348,13 +349,13 @@ def equal_work_first(rung: Rung, state: TrainConfig, config: TrainConfig) -> lis
     return [(last, config)] if same == state else [(replace(rung, name=rung.name + SAME_BATCH), same), (last, config)]
 
 
-def largest_batch(config: TrainConfig, limit: int) -> TrainConfig:
+def largest_batch(config: ResolvedConfig, limit: int) -> ResolvedConfig:
     """``config`` with the largest micro-batch that is predicted to fit ``limit`` bytes; above 8 a multiple of 8.
 
     The accumulation stays, so the global batch changes. Raises ``UserError`` if not even one sequence fits.
     """
 
-    def sized(size: int) -> TrainConfig:
+    def sized(size: int) -> ResolvedConfig:
         return config.replace(micro_batch=size, global_batch=size * config.batch.accumulation * config.batch.workers)
 
     sizes = [*range(1, 8), *range(8, 8193, 8)]

@@ -14,7 +14,7 @@ from matplotlib.figure import Figure
 
 from infra.cli.table import Table
 from infra.device.hardware import A100 as CARD
-from train.config import HALF_PRECISIONS, TrainConfig
+from train.config import HALF_PRECISIONS, ResolvedConfig, TrainConfig
 from train.estimate.gpu_rates import ACHIEVABLE_FRACTION, load_gpu_rates
 from train.estimate.memory import CONTEXT, predict_peak
 from train.model_config import AnyModel, format_model
@@ -127,7 +127,7 @@ def textbook() -> dict[str, RungNeeds]:
     return needs
 
 
-def study_rungs() -> Iterator[tuple[str, TrainConfig]]:
+def study_rungs() -> Iterator[tuple[str, ResolvedConfig]]:
     """Name and config of each of the study's rungs at its final batch, resolved for an A100."""
     config = apply_changes(TrainConfig.of(device="cuda"), A100.base)
     yield "baseline", resolve(config, CARD)
@@ -145,7 +145,7 @@ def kinds() -> dict[str, str]:
     }
 
 
-def list_deviations(name: str, config: TrainConfig) -> list[str]:
+def list_deviations(name: str, config: ResolvedConfig) -> list[str]:
     """Settings in which the run ``config`` of the study's rung ``name`` differs from the study, except its sizes."""
     names = ("precision", "attention", "compile", "checkpointing", "loss", "optimizer", "loader_workers")
     settings, study_settings = (

@@ -16,7 +16,7 @@ from infra.device.telemetry import Telemetry
 from infra.errors import UserError, first_line
 from infra.storage.directory import StorageDir
 from pipeline.cache import ensure_local
-from train.config import TrainConfig, config_from_json
+from train.config import ResolvedConfig, config_from_json
 from train.data.source import open_stream
 from train.data.stream import StreamData
 from train.loop.execution import configure_allocator
@@ -140,7 +140,7 @@ def run(request: TrialRequest) -> tuple[TrialRow, str | None]:
     Returns: (the trial's row, the traceback if it failed unexpectedly).
     """
     started_at = time.monotonic()
-    config = config_from_json(request.config, "the trial's config")
+    config = ResolvedConfig.of_decided(config_from_json(request.config, "the trial's config"))
     limit = monitor = result = trace = None
     times = StepTimes()
     try:
@@ -175,7 +175,7 @@ def run(request: TrialRequest) -> tuple[TrialRow, str | None]:
 
 
 def as_trial_result(
-    result: RunResult, config: TrainConfig, monitor: TrialMonitor | None, limit: MemoryLimit | None
+    result: RunResult, config: ResolvedConfig, monitor: TrialMonitor | None, limit: MemoryLimit | None
 ) -> RunResult:
     """``result`` with the speed of the steps that count for a trial, and with the memory that its limit applies to."""
     if monitor:
@@ -218,7 +218,7 @@ def classify_outcome(result: RunResult, monitor: TrialMonitor | None = None) -> 
 
 
 def make_row(
-    row: TrialRow, config: TrainConfig, result: RunResult | None, monitor: TrialMonitor | None, times: StepTimes
+    row: TrialRow, config: ResolvedConfig, result: RunResult | None, monitor: TrialMonitor | None, times: StepTimes
 ) -> TrialRow:
     """``row``, which has the outcome, with the ``result`` and with the steps up to it."""
     row = replace(

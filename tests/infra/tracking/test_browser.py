@@ -22,7 +22,7 @@ from infra.tracking.store import create_run
 from infra.tracking.tracker import Tracker
 from infra.tracking.views import ui_link
 from pipeline.shards import read_manifest
-from train.config import TrainConfig
+from train.config import ResolvedConfig, TrainConfig
 from train.model_config import PRESETS
 from train.reporting import tracking
 from train.reporting.report import run_report
@@ -90,7 +90,7 @@ def result(speed: float) -> RunResult:
     )  # fmt: skip
 
 
-def trained(name: str, config: TrainConfig, speed: float) -> RunRef:
+def trained(name: str, config: ResolvedConfig, speed: float) -> RunRef:
     """A run of two cycles, as its driver records it."""
     key, home = create_run("train", name, tags={"kind": "run"}), RunFolder(Path("runs", name))
     home.path.mkdir(parents=True)
@@ -139,8 +139,9 @@ def links(
             tracker.log_params({"out": "data/books"})
             tracker.log_metrics({"books/kept": 66, "tokens/train": 975165, "throughput/mb_per_second": 81.5})
             tracker.set_tags({"dropped": "2 empty"})
-        run = trained("first", config, 1234.0)
-        trained("second", config, 1567.0)
+        resolved = ResolvedConfig.of_decided(config)
+        run = trained("first", resolved, 1234.0)
+        trained("second", resolved, 1567.0)
         climb = make_ladder(LadderConfig(data=str(small_shards), device="cpu", name="rungs", out=str(folder)))
         climb.folder.mkdir()
         ladder = open_parent(climb)

@@ -30,7 +30,7 @@ from pipeline.job.plan import make_partitions
 from pipeline.job.task import run_partition
 from pipeline.shards import Shard
 from pipeline.stream import EncodedBook, Stream, encoded_books
-from train.config import Cycle, TrainConfig
+from train.config import Cycle, ResolvedConfig
 from train.data.loader import BatchLoader
 from train.data.source import estimate_manifest, open_stream, with_absolute_paths
 from train.data.stream import StreamData, StreamPosition, StreamWindows
@@ -68,9 +68,9 @@ def books(tmp_path_factory: pytest.TempPathFactory) -> Path:
 
 
 @pytest.fixture
-def config(books: Path) -> TrainConfig:
+def config(books: Path) -> ResolvedConfig:
     model = ModelConfig(layers=1, heads=1, width=16, context_length=LENGTH, dropout=0.1)
-    return TrainConfig.of(
+    return ResolvedConfig.of(
         stream=(str(books),), model=model, global_batch=4, micro_batch=4, steps=12, cycle=Cycle(5, 1),
         precision="fp32", device="cpu", learning_rate=3e-3,
     )  # fmt: skip
@@ -142,7 +142,7 @@ def test_epochs_read_the_books_in_the_order_of_that_epoch(books: Path) -> None:
     assert len(asked) > 1
 
 
-def test_what_was_read_is_counted(config: TrainConfig) -> None:
+def test_what_was_read_is_counted(config: ResolvedConfig) -> None:
     data = StreamData(config, Inline(config.dataset.stream, 0, config.dataset.reading))
     books = list(data._read(0, 0))
     kept = [book for book in books if not book.dropped]
@@ -156,7 +156,7 @@ def test_what_was_read_is_counted(config: TrainConfig) -> None:
     ))  # fmt: skip
 
 
-def test_as_much_is_held_out_as_validation_takes(config: TrainConfig) -> None:
+def test_as_much_is_held_out_as_validation_takes(config: ResolvedConfig) -> None:
     """Whole books of at least as many tokens, unless the sources have fewer."""
     asked: list[int] = []
 
@@ -171,7 +171,7 @@ def test_as_much_is_held_out_as_validation_takes(config: TrainConfig) -> None:
 
 @pytest.mark.parametrize("change", ["gone", "edited", "emptied"])
 def test_a_book_that_changed_since_the_checkpoint_is_named(
-    config: TrainConfig, books: Path, tmp_path: Path, change: str
+    config: ResolvedConfig, books: Path, tmp_path: Path, change: str
 ) -> None:
     """Whole files, whose sizes the fingerprint has, and one of which keeps its size."""
     copy = Path(shutil.copytree(books, tmp_path / "books"))
@@ -189,7 +189,7 @@ def test_a_book_that_changed_since_the_checkpoint_is_named(
         rows(after, place.position, place.position + 4)
 
 
-def test_a_checkpoint_holds_where_its_block_begins(config: TrainConfig) -> None:
+def test_a_checkpoint_holds_where_its_block_begins(config: ResolvedConfig) -> None:
     data = StreamData(config, Inline(config.dataset.stream, 0, config.dataset.reading))
     data.windows = StreamWindows(data._read, LENGTH, 0, 40 * LENGTH)
     rows(data.windows, 0, 100)
@@ -221,7 +221,7 @@ def test_a_step_has_the_same_windows_however_it_is_executed(
     assert np.array_equal(np.concatenate(steps), expected)
 
 
-def test_the_books_that_validate_are_counted_without_those_that_were_dropped(config: TrainConfig) -> None:
+def test_the_books_that_validate_are_counted_without_those_that_were_dropped(config: ResolvedConfig) -> None:
     kept = EncodedBook(0, "a.txt", "a.txt", 90, np.zeros(30, np.uint16))
     dropped = EncodedBook(0, "b.txt", "b.txt", 0, np.zeros(0, np.uint16), "too short", "8 characters, fewer than 200")
     counted = estimate_manifest(open_stream(config.dataset), held_out=[kept, dropped]).splits["val"]
@@ -229,18 +229,18 @@ def test_the_books_that_validate_are_counted_without_those_that_were_dropped(con
 
 
 def test_the_sources_of_a_run_mean_the_same_in_every_folder(
-    config: TrainConfig, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+    config: ResolvedConfig, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.chdir(tmp_path)
     elsewhere = ("sample", "gutenberg:1342,84", "s3://bucket/books", "gs://anonymous@bucket/*.txt", "hf://datasets/a/b")
     named = config.replace(stream=("books", "shelf/*.txt", "~/library", *elsewhere))
     whole = (str(tmp_path / "books"), str(tmp_path / "shelf/*.txt"), str(Path.home() / "library"), *elsewhere)
-    assert with_absolute_paths(named).dataset.stream == whole
+    assert with_absolute_paths(named.dataset).stream == whole
     monkeypatch.chdir("/")
-    assert with_absolute_paths(config.replace(stream=whole)).dataset.stream == whole
+    assert with_absolute_paths(dataclasses.replace(config.dataset, stream=whole)).stream == whole
 
 
-def test_what_a_stream_cannot_do_is_said(config: TrainConfig, tmp_path: Path) -> None:
+def test_what_a_stream_cannot_do_is_said(config: ResolvedConfig, tmp_path: Path) -> None:
     with pytest.raises(UserError, match="has no end that is known in advance: say when to stop with --steps"):
         config.replace(steps=None)
     with pytest.raises(UserError, match=r"--stream is for 'python -m train.run' alone"):
@@ -336,7 +336,9 @@ def test_books_are_held_out_until_there_are_enough_or_much_has_been_read(tmp_pat
     ("name", "why"),
     [("books.jsonl", r"books\.jsonl#0 .*--text-field"), ("books.parquet", r"books\.parquet .*--text-column")],
 )
-def test_when_no_book_can_be_read_the_first_is_named(config: TrainConfig, unusual: Path, name: str, why: str) -> None:
+def test_when_no_book_can_be_read_the_first_is_named(
+    config: ResolvedConfig, unusual: Path, name: str, why: str
+) -> None:
     config = config.replace(stream=(str(unusual / name),))
     with pytest.raises(UserError, match=f"--stream: the validation books have 0 tokens.*{why}"):
         StreamData(config, Inline(config.dataset.stream, 0, config.dataset.reading))
@@ -346,7 +348,7 @@ def test_when_no_book_can_be_read_the_first_is_named(config: TrainConfig, unusua
 
 
 @pytest.mark.slow
-def test_through_ray_it_is_the_same_run_also_when_resumed(config: TrainConfig, tmp_path: Path) -> None:
+def test_through_ray_it_is_the_same_run_also_when_resumed(config: ResolvedConfig, tmp_path: Path) -> None:
     config = config.replace(reading=ReadingConfig(min_chars=5, join_lines=True))
     store = f"sqlite:///{tmp_path}/mlflow.db"
     folder = tmp_path / "run"
@@ -394,7 +396,7 @@ def test_through_ray_it_is_the_same_run_also_when_resumed(config: TrainConfig, t
 
 
 def test_the_sources_of_a_run_are_listed_once(
-    config: TrainConfig, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+    config: ResolvedConfig, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """By the driver: what its workers are handed knows the books already."""
     listed: list[Sequence[str]] = []

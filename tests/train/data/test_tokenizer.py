@@ -16,7 +16,6 @@ from pipeline.encoding.tokenizer import gpt2
 from pipeline.shards import TOKENIZER_FILE, read_manifest
 from pipeline.vocabulary import VocabularyConfig
 from train.config import Cycle, TrainConfig
-from train.data.tokenizer import match_tokenizer
 from train.generate import GenerateConfig, generate
 from train.launch.job import RunPlan
 from train.loop.sampling import closing_sample, load_model
@@ -24,6 +23,7 @@ from train.loop.trainer import Trainer
 from train.model_config import PRESETS, ModelConfig, parse_model
 from train.models.gpt2 import parameter_count
 from train.reporting.hugging_face import write_model
+from train.resolved import prepare, resolve_local
 from train.run_files.run_folder import RunFolder
 
 
@@ -52,7 +52,7 @@ def test_it_is_trained_generated_from_and_exported_without_its_data(
     own: TrainConfig, tmp_path: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:
     data = Path(shutil.copytree(own.dataset.data, tmp_path / "tokens"))
-    trainer = Trainer(own.replace(data=str(data)), checkpoints=tmp_path / "run" / "checkpoints")
+    trainer = Trainer(resolve_local(own.replace(data=str(data))), checkpoints=tmp_path / "run" / "checkpoints")
     result = trainer.run()
     assert closing_sample(trainer, result)
     assert result.val_bits_per_byte
@@ -83,9 +83,9 @@ def test_the_models_vocabulary_follows_the_data_and_any_other_is_refused(own: Tr
     manifest = read_manifest(own.dataset.data)
     plan = RunPlan.new(own, RunFolder(tmp_path))
     assert (plan.requested.gpt2_config.vocab_size, plan.requested.gpt2_config.padded_vocab_size) == (600, 640)
-    assert match_tokenizer(plan.requested, manifest) == plan.requested
+    assert prepare(plan.requested, manifest) == plan.requested
     unpadded = own.replace(model=replace(own.model, padded_vocab_size=50257))
-    assert match_tokenizer(unpadded, manifest).gpt2_config.padded_vocab_size == 600
+    assert prepare(unpadded, manifest).gpt2_config.padded_vocab_size == 600
     for words in ("edu-3m", "tiny,vocab_size=599", "tiny,vocab_size=601"):
         with pytest.raises(UserError, match=r"600 token ids .* vocab_size=600,padded_vocab_size=640"):
             RunPlan.new(own.replace(model=parse_model(words)), RunFolder(tmp_path))
@@ -101,16 +101,21 @@ def test_the_size_of_the_small_model_with_its_own_vocabulary() -> None:
 def test_a_run_on_it_is_resumed(own: TrainConfig, tmp_path: Path) -> None:
     """The run's settings name no tokenizer, and its checkpoint holds the model that followed from the data."""
     home = RunFolder(tmp_path / "one")
-    straight = Trainer(own.replace(steps=3))
+    straight = Trainer(resolve_local(own.replace(steps=3)))
     whole = straight.run()
     home.path.mkdir()
     write_json(home.config, own.to_json())
-    assert Trainer(own.replace(steps=3), checkpoints=home.checkpoints, should_stop=lambda: True).run().steps == 1
+    assert (
+        Trainer(resolve_local(own.replace(steps=3)), checkpoints=home.checkpoints, should_stop=lambda: True).run().steps
+        == 1
+    )
     plan = RunPlan.continued(own.replace(steps=3), "one", str(tmp_path))
     assert plan.progress
     assert plan.progress.step == 1
     assert plan.requested.model.vocab_size == 600
-    rest = Trainer(plan.requested, checkpoints=home.checkpoints, resume=plan.run_folder.newest_checkpoint()[0])
+    rest = Trainer(
+        resolve_local(plan.requested), checkpoints=home.checkpoints, resume=plan.run_folder.newest_checkpoint()[0]
+    )
     result = rest.run()
     assert (result.outcome, result.steps) == ("finished", 3)
     losses = [loss for report in straight.times.reports for loss in report.step_losses]

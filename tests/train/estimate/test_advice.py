@@ -5,7 +5,7 @@ from typing import Any
 import pytest
 
 from infra.device.hardware import A100, cpu_info
-from train.config import TrainConfig
+from train.config import ResolvedConfig, TrainConfig
 from train.estimate.advice import MemorySaving, find_memory_savings
 from train.estimate.flops import hardware_flops, palm_flops
 from train.estimate.memory import predict_peak
@@ -14,7 +14,7 @@ from train.resolved import resolve
 NAMED: dict[str, Any] = {"compile": "off", "loss": "plain"}
 
 
-def singles(config: TrainConfig) -> list[MemorySaving]:
+def singles(config: ResolvedConfig) -> list[MemorySaving]:
     return [change for change in find_memory_savings(config) if len(change.flags) == 1]
 
 
@@ -53,7 +53,7 @@ def test_the_cheapest_change_comes_first() -> None:
 def test_what_can_be_changed_saves_memory_and_is_sorted_by_its_cost(
     changes: dict[str, Any], offered: str, left_out: str
 ) -> None:
-    config = TrainConfig.of(global_batch=64, micro_batch=16, **NAMED)
+    config = ResolvedConfig.of(global_batch=64, micro_batch=16, **NAMED)
     config = resolve(config.replace(**changes), cpu_info() if "device" in changes else A100)
     found = singles(config)
     flags = [change.text for change in found]

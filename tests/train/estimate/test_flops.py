@@ -7,7 +7,7 @@ import pytest
 import torch
 
 from infra.storage.directory import StorageDir
-from train.config import TrainConfig
+from train.config import ResolvedConfig
 from train.estimate import flops
 from train.loop.trainer import Trainer
 from train.model_config import PRESETS, ModelConfig
@@ -56,7 +56,7 @@ def test_utilisation_is_of_all_devices_and_none_of_unknown_ones(small_model: Mod
 def test_every_formula_counts_what_its_name_says() -> None:
     """GPT-2 124M: 6 x 123.57M and attention at 1,024 tokens, all of it or half, or 6 x 124.44M parameters."""
     assert flops.matmul_parameters(GPT2) == pytest.approx(123.57e6, rel=1e-4)
-    counted = {formula.name: formula.flops for formula in flops.formulas(TrainConfig.of(model=GPT2).model)}
+    counted = {formula.name: formula.flops for formula in flops.formulas(ResolvedConfig.of(model=GPT2).model)}
     assert counted == pytest.approx(
         {"PaLM": 854.67e6, "causal": 798.04e6, "6N": 746.86e6, "hardware, checkpointed": 1062.29e6}, rel=1e-4
     )
@@ -65,7 +65,7 @@ def test_every_formula_counts_what_its_name_says() -> None:
 def test_a_run_is_compared_with_the_measured_matmul_rate(
     small_shards: Path, small_model: ModelConfig, place: StorageDir
 ) -> None:
-    config = TrainConfig.of(
+    config = ResolvedConfig.of(
         data=str(small_shards), model=small_model, micro_batch=4, global_batch=4, steps=8, device="cpu",
         precision="fp32", compile="off", loss="plain",
     )  # fmt: skip

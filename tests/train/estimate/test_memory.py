@@ -15,7 +15,7 @@ from torch._subclasses.fake_tensor import FakeTensorMode
 from torch.distributed._tools.mem_tracker import MemTracker
 from torch.profiler import ProfilerActivity, profile
 
-from train.config import Compile, TrainConfig, divisors
+from train.config import Compile, ResolvedConfig, divisors
 from train.estimate.memory import (
     fit_to_probes,
     largest_micro_batch,
@@ -34,13 +34,13 @@ MODEL = replace(PRESETS["small"], layers=2, context_length=256, vocab_size=8000,
 WIDE_HEAD = replace(MODEL, layers=1, context_length=16, vocab_size=20000, padded_vocab_size=20000)
 """Its peak is where the embeddings' gradient meets the head's."""
 RECORD = Path(__file__).parents[2] / "benchmarks" / "records" / "memory-cuda.json"
-BASE = TrainConfig.of(
+BASE = ResolvedConfig.of(
     model=MODEL, micro_batch=4, global_batch=4, precision="fp32", attention="sdpa", compile="off", loss="plain",
     device="cpu", steps=1,
 )  # fmt: skip
 
 
-def tracked_peak(config: TrainConfig) -> int:
+def tracked_peak(config: ResolvedConfig) -> int:
     """Bytes at the peak of two steps of the loop's arithmetic, counted tensor by tensor."""
     stream = torch.bfloat16 if config.execution.precision == "bf16-activations" else None
     with FakeTensorMode():
@@ -94,7 +94,7 @@ def test_the_formula_agrees_with_the_tracker(changes: dict[str, Any]) -> None:
 def test_gpt2_at_any_batch_is_what_the_tracker_found() -> None:
     """1.621 + 0.897 GiB a sequence: bf16 autocast, eager, AdamW, without accumulation."""
     for size in (1, 8, 64):
-        config = TrainConfig.of(
+        config = ResolvedConfig.of(
             micro_batch=size, global_batch=size, precision="bf16", attention="sdpa", compile="off", loss="plain",
             device="cpu", steps=1,
         )  # fmt: skip
@@ -105,7 +105,7 @@ LAYER = ModelConfig(layers=1, heads=2, width=128, context_length=256, vocab_size
 """Its activations and its logits both weigh enough that an error in either shows, and one in both as well."""
 
 
-def allocated_peak(config: TrainConfig, trace: Path) -> int:
+def allocated_peak(config: ResolvedConfig, trace: Path) -> int:
     """Bytes at the peak of a forward and backward pass, beside the weights, by the count of torch's CPU allocator."""
     model = GPT(config.gpt2_config, loss_chunks=config.execution.loss_chunks)
     forward = compile_model(model, config.execution)
@@ -134,7 +134,7 @@ def test_the_formula_agrees_with_what_a_gpu_allocated() -> None:
     """In every step of ``make bench-memory-cuda``."""
     for row in json.loads(RECORD.read_text())["rows"]:
         size = row["micro_batch"]
-        config = TrainConfig.of(
+        config = ResolvedConfig.of(
             model=replace(parse_model(row["model"]), context_length=row["context"]), micro_batch=size,
             global_batch=size * row["accumulation"], precision=row["precision"], compile=row["compile"],
             loss=row["loss"], attention="flash", device="cuda", steps=4,
@@ -154,7 +154,7 @@ def test_two_probes_take_over_what_no_formula_knows() -> None:
 
 
 def test_the_largest_micro_batch_fits_and_the_next_does_not() -> None:
-    config = TrainConfig.of(
+    config = ResolvedConfig.of(
         precision="bf16", attention="flash", device="cuda", micro_batch=1, compile="off", loss="plain", steps=1
     )
     limit = 40 * 10**9
@@ -176,7 +176,7 @@ def test_the_largest_micro_batch_fits_and_the_next_does_not() -> None:
 
 def test_a_fused_loss_in_bf16_is_computed_from_a_copy_in_fp32() -> None:
     """Of a piece of 2,048 tokens; CUDA's kernel for fp16 needs none, nor does compiled code."""
-    config = TrainConfig.of(
+    config = ResolvedConfig.of(
         loss="fused", precision="bf16", attention="flash", device="cuda", micro_batch=16, compile="off"
     )
     loss = {precision: predict_peak(config.replace(precision=precision)).logits for precision in ("bf16", "fp16")}
@@ -185,7 +185,7 @@ def test_a_fused_loss_in_bf16_is_computed_from_a_copy_in_fp32() -> None:
 
 
 def test_what_saves_memory_saves_memory() -> None:
-    config = TrainConfig.of(
+    config = ResolvedConfig.of(
         precision="bf16", attention="flash", device="cuda", micro_batch=16, compile="off", loss="plain", steps=1
     )
     plain = predict_peak(config).total
@@ -224,7 +224,7 @@ def test_two_probes_predict_reserved_memory_of_other_batches_within_3_percent(
     model = replace(PRESETS["gpt2-124m"], layers=4)
 
     def measured(size: int) -> tuple[float, float]:
-        config = TrainConfig.of(
+        config = ResolvedConfig.of(
             data=str(small_shards), model=model, micro_batch=size, global_batch=size, precision="bf16",
             attention="flash", compile=compiled, loss="plain", device="cuda", steps=4,
         )  # fmt: skip

@@ -8,11 +8,11 @@ from pathlib import Path
 import pytest
 
 from infra.errors import UserError
-from train.config import TrainConfig
+from train.config import ResolvedConfig
 from train.estimate.network import network_rows, step_exchange
 from train.model_config import PRESETS
 
-CONFIG = TrainConfig.of(
+CONFIG = ResolvedConfig.of(
     model=PRESETS["gpt2-124m"], workers=8, micro_batch=32, global_batch=512, precision="bf16", device="cuda"
 )
 PARAMETERS = 124_475_904

@@ -8,7 +8,7 @@ import pytest
 
 from infra.device.hardware import KNOWN_GPUS
 from infra.errors import UserError
-from train.config import Precision, TrainConfig
+from train.config import Precision, ResolvedConfig, TrainConfig
 from train.estimate.gpu_rates import load_gpu_rates
 from train.estimate.roofline import REACHED_FRACTION_RANGE, roofline_speed, triton_bytes
 from train.model_config import PRESETS
@@ -28,7 +28,7 @@ RECORD = json.loads((Path(__file__).parents[2] / "benchmarks" / "records" / "ker
 def test_the_bytes_are_those_of_the_recorded_kernels(name: str, precision: Precision, preset: str) -> None:
     """The coefficients come from GPT-2 124M; the larger model follows from its sizes."""
     model, size = PRESETS[preset], RECORD["sequences"]
-    config = TrainConfig.of(model=model, micro_batch=size, global_batch=size, precision=precision)
+    config = ResolvedConfig.of(model=model, micro_batch=size, global_batch=size, precision=precision)
     gather = 2 * size * model.context_length * model.padded_vocab_size  # which a GPU does not read
     assert triton_bytes(config.gpt2_config, config.batch.micro_batch, config.execution.precision) == pytest.approx(
         RECORD["steps"][name]["of Triton"] * 1e9 - gather, rel=0.02

@@ -14,8 +14,7 @@ from infra.errors import UserError
 from infra.tracking.store import create_run
 from infra.tracking.tracker import Tracker
 from pipeline.shards import read_manifest
-from train.config import AUTO, TrainConfig
-from train.data.source import with_absolute_paths
+from train.config import AUTO, ResolvedConfig
 from train.estimate.memory import predict_peak
 from train.launch import driver, local
 from train.launch.driver import WorkerFailure, launch, train_and_record
@@ -29,16 +28,16 @@ pytestmark = pytest.mark.usefixtures("working_folder")
 
 
 @pytest.fixture
-def config(small_shards: Path, small_model: ModelConfig) -> TrainConfig:
+def config(small_shards: Path, small_model: ModelConfig) -> ResolvedConfig:
     """As it is resolved."""
-    return TrainConfig.of(
+    return ResolvedConfig.of(
         data=str(small_shards), model=small_model, global_batch=8, micro_batch=8, precision="fp32", attention="sdpa",
         compile="off", loss="plain", allocator="default", device="cpu",
     )  # fmt: skip
 
 
 @pytest.fixture
-def run(config: TrainConfig, tmp_path: Path) -> RunPlan:
+def run(config: ResolvedConfig, tmp_path: Path) -> RunPlan:
     return RunPlan(config.replace(micro_batch=AUTO), read_manifest(config.dataset.data), RunFolder(tmp_path / "one"))
 
 
@@ -61,7 +60,7 @@ def worker(monkeypatch: pytest.MonkeyPatch, make_result: Callable[..., RunResult
     return worker
 
 
-def test_a_worker_is_told_what_its_run_is(run: RunPlan, config: TrainConfig, worker: Worker) -> None:
+def test_a_worker_is_told_what_its_run_is(run: RunPlan, config: ResolvedConfig, worker: Worker) -> None:
     """Every field of what it is told, for a new run and for one that continues, whose numbers differ."""
     progress = Progress(
         step=7, position=56, reported=5, elapsed=2.0, data_fingerprint="", tokenizer_sha256="", config={}
@@ -79,7 +78,7 @@ def test_a_worker_is_told_what_its_run_is(run: RunPlan, config: TrainConfig, wor
         tracker.log_metrics({"loss/step": 1.0}, 50)
         launch(continued, config, tracker)
     new = WorkerJob(
-        config=with_absolute_paths(config), run_dir=run.run_folder.location, fingerprint=run.manifest.fingerprint,
+        config=config, run_dir=run.run_folder.location, fingerprint=run.manifest.fingerprint,
         step=0, memory_limit=None,
         stream=None, retries_smaller_batch=True, driver_marker=None,
     )  # fmt: skip
@@ -90,7 +89,7 @@ def test_a_worker_is_told_what_its_run_is(run: RunPlan, config: TrainConfig, wor
 
 
 def test_what_is_left_of_an_earlier_run_is_removed_unless_it_is_continued(
-    run: RunPlan, config: TrainConfig, worker: Worker
+    run: RunPlan, config: ResolvedConfig, worker: Worker
 ) -> None:
     checkpoint = run.run_folder.checkpoints / "step-00000007"
     progress = Progress(step=7, data_fingerprint="", tokenizer_sha256="", config={})
@@ -103,7 +102,7 @@ def test_what_is_left_of_an_earlier_run_is_removed_unless_it_is_continued(
 
 
 def test_a_worker_that_gave_no_result_ends_the_run_with_its_reason(
-    run: RunPlan, config: TrainConfig, worker: Worker
+    run: RunPlan, config: ResolvedConfig, worker: Worker
 ) -> None:
     with Tracker(create_run("train", "one")) as tracker:
         worker.returned = WorkerResult(user_error="the data are gone.")
@@ -115,7 +114,7 @@ def test_a_worker_that_gave_no_result_ends_the_run_with_its_reason(
 
 
 def test_a_result_is_recorded_as_that_of_the_micro_batch_that_fitted(
-    run: RunPlan, config: TrainConfig, worker: Worker, make_result: Callable[..., RunResult]
+    run: RunPlan, config: ResolvedConfig, worker: Worker, make_result: Callable[..., RunResult]
 ) -> None:
     """After two that did not: in the folder, in MLflow, and with the memory that is predicted of it and its limit."""
     worker.returned = WorkerResult(make_result(too_large=(8, 4), outcome="interrupted"))

@@ -12,7 +12,7 @@ from infra.schema import to_json
 from infra.storage.directory import StorageDir
 from infra.tracking.tracker import Tracker
 from pipeline.shards import read_manifest
-from train.config import TrainConfig
+from train.config import ResolvedConfig
 from train.launch.channel import WorkerUpdates
 from train.launch.job import RunPlan
 from train.launch.listener import Listener
@@ -41,12 +41,14 @@ class Recorded:
 
 
 @pytest.fixture
-def config(small_shards: Path, small_model: ModelConfig) -> TrainConfig:
-    return TrainConfig.of(data=str(small_shards), model=small_model, micro_batch=4, global_batch=8, time_budget=120.0)
+def config(small_shards: Path, small_model: ModelConfig) -> ResolvedConfig:
+    return ResolvedConfig.of(
+        data=str(small_shards), model=small_model, micro_batch=4, global_batch=8, time_budget=120.0
+    )
 
 
 @pytest.fixture
-def run(config: TrainConfig, tmp_path: Path) -> RunPlan:
+def run(config: ResolvedConfig, tmp_path: Path) -> RunPlan:
     return RunPlan(config, read_manifest(config.dataset.data), RunFolder(tmp_path))
 
 
@@ -58,7 +60,8 @@ def cycle(distinct: Callable[..., Any]) -> dict[str, Any]:
 
 def listener_of(run: RunPlan) -> tuple[Listener, Recorded, list[dict[str, Any]]]:
     recorded, cycles = Recorded(), list[dict[str, Any]]()
-    return Listener(run, run.requested, cast(Tracker, recorded), cycles.append), recorded, cycles
+    config = ResolvedConfig.of_decided(run.requested)
+    return Listener(run, config, cast(Tracker, recorded), cycles.append), recorded, cycles
 
 
 def test_what_a_worker_says_is_recorded_and_passed_on(

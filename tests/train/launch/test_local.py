@@ -15,6 +15,7 @@ from train.config import Cycle, TrainConfig
 from train.launch import driver
 from train.launch.job import RunPlan
 from train.model_config import ModelConfig
+from train.resolved import resolve_local
 from train.run_files.progress import newest, read_progress
 from train.run_files.run_folder import RunFolder
 
@@ -43,7 +44,7 @@ def test_a_run_whose_cycles_cannot_be_recorded_any_longer_is_saved_and_ended(
         Tracker(create_run("train", "run", tracking_uri=f"sqlite:///{tmp_path}/mlflow.db")) as tracker,
         pytest.raises(OSError, match="No space left"),
     ):
-        driver.launch(RunPlan.new(config, home), config, tracker, fail)
+        driver.launch(RunPlan.new(config, home), resolve_local(config), tracker, fail)
     assert torch.get_num_threads() == 1
     saved = newest(home.checkpoints)
     assert saved

@@ -19,7 +19,7 @@ from infra.device.telemetry import Telemetry
 from infra.errors import UserError
 from infra.storage.files import write_json
 from pipeline.shards import checksum, read_manifest
-from train.config import Cycle, TrainConfig
+from train.config import Cycle, ResolvedConfig
 from train.launch import worker
 from train.launch.channel import Channel, DriverConnection, EarlierWorkers
 from train.launch.job import WorkerJob
@@ -41,8 +41,8 @@ def home(tmp_path: Path) -> RunFolder:
 
 
 @pytest.fixture
-def config(small_shards: Path, small_model: ModelConfig) -> TrainConfig:
-    return TrainConfig.of(
+def config(small_shards: Path, small_model: ModelConfig) -> ResolvedConfig:
+    return ResolvedConfig.of(
         data=str(small_shards), model=small_model, global_batch=4, micro_batch=4, steps=12, cycle=Cycle(5, 1),
         precision="fp32", device="cpu", checkpoint_every=7,
     )  # fmt: skip
@@ -75,12 +75,12 @@ class Told:
         return self.steps == 0
 
 
-def train(home: RunFolder, config: TrainConfig, resume: Path | None, told: Told | None = None) -> RunResult:
+def train(home: RunFolder, config: ResolvedConfig, resume: Path | None, told: Told | None = None) -> RunResult:
     """What the first worker makes of its config."""
     return worker.train_with_retries(home, config, resume, cast(DriverConnection, told or Told()))
 
 
-def assigned(home: RunFolder, config: TrainConfig, step: int = 0) -> WorkerJob:
+def assigned(home: RunFolder, config: ResolvedConfig, step: int = 0) -> WorkerJob:
     return WorkerJob(config, home.location, read_manifest(config.dataset.data).fingerprint, step)
 
 
@@ -88,7 +88,9 @@ def cycles(home: RunFolder) -> list[dict[str, Any]]:
     return [json.loads(line) for line in home.cycles.read_text().splitlines()]
 
 
-def test_a_worker_trains_into_its_folder(home: RunFolder, config: TrainConfig, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_a_worker_trains_into_its_folder(
+    home: RunFolder, config: ResolvedConfig, monkeypatch: pytest.MonkeyPatch
+) -> None:
     monkeypatch.setattr(worker, "closing_sample", lambda trainer, result: f"a text after {trainer.state.step} steps")
     result = train(home, config, None)
     assert (result.outcome, result.steps, result.sample) == ("finished", 12, "a text after 12 steps")
@@ -97,7 +99,7 @@ def test_a_worker_trains_into_its_folder(home: RunFolder, config: TrainConfig, m
 
 
 def test_a_resumed_run_reads_its_checkpoint_once_to_check_it(
-    home: RunFolder, config: TrainConfig, monkeypatch: pytest.MonkeyPatch
+    home: RunFolder, config: ResolvedConfig, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """The driver and the worker are one process; a file that has changed is looked at again."""
     train(home, config.replace(steps=7, schedule="constant"), None)
@@ -123,7 +125,7 @@ def test_a_resumed_run_reads_its_checkpoint_once_to_check_it(
     assert len(checked) == 3, "a file that was touched is read again"
 
 
-def test_a_worker_that_begins_again_repeats_no_cycle(home: RunFolder, config: TrainConfig) -> None:
+def test_a_worker_that_begins_again_repeats_no_cycle(home: RunFolder, config: ResolvedConfig) -> None:
     """It was killed behind a report that its checkpoint does not know, and behind half of another."""
     train(home, config.replace(steps=7, schedule="constant"), None)
     config = config.replace(schedule="constant")
@@ -155,7 +157,7 @@ def room_for_two(monkeypatch: pytest.MonkeyPatch) -> None:
 
 
 @pytest.mark.usefixtures("room_for_two")
-def test_a_micro_batch_that_nobody_gave_is_made_smaller_until_it_fits(home: RunFolder, config: TrainConfig) -> None:
+def test_a_micro_batch_that_nobody_gave_is_made_smaller_until_it_fits(home: RunFolder, config: ResolvedConfig) -> None:
     """And the run is that of the size which fits: the same losses, bit for bit, of the same global batch."""
     config = config.replace(global_batch=8, micro_batch=8, compile="off", loss="plain")
     told = Told()
@@ -176,7 +178,7 @@ def test_a_micro_batch_that_nobody_gave_is_made_smaller_until_it_fits(home: RunF
 
 
 @pytest.mark.usefixtures("room_for_two")
-def test_a_micro_batch_that_was_given_is_not_changed(home: RunFolder, config: TrainConfig) -> None:
+def test_a_micro_batch_that_was_given_is_not_changed(home: RunFolder, config: ResolvedConfig) -> None:
     told = Told()
     result = worker.train_with_retries(home, config, None, cast(DriverConnection, told))
     assert (result.outcome, result.steps, result.too_large, told.failed) == ("oom", 0, (), [])
@@ -192,7 +194,7 @@ def test_only_the_first_steps_tell_whether_a_size_fits(
     assert not worker.did_not_fit(make_result(outcome="diverged", steps=5 + steps), 5)
 
 
-def test_workers_all_start_again_with_the_smaller_size(home: RunFolder, config: TrainConfig) -> None:
+def test_workers_all_start_again_with_the_smaller_size(home: RunFolder, config: ResolvedConfig) -> None:
     """What one of them found is told to all, by the channel, which outlives them."""
     channel = Channel(0, 0)
     channel.too_large(8, "8 does not fit")
@@ -210,7 +212,7 @@ def test_workers_all_start_again_with_the_smaller_size(home: RunFolder, config: 
 
 
 def test_a_worker_that_was_killed_for_memory_is_started_again_only_from_a_later_step(
-    home: RunFolder, config: TrainConfig
+    home: RunFolder, config: ResolvedConfig
 ) -> None:
     """From the same one it would be killed again; a leak of days is survived by the checkpoints."""
     with ExitStack() as locks:
@@ -222,13 +224,15 @@ def test_a_worker_that_was_killed_for_memory_is_started_again_only_from_a_later_
     worker.check_crash_loop([15], out_of_memory=True)
 
 
-def test_a_worker_ends_when_its_driver_says_so(home: RunFolder, config: TrainConfig) -> None:
+def test_a_worker_ends_when_its_driver_says_so(home: RunFolder, config: ResolvedConfig) -> None:
     result = train(home, config, None, Told(steps=1))
     assert (result.outcome, result.steps) == ("interrupted", 1)
     assert newest(home.checkpoints) == home.checkpoints / "step-00000001"
 
 
-def test_a_model_that_cannot_be_built_is_a_result_that_names_the_machine(home: RunFolder, config: TrainConfig) -> None:
+def test_a_model_that_cannot_be_built_is_a_result_that_names_the_machine(
+    home: RunFolder, config: ResolvedConfig
+) -> None:
     """Of one worker; one of several ends them all, and is told apart when Ray has started them again."""
     vast = config.replace(model=replace(config.model, padded_vocab_size=2**31, width=2**19))
     result = train(home, vast, None)
@@ -240,7 +244,7 @@ def test_a_model_that_cannot_be_built_is_a_result_that_names_the_machine(home: R
 
 
 def test_energy_is_told_for_the_steps_after_the_first(
-    config: TrainConfig, make_result: Callable[..., RunResult]
+    config: ResolvedConfig, make_result: Callable[..., RunResult]
 ) -> None:
     """A card that draws 500 W; the loop began at second 10, and its first step took 5 s."""
     config = config.replace(steps=9)
@@ -262,7 +266,7 @@ def test_energy_is_told_for_the_steps_after_the_first(
         assert worker.energy(watched, trainer, replace(on_gpu, first_step_seconds=None), start_step=2) is None
 
 
-def test_a_result_has_what_the_machine_did_after_the_first_step(home: RunFolder, config: TrainConfig) -> None:
+def test_a_result_has_what_the_machine_did_after_the_first_step(home: RunFolder, config: ResolvedConfig) -> None:
     with Telemetry(lambda second, metrics: None) as watched:
         watched._points = [(-math.inf, {"system/gpu_sm_clock_mhz": [1000.0, 1]})]
         watched._points += [(math.inf, {"system/gpu_sm_clock_mhz": [3000.0, 2]})]
@@ -272,7 +276,7 @@ def test_a_result_has_what_the_machine_did_after_the_first_step(home: RunFolder,
     assert result.telemetry["system/gpu_sm_clock_mhz"] == 1500.0
 
 
-def test_a_worker_refuses_data_that_its_driver_did_not_see(config: TrainConfig, tmp_path: Path) -> None:
+def test_a_worker_refuses_data_that_its_driver_did_not_see(config: ResolvedConfig, tmp_path: Path) -> None:
     known = assigned(RunFolder(tmp_path), config)
     assert worker.load_data(known).manifest.fingerprint == known.fingerprint
     with pytest.raises(UserError, match="and on the driver's machine 0000"):
@@ -283,7 +287,7 @@ def test_a_worker_refuses_data_that_its_driver_did_not_see(config: TrainConfig, 
 
 @pytest.mark.parametrize("workers", [1, 2])
 def test_energy_is_of_this_workers_share_of_the_tokens(
-    config: TrainConfig, make_result: Callable[..., RunResult], workers: int
+    config: ResolvedConfig, make_result: Callable[..., RunResult], workers: int
 ) -> None:
     """Its own GPU alone is watched: it draws 500 W for 20 s, in which each of two workers trains half of the tokens."""
     trainer, watched = Trainer(config), Telemetry(lambda second, metrics: None)
@@ -299,13 +303,13 @@ def test_energy_is_of_this_workers_share_of_the_tokens(
 
 
 def test_every_size_that_is_tried_has_the_limit(
-    home: RunFolder, config: TrainConfig, monkeypatch: pytest.MonkeyPatch
+    home: RunFolder, config: ResolvedConfig, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """Which nothing meets here, so that the smallest ends the run as the largest did."""
     limits: list[int | None] = []
 
     class Watched(Trainer):
-        def __init__(self, config: TrainConfig, **how: Any) -> None:
+        def __init__(self, config: ResolvedConfig, **how: Any) -> None:
             super().__init__(config, **how)
             limits.append(self.limit and self.limit.size)
 

@@ -6,13 +6,13 @@ import pytest
 import torch
 
 from pipeline.shards import Manifest
-from train.config import Cycle, TrainConfig
+from train.config import Cycle, ResolvedConfig
 from train.loop.cycle import RunningCycle, close_cycle, open_cycle, report, step_seconds
 from train.model_config import ModelConfig
 from train.models.parallel import Workers
 
 CPU = torch.device("cpu")
-CONFIG = TrainConfig.of(
+CONFIG = ResolvedConfig.of(
     model=ModelConfig(layers=1, heads=1, width=16, context_length=10), global_batch=4, micro_batch=2,
     cycle=Cycle(5, 2),
 )  # fmt: skip

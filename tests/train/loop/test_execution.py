@@ -12,7 +12,7 @@ import pytest
 import torch
 
 from infra.device.hardware import cpu_info
-from train.config import TrainConfig
+from train.config import ResolvedConfig, TrainConfig
 from train.loop.execution import build_inference_model, build_model, compile_model, gc_disabled
 from train.model_config import ModelConfig
 from train.resolved import resolve
@@ -30,7 +30,7 @@ def test_a_cpus_large_tensors_are_in_large_pages_unless_told_otherwise(entry: st
         "import resource, torch; from train.config import TrainConfig; from train.loop.execution import "
         "enable_large_pages\n"
         "from train.loop.process import borrowed_process\n"
-        "config = TrainConfig.of(device='cpu', ablate={})\n"
+        "config = ResolvedConfig.of(device='cpu', ablate={})\n"
         f"entered = {entry}\n"
         "faults = lambda: resource.getrusage(resource.RUSAGE_SELF).ru_minflt\n"
         "before = faults()\n"
@@ -78,7 +78,7 @@ def test_torch_is_asked_for_the_kind_of_compilation(
 
 @pytest.mark.parametrize("ablate", [(), ("collect",)])
 def test_nothing_is_collected_in_a_step_and_all_again_behind_the_run(ablate: tuple[str, ...]) -> None:
-    config = TrainConfig.of(ablate=ablate, device="cpu")  # type: ignore[arg-type]
+    config = ResolvedConfig.of(ablate=ablate, device="cpu")  # type: ignore[arg-type]
     with suppress(KeyError), gc_disabled(config.execution):
         assert gc.isenabled() is bool(ablate)
         raise KeyError
@@ -87,8 +87,9 @@ def test_nothing_is_collected_in_a_step_and_all_again_behind_the_run(ablate: tup
 
 def test_the_model_is_asked_as_it_was_trained_and_without_dropout(small_model: ModelConfig, tmp_path: Path) -> None:
     """Within books where it was trained so, also one token at a time."""
-    config = TrainConfig.of(data=str(tmp_path), model=replace(small_model, dropout=0.5), mask_books=True, micro_batch=4,
-                    global_batch=4, precision="fp32", device="cpu", attention="sdpa")  # fmt: skip
+    config = ResolvedConfig.of(
+        data=str(tmp_path), model=replace(small_model, dropout=0.5), mask_books=True, micro_batch=4, global_batch=4
+    )
     trained, asked = (
         build_model(
             config.model, config.execution, config.optimization.optimizer, config.dataset.seed, torch.device("cpu")

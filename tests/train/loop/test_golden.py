@@ -9,7 +9,7 @@ from typing import Any
 import pytest
 import torch
 
-from train.config import TORCHAO_OPTIMIZERS, Cycle, TrainConfig
+from train.config import TORCHAO_OPTIMIZERS, Cycle, ResolvedConfig
 from train.data.dataset import ShardData
 from train.data.loader import BatchLoader
 from train.loop.trainer import Trainer
@@ -23,7 +23,7 @@ TOLERANCE = 2e-4
 """Nats. Sums in another order differ by 1e-6 in the first step, and training amplifies that."""
 
 
-def curve(config: TrainConfig) -> list[float]:
+def curve(config: ResolvedConfig) -> list[float]:
     """The training loss of every step."""
     trainer = Trainer(config)
     result = trainer.run()
@@ -32,16 +32,16 @@ def curve(config: TrainConfig) -> list[float]:
 
 
 @pytest.fixture(scope="module")
-def plain(small_shards: Path, small_model: ModelConfig) -> TrainConfig:
+def plain(small_shards: Path, small_model: ModelConfig) -> ResolvedConfig:
     """fp32, everything by the book."""
-    return TrainConfig.of(
+    return ResolvedConfig.of(
         data=str(small_shards), model=small_model, micro_batch=8, global_batch=8, precision="fp32", attention="manual",
         optimizer="adamw", learning_rate=3e-3, device="cpu", steps=STEPS, cycle=Cycle(STEPS, 0), keep_checkpoints=0,
     )  # fmt: skip
 
 
 @pytest.fixture(scope="module")
-def golden(plain: TrainConfig) -> list[float]:
+def golden(plain: ResolvedConfig) -> list[float]:
     """fp32's loss curve, which falls."""
     losses = curve(plain)
     assert losses[-1] < losses[0] - 0.1
@@ -67,24 +67,24 @@ def golden(plain: TrainConfig) -> list[float]:
     ids=lambda changes: " ".join(changes),
 )
 def test_what_changes_the_execution_keeps_the_curve(
-    plain: TrainConfig, golden: list[float], changes: Mapping[str, Any]
+    plain: ResolvedConfig, golden: list[float], changes: Mapping[str, Any]
 ) -> None:
     assert curve(plain.replace(**changes)) == pytest.approx(golden, abs=TOLERANCE)
 
 
 @pytest.mark.parametrize("kind", ["full", "selective"])
-def test_checkpointing_repeats_the_dropout_of_the_forward_pass(plain: TrainConfig, kind: Any) -> None:
+def test_checkpointing_repeats_the_dropout_of_the_forward_pass(plain: ResolvedConfig, kind: Any) -> None:
     dropped = plain.replace(model=replace(plain.model, dropout=0.2))
     assert curve(dropped.replace(checkpointing=kind)) == pytest.approx(curve(dropped), abs=TOLERANCE)
 
 
-def test_padding_the_vocabulary_barely_moves_the_curve(plain: TrainConfig, golden: list[float]) -> None:
+def test_padding_the_vocabulary_barely_moves_the_curve(plain: ResolvedConfig, golden: list[float]) -> None:
     """Ids that never occur add exp(0) each to the softmax at the start, until training has silenced them."""
     exact = curve(plain.replace(model=replace(plain.model, padded_vocab_size=plain.model.vocab_size)))
     assert exact == pytest.approx(golden, abs=0.3)
 
 
-def test_tying_is_one_matrix_in_two_places(plain: TrainConfig) -> None:
+def test_tying_is_one_matrix_in_two_places(plain: ResolvedConfig) -> None:
     """As two matrices that start equal and both move by the sum of their gradients, of which autograd knows nothing."""
     config = plain.replace(clip_norm=0)
     windows = ShardData(config.dataset, config.model, config.duration.cycle).windows
@@ -112,12 +112,12 @@ def test_tying_is_one_matrix_in_two_places(plain: TrainConfig) -> None:
     assert losses[True] == pytest.approx(losses[False], abs=TOLERANCE)
 
 
-def test_untying_changes_the_numerics(plain: TrainConfig, golden: list[float]) -> None:
+def test_untying_changes_the_numerics(plain: ResolvedConfig, golden: list[float]) -> None:
     untied = curve(plain.replace(model=replace(plain.model, tied=False)))
     assert untied != pytest.approx(golden, abs=TOLERANCE)
 
 
-def test_bf16_is_near_fp32_but_not_it(plain: TrainConfig, golden: list[float]) -> None:
+def test_bf16_is_near_fp32_but_not_it(plain: ResolvedConfig, golden: list[float]) -> None:
     """Also where the CPU emulates it: slower, with the same rounding, which the mean of a loss evens out."""
     losses = curve(plain.replace(precision="bf16"))
     assert losses == pytest.approx(golden, abs=2e-3)
@@ -139,7 +139,7 @@ STANDS_FOR = {
 """What a CPU does in place of a GPU's settings, and code that is not compiled in place of what is for compiled code."""
 
 
-def on_a_cpu(config: TrainConfig, rung: Rung) -> TrainConfig:
+def on_a_cpu(config: ResolvedConfig, rung: Rung) -> ResolvedConfig:
     """``config`` with a small model that has the mathematics of ``rung``, at one batch, divided where the rung's is."""
     changes: dict[str, Any] = {name: STANDS_FOR.get((name, value), value) for name, value in rung.changes.items()}
     changes.pop("batch", None)
@@ -148,11 +148,11 @@ def on_a_cpu(config: TrainConfig, rung: Rung) -> TrainConfig:
         changes["model.padded_vocab_size"] = -(-257 // multiple) * multiple
     batch = {"global_batch": 8, "micro_batch": 2 if "micro_batch" in changes else 8}
     width = {name: changes[name] for name in ("model.width",) if name in changes}
-    return apply_changes(config, {**changes, **SMALL, **width, **batch})
+    return ResolvedConfig.of_decided(apply_changes(config, {**changes, **SMALL, **width, **batch}))
 
 
 @pytest.mark.parametrize("suite", SUITES.values(), ids=SUITES)
-def test_a_rung_is_labelled_when_its_curve_is_another(suite: Suite, plain: TrainConfig) -> None:
+def test_a_rung_is_labelled_when_its_curve_is_another(suite: Suite, plain: ResolvedConfig) -> None:
     """By training: another curve than the baseline's in fp32. A rung with another batch is labelled when it is run."""
     start = plain.replace(model=ModelConfig(vocab_size=257, padded_vocab_size=320))
     base = on_a_cpu(start, Rung("base", suite.base)).replace(precision="fp32")
@@ -179,7 +179,7 @@ def test_a_rung_is_labelled_when_its_curve_is_another(suite: Suite, plain: Train
     ],
     ids=lambda changes: " ".join(map(str, changes.values())),
 )  # fmt: skip
-def test_a_gpus_rungs_stay_near_fp32(plain: TrainConfig, changes: Mapping[str, Any]) -> None:
+def test_a_gpus_rungs_stay_near_fp32(plain: ResolvedConfig, changes: Mapping[str, Any]) -> None:
     wide = plain.replace(device="cuda", model=replace(plain.model, width=64, heads=1))
     torch._dynamo.reset()
     assert curve(wide.replace(**changes)) == pytest.approx(curve(wide), abs=0.05)

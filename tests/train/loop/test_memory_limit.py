@@ -16,7 +16,7 @@ from mlflow.tracking import MlflowClient
 from infra.device.gpu import GpuState
 from infra.tracking.store import store_uri
 from train import run
-from train.config import Cycle, TrainConfig
+from train.config import Cycle, ResolvedConfig
 from train.loop import memory, memory_limit
 from train.loop.memory import AllocatorStats
 from train.loop.memory_limit import MemoryLimit
@@ -29,14 +29,14 @@ ROOT = Path(__file__).parents[3]
 
 
 @pytest.fixture
-def config(small_shards: Path, small_model: ModelConfig) -> TrainConfig:
-    return TrainConfig.of(
+def config(small_shards: Path, small_model: ModelConfig) -> ResolvedConfig:
+    return ResolvedConfig.of(
         data=str(small_shards), model=small_model, global_batch=8, micro_batch=4, steps=9, cycle=Cycle(3, 1),
         device="cpu",
     )  # fmt: skip
 
 
-def test_a_run_over_its_limit_ends_and_keeps_what_it_trained(config: TrainConfig, tmp_path: Path) -> None:
+def test_a_run_over_its_limit_ends_and_keeps_what_it_trained(config: ResolvedConfig, tmp_path: Path) -> None:
     result = Trainer(config, checkpoints=tmp_path, limit=MemoryLimit.apply(10**6, "cpu")).run()
     assert (result.outcome, result.steps) == ("over_limit", 1)
     assert re.fullmatch(r"the process used \d+\.\d\d GB \(rss\) of 0\.00 GB", result.reason)
@@ -45,7 +45,7 @@ def test_a_run_over_its_limit_ends_and_keeps_what_it_trained(config: TrainConfig
     assert (rest.outcome, rest.steps) == ("finished", 9)
 
 
-def test_what_only_the_end_takes_counts_too(config: TrainConfig, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_what_only_the_end_takes_counts_too(config: ResolvedConfig, monkeypatch: pytest.MonkeyPatch) -> None:
     trainer = Trainer(config, limit=MemoryLimit.apply(10**12, "cpu"))
     steps = trainer._steps
 
@@ -126,7 +126,7 @@ def test_memory_given_back_is_in_a_gpus_peak() -> None:
 
 
 @pytest.mark.gpu
-def test_a_gpu_is_capped(config: TrainConfig) -> None:
+def test_a_gpu_is_capped(config: ResolvedConfig) -> None:
     capped = MemoryLimit.apply(3 * 2**30, "cuda")
     try:
         with pytest.raises(torch.OutOfMemoryError):

@@ -9,7 +9,7 @@ import pytest
 import torch
 
 from infra.device.gpu import GpuState
-from train.config import Cycle, TrainConfig
+from train.config import Cycle, ResolvedConfig
 from train.estimate.memory import optimizer_bytes, predict_peak
 from train.loop.memory_limit import RESERVED_OUTSIDE_ALLOCATOR, MemoryLimit
 from train.loop.oom import OutOfMemory, available_bytes, bytes_by_part, failed_allocation_bytes
@@ -23,8 +23,8 @@ VAST = 2**60
 
 
 @pytest.fixture
-def config(small_shards: Path, small_model: ModelConfig) -> TrainConfig:
-    return TrainConfig.of(
+def config(small_shards: Path, small_model: ModelConfig) -> ResolvedConfig:
+    return ResolvedConfig.of(
         data=str(small_shards), model=small_model, global_batch=8, micro_batch=4, steps=4, cycle=Cycle(2, 1),
         device="cpu", precision="fp32",
     )  # fmt: skip
@@ -59,7 +59,7 @@ def in_validation(trainer: Trainer) -> None:
         (in_validation, "the validation after step 2"),
     ],
 )
-def test_where_memory_ran_out(config: TrainConfig, arrange: Callable[[Trainer], None], during: str) -> None:
+def test_where_memory_ran_out(config: ResolvedConfig, arrange: Callable[[Trainer], None], during: str) -> None:
     trainer = Trainer(config, limit=MemoryLimit.apply(10**12, "cpu"))
     arrange(trainer)
     result = trainer.run()
@@ -83,11 +83,11 @@ VAST_SIZES = {"padded_vocab_size": 2**31, "width": 2**19}
 """Sizes that a model may have, with an embedding of 2^52 bytes, which no machine has."""
 
 
-def vast(config: TrainConfig) -> TrainConfig:
+def vast(config: ResolvedConfig) -> ResolvedConfig:
     return config.replace(model=replace(config.model, **VAST_SIZES))
 
 
-def test_a_model_that_does_not_fit_is_explained_before_the_first_step(config: TrainConfig) -> None:
+def test_a_model_that_does_not_fit_is_explained_before_the_first_step(config: ResolvedConfig) -> None:
     with pytest.raises(OutOfMemory) as failed:
         Trainer(vast(config), limit=MemoryLimit.apply(10**12, "cpu"))
     result = failed.value.result
@@ -98,7 +98,9 @@ def test_a_model_that_does_not_fit_is_explained_before_the_first_step(config: Tr
     assert set(result.shortage.held.values()) == {0}
 
 
-def test_what_was_built_before_memory_ran_out_is_counted(config: TrainConfig, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_what_was_built_before_memory_ran_out_is_counted(
+    config: ResolvedConfig, monkeypatch: pytest.MonkeyPatch
+) -> None:
     """The checkpoint of a run that is continued stays its checkpoint."""
     saved = (
         Trainer(config.replace(steps=2), checkpoints=Path(config.dataset.data).with_name("checkpoints"))
@@ -115,7 +117,7 @@ def test_what_was_built_before_memory_ran_out_is_counted(config: TrainConfig, mo
     assert result.shortage.held == {"weights": 4 * parameter_count(config.gpt2_config), "gradients": 0, "optimizer": 0}
 
 
-def test_one_of_several_workers_says_which_it_is(config: TrainConfig) -> None:
+def test_one_of_several_workers_says_which_it_is(config: ResolvedConfig) -> None:
     """It cannot end by itself, because the others wait for it."""
     trainer = Trainer(config)
     trainer.workers.rank, trainer.workers.size = 1, 2
@@ -126,7 +128,7 @@ def test_one_of_several_workers_says_which_it_is(config: TrainConfig) -> None:
 
 
 def test_the_loss_is_told_from_the_rest_of_the_forward_pass(
-    config: TrainConfig, monkeypatch: pytest.MonkeyPatch
+    config: ResolvedConfig, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setattr(gpt2, "plain", fail)
     shortage = Trainer(config).run().shortage
@@ -135,7 +137,7 @@ def test_the_loss_is_told_from_the_rest_of_the_forward_pass(
     assert 0 < shortage.room < 10**15, "without a limit, all that the machine has"
 
 
-def test_a_run_over_its_limit_knows_what_it_held(config: TrainConfig) -> None:
+def test_a_run_over_its_limit_knows_what_it_held(config: ResolvedConfig) -> None:
     shortage = Trainer(config, limit=MemoryLimit.apply(10**6, "cpu")).run().shortage
     assert shortage
     assert (shortage.during, shortage.tried, shortage.room) == ("the check after step 1", None, 10**6)
@@ -144,7 +146,7 @@ def test_a_run_over_its_limit_knows_what_it_held(config: TrainConfig) -> None:
 
 
 @pytest.mark.parametrize("optimizer", ["adamw-fused", "adafactor", "muon"])
-def test_gradients_and_the_optimizers_state_are_counted(config: TrainConfig, optimizer: Any) -> None:
+def test_gradients_and_the_optimizers_state_are_counted(config: ResolvedConfig, optimizer: Any) -> None:
     trainer = Trainer(config.replace(optimizer=optimizer, steps=1, cycle=Cycle(2, 0)))
     trainer.keep_gradients = True
     trainer.run()
@@ -180,7 +182,7 @@ def test_a_gpu_has_what_other_processes_leave() -> None:
 
 
 @pytest.mark.gpu
-def test_a_gpu_that_is_full(config: TrainConfig) -> None:
+def test_a_gpu_that_is_full(config: ResolvedConfig) -> None:
     """A card's real message, for logits of half a terabyte or more."""
     wide = replace(config.model, padded_vocab_size=2**22)
     result = Trainer(config.replace(device="cuda", model=wide, micro_batch=4096, global_batch=4096)).run()

@@ -9,25 +9,25 @@ import torch
 
 import train
 from infra.errors import UserError
-from train.config import Cycle, TrainConfig
+from train.config import Cycle, ResolvedConfig
 from train.loop import memory
 from train.loop.process import borrowed_process
 from train.model_config import ModelConfig
 from train.reporting.report import memory_table
 from train.result import Memory, RunResult
 
-CPU = TrainConfig.of(device="cpu", micro_batch=1, global_batch=1, precision="fp32", compile="off", loss="plain")
+CPU = ResolvedConfig.of(device="cpu", micro_batch=1, global_batch=1, precision="fp32", compile="off", loss="plain")
 
 
 @pytest.fixture
-def config(small_shards: Path, small_model: ModelConfig, working_folder: Path) -> TrainConfig:
+def config(small_shards: Path, small_model: ModelConfig, working_folder: Path) -> ResolvedConfig:
     return CPU.replace(
         data=str(small_shards), model=small_model, micro_batch=4, global_batch=4, steps=1, cycle=Cycle(1, 0),
         keep_checkpoints=0, precision="tf32", seed=5,
     )  # fmt: skip
 
 
-def test_a_run_of_a_program_has_a_peak_of_its_own_and_leaves_no_settings(config: TrainConfig) -> None:
+def test_a_run_of_a_program_has_a_peak_of_its_own_and_leaves_no_settings(config: ResolvedConfig) -> None:
     """A gigabyte that the program had before is not the run's; the next random number is as without the run."""
     torch.ones(2**28)
     high = memory.peak_rss()

@@ -9,7 +9,7 @@ import torch
 
 from infra.errors import UserError
 from pipeline.encoding.tokenizer import GPT2_SHA256, gpt2
-from train.config import Cycle, TrainConfig
+from train.config import Cycle, ResolvedConfig
 from train.loop.execution import build_inference_model
 from train.loop.sampling import SAMPLE_TOKENS, closing_sample, load_model, sample
 from train.loop.trainer import Trainer
@@ -29,15 +29,15 @@ def gpt2_shards(small_shards: Path, tmp_path_factory: pytest.TempPathFactory) ->
 
 
 @pytest.fixture
-def config(gpt2_shards: Path) -> TrainConfig:
+def config(gpt2_shards: Path) -> ResolvedConfig:
     model = ModelConfig(layers=1, heads=1, width=16, context_length=32, dropout=0.1)
-    return TrainConfig.of(
+    return ResolvedConfig.of(
         data=str(gpt2_shards), model=model, global_batch=2, micro_batch=2, steps=3, cycle=Cycle(3, 0), precision="fp32",
         device="cpu", learning_rate=1e-2, warmup_steps=0,
     )  # fmt: skip
 
 
-def test_a_finished_run_writes_the_beginning_of_a_book(config: TrainConfig, tmp_path: Path) -> None:
+def test_a_finished_run_writes_the_beginning_of_a_book(config: ResolvedConfig, tmp_path: Path) -> None:
     """By its own last weights, which another process finds in its checkpoint, and without dropout."""
     trainer = Trainer(config, checkpoints=tmp_path)
     result = trainer.run()
@@ -52,7 +52,7 @@ def test_a_finished_run_writes_the_beginning_of_a_book(config: TrainConfig, tmp_
     assert {name: value.data_ptr() for name, value in trainer.model.state_dict().items()} == before
 
 
-def test_a_model_that_has_learnt_a_sentence_closes_with_it(config: TrainConfig) -> None:
+def test_a_model_that_has_learnt_a_sentence_closes_with_it(config: ResolvedConfig) -> None:
     """A model made by hand, whose head gives at each position the next token of a text."""
     sentence = gpt2().tiktoken.encode_ordinary("It was the best of times, it was the worst of times")
     ids = (sentence * SAMPLE_TOKENS)[:SAMPLE_TOKENS]
@@ -70,7 +70,7 @@ def test_a_model_that_has_learnt_a_sentence_closes_with_it(config: TrainConfig) 
 
 
 def test_a_run_that_cannot_write_has_no_sample(
-    config: TrainConfig, small_shards: Path, small_model: ModelConfig
+    config: ResolvedConfig, small_shards: Path, small_model: ModelConfig
 ) -> None:
     stopped = Trainer(config, should_stop=lambda: True)
     assert closing_sample(stopped, stopped.run()) is None

@@ -7,7 +7,7 @@ import numpy as np
 import pytest
 
 from infra.errors import UserError
-from train.config import Cycle, TrainConfig
+from train.config import Cycle, ResolvedConfig
 from train.estimate.flops import causal_flops
 from train.intervals import warmup_steps
 from train.loop.throughput import implausible_reason, is_precise, steady_state
@@ -78,7 +78,7 @@ def test_no_speed_is_above_what_the_device_can_compute(
     changes: dict[str, Any], device: str, share: float, possible: bool
 ) -> None:
     """``share`` of the peak of one A100 in 16 bits, of which fp32 reaches 6%."""
-    config = TrainConfig.of(precision="bf16").replace(**changes)
+    config = ResolvedConfig.of(precision="bf16").replace(**changes)
     rate = share * 312e12 / causal_flops(config.gpt2_config)
     assert (
         not implausible_reason(
@@ -96,7 +96,7 @@ def test_measuring_stops_only_when_the_speed_is_known() -> None:
 
 
 def test_a_run_ends_once_its_speed_is_known(small_shards: Path, small_model: ModelConfig) -> None:
-    config = TrainConfig.of(
+    config = ResolvedConfig.of(
         data=str(small_shards), model=small_model, micro_batch=4, global_batch=4, steps=2000, within=0.9,
         cycle=Cycle(20, 0), device="cpu",
     )  # fmt: skip

@@ -13,7 +13,7 @@ import numpy as np
 import pytest
 import torch
 
-from train.config import Cycle, TrainConfig
+from train.config import Cycle, ResolvedConfig
 from train.data.dataset import ShardData
 from train.estimate.flops import hardware_flops
 from train.loop import result_builder
@@ -28,14 +28,14 @@ GOLDEN = [5.7706, 5.7397, 5.7076, 5.7358, 5.6804, 5.6705, 5.6786, 5.6430, 5.6498
 
 
 @pytest.fixture
-def config(small_shards: Path, small_model: ModelConfig) -> TrainConfig:
-    return TrainConfig.of(
+def config(small_shards: Path, small_model: ModelConfig) -> ResolvedConfig:
+    return ResolvedConfig.of(
         data=str(small_shards), model=small_model, global_batch=8, micro_batch=8, steps=40, cycle=Cycle(20, 2),
         learning_rate=3e-3, warmup_steps=10, precision="fp32", device="cpu",
     )  # fmt: skip
 
 
-def train(config: TrainConfig, **options: Any) -> tuple[RunResult, list[float]]:
+def train(config: ResolvedConfig, **options: Any) -> tuple[RunResult, list[float]]:
     reports: list[CycleReport] = []
     result = Trainer(config, on_cycle=reports.append, **options).run()
     return result, [loss for report in reports for loss in report.step_losses]
@@ -47,7 +47,7 @@ def stop_at(step: int) -> Any:
     return lambda: next(calls) >= step
 
 
-def test_what_the_loop_does_can_be_watched(config: TrainConfig) -> None:
+def test_what_the_loop_does_can_be_watched(config: ResolvedConfig) -> None:
     seen: list[str] = []
     trainer = Trainer(config.replace(steps=4, cycle=Cycle(2, 0)), on_cycle=lambda report: seen.append(trainer.activity))
     assert trainer.activity == "running the first step"
@@ -56,7 +56,7 @@ def test_what_the_loop_does_can_be_watched(config: TrainConfig) -> None:
     assert trainer.activity == "saving the checkpoint"
 
 
-def test_the_loss_falls(config: TrainConfig) -> None:
+def test_the_loss_falls(config: ResolvedConfig) -> None:
     result, losses = train(config.replace(steps=300, cycle=Cycle(50, 2)))
     assert result.outcome == "finished"
     assert result.steps == 300
@@ -67,12 +67,12 @@ def test_the_loss_falls(config: TrainConfig) -> None:
     assert result.loss_curve[0][1] > result.loss_curve[3][1] > result.loss_curve[5][1]
 
 
-def test_the_loss_follows_its_golden_curve(config: TrainConfig) -> None:
+def test_the_loss_follows_its_golden_curve(config: ResolvedConfig) -> None:
     _, losses = train(config.replace(steps=10))
     assert losses == pytest.approx(GOLDEN, rel=2e-4)
 
 
-def test_the_parts_of_a_step_make_no_more_than_the_step(config: TrainConfig) -> None:
+def test_the_parts_of_a_step_make_no_more_than_the_step(config: ResolvedConfig) -> None:
     reports: list[CycleReport] = []
     result = Trainer(config, on_cycle=reports.append).run()
     assert all(0 < r.optimizer_seconds < r.train_seconds - r.data_wait_seconds for r in reports)
@@ -80,7 +80,7 @@ def test_the_parts_of_a_step_make_no_more_than_the_step(config: TrainConfig) -> 
     assert 0 < result.optimizer_fraction < 1
 
 
-def test_a_pause_is_named_and_in_no_share(config: TrainConfig, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_a_pause_is_named_and_in_no_share(config: ResolvedConfig, monkeypatch: pytest.MonkeyPatch) -> None:
     """The machine sleeps for two seconds in the optimizer's part of a step that takes milliseconds."""
     monkeypatch.setattr(result_builder, "PAUSE", 1.0)
     trainer = Trainer(config)
@@ -92,13 +92,13 @@ def test_a_pause_is_named_and_in_no_share(config: TrainConfig, monkeypatch: pyte
     assert 1.9 < result.paused_seconds < 2 * 2, "on a busy machine a sleep takes longer, and counts once"
 
 
-def test_the_same_seed_gives_the_same_run(config: TrainConfig) -> None:
+def test_the_same_seed_gives_the_same_run(config: ResolvedConfig) -> None:
     assert train(config)[1] == train(config)[1]
     assert train(config)[1] != train(config.replace(seed=1))[1]
 
 
 @pytest.mark.parametrize("dropout", [0.0, 0.1])
-def test_a_resumed_run_continues_bit_for_bit(config: TrainConfig, tmp_path: Path, dropout: float) -> None:
+def test_a_resumed_run_continues_bit_for_bit(config: ResolvedConfig, tmp_path: Path, dropout: float) -> None:
     config = config.replace(model=dataclasses.replace(config.model, dropout=dropout))
     straight, expected = train(config)
     first, before = train(config, checkpoints=tmp_path, should_stop=stop_at(13))
@@ -113,7 +113,7 @@ def test_a_resumed_run_continues_bit_for_bit(config: TrainConfig, tmp_path: Path
     assert second.loss_curve == straight.loss_curve
 
 
-def test_a_resumed_run_counts_the_validation_before_it(config: TrainConfig, tmp_path: Path) -> None:
+def test_a_resumed_run_counts_the_validation_before_it(config: ResolvedConfig, tmp_path: Path) -> None:
     """Cycles of two steps and of one validation batch of eight sequences, which are read two at a time."""
     config = config.replace(micro_batch=2, steps=6, cycle=Cycle(2, 1))
     first, _ = train(config, checkpoints=tmp_path, should_stop=stop_at(3))
@@ -123,7 +123,7 @@ def test_a_resumed_run_counts_the_validation_before_it(config: TrainConfig, tmp_
 
 
 def test_a_checkpoint_asks_for_its_place_by_the_windows_before_it(
-    config: TrainConfig, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+    config: ResolvedConfig, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     trainer = Trainer(config.replace(steps=3, cycle=Cycle(3, 0)), checkpoints=tmp_path)
     monkeypatch.setattr(trainer.data, "state_dict", lambda position: {"position": position})
@@ -132,7 +132,7 @@ def test_a_checkpoint_asks_for_its_place_by_the_windows_before_it(
     assert read_progress(Path(checkpoint)).data_state == {"position": 3 * 8}
 
 
-def test_what_ends_within_a_cycle_is_reported_too(config: TrainConfig) -> None:
+def test_what_ends_within_a_cycle_is_reported_too(config: ResolvedConfig) -> None:
     trainer = Trainer(config.replace(steps=25, cycle=Cycle(10, 1)))
     result = trainer.run()
     assert [(r.step, len(r.step_losses)) for r in trainer.times.reports] == [(10, 10), (20, 10), (25, 5)]
@@ -140,7 +140,7 @@ def test_what_ends_within_a_cycle_is_reported_too(config: TrainConfig) -> None:
     assert result.val_tokens == 3 * 8 * 32
 
 
-def test_an_interrupted_cycle_counts_in_the_speed(config: TrainConfig) -> None:
+def test_an_interrupted_cycle_counts_in_the_speed(config: ResolvedConfig) -> None:
     trainer = Trainer(config.replace(cycle=Cycle(10, 0)), should_stop=stop_at(17))
     assert trainer.run().outcome == "interrupted"
     assert len(trainer.times.steps) == 17
@@ -148,7 +148,7 @@ def test_an_interrupted_cycle_counts_in_the_speed(config: TrainConfig) -> None:
     assert sum(trainer.times.data_wait) > trainer.times.reports[0].data_wait_seconds
 
 
-def test_without_an_end_an_epoch_is_trained(config: TrainConfig) -> None:
+def test_without_an_end_an_epoch_is_trained(config: ResolvedConfig) -> None:
     trainer = Trainer(config.replace(steps=None, global_batch=128, micro_batch=64, cycle=Cycle(20, 0)))
     result = trainer.run()
     windows = trainer.data.epoch_windows
@@ -157,7 +157,7 @@ def test_without_an_end_an_epoch_is_trained(config: TrainConfig) -> None:
     assert result.books == pytest.approx(11, abs=1.1), "all of the training books, but for a rest of less than a step"
 
 
-def test_the_rate_of_each_step_is_the_schedules(config: TrainConfig) -> None:
+def test_the_rate_of_each_step_is_the_schedules(config: ResolvedConfig) -> None:
     trainer = Trainer(config.replace(steps=20, warmup_steps=2, schedule="wsd", cycle=Cycle(1, 0)))
     rates: list[float] = []
     trainer.optimizer.register_step_pre_hook(lambda *_: rates.append(trainer.optimizer.param_groups[1]["lr"]))
@@ -166,7 +166,7 @@ def test_the_rate_of_each_step_is_the_schedules(config: TrainConfig) -> None:
     assert rates == pytest.approx([1.5e-3, *[3e-3] * 16, 2.25e-3, 1.5e-3, 0.75e-3])
 
 
-def test_no_time_budget_is_for_compiling(config: TrainConfig) -> None:
+def test_no_time_budget_is_for_compiling(config: ResolvedConfig) -> None:
     trainer = Trainer(config.replace(steps=None, time_budget=0.3, cycle=Cycle(1, 0)))
     forward, pauses = trainer.forward, iter([0.6])
 
@@ -181,7 +181,7 @@ def test_no_time_budget_is_for_compiling(config: TrainConfig) -> None:
     assert result.steps > 1
 
 
-def test_a_resumed_run_knows_what_a_spike_is(config: TrainConfig, tmp_path: Path) -> None:
+def test_a_resumed_run_knows_what_a_spike_is(config: ResolvedConfig, tmp_path: Path) -> None:
     """The mean loss of the last cycle, which is lowered here so that the losses behind it are a spike."""
     first, _ = train(config, checkpoints=tmp_path, should_stop=stop_at(25))
     assert first.checkpoint
@@ -195,7 +195,7 @@ def test_a_resumed_run_knows_what_a_spike_is(config: TrainConfig, tmp_path: Path
     assert "at step 21" in again.reason, "one of the steps before the interruption"
 
 
-def test_the_result_is_of_the_hardware_and_the_text(config: TrainConfig, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_the_result_is_of_the_hardware_and_the_text(config: ResolvedConfig, monkeypatch: pytest.MonkeyPatch) -> None:
     """Utilisation counts every worker's device; data without a tokenizer have no known bytes or characters."""
     monkeypatch.setattr(result_builder, "peak_flops", lambda name, precision: {"fp32": 1e12}[precision])
     trainer = Trainer(config.replace(steps=8, cycle=Cycle(8, 1)))
@@ -224,14 +224,14 @@ def test_the_result_is_of_the_hardware_and_the_text(config: TrainConfig, monkeyp
     assert alone.val_tokens == 8 * 32
 
 
-def test_a_time_budget_ends_the_run(config: TrainConfig) -> None:
+def test_a_time_budget_ends_the_run(config: ResolvedConfig) -> None:
     result, _ = train(config.replace(steps=None, time_budget=0.5))
     assert result.outcome == "finished"
     assert "time budget" in result.reason
     assert 0.4 < result.seconds < 5
 
 
-def test_a_resumed_run_has_what_is_left_of_its_time(config: TrainConfig, tmp_path: Path) -> None:
+def test_a_resumed_run_has_what_is_left_of_its_time(config: ResolvedConfig, tmp_path: Path) -> None:
     timed = config.replace(steps=None, time_budget=3600.0, warmup_steps=0)
     first, _ = train(timed, checkpoints=tmp_path, should_stop=stop_at(3))
     assert first.checkpoint
@@ -249,7 +249,7 @@ def test_a_resumed_run_has_what_is_left_of_its_time(config: TrainConfig, tmp_pat
 
 @pytest.mark.parametrize(("batches", "windows"), [(2, 16), (15, 120), (16, 125), (100, 125)])
 def test_validation_is_of_the_batches_asked_for_or_of_the_whole_split(
-    config: TrainConfig, batches: int, windows: int
+    config: ResolvedConfig, batches: int, windows: int
 ) -> None:
     """The split has 125 windows, and a batch eight."""
     trainer = Trainer(config.replace(steps=2, cycle=Cycle(2, batches)))
@@ -258,7 +258,7 @@ def test_validation_is_of_the_batches_asked_for_or_of_the_whole_split(
     assert trainer.run().val_tokens == windows * 32
 
 
-def test_validation_is_without_dropout_and_disturbs_nothing(config: TrainConfig) -> None:
+def test_validation_is_without_dropout_and_disturbs_nothing(config: ResolvedConfig) -> None:
     config = config.replace(steps=10, model=dataclasses.replace(config.model, dropout=0.2))
     trainer = Trainer(config.replace(cycle=Cycle(5, 1)))
     result = trainer.run()
@@ -275,7 +275,7 @@ def test_validation_is_without_dropout_and_disturbs_nothing(config: TrainConfig)
     assert result.val_loss == pytest.approx(expected, rel=1e-6)
 
 
-def test_dropout_differs_between_steps_and_workers(config: TrainConfig) -> None:
+def test_dropout_differs_between_steps_and_workers(config: ResolvedConfig) -> None:
     """The random states from which a worker's forward passes draw are new ones, and the same when it starts again."""
     config = config.replace(steps=4, model=dataclasses.replace(config.model, dropout=0.2))
 
@@ -314,7 +314,7 @@ def gradients_at_the_optimizer(trainer: Trainer) -> list[float]:
 
 
 @pytest.mark.parametrize("clip", [1e-3, 1e3, 0.0])
-def test_gradients_are_clipped_to_the_norm(config: TrainConfig, clip: float) -> None:
+def test_gradients_are_clipped_to_the_norm(config: ResolvedConfig, clip: float) -> None:
     trainer = Trainer(config.replace(steps=3, clip_norm=clip, cycle=Cycle(1, 0)))
     norms = gradients_at_the_optimizer(trainer)
     trainer.run()
@@ -326,7 +326,9 @@ def test_gradients_are_clipped_to_the_norm(config: TrainConfig, clip: float) -> 
         assert [report.gradient_norm for report in trainer.times.reports] == pytest.approx(norms if clip else [0.0] * 3)
 
 
-def test_a_scaled_loss_is_clipped_by_its_true_gradients(config: TrainConfig, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_a_scaled_loss_is_clipped_by_its_true_gradients(
+    config: ResolvedConfig, monkeypatch: pytest.MonkeyPatch
+) -> None:
     """fp16's loss scaling, which a config for the CPU refuses: the scaler itself works there, in fp32 exactly."""
     config = config.replace(steps=5, clip_norm=1e-3, cycle=Cycle(1, 0), micro_batch=4)
     plain = Trainer(config)
@@ -355,7 +357,7 @@ def test_memory_that_ran_out_is_known_by_its_words() -> None:
 
 
 @pytest.mark.gpu
-def test_the_gpu_trains(config: TrainConfig) -> None:
+def test_the_gpu_trains(config: ResolvedConfig) -> None:
     result, losses = train(config.replace(device="cuda", precision="auto"))
     assert result.outcome == "finished"
     assert losses[-1] < losses[0] - 0.1
@@ -363,7 +365,7 @@ def test_the_gpu_trains(config: TrainConfig) -> None:
 
 
 @pytest.mark.gpu
-def test_fp16_is_clipped_and_resumed_with_its_loss_scale(config: TrainConfig, tmp_path: Path) -> None:
+def test_fp16_is_clipped_and_resumed_with_its_loss_scale(config: ResolvedConfig, tmp_path: Path) -> None:
     config = config.replace(device="cuda", precision="fp16", clip_norm=1e-3, steps=20)
     trainer = Trainer(config, checkpoints=tmp_path, should_stop=stop_at(8))
     norms = gradients_at_the_optimizer(trainer)
@@ -373,7 +375,7 @@ def test_fp16_is_clipped_and_resumed_with_its_loss_scale(config: TrainConfig, tm
     assert Trainer(config, resume=Path(saved)).scaler.state_dict() == trainer.scaler.state_dict()
 
 
-def test_a_resumed_run_has_its_data_go_to_where_its_checkpoint_was(config: TrainConfig, tmp_path: Path) -> None:
+def test_a_resumed_run_has_its_data_go_to_where_its_checkpoint_was(config: ResolvedConfig, tmp_path: Path) -> None:
     """As a stream of books needs it; shards find their windows by the position alone."""
 
     class Watched(ShardData):
@@ -391,7 +393,7 @@ def test_a_resumed_run_has_its_data_go_to_where_its_checkpoint_was(config: Train
     assert (data.went, trainer.state.position) == ({"book": 7}, 3 * 8)
 
 
-def test_a_step_that_spikes_is_in_no_checkpoint(config: TrainConfig, tmp_path: Path) -> None:
+def test_a_step_that_spikes_is_in_no_checkpoint(config: ResolvedConfig, tmp_path: Path) -> None:
     """Also before its cycle is reported: each step is saved here, and the loss of the last cycle is lowered."""
     first, _ = train(config, checkpoints=tmp_path, should_stop=stop_at(25))
     assert first.checkpoint
@@ -403,7 +405,7 @@ def test_a_step_that_spikes_is_in_no_checkpoint(config: TrainConfig, tmp_path: P
     assert [path.name for path in checkpoints_in(tmp_path)] == ["step-00000025"]
 
 
-def test_all_arithmetic_is_of_every_workers_device(config: TrainConfig, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_all_arithmetic_is_of_every_workers_device(config: ResolvedConfig, monkeypatch: pytest.MonkeyPatch) -> None:
     """Also that which is done a second time."""
     monkeypatch.setattr(result_builder, "peak_flops", lambda name, precision: 1e12)
     trainer = Trainer(config.replace(steps=8, cycle=Cycle(8, 0), checkpointing="full"))
@@ -418,7 +420,7 @@ def test_all_arithmetic_is_of_every_workers_device(config: TrainConfig, monkeypa
     assert together.mfu == pytest.approx(alone.mfu / 2)
 
 
-def test_a_result_names_the_kernel_that_was_used(config: TrainConfig) -> None:
+def test_a_result_names_the_kernel_that_was_used(config: ResolvedConfig) -> None:
     trainer = Trainer(config.replace(steps=1, attention="auto"))
     trainer.attention = "the kernel that was tried first"
     assert trainer.run().attention == "the kernel that was tried first"

@@ -13,7 +13,7 @@ from hypothesis import strategies as st
 
 from pipeline.encoding.tokenizer import GPT2_SHA256, gpt2
 from pipeline.shards import Manifest, ShardRow, Split, write_shard
-from train.config import Cycle, TrainConfig
+from train.config import Cycle, ResolvedConfig
 from train.data.loader import BatchLoader
 from train.data.windows import Windows
 from train.loop.trainer import Trainer
@@ -39,7 +39,7 @@ def test_each_window_counts_once(count: int, micro: int, workers: int) -> None:
             totals[index] += weight * numbers.mean() / workers
             seen += weight * np.bincount(numbers, minlength=count)
     assert seen == pytest.approx(np.ones(count))
-    config = TrainConfig.of(micro_batch=micro, global_batch=micro * workers, workers=workers)
+    config = ResolvedConfig.of(micro_batch=micro, global_batch=micro * workers, workers=workers)
     assert mean_loss(totals.tolist(), count, config.batch) == pytest.approx((count - 1) / 2)
 
 
@@ -55,15 +55,15 @@ def test_few_passes_read_what_does_not_fill_a_batch() -> None:
 
 
 @pytest.fixture
-def config(make_shards: Callable[..., Path], small_model: ModelConfig, tmp_path: Path) -> TrainConfig:
+def config(make_shards: Callable[..., Path], small_model: ModelConfig, tmp_path: Path) -> ResolvedConfig:
     """The validation split has 53 windows of 32 tokens, which no micro-batch but 1 and 53 divides."""
-    return TrainConfig.of(
+    return ResolvedConfig.of(
         data=str(make_shards(tmp_path / "tokens", books=3, tokens=53 * 32 + 4)), model=small_model, micro_batch=4,
         global_batch=60, precision="fp32", device="cpu", steps=1, cycle=Cycle(1, 10), keep_checkpoints=0,
     )  # fmt: skip
 
 
-def test_the_loss_is_that_of_the_whole_split_whatever_the_micro_batch(config: TrainConfig) -> None:
+def test_the_loss_is_that_of_the_whole_split_whatever_the_micro_batch(config: ResolvedConfig) -> None:
     """The plain and the fused loss, and a second run with another seed's order of the training windows."""
     trainers = [
         Trainer(config.replace(micro_batch=micro, loss=loss))
@@ -83,7 +83,7 @@ def test_the_loss_is_that_of_the_whole_split_whatever_the_micro_batch(config: Tr
     assert losses[0] == pytest.approx(expected, abs=2e-6)
 
 
-def test_runs_with_different_seeds_validate_on_the_same_windows(config: TrainConfig) -> None:
+def test_runs_with_different_seeds_validate_on_the_same_windows(config: ResolvedConfig) -> None:
     def windows(seed: int) -> list[int]:
         held_out = Trainer(
             config.replace(seed=seed, cycle=Cycle(1, 1), micro_batch=10, global_batch=10)
@@ -123,7 +123,7 @@ def test_bits_are_those_of_the_validation_split_and_not_of_the_training_split(
     Manifest.of(shards, config={}, tokenizer_sha256=GPT2_SHA256, inputs={}, report={}).write(tmp_path)
     model = replace(small_model, context_length=8, vocab_size=50257, padded_vocab_size=50257)
     result = Trainer(
-        TrainConfig.of(
+        ResolvedConfig.of(
             data=str(tmp_path),
             model=model,
             micro_batch=4,
@@ -147,7 +147,7 @@ def test_bits_are_those_of_the_validation_split_and_not_of_the_training_split(
 
 
 def test_a_split_of_one_window_is_validated_on_once(
-    config: TrainConfig, make_shards: Callable[..., Path], tmp_path: Path
+    config: ResolvedConfig, make_shards: Callable[..., Path], tmp_path: Path
 ) -> None:
     """35 tokens in each shard, of which 33 are a window, at a batch of two."""
     data = make_shards(tmp_path / "one", books=3, tokens=35)

@@ -13,7 +13,7 @@ from typing import Any
 
 import pytest
 
-from train.config import Cycle, TrainConfig
+from train.config import Cycle, ResolvedConfig
 from train.loop.trainer import Trainer
 from train.model_config import ModelConfig
 from train.result import CycleReport
@@ -22,7 +22,7 @@ WORKER = """
 import json, os, sys
 from pathlib import Path
 import torch.distributed as dist
-from train.config import config_from_json
+from train.config import ResolvedConfig, config_from_json
 from train.loop.trainer import Trainer
 
 dist.init_process_group("gloo")
@@ -69,7 +69,7 @@ def train_together(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Togethe
             for rank in range(WORKERS)
         ]  # fmt: skip
 
-        def train(config: TrainConfig, **options: Any) -> tuple[str, int, str | None, list[Any]]:
+        def train(config: ResolvedConfig, **options: Any) -> tuple[str, int, str | None, list[Any]]:
             assert config.batch.workers == WORKERS
             job = {"config": config.to_json(), "checkpoints": None, "resume": None, "stop": 10**9} | options
             for worker in workers:
@@ -83,15 +83,15 @@ def train_together(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Togethe
             worker.kill()
 
 
-def train_alone(config: TrainConfig) -> list[Any]:
+def train_alone(config: ResolvedConfig) -> list[Any]:
     reports: list[CycleReport] = []
     Trainer(config, on_cycle=reports.append).run()
     return [[r.step, r.step_losses, r.val_loss] for r in reports]
 
 
 @pytest.fixture
-def config(small_shards: Path, small_model: ModelConfig) -> TrainConfig:
-    return TrainConfig.of(
+def config(small_shards: Path, small_model: ModelConfig) -> ResolvedConfig:
+    return ResolvedConfig.of(
         data=str(small_shards), model=small_model, global_batch=8, micro_batch=2, steps=14, cycle=Cycle(5, 2),
         precision="fp32", device="cpu", learning_rate=3e-3, warmup_steps=5, optimizer="adamw",
     )  # fmt: skip
@@ -105,7 +105,7 @@ def same(found: list[Any], expected: list[Any]) -> None:
 
 
 @pytest.mark.parametrize("shard", [False, True])
-def test_two_workers_compute_what_one_does(config: TrainConfig, train_together: Together, shard: bool) -> None:
+def test_two_workers_compute_what_one_does(config: ResolvedConfig, train_together: Together, shard: bool) -> None:
     """Validation too: of 125 windows the last five do not fill the batches of both, and the very last that of one."""
     config = config.replace(cycle=Cycle(7, 20))
     outcome, steps, _, losses = train_together(config.replace(workers=2, shard=shard, loss_chunks=2))
@@ -113,7 +113,7 @@ def test_two_workers_compute_what_one_does(config: TrainConfig, train_together: 
     same(losses, train_alone(config))
 
 
-def test_dropout_continues_on_every_worker(config: TrainConfig, train_together: Together, tmp_path: Path) -> None:
+def test_dropout_continues_on_every_worker(config: ResolvedConfig, train_together: Together, tmp_path: Path) -> None:
     together = config.replace(workers=2, model=dataclasses.replace(config.model, dropout=0.2))
     *_, straight = train_together(together)
     _, steps, saved, before = train_together(together, checkpoints=str(tmp_path), stop=7)
@@ -122,7 +122,9 @@ def test_dropout_continues_on_every_worker(config: TrainConfig, train_together: 
     assert [*before, *after] == straight
 
 
-def test_sharded_and_alone_continue_each_other(config: TrainConfig, train_together: Together, tmp_path: Path) -> None:
+def test_sharded_and_alone_continue_each_other(
+    config: ResolvedConfig, train_together: Together, tmp_path: Path
+) -> None:
     together = config.replace(workers=2, shard=True)
     outcome, steps, saved, before = train_together(together, checkpoints=str(tmp_path), stop=7)
     assert (outcome, steps) == ("interrupted", 7)

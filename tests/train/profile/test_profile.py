@@ -21,6 +21,7 @@ from train.model_config import ModelConfig
 from train.profile import __main__ as profile
 from train.profile import memory_timeline, record
 from train.profile.trace import FORWARD, Profile, analyze, attention_kernel, classify_kernel, findings, idle_gaps
+from train.resolved import resolve_local
 
 MODEL = "tiny,layers=2,heads=2,width=32,context_length=32,vocab_size=257,padded_vocab_size=320"
 
@@ -215,7 +216,7 @@ def test_the_steps_behind_the_warm_ones_are_recorded(
     config = TrainConfig.of(
         data=str(small_shards), model=small_model, micro_batch=4, global_batch=8, device="cpu", steps=3
     )
-    found, _ = record.record(config, tmp_path)
+    found, _ = record.record(resolve_local(config), tmp_path)
     assert found.steps == 2
     calls = {kernel.name: kernel.calls for kernel in found.kernels}
     assert calls["aten::embedding_dense_backward"] == 2 * 2 * 2, "two steps of two micro-batches, two embeddings"
@@ -256,7 +257,7 @@ def test_the_fused_kernels_of_a_cpu_are_named(tmp_path: Path, small_shards: Path
         data=str(small_shards), model=small_model, micro_batch=4, global_batch=4, device="cpu", compile="whole"
     )
     torch.compiler.reset()
-    found, _ = record.record(config, tmp_path)
+    found, _ = record.record(resolve_local(config), tmp_path)
     fused = {kernel.name: kernel.kind for kernel in found.kernels if "cpp_fused" in kernel.name}
     assert {kind for name, kind in fused.items() if "layer_norm" in name} == {"norms and loss"}
     activations = {kind for name, kind in fused.items() if "gelu" in name and "norm" not in name}
@@ -274,7 +275,7 @@ def test_what_torch_fails_to_follow_is_all_that_is_missing(
 
     monkeypatch.setattr(torch.profiler.profile, "export_memory_timeline", fail)
     config = TrainConfig.of(data=str(small_shards), model=small_model, micro_batch=4, global_batch=4, device="cpu")
-    found, words = record.record(config, tmp_path)
+    found, words = record.record(resolve_local(config), tmp_path)
     assert "memory.png" in words[-1]
     assert words[-1].endswith("AssertionError: expected one storage, got two")
     assert found.forward > 0
@@ -332,7 +333,7 @@ def test_a_profile_on_a_gpu_names_the_kernel_that_ran(
     model = replace(small_model, width=128, heads=2, context_length=256)
     config = TrainConfig.of(data=str(small_shards), model=model, micro_batch=8, global_batch=8, precision="bf16",
                          attention="flash", device="cuda")  # fmt: skip
-    found, _ = record.record(config, tmp_path)
+    found, _ = record.record(resolve_local(config), tmp_path)
     assert found.attention == "flash"
     assert found.by_class["matmul"] > 0
     assert (tmp_path / "memory.pickle").stat().st_size > 1000

@@ -14,7 +14,7 @@ from infra.cli import flags
 from infra.device.hardware import A100
 from infra.schema import from_json, to_json
 from infra.storage.directory import StorageDir
-from train.config import TrainConfig, load_config
+from train.config import ResolvedConfig, TrainConfig, load_config
 from train.custom_model import CustomModel
 from train.estimate.memory import predict_peak
 from train.reporting.diagnosis import diagnose_oom, of_losses
@@ -30,7 +30,7 @@ SAID = "CUDA out of memory. Tried to allocate 6.14 GiB. GPU 0 has a total capaci
 
 
 @pytest.fixture
-def config() -> TrainConfig:
+def config() -> ResolvedConfig:
     """GPT-2 124M, predicted to take 36.9 GB."""
     return resolve(TrainConfig.of(micro_batch=32, compile="off", loss="plain"), A100)
 
@@ -44,7 +44,7 @@ def failed(make_result: Make, room: int, *, process: int = 0, **changes: Any) ->
     return make_result(**{"outcome": "oom", "checkpoint": None, "memory": memory, "shortage": shortage} | changes)
 
 
-def test_what_is_predicted_to_fit_counts_what_was_not_predicted(config: TrainConfig, make_result: Make) -> None:
+def test_what_is_predicted_to_fit_counts_what_was_not_predicted(config: ResolvedConfig, make_result: Make) -> None:
     result = failed(make_result, 30 * GB)
     found = diagnose_oom(config, result, HOME, 30 * GB)
     assert found
@@ -61,7 +61,7 @@ def test_what_is_predicted_to_fit_counts_what_was_not_predicted(config: TrainCon
     assert from_json(RunResult, to_json(kept), "it") == kept
 
 
-def test_what_the_optimizer_held_already_is_not_needed_once_more(config: TrainConfig, make_result: Make) -> None:
+def test_what_the_optimizer_held_already_is_not_needed_once_more(config: ResolvedConfig, make_result: Make) -> None:
     """In a later step than the first."""
     full = {"weights": 498_000_000, "gradients": 0, "optimizer": predict_peak(config).optimizer}
     result = failed(make_result, 34 * GB)
@@ -71,7 +71,7 @@ def test_what_the_optimizer_held_already_is_not_needed_once_more(config: TrainCo
     assert dict(found.rows)["prediction"].startswith("underestimated by 3.08 GB")
 
 
-def test_a_run_needed_at_least_what_it_could_use(config: TrainConfig, make_result: Make) -> None:
+def test_a_run_needed_at_least_what_it_could_use(config: ResolvedConfig, make_result: Make) -> None:
     """CUDA's libraries do not say how much they asked for."""
     shortage = MemoryShortage("the backward pass of step 2", None, 40 * GB, {}, "CUBLAS_STATUS_ALLOC_FAILED")
     found = diagnose_oom(config, failed(make_result, 40 * GB, process=35 * GB, shortage=shortage), HOME, None)
@@ -81,7 +81,7 @@ def test_a_run_needed_at_least_what_it_could_use(config: TrainConfig, make_resul
 
 @pytest.mark.parametrize("room", [1, 3, 5, 10, 15, 20, 25, 30, 33, 34, 80])
 def test_what_is_advised_is_predicted_to_fit_and_nothing_that_failed_is(
-    config: TrainConfig, make_result: Make, room: int
+    config: ResolvedConfig, make_result: Make, room: int
 ) -> None:
     """Also where the prediction said that the run itself would fit."""
     found = diagnose_oom(config, failed(make_result, room * GB), HOME, None)
@@ -101,7 +101,7 @@ def test_what_is_advised_is_predicted_to_fit_and_nothing_that_failed_is(
 
 
 def test_a_smaller_batch_is_no_advice_where_the_model_itself_did_not_fit(
-    config: TrainConfig, make_result: Make
+    config: ResolvedConfig, make_result: Make
 ) -> None:
     """Neither where the weights alone are too large, nor where something else had taken the room for them."""
     held: dict[str, int] = dict.fromkeys(["weights", "gradients", "optimizer"], 0)
@@ -113,7 +113,7 @@ def test_a_smaller_batch_is_no_advice_where_the_model_itself_did_not_fit(
         assert found.advice.startswith(f"no change is predicted to fit the available {room / GB:.2f} GB: ")
 
 
-def test_when_nothing_can_be_changed_it_is_said(config: TrainConfig, make_result: Make) -> None:
+def test_when_nothing_can_be_changed_it_is_said(config: ResolvedConfig, make_result: Make) -> None:
     least = config.replace(micro_batch=1, loss="fused", checkpointing="full")
     found = diagnose_oom(least, failed(make_result, 3 * GB), HOME, 3 * GB)
     assert found
@@ -124,12 +124,12 @@ def test_when_nothing_can_be_changed_it_is_said(config: TrainConfig, make_result
 
 
 def test_the_command_can_be_copied(
-    config: TrainConfig, make_result: Make, tmp_path: Path, command_line: Callable[..., AbstractContextManager[None]]
+    config: ResolvedConfig, make_result: Make, tmp_path: Path, command_line: Callable[..., AbstractContextManager[None]]
 ) -> None:
     """It is read by the command's own flags, and gives the run with the one change."""
     home = tmp_path / "my runs" / "one"
     home.mkdir(parents=True)
-    (home / "config.json").write_text(json.dumps(TrainConfig().to_json()))
+    (home / "config.json").write_text(json.dumps(ResolvedConfig().to_json()))
     for place in (StorageDir.of(home), HOME):
         found = diagnose_oom(config, failed(make_result, 12 * GB), place, 12 * GB)
         assert found
@@ -155,7 +155,7 @@ def flat(*losses: float) -> list[tuple[int, float, float | None]]:
     return [(100 * number, loss, None) for number, loss in enumerate(losses, 1)]
 
 
-CUSTOM = TrainConfig.of(model=CustomModel("models:make", vocab_size=257), micro_batch=1, global_batch=1)
+CUSTOM = ResolvedConfig.of(model=CustomModel("models:make", vocab_size=257), micro_batch=1, global_batch=1)
 GUESS = 5.549
 """The loss of a guess among 257 ids."""
 
@@ -186,4 +186,6 @@ def test_what_losses_say_of_a_custom_models_code(
         assert name == row[0]
         assert row[1] in text
         assert "models:make" in text
-    assert of_losses(TrainConfig.of(micro_batch=1).model, make_result(**changes)) is None, "of a GPT-2 its code is ours"
+    assert of_losses(ResolvedConfig.of(micro_batch=1).model, make_result(**changes)) is None, (
+        "of a GPT-2 its code is ours"
+    )

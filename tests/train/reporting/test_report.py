@@ -7,15 +7,14 @@ from pathlib import Path
 import pytest
 
 from infra.cli.units import GB
-from infra.device.hardware import A100, cpu_info
+from infra.device.hardware import A100
 from infra.storage.directory import StorageDir
 from infra.storage.local_directory import LocalDir
 from pipeline.shards import read_manifest
-from train.config import AUTO, TrainConfig
+from train.config import ResolvedConfig, TrainConfig
 from train.estimate.memory import predict_peak
 from train.model_config import ModelConfig, format_model
 from train.reporting import report
-from train.resolved import resolve
 from train.result import Diagnosis, Memory, MemoryShortage, RunResult, Throughput
 
 Make = Callable[..., RunResult]
@@ -24,14 +23,14 @@ HOME = StorageDir.of("runs/one")
 
 
 @pytest.fixture
-def config(small_model: ModelConfig) -> TrainConfig:
-    return TrainConfig.of(
+def config(small_model: ModelConfig) -> ResolvedConfig:
+    return ResolvedConfig.of(
         model=small_model, micro_batch=2, global_batch=8, workers=2, precision="fp32", device="cpu", compile="off",
         loss="plain",
     )  # fmt: skip
 
 
-def test_what_a_model_has_learned_to_write_is_text_in_mlflow(config: TrainConfig, make_result: Make) -> None:
+def test_what_a_model_has_learned_to_write_is_text_in_mlflow(config: ResolvedConfig, make_result: Make) -> None:
     """Books may contain Markdown, and a model that was trained on them writes it."""
     result = make_result(sample="<script>a</script> ![x](http://a/b.png) | [y](javascript:z)")
     page = report.run_report(config, result, HOME).markdown()
@@ -39,7 +38,7 @@ def test_what_a_model_has_learned_to_write_is_text_in_mlflow(config: TrainConfig
     assert row in page.splitlines()
 
 
-def test_the_result_as_rows(config: TrainConfig, make_result: Make) -> None:
+def test_the_result_as_rows(config: ResolvedConfig, make_result: Make) -> None:
     result = make_result(val_bits_per_character=1.25, sample="so\n it  goes", predicted_memory=3 * GB)
     *first, (name, command) = report.run_report(config, result, HOME, 2 * GB).summary
     assert first == [
@@ -74,7 +73,7 @@ def test_the_result_as_rows(config: TrainConfig, make_result: Make) -> None:
     assert "1m" in rows["pause"]
 
 
-def test_the_predicted_memory_is_beside_what_was_measured(config: TrainConfig, make_result: Make) -> None:
+def test_the_predicted_memory_is_beside_what_was_measured(config: ResolvedConfig, make_result: Make) -> None:
     """Of a run that did not fit also its weights, gradients and the optimizer's state."""
     peak = predict_peak(config)
     memory = Memory(2 * GB, 3 * GB, 4 * GB, "nvml")
@@ -91,17 +90,17 @@ def test_the_predicted_memory_is_beside_what_was_measured(config: TrainConfig, m
 
 
 def test_what_is_about_to_be_trained(
-    config: TrainConfig, small_shards: Path, capfd: pytest.CaptureFixture[str]
+    config: ResolvedConfig, small_shards: Path, capfd: pytest.CaptureFixture[str]
 ) -> None:
     manifest = read_manifest(small_shards)
     config, cut_off = config.replace(data=str(small_shards)), replace(A100, uncompilable="there is no C compiler")
-    asked = config.replace(micro_batch=AUTO, compile="auto", precision="auto", attention="sdpa")
-    report.print_header(resolve(config, cpu_info()), asked, manifest, LocalDir("runs/a name"), cut_off)
+    config = replace(config, requested=TrainConfig.of(attention="sdpa"))
+    report.print_header(config, manifest, LocalDir("runs/a name"), cut_off)
     printed = " ".join(capfd.readouterr().out.split())
     for known in (f"{manifest.splits['train']['tokens']:,}", "2 (auto)", "fp32 (auto)", "off (auto)", "runs/a name"):
         assert known in printed
     assert "no C compiler" not in printed, "which a CPU's run does not miss"
-    report.print_header(config.replace(device="cuda"), asked, manifest, LocalDir("runs/a name"), cut_off)
+    report.print_header(config.replace(device="cuda"), manifest, LocalDir("runs/a name"), cut_off)
     assert "no C compiler" in capfd.readouterr().out
 
 
@@ -115,7 +114,12 @@ def test_what_is_about_to_be_trained(
     ],
 )  # fmt: skip
 def test_the_last_fact_says_what_to_do_next(
-    config: TrainConfig, make_result: Make, capfd: pytest.CaptureFixture[str], outcome: str, checkpoint: str, said: str
+    config: ResolvedConfig,
+    make_result: Make,
+    capfd: pytest.CaptureFixture[str],
+    outcome: str,
+    checkpoint: str,
+    said: str,
 ) -> None:
     advice = "try again: ", "python -m train.run --config runs/one/config.json --loss fused"
     found = Diagnosis([("logits", "19.78 GB predicted")], *advice) if outcome == "oom" else None

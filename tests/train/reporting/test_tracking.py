@@ -25,7 +25,7 @@ from infra.tracking.saved_views import COLUMNS, VIEWS
 from infra.tracking.store import create_run
 from infra.tracking.tracker import Tracker
 from pipeline.shards import TRACKING, producing_run, read_manifest
-from train.config import TrainConfig
+from train.config import ResolvedConfig, TrainConfig
 from train.estimate.flops import causal_flops, palm_flops
 from train.model_config import ModelConfig
 from train.reporting import tracking
@@ -45,8 +45,8 @@ LOGGED = to_json(replace(CYCLE, step=12, val_loss=0.0, train_tokens=4000, elapse
 
 
 @pytest.fixture
-def config(small_shards: Path, small_model: ModelConfig) -> TrainConfig:
-    return TrainConfig.of(
+def config(small_shards: Path, small_model: ModelConfig) -> ResolvedConfig:
+    return ResolvedConfig.of(
         data=str(small_shards), model=small_model, micro_batch=2, global_batch=4, precision="fp32", device="cpu",
         compile="off", loss="plain",
     )  # fmt: skip
@@ -62,7 +62,7 @@ def result(make_result: Callable[..., RunResult]) -> RunResult:
     )  # fmt: skip
 
 
-def started(home: RunFolder, config: TrainConfig, requested: TrainConfig, memory_limit: int | None = None) -> None:
+def started(home: RunFolder, config: ResolvedConfig, requested: TrainConfig, memory_limit: int | None = None) -> None:
     """The folder of a run as its command leaves it before the first step."""
     home.path.mkdir(parents=True, exist_ok=True)
     manifest = read_manifest(config.dataset.data)
@@ -73,13 +73,13 @@ def started(home: RunFolder, config: TrainConfig, requested: TrainConfig, memory
     )
 
 
-def ended(home: RunFolder, config: TrainConfig, result: RunResult, store: str) -> None:
+def ended(home: RunFolder, config: ResolvedConfig, result: RunResult, store: str) -> None:
     """What that command adds at the end."""
     write_json(home.result, to_json(result))
     tracking.write_summary(home, run_report(config, result, home.location, 8 * 10**9), config.dataset, store)
 
 
-def recorded(config: TrainConfig, result: RunResult) -> tuple[RunRef, Run]:
+def recorded(config: ResolvedConfig, result: RunResult) -> tuple[RunRef, Run]:
     """The run that the driver leaves, on a card that was watched."""
     key = create_run("train", "one", tags={"kind": "run"})
     resolved = config.replace(attention="sdpa")
@@ -94,7 +94,7 @@ def recorded(config: TrainConfig, result: RunResult) -> tuple[RunRef, Run]:
 
 
 @pytest.mark.usefixtures("working_folder")
-def test_a_page_begins_with_few_numbers_and_keeps_the_others(config: TrainConfig, result: RunResult) -> None:
+def test_a_page_begins_with_few_numbers_and_keeps_the_others(config: ResolvedConfig, result: RunResult) -> None:
     _, run = recorded(config, result)
     first = {name for name in run.data.metrics if not name.startswith(("detail/", "system/"))}
     assert first == set(tracking.METRICS)
@@ -112,7 +112,7 @@ def test_a_page_begins_with_few_numbers_and_keeps_the_others(config: TrainConfig
 
 
 @pytest.mark.usefixtures("working_folder")
-def test_what_was_changed_is_told_from_what_is_usual(config: TrainConfig, result: RunResult) -> None:
+def test_what_was_changed_is_told_from_what_is_usual(config: ResolvedConfig, result: RunResult) -> None:
     """``asked``, not what it became on this device: ``auto`` is no change."""
     key, run = recorded(config, result)
     text = "tiny,width=32,context_length=32,vocab_size=257,padded_vocab_size=320"
@@ -127,7 +127,7 @@ def test_what_was_changed_is_told_from_what_is_usual(config: TrainConfig, result
 
 
 @pytest.mark.usefixtures("working_folder")
-def test_the_list_says_why_a_run_failed(config: TrainConfig, result: RunResult) -> None:
+def test_the_list_says_why_a_run_failed(config: ResolvedConfig, result: RunResult) -> None:
     keys = [create_run("train", name, tags={"kind": "run"}) for name in ("oom", "raised")]
     said = "CUDA out of memory. Tried to allocate 2.00 GiB"
     started(HOME, config, config)
@@ -147,7 +147,7 @@ def note(key: RunRef) -> list[str]:
 
 
 @pytest.mark.usefixtures("working_folder")
-def test_the_description_begins_with_three_lines(config: TrainConfig, result: RunResult) -> None:
+def test_the_description_begins_with_three_lines(config: ResolvedConfig, result: RunResult) -> None:
     """What MLflow shows of it unfolded, and legibly."""
     key, _ = recorded(config, result)
     what, numbers, following = note(key)[0].split("  \n")
@@ -159,7 +159,7 @@ def test_the_description_begins_with_three_lines(config: TrainConfig, result: Ru
 
 @pytest.mark.usefixtures("working_folder")
 def test_a_run_links_to_the_run_that_made_its_data(
-    config: TrainConfig, result: RunResult, tmp_path: Path, small_shards: Path
+    config: ResolvedConfig, result: RunResult, tmp_path: Path, small_shards: Path
 ) -> None:
     """It is named beside the manifest, so that the fingerprint is the same whoever made the shards."""
     folder = Path(shutil.copytree(small_shards, tmp_path / "tokens"))
@@ -200,7 +200,7 @@ def test_a_search_links_to_the_run_that_trained_with_its_winner(place: StorageDi
 
 @pytest.mark.usefixtures("working_folder")
 def test_what_the_store_lacks_of_a_run_is_sent_by_the_next_command(
-    config: TrainConfig, result: RunResult, tmp_path: Path
+    config: ResolvedConfig, result: RunResult, tmp_path: Path
 ) -> None:
     """Of one that finished while the store was away, of one that was killed, of one whose folder is another's, and of
     one that was killed after it had finished and was continued."""
@@ -272,7 +272,7 @@ def test_the_losses_of_a_long_run_are_thinned_the_same_however_it_was_reported()
     assert curve([7, 1501, 1502, 3333, 5000]) == shown
 
 
-def test_a_result_in_mlflow(config: TrainConfig, make_result: Callable[..., RunResult]) -> None:
+def test_a_result_in_mlflow(config: ResolvedConfig, make_result: Callable[..., RunResult]) -> None:
     memory = Memory(2 * GB, 3 * GB, 4 * GB, "nvml", allocator_retries=5)
     result = make_result(
         memory=memory, mfu=0.4, matmul_utilisation=0.5, flops_per_token=palm_flops(config.gpt2_config),
@@ -307,7 +307,7 @@ NO_METRIC = {
 
 
 def test_every_number_of_a_result_is_a_metric_of_its_run_in_the_unit_of_its_name(
-    config: TrainConfig, distinct: Callable[..., Any]
+    config: ResolvedConfig, distinct: Callable[..., Any]
 ) -> None:
     """Each by itself: a new one has to be added here, and one in the place of another shows."""
     result = distinct(RunResult, diagnosis=None, shortage=None)

@@ -12,7 +12,7 @@ from safetensors.torch import load_file
 
 from infra.errors import UserError
 from pipeline.shards import checksum
-from train.config import Cycle, TrainConfig
+from train.config import Cycle, ResolvedConfig
 from train.loop.cycle import divergence_reason
 from train.loop.trainer import Trainer
 from train.model_config import ModelConfig
@@ -24,8 +24,8 @@ from train.run_files.run_folder import RunFolder, new_directory
 
 
 @pytest.fixture
-def config(small_shards: Path, small_model: ModelConfig) -> TrainConfig:
-    return TrainConfig.of(
+def config(small_shards: Path, small_model: ModelConfig) -> ResolvedConfig:
+    return ResolvedConfig.of(
         data=str(small_shards), model=small_model, global_batch=4, micro_batch=4, steps=30, cycle=Cycle(10, 1),
         precision="fp32", device="cpu", learning_rate=3e-3, warmup_steps=5, checkpoint_every=7,
         compile="off", loss="plain",
@@ -37,7 +37,7 @@ def steps_kept(folder: Path) -> list[int]:
 
 
 @pytest.mark.parametrize("keep", [1, 3])
-def test_the_newest_are_kept(config: TrainConfig, tmp_path: Path, keep: int) -> None:
+def test_the_newest_are_kept(config: ResolvedConfig, tmp_path: Path, keep: int) -> None:
     leftover = tmp_path / ".partial-1-step-00000003"
     leftover.mkdir()
     result = Trainer(config.replace(keep_checkpoints=keep), checkpoints=tmp_path).run()
@@ -46,13 +46,13 @@ def test_the_newest_are_kept(config: TrainConfig, tmp_path: Path, keep: int) -> 
     assert not leftover.exists()
 
 
-def test_none_are_kept_when_none_are_wanted(config: TrainConfig, tmp_path: Path) -> None:
+def test_none_are_kept_when_none_are_wanted(config: ResolvedConfig, tmp_path: Path) -> None:
     result = Trainer(config.replace(keep_checkpoints=0), checkpoints=tmp_path / "none").run()
     assert result.checkpoint is None
     assert not (tmp_path / "none").exists()
 
 
-def test_every_checkpoint_continues_exactly(config: TrainConfig, tmp_path: Path) -> None:
+def test_every_checkpoint_continues_exactly(config: ResolvedConfig, tmp_path: Path) -> None:
     straight: list[CycleReport] = []
     Trainer(config.replace(keep_checkpoints=9), checkpoints=tmp_path, on_cycle=straight.append).run()
     for step in (7, 14, 21, 28):
@@ -62,7 +62,7 @@ def test_every_checkpoint_continues_exactly(config: TrainConfig, tmp_path: Path)
         assert [(r.step, r.step_losses, r.val_loss, r.train_loss) for r in rest] == expected
 
 
-def test_a_damaged_checkpoint_is_skipped(config: TrainConfig, tmp_path: Path) -> None:
+def test_a_damaged_checkpoint_is_skipped(config: ResolvedConfig, tmp_path: Path) -> None:
     Trainer(config, checkpoints=tmp_path).run()
     assert steps_kept(tmp_path) == [28, 30]
     weights = tmp_path / "step-00000030" / "model.safetensors"
@@ -76,7 +76,7 @@ def test_a_damaged_checkpoint_is_skipped(config: TrainConfig, tmp_path: Path) ->
 
 
 def test_nan_stops_the_run_and_keeps_the_last_good_checkpoint(
-    config: TrainConfig, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+    config: ResolvedConfig, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     trainer = Trainer(config.replace(steps=60), checkpoints=tmp_path)
     step = trainer.optimizer.step
@@ -106,7 +106,7 @@ def test_a_spike_is_trouble() -> None:
     )
 
 
-def test_a_full_disk_is_said_in_one_sentence(config: TrainConfig, tmp_path: Path) -> None:
+def test_a_full_disk_is_said_in_one_sentence(config: ResolvedConfig, tmp_path: Path) -> None:
     trainer = Trainer(config, checkpoints=tmp_path)
     assert trainer.checkpoints is not None
     trainer.checkpoints.folder = tmp_path / "step-file"  # a folder that is not there fails like a disk that is full
@@ -114,7 +114,7 @@ def test_a_full_disk_is_said_in_one_sentence(config: TrainConfig, tmp_path: Path
         trainer.run()
 
 
-def test_another_run_is_refused(config: TrainConfig, tmp_path: Path) -> None:
+def test_another_run_is_refused(config: ResolvedConfig, tmp_path: Path) -> None:
     saved = Trainer(config, checkpoints=tmp_path).run().checkpoint
     assert saved
     for change, named in [
@@ -133,7 +133,7 @@ def test_another_run_is_refused(config: TrainConfig, tmp_path: Path) -> None:
     assert Trainer(fine, resume=Path(saved)).run().steps == 40
 
 
-def test_a_checkpoint_behind_a_damaged_one_is_kept(config: TrainConfig, tmp_path: Path) -> None:
+def test_a_checkpoint_behind_a_damaged_one_is_kept(config: ResolvedConfig, tmp_path: Path) -> None:
     config = config.replace(checkpoint_every=5, keep_checkpoints=2, steps=10)
     Trainer(config, checkpoints=tmp_path).run()
     older, damaged = checkpoints_in(tmp_path)
@@ -146,7 +146,7 @@ def test_a_checkpoint_behind_a_damaged_one_is_kept(config: TrainConfig, tmp_path
     assert [path.name for path in checkpoints_in(tmp_path)] == ["step-00000006"]
 
 
-def test_a_run_without_a_whole_checkpoint_cannot_be_continued(config: TrainConfig, tmp_path: Path) -> None:
+def test_a_run_without_a_whole_checkpoint_cannot_be_continued(config: ResolvedConfig, tmp_path: Path) -> None:
     Trainer(config.replace(steps=7), checkpoints=tmp_path / "one" / "checkpoints").run()
     (saved,) = checkpoints_in(tmp_path / "one" / "checkpoints")
     (saved / "model.safetensors").write_bytes(b"")
@@ -156,7 +156,7 @@ def test_a_run_without_a_whole_checkpoint_cannot_be_continued(config: TrainConfi
             find_run(text, tmp_path)
 
 
-def test_a_resumed_run_decays_as_it_is_told_now(config: TrainConfig, tmp_path: Path) -> None:
+def test_a_resumed_run_decays_as_it_is_told_now(config: ResolvedConfig, tmp_path: Path) -> None:
     saved = Trainer(config, checkpoints=tmp_path).run().checkpoint
     assert saved
     told = config.replace(steps=40, weight_decay=0.5, beta2=0.999)
@@ -166,7 +166,7 @@ def test_a_resumed_run_decays_as_it_is_told_now(config: TrainConfig, tmp_path: P
 
 
 @pytest.fixture
-def taken(config: TrainConfig) -> tuple[Snapshot, Progress]:
+def taken(config: ResolvedConfig) -> tuple[Snapshot, Progress]:
     """A state of two steps, two of whose losses are not yet reported, and its place."""
     trainer = Trainer(config.replace(steps=2))
     trainer.run()
@@ -185,7 +185,7 @@ def taken(config: TrainConfig) -> tuple[Snapshot, Progress]:
     ],
 )  # fmt: skip
 def test_a_finished_run_continues_only_for_longer(
-    config: TrainConfig, end: dict[str, float], longer: dict[str, float], said: str
+    config: ResolvedConfig, end: dict[str, float], longer: dict[str, float], said: str
 ) -> None:
     progress = Progress(20, 80, 20, None, 0, 60.0, data_fingerprint="", tokenizer_sha256="", config={})
     endless = config.replace(steps=None)
@@ -265,7 +265,7 @@ def test_weights_that_read_back_otherwise_are_refused_and_removed(
     assert list(tmp_path.iterdir()) == []
 
 
-def test_a_snapshot_is_of_its_moment(config: TrainConfig) -> None:
+def test_a_snapshot_is_of_its_moment(config: ResolvedConfig) -> None:
     """It is written while training continues with the same tensors."""
     trainer = Trainer(config.replace(steps=2))
     trainer.run()
@@ -319,7 +319,7 @@ def test_a_checkpoint_that_names_a_file_outside_is_damaged(tmp_path: Path, taken
         assert find_damage(progress.parent) == f"progress.json names '{file}', which is outside of the checkpoint"
 
 
-def test_the_loss_scale_continues(config: TrainConfig, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_the_loss_scale_continues(config: ResolvedConfig, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     """fp16's, which a config for the CPU refuses; the scaler itself works there. Here it doubles every third step."""
     made = torch.amp.GradScaler
     monkeypatch.setattr(torch.amp, "GradScaler", lambda kind, enabled: made(kind, init_scale=8.0, growth_interval=3))

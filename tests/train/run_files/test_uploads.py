@@ -25,7 +25,7 @@ from infra.storage.files import write_json
 from infra.storage.lease import LEASE
 from infra.storage.local_directory import LocalDir
 from infra.tracking.run_ref import RunRef
-from train.config import Cycle, TrainConfig
+from train.config import Cycle, ResolvedConfig
 from train.loop.trainer import Trainer
 from train.model_config import ModelConfig
 from train.result import CycleReport
@@ -37,8 +37,8 @@ from train.run_files.run_folder import RunFolder, new_run
 
 
 @pytest.fixture
-def config(small_shards: Path, small_model: ModelConfig) -> TrainConfig:
-    return TrainConfig.of(
+def config(small_shards: Path, small_model: ModelConfig) -> ResolvedConfig:
+    return ResolvedConfig.of(
         data=str(small_shards), model=small_model, global_batch=4, micro_batch=4, steps=30, cycle=Cycle(10, 1),
         precision="fp32", device="cpu", warmup_steps=5, checkpoint_every=5,
     )  # fmt: skip
@@ -56,7 +56,7 @@ def scratch(
         yield Path(folder)
 
 
-def test_a_run_continues_from_its_copy(config: TrainConfig, bucket: str, tmp_path: Path) -> None:
+def test_a_run_continues_from_its_copy(config: ResolvedConfig, bucket: str, tmp_path: Path) -> None:
     place = StorageDir.of(f"s3://places/kept/run1{bucket}")
     place.write_json("config.json", config.to_json())
     straight: list[CycleReport] = []
@@ -88,7 +88,7 @@ def test_a_run_continues_from_its_copy(config: TrainConfig, bucket: str, tmp_pat
 
 
 def test_a_worker_takes_from_storage_what_it_lacks_and_nothing_else(
-    config: TrainConfig, bucket: str, tmp_path: Path
+    config: ResolvedConfig, bucket: str, tmp_path: Path
 ) -> None:
     """What its scratch has of another run or a later step is removed; a damaged copy is passed over and named."""
     place = StorageDir.of(f"s3://places/kept/run2{bucket}")
@@ -132,7 +132,7 @@ def test_a_new_run_takes_no_name_that_is_taken(bucket: str) -> None:
 
 @pytest.mark.slow
 def test_mlflow_has_the_whole_curve_of_a_run_whose_machine_was_lost(
-    config: TrainConfig, bucket: str, tmp_path: Path, scratch: Path
+    config: ResolvedConfig, bucket: str, tmp_path: Path, scratch: Path
 ) -> None:
     here, there = tmp_path / "here", tmp_path / "there"
     here.mkdir()
@@ -177,7 +177,7 @@ def test_mlflow_has_the_whole_curve_of_a_run_whose_machine_was_lost(
 
 
 def test_unreachable_storage_is_retried(
-    config: TrainConfig, bucket: str, s3: tuple[str, Callable[[float], None]], tmp_path: Path
+    config: ResolvedConfig, bucket: str, s3: tuple[str, Callable[[float], None]], tmp_path: Path
 ) -> None:
     _, set_rate = s3
     set_rate(0.9999)
@@ -192,7 +192,7 @@ def test_unreachable_storage_is_retried(
 
 
 def test_a_copy_that_is_fetched_twice_is_complete_and_taken_from_storage_once(
-    config: TrainConfig, bucket: str, tmp_path: Path
+    config: ResolvedConfig, bucket: str, tmp_path: Path
 ) -> None:
     """Its cycles too, which are not kept with the checkpoint on this machine."""
     place = StorageDir.of(f"s3://places/kept/run7{bucket}")
@@ -222,7 +222,7 @@ def test_a_run_whose_storage_does_not_answer_is_named(
         find_run(f"s3://places/kept/run6{bucket}", "runs")
 
 
-def test_a_storage_that_refuses_is_named_at_once(config: TrainConfig, bucket: str, tmp_path: Path) -> None:
+def test_a_storage_that_refuses_is_named_at_once(config: ResolvedConfig, bucket: str, tmp_path: Path) -> None:
     """Its client has repeated what may help, for as long as the README says, and nothing repeats that."""
     directory = StorageDir.of(f"s3://absent/kept{bucket}")
     began = time.monotonic()
@@ -233,7 +233,7 @@ def test_a_storage_that_refuses_is_named_at_once(config: TrainConfig, bucket: st
 
 
 def test_training_does_not_wait_for_storage_that_does_not_respond(
-    config: TrainConfig, s3: tuple[str, Callable[[float], None]], tmp_path: Path
+    config: ResolvedConfig, s3: tuple[str, Callable[[float], None]], tmp_path: Path
 ) -> None:
     """What is being copied stays beside the newest checkpoint, and the failure is told once the copy has ended."""
     s3[1](1.0)  # Requests are not retried.
@@ -292,7 +292,7 @@ def test_what_has_progress_in_the_storage_is_whole(tmp_path: Path) -> None:
     assert uploads.list_uploaded(place) == ["step-00000010"]
 
 
-def test_a_copy_is_as_far_as_its_checkpoint(config: TrainConfig, bucket: str, tmp_path: Path) -> None:
+def test_a_copy_is_as_far_as_its_checkpoint(config: ResolvedConfig, bucket: str, tmp_path: Path) -> None:
     """Cycles that were reported while it was copied are left out."""
     place = StorageDir.of(f"s3://places/kept/run9{bucket}")
     checkpoints = tmp_path / "one" / "checkpoints"

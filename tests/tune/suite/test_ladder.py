@@ -13,6 +13,7 @@ import pytest
 import torch
 from mlflow.tracking import MlflowClient
 
+from infra.device.hardware import cpu_info
 from infra.errors import UserError
 from infra.storage.directory import StorageDir
 from infra.storage.files import write_json
@@ -22,6 +23,7 @@ from train.config import TrainConfig, load_config
 from train.estimate.memory import predict_peak
 from train.loop.memory_limit import MemoryLimit
 from train.model_config import ModelConfig, format_model, parse_model
+from train.resolved import resolve
 from tune import ladder
 from tune.config import LadderConfig
 from tune.suite import report
@@ -138,7 +140,7 @@ def test_each_rung_gets_the_batch_that_fits_and_the_last_what_a_search_found(
         micro_batch=64, global_batch=64, compile="off", loss="plain",
     )  # fmt: skip
     Path("best.json").write_text(json.dumps({"config": config.replace(micro_batch=2, global_batch=6).to_json()}))
-    limit = -(-predict_peak(config).total // 10**6)
+    limit = -(-predict_peak(resolve(config, cpu_info())).total // 10**6)
     flags = ["--suite", "memory", "--rungs", "checkpointing", "--data", str(small_shards), "--model", text]
     flags += ["--fit", "--memory-limit", f"{limit}MB", "--best", "best.json", "--device", "cpu", "--name", "fitted"]
     assert command(ladder.main, *flags, "--steps", "8", "--cycle", "8+1") == 0

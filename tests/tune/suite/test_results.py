@@ -10,7 +10,7 @@ from trial_rows import changed, trial_row
 
 from infra.cli.units import GB
 from infra.storage.directory import StorageDir
-from train.config import TrainConfig
+from train.config import ResolvedConfig
 from tune.reporting.charts import band
 from tune.space import Candidate
 from tune.suite.results import (
@@ -38,7 +38,7 @@ def measured(
     name: str, speed: float, batch: int = 4, reach: float = 10.0, gigabytes: float = 2.0, **changes: Any
 ) -> RungResult:
     """A rung of ten steps, whose loss at each step is its number; ``changes`` are of its row or of the rung."""
-    config = TrainConfig.of(global_batch=changes.pop("global_batch", batch), micro_batch=batch, device="cpu")
+    config = ResolvedConfig.of(global_batch=changes.pop("global_batch", batch), micro_batch=batch, device="cpu")
     row = trial_row(
         name, 1, "rung", 0, Candidate(batch), 2, "ok", "", 1.0, tokens_per_second=speed, low=speed - reach,
         high=speed + reach, memory=round(gigabytes * GB), node="w1", step_tokens=32, attention="flash",

@@ -12,7 +12,7 @@ from infra.device.hardware import A100, DeviceInfo, cpu_info
 from infra.errors import UserError
 from infra.storage.directory import StorageDir
 from pipeline.shards import read_manifest
-from train.config import AUTO, TrainConfig, config_from_json
+from train.config import AUTO, ResolvedConfig, TrainConfig, config_from_json
 from train.estimate.memory import peak_with_margin, predict_peak
 from train.loop.memory_limit import RESERVED_OUTSIDE_ALLOCATOR
 from train.model_config import ModelConfig
@@ -24,10 +24,10 @@ from tune.suite.suites import AA, STREAMING, SUITES, Rung, Suite, for_cpu, strea
 from tune.trial.row import TrialRow
 from tune.trial.run import TrialRequest, unmeasured
 
-Made = Callable[[TrialRequest, TrainConfig], TrialRow]
+Made = Callable[[TrialRequest, ResolvedConfig], TrialRow]
 
 
-def well(request: TrialRequest, config: TrainConfig, **more: Any) -> TrialRow:
+def well(request: TrialRequest, config: ResolvedConfig, **more: Any) -> TrialRow:
     """The row of a run of eight steps at 1,000 tokens per second."""
     speed = {"tokens_per_second": 1000.0, "low": 990.0, "high": 1010.0, "step_seconds": [1.0] * 8}
     return changed(unmeasured(request, "ok", "reached 8 steps", 1.0), **speed | more)
@@ -39,12 +39,12 @@ def too_large(request: TrialRequest) -> TrialRow:
 
 def climbed(
     ladder: Ladder, made: Made = well
-) -> tuple[list[RungResult], list[RungResult], list[tuple[str, TrainConfig]]]:
+) -> tuple[list[RungResult], list[RungResult], list[tuple[str, ResolvedConfig]]]:
     """Controls, rungs, and the runs in order, by where they stand; each leaves the row that is ``made`` of it."""
     rows: list[TrialRow] = []
-    ran: list[tuple[str, TrainConfig]] = []
+    ran: list[tuple[str, ResolvedConfig]] = []
     while request := ladder.request("here", len(rows) + 1, rows, []):
-        config = config_from_json(request.config, "test")
+        config = ResolvedConfig.of_decided(config_from_json(request.config, "test"))
         rows.append(made(request, config))
         ran.append((request.key.rpartition("-")[0], config))
     assert ladder.is_finished(rows)
@@ -182,7 +182,7 @@ def test_a_change_with_a_larger_batch_is_first_run_at_the_batch_before_it(
 
 
 def test_a_fitted_rung_is_first_run_at_the_batch_before_it(base: TrainConfig, ladder_of: Make) -> None:
-    limit = predict_peak(base.replace(micro_batch=64, global_batch=192)).total
+    limit = predict_peak(resolve(base.replace(micro_batch=64, global_batch=192), cpu_info())).total
     suite = Suite("mine", "Mine", {}, (Rung("checkpointing", {"checkpointing": "full"}),))
     controls, (same, larger), _ = climbed(ladder_of(suite, base, memory_limit=limit, fit=True))
     assert larger.config is not None
@@ -197,7 +197,7 @@ def test_a_gpus_limit_leaves_room_for_what_is_not_predicted(
     beyond: int, fitted: int, base: TrainConfig, ladder_of: Make
 ) -> None:
     on_gpu = base.replace(device="cuda")
-    limit = predict_peak(on_gpu.replace(micro_batch=64, global_batch=192)).total + beyond
+    limit = predict_peak(resolve(on_gpu.replace(micro_batch=64, global_batch=192), cpu_info())).total + beyond
     suite = Suite("mine", "Mine", {}, (Rung("seed", {"seed": 1}),))
     controls, _, _ = climbed(ladder_of(suite, on_gpu, A100, memory_limit=limit, fit=True))
     assert sizes(controls[:1]) == {"baseline": fitted}
@@ -213,7 +213,7 @@ RETRIED = (
 def misjudged(most: int) -> Made:
     """Batches above ``most`` do not fit, whatever was predicted; twice as large ones do with checkpointing."""
 
-    def made(request: TrialRequest, config: TrainConfig) -> TrialRow:
+    def made(request: TrialRequest, config: ResolvedConfig) -> TrialRow:
         beyond = config.batch.micro_batch > most * (2 if config.execution.checkpointing == "full" else 1)
         return too_large(request) if beyond else well(request, config)
 
@@ -222,7 +222,7 @@ def misjudged(most: int) -> Made:
 
 @pytest.mark.parametrize("cumulative", [True, False])
 def test_a_fitted_batch_that_does_not_fit_is_made_smaller(cumulative: bool, base: TrainConfig, ladder_of: Make) -> None:
-    limit = predict_peak(base.replace(micro_batch=64, global_batch=192)).total
+    limit = predict_peak(resolve(base.replace(micro_batch=64, global_batch=192), cpu_info())).total
     ladder = ladder_of(Suite("mine", "Mine", {}, RETRIED, cumulative), base, memory_limit=limit, fit=True)
     controls, (rate, same, larger, seed), ran = climbed(ladder, misjudged(50))
     assert set(sizes(controls).values()) == {48}, "of 64, 56 and 48"
@@ -241,11 +241,11 @@ def test_a_fitted_batch_that_does_not_fit_is_made_smaller(cumulative: bool, base
 
 def test_smaller_batches_are_tried_a_few_times_only(base: TrainConfig, ladder_of: Make) -> None:
     """And the suite's own batches are never changed."""
-    limit = predict_peak(base.replace(micro_batch=64, global_batch=192)).total
+    limit = predict_peak(resolve(base.replace(micro_batch=64, global_batch=192), cpu_info())).total
     suite = Suite("mine", "Mine", {}, (Rung("checkpointing", {"checkpointing": "full"}),))
     tried: list[int] = []
 
-    def hopeless(request: TrialRequest, config: TrainConfig) -> TrialRow:
+    def hopeless(request: TrialRequest, config: ResolvedConfig) -> TrialRow:
         tried.append(config.batch.micro_batch)
         return too_large(request)
 
@@ -262,7 +262,7 @@ def test_smaller_batches_are_tried_a_few_times_only(base: TrainConfig, ladder_of
 def test_other_numerics_are_run_with_several_seeds(cumulative: bool, base: TrainConfig, ladder_of: Make) -> None:
     """And so is the rung before, at the same batch; losses are paired by seed."""
 
-    def made(request: TrialRequest, config: TrainConfig) -> TrialRow:
+    def made(request: TrialRequest, config: ResolvedConfig) -> TrialRow:
         loss = (
             3.0
             + config.dataset.seed / 10
@@ -298,7 +298,7 @@ def test_other_numerics_are_run_with_several_seeds(cumulative: bool, base: Train
 
 
 def test_a_ladder_ends_where_its_control_does(base: TrainConfig, ladder_of: Make) -> None:
-    def made(request: TrialRequest, config: TrainConfig) -> TrialRow:
+    def made(request: TrialRequest, config: ResolvedConfig) -> TrialRow:
         return too_large(request) if request.name == "control" else well(request, config)
 
     with pytest.raises(UserError, match=r"control .* after 'chunks': oom"):
@@ -312,7 +312,7 @@ def test_a_ladder_is_continued_on_the_machine_of_its_first_run_from_what_did_not
     assert ladder.usable_machines({"here", "there"}, []) == {"here", "there"}
     request = ladder.request("here", 1, [], [])
     assert request is not None
-    row = well(request, base)
+    row = well(request, resolve(base, cpu_info()))
     assert ladder.usable_machines({"here", "there"}, [row]) == {"here"}
     assert ladder.is_reusable(row)
     assert ladder.is_reusable(too_large(request))
@@ -324,23 +324,27 @@ def test_a_ladder_is_continued_on_the_machine_of_its_first_run_from_what_did_not
 
 def test_the_batch_that_fits_is_the_largest_that_does(base: TrainConfig) -> None:
     for size, next_size in ((1, 2), (7, 8), (8, 16), (24, 32)):
-        limit = predict_peak(base.replace(micro_batch=size, global_batch=3 * size)).total
-        fitted = largest_batch(base, limit)
+        limit = predict_peak(resolve(base.replace(micro_batch=size, global_batch=3 * size), cpu_info())).total
+        fitted = largest_batch(resolve(base, cpu_info()), limit)
         assert (fitted.batch.micro_batch, fitted.batch.global_batch) == (size, 3 * size), "with its accumulation"
-        larger = predict_peak(base.replace(micro_batch=next_size, global_batch=3 * next_size)).total
-        assert largest_batch(base, larger).batch.micro_batch == next_size
+        larger = predict_peak(
+            resolve(base.replace(micro_batch=next_size, global_batch=3 * next_size), cpu_info())
+        ).total
+        assert largest_batch(resolve(base, cpu_info()), larger).batch.micro_batch == next_size
 
 
 def test_a_baseline_without_a_speed_says_what_to_do(base: TrainConfig, ladder_of: Make) -> None:
     request = ladder_of(AA, base).request("here", 1, [], [])
     assert request is not None
 
+    config = resolve(base, cpu_info())
+
     def check(row: TrialRow) -> None:
         check_baseline_speed(row, row.reason)
 
-    check(well(request, base))
+    check(well(request, config))
     with pytest.raises(UserError, match=r"7 steps in 3\.0 s; a rung needs 8 .* --time-budget 4s or more"):
-        check(well(request, base, step_seconds=[9.0, *[0.5] * 6]))
+        check(well(request, config, step_seconds=[9.0, *[0.5] * 6]))
     short = replace(unmeasured(request, "failed", "too few", 1.0), ended_too_early=True, step_seconds=[1.5])
     with pytest.raises(UserError, match=r"--time-budget 12s or more"):
         check(short)
@@ -368,7 +372,7 @@ def test_a_micro_batch_that_is_left_open_is_decided_within_the_ladders_limit(
 ) -> None:
     """Once for each config, in the baseline as in a rung that needs less, and the limit is that of every run."""
     open_base = base.replace(micro_batch=AUTO, model=replace(base.model, context_length=256))
-    limit = peak_with_margin(open_base.replace(micro_batch=size, attention="sdpa"))
+    limit = peak_with_margin(resolve(open_base.replace(micro_batch=size, attention="sdpa"), cpu_info()))
     suite = Suite("mine", "Mine", {}, (Rung("seed", {"seed": 1}), Rung("leaner", {"checkpointing": "full"})))
     ladder = ladder_of(suite, open_base, memory_limit=limit)
     request = ladder.request("here", 1, [], [])

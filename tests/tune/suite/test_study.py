@@ -7,8 +7,10 @@ from typing import Any
 import pytest
 from trial_rows import changed, trial_row
 
+from infra.device.hardware import A100 as CARD
 from train.config import TrainConfig
 from train.estimate.roofline import REACHED_FRACTION_RANGE
+from train.resolved import resolve
 from tune.space import Candidate
 from tune.suite.runs import RungResult
 from tune.suite.study import (
@@ -31,7 +33,9 @@ from tune.suite.suites import A100, LOOP, MEMORY, apply_changes
 from tune.trial.compare import Difference
 
 ROOT = Path(__file__).parents[3]
-CONFIGS = dict(study_rungs()) | {"baseline": apply_changes(TrainConfig.of(device="cuda", steps=10), A100.base)}
+CONFIGS = dict(study_rungs()) | {
+    "baseline": resolve(apply_changes(TrainConfig.of(device="cuda", steps=10), A100.base), CARD)
+}
 
 
 def row(name: str, *, faster: float = 1.0, card: float = 1.0, **changes: Any) -> RungResult:

@@ -9,7 +9,7 @@ import pytest
 import torch
 
 from infra.errors import UserError
-from train.config import Cycle, Precision, TrainConfig
+from train.config import Cycle, Precision, ResolvedConfig
 from train.estimate.flops import palm_flops
 from train.loop.memory_limit import MemoryLimit
 from train.loop.result_builder import StepTimes
@@ -33,11 +33,11 @@ from tune.trial.run import (
 
 
 @pytest.fixture(scope="module")
-def training(small_shards: Path, small_model: ModelConfig) -> TrainConfig:
-    return TrainConfig.of(data=str(small_shards), model=small_model, global_batch=8, micro_batch=4, device="cpu")
+def training(small_shards: Path, small_model: ModelConfig) -> ResolvedConfig:
+    return ResolvedConfig.of(data=str(small_shards), model=small_model, global_batch=8, micro_batch=4, device="cpu")
 
 
-def attempt(training: TrainConfig, folder: Path, *, limit: float = 8e9, steps: int = 20) -> TrialRow:
+def attempt(training: ResolvedConfig, folder: Path, *, limit: float = 8e9, steps: int = 20) -> TrialRow:
     folder.mkdir(exist_ok=True)
     proposal = Proposal(Candidate(training.batch.micro_batch), "probe")
     trial = training.replace(steps=steps, cycle=Cycle(1, 0)).to_json()
@@ -48,7 +48,7 @@ def attempt(training: TrainConfig, folder: Path, *, limit: float = 8e9, steps: i
     return row
 
 
-def test_a_trial_keeps_what_its_machine_did(training: TrainConfig, tmp_path: Path) -> None:
+def test_a_trial_keeps_what_its_machine_did(training: ResolvedConfig, tmp_path: Path) -> None:
     """Once a second: of a trial of seconds."""
     result = attempt(training, tmp_path, steps=200).result
     assert result
@@ -57,7 +57,7 @@ def test_a_trial_keeps_what_its_machine_did(training: TrainConfig, tmp_path: Pat
     assert found["system/processors"] >= 1
 
 
-def test_too_much_memory_is_an_outcome(training: TrainConfig, tmp_path: Path) -> None:
+def test_too_much_memory_is_an_outcome(training: ResolvedConfig, tmp_path: Path) -> None:
     row = attempt(training, tmp_path, limit=1e6)
     assert row.outcome == "over_limit"
     assert len(row.step_seconds) < 20
@@ -80,14 +80,14 @@ def test_a_trial_that_cannot_win_stops(eight_steps: RunResult, bar: float, verdi
         assert judged(eight_steps, watch)[1].startswith("cannot reach 200 tokens/s after ")
 
 
-def test_a_failure_is_an_outcome(training: TrainConfig, tmp_path: Path) -> None:
+def test_a_failure_is_an_outcome(training: ResolvedConfig, tmp_path: Path) -> None:
     row = attempt(training.replace(data=str(tmp_path / "nowhere")), tmp_path / "rows")
     assert row.outcome == "failed"
     assert "nowhere" in row.reason
 
 
 def test_running_out_of_memory_is_an_outcome(
-    training: TrainConfig, make_shards: Callable[..., Path], tmp_path: Path
+    training: ResolvedConfig, make_shards: Callable[..., Path], tmp_path: Path
 ) -> None:
     """T x T matrices of 140 TB, more than a process has addresses for: refused as a GPU refuses what is too large."""
     data = make_shards(tmp_path / "data", tokens=400_000)
@@ -98,7 +98,7 @@ def test_running_out_of_memory_is_an_outcome(
     assert "memory" in row.reason
 
 
-def test_running_out_of_memory_while_the_model_is_built_is_an_outcome(training: TrainConfig, tmp_path: Path) -> None:
+def test_running_out_of_memory_while_the_model_is_built_is_an_outcome(training: ResolvedConfig, tmp_path: Path) -> None:
     """Its embedding would take more than a process has addresses for."""
     vast = replace(training.model, padded_vocab_size=2**31, width=2**19)
     row = attempt(training.replace(model=vast), tmp_path)
@@ -132,7 +132,7 @@ def test_a_run_that_diverged_failed_whatever_it_measured(eight_steps: RunResult)
 
 
 def test_an_impossible_speed_fails_its_trial_which_is_not_repeated(
-    training: TrainConfig, eight_steps: RunResult
+    training: ResolvedConfig, eight_steps: RunResult
 ) -> None:
     watch = watched([1.0] * 8, retries=[0] * 9)
     impossible = replace(eight_steps, impossible="1,088% of the peak", throughput=None)
@@ -145,7 +145,7 @@ def test_an_impossible_speed_fails_its_trial_which_is_not_repeated(
 
 @pytest.mark.parametrize("verdict", ["time", ""])
 def test_only_a_trial_whose_time_ended_it_was_too_short(
-    training: TrainConfig, eight_steps: RunResult, verdict: str
+    training: ResolvedConfig, eight_steps: RunResult, verdict: str
 ) -> None:
     """A search repeats such a trial with more time, which would not help one that ran all its steps."""
     watch = watched([9.0, 1.0], retries=[0] * 3)
@@ -156,7 +156,7 @@ def test_only_a_trial_whose_time_ended_it_was_too_short(
     assert measured_row(training, eight_steps, watch).ended_too_early == (verdict == "time")
 
 
-def test_compilation_is_what_the_first_step_took_longer(training: TrainConfig, eight_steps: RunResult) -> None:
+def test_compilation_is_what_the_first_step_took_longer(training: ResolvedConfig, eight_steps: RunResult) -> None:
     watch = watched([9.0, *[2.0] * 7], retries=[0] * 9)
     row = measured_row(training, eight_steps, watch)
     assert row.compile_seconds == pytest.approx(7.0)
@@ -184,7 +184,7 @@ def test_the_first_step_which_compiles_does_not_count_against_the_trials_time() 
 
 @pytest.mark.parametrize("precision", ["fp32", "tf32", "bf16"])
 def test_utilisation_is_of_one_device_at_the_trials_precision(
-    training: TrainConfig, eight_steps: RunResult, precision: Precision
+    training: ResolvedConfig, eight_steps: RunResult, precision: Precision
 ) -> None:
     on_gpu = replace(eight_steps, device="NVIDIA A100-SXM4-80GB")
     watch = watched([1.0] * 8, retries=[0] * 9)
@@ -194,7 +194,7 @@ def test_utilisation_is_of_one_device_at_the_trials_precision(
     assert row.result.mfu == pytest.approx(row.tokens_per_second * palm_flops(training.gpt2_config) / peak)
 
 
-def test_a_damaged_row_is_named(training: TrainConfig, tmp_path: Path) -> None:
+def test_a_damaged_row_is_named(training: ResolvedConfig, tmp_path: Path) -> None:
     attempt(training, tmp_path)
     (tmp_path / "m1.json").write_text('{"key": "m1"')
     with pytest.raises(UserError, match=r"m1\.json is corrupt .* Delete it"):
@@ -202,16 +202,18 @@ def test_a_damaged_row_is_named(training: TrainConfig, tmp_path: Path) -> None:
 
 
 @pytest.fixture(scope="module")
-def eight_steps(training: TrainConfig) -> RunResult:
+def eight_steps(training: ResolvedConfig) -> RunResult:
     return Trainer(training.replace(steps=8)).run()
 
 
 def judged(result: RunResult, watch: TrialMonitor | None = None) -> tuple[TrialOutcome, str]:
     """The outcome and the reason of a trial that ended with ``result``."""
-    return classify_outcome(as_trial_result(result, TrainConfig.of(micro_batch=4, global_batch=8), watch, None), watch)
+    return classify_outcome(
+        as_trial_result(result, ResolvedConfig.of(micro_batch=4, global_batch=8), watch, None), watch
+    )
 
 
-def measured_row(config: TrainConfig, result: RunResult, watch: TrialMonitor | None = None) -> TrialRow:
+def measured_row(config: ResolvedConfig, result: RunResult, watch: TrialMonitor | None = None) -> TrialRow:
     """The row of such a trial."""
     result = as_trial_result(result, config, watch, None)
     return make_row(row_of(*classify_outcome(result, watch)), config, result, watch, StepTimes())
@@ -247,7 +249,7 @@ def test_an_allocator_that_lives_off_its_cache_thrashes(eight_steps: RunResult) 
 
 @pytest.mark.parametrize("slow", [2, 7, 18])
 def test_a_step_that_compiles_again_does_not_change_the_speed(
-    training: TrainConfig, eight_steps: RunResult, slow: int
+    training: ResolvedConfig, eight_steps: RunResult, slow: int
 ) -> None:
     steps = [9.0, *([1.0, 1.01, 0.99, 1.0] * 5)[1:]]
     speeds = []
@@ -263,7 +265,7 @@ def test_a_step_that_compiles_again_does_not_change_the_speed(
 
 
 @pytest.mark.parametrize("batch", [4, 8, 32])
-def test_speed_counts_the_tokens_of_whole_steps(training: TrainConfig, tmp_path: Path, batch: int) -> None:
+def test_speed_counts_the_tokens_of_whole_steps(training: ResolvedConfig, tmp_path: Path, batch: int) -> None:
     """The usual bug is to count micro-batches, which makes a speed depend on the accumulation: 1, 2 and 8 here."""
     row = attempt(training.replace(global_batch=batch), tmp_path)
     assert row.accumulation == batch // training.batch.micro_batch
@@ -285,7 +287,7 @@ class Known(MemoryLimit):
         return 5 * 10**9, "device"
 
 
-def test_the_row_of_a_trial_has_what_its_run_measured(training: TrainConfig, distinct: Callable[..., Any]) -> None:
+def test_the_row_of_a_trial_has_what_its_run_measured(training: ResolvedConfig, distinct: Callable[..., Any]) -> None:
     """But for the memory, where it has a limit, which is on another measure of it."""
     result = distinct(RunResult, impossible="")
     row = make_row(row_of(), training, as_trial_result(result, training, None, None), None, StepTimes())
@@ -305,7 +307,7 @@ def test_what_was_asked_of_a_trial_is_in_its_row_by_the_same_name(distinct: Call
     assert (row.accumulation, row.outcome, row.reason, row.seconds) == (6, "failed", "for a reason", 2.5)
 
 
-def test_a_rung_is_measured_like_the_run_of_its_config(training: TrainConfig) -> None:
+def test_a_rung_is_measured_like_the_run_of_its_config(training: ResolvedConfig) -> None:
     """With all its losses, and with validation; its limit is that of any trial."""
     config = training.replace(steps=9, cycle=Cycle(4, 1), seed=3)
     trainer = Trainer(config)
