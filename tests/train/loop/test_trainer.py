@@ -122,11 +122,17 @@ def test_a_resumed_run_counts_the_validation_before_it(config: TrainConfig, tmp_
     assert second.val_tokens == 3 * 8 * 32
 
 
-def test_a_checkpoint_asks_for_its_place_by_the_windows_before_it(
-    config: TrainConfig, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    trainer = Trainer(config.replace(steps=3, cycle=Cycle(3, 0)), checkpoints=tmp_path)
-    monkeypatch.setattr(trainer.data, "state_dict", lambda position: {"position": position})
+class PositionData(ShardData):
+    """Shards whose state is the number of windows before it."""
+
+    def state_dict(self, position: int) -> Any:
+        return {"position": position}
+
+
+def test_a_checkpoint_asks_for_its_place_by_the_windows_before_it(config: TrainConfig, tmp_path: Path) -> None:
+    config = config.replace(steps=3, cycle=Cycle(3, 0))
+    data = PositionData(config.dataset, config.model, config.duration.cycle)
+    trainer = Trainer(config, data=data, checkpoints=tmp_path)
     checkpoint = trainer.run().checkpoint
     assert checkpoint
     assert read_progress(Path(checkpoint)).data_state == {"position": 3 * 8}
