@@ -245,6 +245,7 @@ class Campaign:
     execute: Execute
     room: int = 32 * 2**20
     """Bytes that the archive may take of what can be brought along."""
+    part_bytes: int = PART_BYTES
     clock: Callable[[], float] = time.monotonic
 
     @property
@@ -290,7 +291,7 @@ class Campaign:
         self.out.mkdir(parents=True, exist_ok=True)
         for name in ("verdict.txt", ROWS):
             shutil.copy(self.folder / name, self.out)
-        pack(self.folder, self.out, self.room)
+        pack(self.folder, self.out, self.room, self.part_bytes)
 
     def _choose(self) -> None:
         """Write the config of the best trainer, which the steps after the trainers start from.
@@ -457,7 +458,7 @@ NOT_KEPT = (
 )
 
 
-def pack(folder: Path, out: Path, room: int) -> None:
+def pack(folder: Path, out: Path, room: int, part_bytes: int = PART_BYTES) -> None:
     """Write ``folder`` to parts of one archive in ``out``, of at most ``room`` bytes together."""
     files = [path for path in folder.rglob("*") if path.is_file()]
     files = [path for path in files if not set(NOT_KEPT) & {*path.relative_to(folder).parts}]
@@ -474,7 +475,7 @@ def pack(folder: Path, out: Path, room: int) -> None:
             break
         share = int(share * min(0.9, room / packed.tell()))
     whole = packed.getvalue()
-    pieces = [whole[start : start + PART_BYTES] for start in range(0, len(whole), PART_BYTES)]
+    pieces = [whole[start : start + part_bytes] for start in range(0, len(whole), part_bytes)]
     for number, piece in enumerate(pieces):
         temporary = out / f"{ARCHIVE}.{number:02d}.tmp"
         temporary.write_bytes(piece)

@@ -115,10 +115,7 @@ def test_the_products_commands_have_these_flags(
     assert step.result.startswith(f"runs/{step.run}/")
 
 
-def test_an_archive_in_parts_keeps_all_rows_and_the_newest_of_the_cache(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    monkeypatch.setattr(campaign_gpu, "PART_BYTES", 100_000)
+def test_an_archive_in_parts_keeps_all_rows_and_the_newest_of_the_cache(tmp_path: Path) -> None:
     folder, bring = tmp_path / "here", tmp_path / "bring"
     (folder / "inductor").mkdir(parents=True)
     (folder / "tokens").mkdir()
@@ -129,9 +126,9 @@ def test_an_archive_in_parts_keeps_all_rows_and_the_newest_of_the_cache(
         path = folder / "inductor" / str(number)
         path.write_bytes(os.urandom(60_000))
         os.utime(path, (number, number))
-    campaign_gpu.pack(folder, bring, 10**6)
+    campaign_gpu.pack(folder, bring, 10**6, 100_000)
     assert len(list(bring.iterdir())) == 5
-    campaign_gpu.pack(folder, bring, 250_000)
+    campaign_gpu.pack(folder, bring, 250_000, 100_000)
     parts = list(bring.iterdir())
     assert sum(part.stat().st_size for part in parts) <= 250_000
     assert max(part.stat().st_size for part in parts) <= 100_000
@@ -143,10 +140,7 @@ def test_an_archive_in_parts_keeps_all_rows_and_the_newest_of_the_cache(
     assert len(kept) >= 3
 
 
-def test_a_machine_that_ends_while_it_writes_the_archive_loses_no_row(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    monkeypatch.setattr(campaign_gpu, "PART_BYTES", 2000)
+def test_a_machine_that_ends_while_it_writes_the_archive_loses_no_row(tmp_path: Path) -> None:
     now = [0.0]
 
     def execute(step: Any, seconds: float) -> dict[str, Any]:
@@ -154,7 +148,7 @@ def test_a_machine_that_ends_while_it_writes_the_archive_loses_no_row(
 
     folder, bring = tmp_path / "here", tmp_path / "bring"
     folder.mkdir()
-    made = campaign_gpu.Campaign(folder, bring, ("ours",), False, execute, clock=lambda: now[0])
+    made = campaign_gpu.Campaign(folder, bring, ("ours",), False, execute, part_bytes=2000, clock=lambda: now[0])
     made.work(60 * 9)
     (bring / "campaign.tar.gz.01").write_bytes(b"of another archive")
     there = tmp_path / "there"

@@ -74,14 +74,20 @@ ATTENTION: dict[str, AttentionFunction] = {
 }
 
 
-def attention_for_gpu(capability: tuple[int, int], time: int, *, masked: bool) -> AttentionFunction:
+def attention_for_gpu(
+    capability: tuple[int, int],
+    time: int,
+    *,
+    masked: bool,
+    cudnn_version: Callable[[], int | None] = torch.backends.cudnn.version,
+) -> AttentionFunction:
     """Attention over ``time`` tokens by the fastest suitable kernel of a GPU with this compute capability.
 
     cuDNN's is 1.7 to 2.3 times as fast as FlashAttention-2 on Hopper, and 0.8 times on an A100. Before 9.15.1 it is
     wrong where ``time`` is not a multiple of 128, and with a mask it can produce NaN gradients (pytorch/pytorch, issues
     169849 and 196678). FlashAttention does not support masks.
     """
-    sound = time % 128 == 0 or (torch.backends.cudnn.version() or 0) > 91500
+    sound = time % 128 == 0 or (cudnn_version() or 0) > 91500
     order = ["cudnn", "flash", "efficient"] if capability[0] == 9 and sound else ["flash", "efficient"]
     if masked:
         order = ["efficient"]

@@ -5,7 +5,7 @@ import gzip
 import os
 import shutil
 import time
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from contextlib import AbstractContextManager, contextmanager, nullcontext
 from dataclasses import asdict
 from pathlib import Path
@@ -26,8 +26,12 @@ WARMUP_STEPS, STEPS = 3, 2
 """Number of steps before and during the recording."""
 
 
-def record(config: ResolvedConfig, folder: Path) -> tuple[Profile, list[str]]:
+def record(
+    config: ResolvedConfig, folder: Path, draw: Callable[..., int] = memory_timeline.draw
+) -> tuple[Profile, list[str]]:
     """Run a few steps of ``config`` with torch's profiler, and write traces and charts to ``folder``.
+
+    ``draw`` draws the memory over time, and returns the peak of the activations in bytes.
 
     Returns: (the profile, sentences with the findings).
     """
@@ -80,7 +84,7 @@ def record(config: ResolvedConfig, folder: Path) -> tuple[Profile, list[str]]:
     profile = analyze(recorder.events() or [], STEPS, moments[1] - moments[0], cuda=cuda)
     activations = 0
     with _optional_output("memory.png", missing):
-        activations = memory_timeline.draw(recorder, str(trainer.device), folder / "memory.png")
+        activations = draw(recorder, str(trainer.device), folder / "memory.png")
     attention = not config.model.unsupported_reason("attention", "manual")
     sentences = findings(
         profile, optimizer=config.optimization.optimizer, compiled=compiled, cuda=cuda, attention=attention

@@ -3,6 +3,7 @@
 import errno
 import os
 import shutil
+from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -21,13 +22,14 @@ from train.run_files.run_folder import RunFolder
 
 
 def test_a_run_whose_cycles_cannot_be_recorded_any_longer_is_saved_and_ended(
-    small_shards: Path, small_model: ModelConfig, empty_store: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+    small_shards: Path, small_model: ModelConfig, empty_store: Path, tmp_path: Path, request: pytest.FixtureRequest
 ) -> None:
     """On a disk that is full, for example. The thread that records them is also the one that passes on Ctrl-C.
 
     And torch has computed in no more threads than the process has cores.
     """
-    monkeypatch.setattr(os, "sched_getaffinity", lambda process: {0})
+    request.addfinalizer(partial(os.sched_setaffinity, 0, os.sched_getaffinity(0)))
+    os.sched_setaffinity(0, {min(os.sched_getaffinity(0))})
     torch.set_num_threads(2)
     steps = 20_000
     config = TrainConfig.of(

@@ -19,7 +19,7 @@ from train.config import TrainConfig
 from train.data.loader import NEXT_BATCH
 from train.model_config import ModelConfig
 from train.profile import __main__ as profile
-from train.profile import memory_timeline, record
+from train.profile import record
 from train.profile.trace import FORWARD, Profile, analyze, attention_kernel, classify_kernel, findings, idle_gaps
 from train.resolved import resolve_local
 
@@ -210,13 +210,12 @@ def test_a_trace_that_was_cut_short_is_a_full_disk(tmp_path: Path, written: str,
 
 
 def test_the_steps_behind_the_warm_ones_are_recorded(
-    tmp_path: Path, small_shards: Path, small_model: ModelConfig, monkeypatch: pytest.MonkeyPatch
+    tmp_path: Path, small_shards: Path, small_model: ModelConfig
 ) -> None:
-    monkeypatch.setattr(memory_timeline, "draw", lambda *arguments: None)
     config = TrainConfig.of(
         data=str(small_shards), model=small_model, micro_batch=4, global_batch=8, device="cpu", steps=3
     )
-    found, _ = record.record(resolve_local(config), tmp_path)
+    found, _ = record.record(resolve_local(config), tmp_path, lambda *arguments: 0)
     assert found.steps == 2
     calls = {kernel.name: kernel.calls for kernel in found.kernels}
     assert calls["aten::embedding_dense_backward"] == 2 * 2 * 2, "two steps of two micro-batches, two embeddings"
@@ -266,16 +265,15 @@ def test_the_fused_kernels_of_a_cpu_are_named(tmp_path: Path, small_shards: Path
 
 
 def test_what_torch_fails_to_follow_is_all_that_is_missing(
-    monkeypatch: pytest.MonkeyPatch, tmp_path: Path, small_shards: Path, small_model: ModelConfig
+    tmp_path: Path, small_shards: Path, small_model: ModelConfig
 ) -> None:
     """An assertion of torch's in the memory timeline, or a torch that does not have it any more."""
 
-    def fail(*_: object) -> None:
+    def fail(*_: object) -> int:
         raise AssertionError("expected one storage, got two\nand a page of detail")
 
-    monkeypatch.setattr(torch.profiler.profile, "export_memory_timeline", fail)
     config = TrainConfig.of(data=str(small_shards), model=small_model, micro_batch=4, global_batch=4, device="cpu")
-    found, words = record.record(resolve_local(config), tmp_path)
+    found, words = record.record(resolve_local(config), tmp_path, fail)
     assert "memory.png" in words[-1]
     assert words[-1].endswith("AssertionError: expected one storage, got two")
     assert found.forward > 0

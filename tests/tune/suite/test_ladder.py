@@ -67,13 +67,19 @@ class Inline(Stream):
         return (book for each in self.order(epoch)[partition:] for book in encoded_books(each, "train"))
 
 
+@pytest.fixture
+def eager() -> Iterator[None]:
+    """Compiled code runs as it is; tests/train/test_switches.py is about compilation."""
+    with torch.compiler.set_stance("force_eager"):
+        yield
+
+
 @pytest.mark.parametrize("suite", RUNGS)
 def test_a_suite_runs_in_its_short_form(
-    command: Callable[..., int], monkeypatch: pytest.MonkeyPatch, tmp_path: Path, small_shards: Path,
-    capfd: pytest.CaptureFixture[str], suite: str,
+    command: Callable[..., int], tmp_path: Path, small_shards: Path, capfd: pytest.CaptureFixture[str], eager: None,
+    suite: str,
 ) -> None:  # fmt: skip
     """The real loop, store and statistics. tests/train/loop/test_golden.py trains every rung of every suite."""
-    monkeypatch.setattr(torch, "compile", lambda model, **_: model)  # of which tests/train/test_switches.py is
     model = "tiny,layers=1,heads=2,width=48,context_length=32,vocab_size=257,padded_vocab_size=257"
     flags = ["--suite", suite, "--data", str(small_shards), "--model", model, "--device", "cpu", "--name", suite]
     rungs = RUNGS[suite]
