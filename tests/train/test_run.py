@@ -95,7 +95,7 @@ def test_one_run(
         (["--data", str(small_shards), "--name", "one", *FLAGS], "--resume one"),
         (["--resume", "one"], "step 25 of 25"),
         (["--resume", "one", "--steps", "30", "--model", "tiny"], "vocab_size=257, not 50257"),
-        (["--resume", "one", "--steps", "30", "--data", "other"], "other data"),
+        (["--resume", "one", "--steps", "30", "--data", "other"], "different data"),
     ):
         assert named in refused(run.main, *again)
 

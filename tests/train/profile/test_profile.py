@@ -283,7 +283,7 @@ def test_what_torch_fails_to_follow_is_all_that_is_missing(
 @pytest.mark.parametrize(
     ("flags", "named"),
     [
-        (["--name", "full"], "GB free"), (["--out", "file/runs"], "--out file/runs"),
+        (["--name", "full"], "GB free"), (["--out", "file/runs"], "file/runs"),
         (["--stream", "books", "--steps", "8"], "--stream books"),
     ],
 )  # fmt: skip
