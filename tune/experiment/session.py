@@ -17,7 +17,7 @@ from train.run_files.run_folder import resume_command
 from tune.config import LadderConfig, SearchConfig
 from tune.experiment.folder import open_workspace, resumed_parent
 from tune.experiment.ray_tune import run_trials
-from tune.experiment.tracking import ExperimentRecorder, open_parent
+from tune.experiment.tracking import TrialRuns, log_start, open_parent
 from tune.experiment.trials import Experiment
 from tune.trial.row import TrialRow, read_rows
 from tune.trial.run import TrialRequest
@@ -61,18 +61,18 @@ def _run(experiment: Kind, rows: list[TrialRow], publish: Publish[Kind]) -> int:
     """Run trials until none is left, add them to ``rows``, and publish the results; returns the exit code."""
     kind, resumed = experiment.config.kind, experiment.config.resume
     parent = resumed_parent(experiment.directory, kind, experiment.identity()) if resumed else open_parent(experiment)
-    recorder = ExperimentRecorder(experiment, parent)
+    trial_runs = TrialRuns(experiment, parent)
     if resumed:
         console.print(f"resuming with {len(rows)} finished trial{'s' * (len(rows) != 1)}")
     with Tracker(parent) as tracker:
-        recorder.describe(tracker)
+        log_start(tracker, experiment)
         try:
-            recorder.catch_up(rows)
+            trial_runs.fill(rows)
             if not experiment.is_finished(rows):
-                _drive(experiment, rows, recorder)
-            recorder.catch_up(rows)
+                _drive(experiment, rows, trial_runs)
+            trial_runs.fill(rows)
         finally:
-            recorder.close()
+            trial_runs.close()
         if not experiment.is_finished(rows):
             command = resume_command(f"tune.{kind}", experiment.directory)
             console.print(f"stopped; resume with: {command}", markup=False)
@@ -93,18 +93,18 @@ def _reusable_rows(experiment: Experiment) -> list[TrialRow]:
     return list(filter(experiment.is_reusable, rows))
 
 
-def _drive(experiment: Experiment, rows: list[TrialRow], recorder: ExperimentRecorder) -> None:
+def _drive(experiment: Experiment, rows: list[TrialRow], trial_runs: TrialRuns) -> None:
     """Run trials and add them to ``rows``, until none is left, or until Ctrl-C."""
 
     def on_started(request: TrialRequest) -> None:
-        recorder.start(request)
+        trial_runs.open(request)
         running[request.key] = f"running trial {request.number} ({request.proposal.stage}): {request.name}"
         live_status.update("; ".join(running.values()))
 
     def on_ended(row: TrialRow) -> None:
         running.pop(row.key, None)
         live_status.update("; ".join(running.values()) or "choosing the next trial")
-        recorder.catch_up(rows)
+        trial_runs.fill(rows)
         console.print(format_trial(experiment, row), markup=False)
         console.print(format_progress(experiment, rows), markup=False)
 

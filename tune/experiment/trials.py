@@ -9,6 +9,7 @@ from typing import TYPE_CHECKING, Any, ClassVar
 from infra.cli.console import console
 from infra.cli.table import Report
 from infra.cli.units import GB
+from infra.facts import Fact
 from infra.ray.machines import await_accelerator, eligible_nodes
 from infra.storage.directory import StorageDir
 from infra.storage.files import atomic_file, write_text
@@ -16,6 +17,7 @@ from infra.storage.workspace import Workspace
 from infra.tracking.tracker import Tracker
 from pipeline.shards import Manifest
 from train.config import ResolvedConfig
+from train.reporting.report import memory_fact, speed_fact
 from tune.config import ExperimentConfig
 from tune.experiment.folder import TRIALS
 from tune.experiment.machines import Machine, trial_resources
@@ -93,12 +95,14 @@ class Experiment(ABC):
         if row.result and row.result.attention:
             columns["attention"] = row.result.attention
         if row.speed:
-            columns["tokens/s"] = str(row.speed)
+            columns["tokens/s"] = speed_fact(row.speed)
         if row.memory is not None:
-            columns["memory"] = f"{row.memory / GB:.2f} GB" + (f" of {self.limit / GB:.2f} GB" if self.limit else "")
+            columns["memory"] = memory_fact(row.memory, self.limit)
         if row.predicted_memory:
             error = f" ({row.predicted_memory / row.memory - 1:+.0%})" if row.memory else ""
-            columns["predicted memory"] = f"{row.predicted_memory / GB:.2f} GB{error}"
+            columns["predicted memory"] = Fact.of(
+                "memory/predicted_gb", row.predicted_memory / GB, f"{{:.2f}} GB{error}"
+            )
         return columns
 
     def is_reusable(self, row: TrialRow) -> bool:

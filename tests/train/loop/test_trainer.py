@@ -208,7 +208,7 @@ def known_peak(monkeypatch: pytest.MonkeyPatch) -> None:
 
 
 @pytest.mark.usefixtures("known_peak")
-def test_the_result_is_of_the_hardware_and_the_text(config: TrainConfig) -> None:
+def test_the_result_is_of_the_hardware_and_the_text(config: ResolvedConfig) -> None:
     """Utilization counts every worker's device; data without a tokenizer have no known bytes or characters."""
     trainer = Trainer(config.replace(steps=8, cycle=Cycle(8, 1)))
     alone = trainer.run()

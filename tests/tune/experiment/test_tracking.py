@@ -19,7 +19,7 @@ from train.config import TrainConfig
 from train.model_config import ModelConfig
 from tune.config import SearchConfig
 from tune.experiment.search_plan import Search, make_search
-from tune.experiment.tracking import TRIAL_METRICS, ExperimentRecorder, metrics, open_parent
+from tune.experiment.tracking import TRIAL_METRICS, TrialRuns, log_start, open_parent, trial_report
 from tune.reporting.report import SEARCH_METRICS, publish, summary_metrics
 from tune.space import Candidate
 from tune.trial.row import Proposal, TrialRow
@@ -43,8 +43,9 @@ def finished(size: int, speed: float, **more: Any) -> TrialRow:
     )  # fmt: skip
 
 
-def test_numbers_have_the_units_of_their_names() -> None:
-    found = metrics(finished(2, 100.0, memory=2 * GB, reserved=GB, allocated=GB // 2, predicted_memory=3.0 * GB))
+def test_numbers_have_the_units_of_their_names(search: Search) -> None:
+    row = finished(2, 100.0, memory=2 * GB, reserved=GB, allocated=GB // 2, predicted_memory=3.0 * GB)
+    found = trial_report(search, row).metrics()
     assert {name: value for name, value in found.items() if name.endswith("_gb")} == {
         "memory/process_gb": 2.0, "memory/reserved_gb": 1.0, "memory/allocated_gb": 0.5,
         "memory/predicted_gb": 3.0,
@@ -78,10 +79,10 @@ def test_pages_of_trials_and_searches_begin_with_few_numbers(search: Search) -> 
     ]  # fmt: skip
     search.folder.mkdir()
     parent = open_parent(search)
-    evidence = ExperimentRecorder(search, parent)
+    evidence = TrialRuns(search, parent)
     with Tracker(parent) as tracker:
-        evidence.describe(tracker)
-        evidence.catch_up(rows)
+        log_start(tracker, search)
+        evidence.fill(rows)
         evidence.close()
         publish(search, rows, tracker)
     client = MlflowClient(parent.store)
@@ -131,16 +132,17 @@ def test_a_store_that_goes_away_between_trials_gets_them_later(
         return TrialRequest(row.key, row.number, "m1", Proposal(row.candidate, "probe"), {}, "here")
 
     parent = open_parent(replace(search, config=replace(search.config, tracking_uri=database)))
-    evidence = ExperimentRecorder(search, parent)
-    evidence.start(request(first))
+    evidence = TrialRuns(search, parent)
+    evidence.open(request(first))
     evidence.parent = replace(parent, store=server)
-    evidence.catch_up([first])
-    evidence.start(request(second))
+    evidence.fill([first])
+    evidence.open(request(second))
     assert "The search continues" in " ".join(capfd.readouterr().err.split())
     with mlflow_server(working_folder, free_port):
-        evidence.catch_up([first, second])
-        evidence.catch_up([first, replace(second, outcome="failed")])  # complete: not told again
+        evidence.fill([first, second])
+        evidence.fill([first, replace(second, outcome="failed")])  # complete: not told again
         evidence.close()
+        assert Tracker(evidence.parent).flush()
         client = MlflowClient(server)
         found = client.search_runs([parent.experiment_id], "tags.kind = 'trial'")
         assert sorted(run.data.tags["trial"] for run in found) == ["m1", "m2"]
@@ -149,11 +151,13 @@ def test_a_store_that_goes_away_between_trials_gets_them_later(
         assert {run.data.params["checkpointing"] for run in found} == {"none"}
 
 
-def test_every_measurement_of_a_trial_is_a_metric_in_the_unit_of_its_name(distinct: Callable[..., Any]) -> None:
+def test_every_measurement_of_a_trial_is_a_metric_in_the_unit_of_its_name(
+    search: Search, distinct: Callable[..., Any]
+) -> None:
     """Each by itself, so that one in the place of another shows."""
-    row = distinct(TrialRow, candidate=Candidate(2))
+    row = distinct(TrialRow, candidate=Candidate(2, (("checkpointing", "none"),)))
     result, speed, memory = row.result, row.result.throughput, row.result.memory
-    assert metrics(row) == {
+    assert trial_report(search, row).metrics() == {
         "result/tokens_per_second": speed.tokens_per_second, "result/tokens_per_second_low": speed.low,
         "result/tokens_per_second_high": speed.high, "result/mfu": result.mfu, "loss/val": result.val_loss,
         "memory/process_gb": memory.process / 1e9, "memory/allocated_gb": memory.allocated / 1e9,
