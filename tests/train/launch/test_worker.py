@@ -208,7 +208,7 @@ def test_workers_all_start_again_with_the_smaller_size(home: RunFolder, config: 
         )
     with ExitStack() as locks:
         past = replace(past, starts=(0, 0, 0, 0))
-        assert "died" in str(worker.lock_and_find_checkpoint(home, locks, assigned(home, config), past)[1])
+        assert "crashed 4 times" in str(worker.lock_and_find_checkpoint(home, locks, assigned(home, config), past)[1])
 
 
 def test_a_worker_that_was_killed_for_memory_is_started_again_only_from_a_later_step(
