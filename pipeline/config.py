@@ -93,11 +93,11 @@ class TokenizeConfig(ReadingConfig, JoinsRay):
     }
 
     sources: Annotated[tuple[str, ...], tyro.conf.Positional] = (SAMPLE,)
-    """Sources of books, in any order:
+    """Sources of books, in any order.
+    Formats are txt, md, zip, json, jsonl and parquet; text and JSON may be compressed with gzip, zstd, bzip2 or xz.
     - files, folders or globs, local or at s3://, gs://, az:// or hf://
     - gutenberg:1342,84: books of Project Gutenberg, downloaded by number
-    - sample: the King James Bible, which is installed with the program
-    Formats: txt, md, zip, json, jsonl and parquet; text and JSON also compressed with gzip, zstd, bzip2 or xz."""
+    - sample: the King James Bible, which is installed with the program"""
 
     out: Annotated[str, tyro.conf.arg(metavar="DIR")] = "data/tokens"
     """Folder for the token shards, on a disk that all workers share, or s3://bucket/folder (gs://, az://)."""
