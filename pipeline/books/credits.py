@@ -4,7 +4,7 @@ import re
 from collections import Counter
 from collections.abc import Iterator
 
-from pipeline.books.normalize import count_characters
+from pipeline.books.normalization import count_characters
 
 SHORT_TEXT_BYTES = 300
 """Maximum size in bytes of text around wrapping that is not a text of its own: a title above a header, names below a

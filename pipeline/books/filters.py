@@ -5,7 +5,7 @@ Only samples from the beginning, middle and end are tested, which takes a few pe
 
 import re
 
-from pipeline.books.clean import Book
+from pipeline.books.cleaning import Book
 from pipeline.books.error_pages import find_error_message
 from pipeline.books.readers import DroppedBook
 from pipeline.config import ReadingConfig

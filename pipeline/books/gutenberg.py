@@ -16,7 +16,7 @@ from itertools import pairwise
 
 from pipeline.books import sister_projects
 from pipeline.books.credits import FRONT_MATTER_BYTES, OPENING, SHORT_TEXT_BYTES, find_note_start, remove_credits
-from pipeline.books.normalize import count_characters
+from pipeline.books.normalization import count_characters
 
 NEAR_HEADER_BYTES, MAX_HEADER_BYTES = 4_000, 40_000
 """Maximum sizes of a header in bytes: the usual one, and that of a header with the license in front."""

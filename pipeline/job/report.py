@@ -11,7 +11,7 @@ from typing import Any
 
 from infra.cli.table import Report, Table
 from infra.cli.units import format_count, format_duration
-from pipeline.books.clean import SUSPECT_PREFIX
+from pipeline.books.cleaning import SUSPECT_PREFIX
 from pipeline.job.partition_result import PartitionResult
 from pipeline.job.plan import Partition
 

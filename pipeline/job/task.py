@@ -10,7 +10,7 @@ import numpy as np
 
 from infra.errors import UserError, first_line
 from infra.storage.directory import StorageDir
-from pipeline.books.clean import Book, clean
+from pipeline.books.cleaning import Book, clean
 from pipeline.books.filters import drop_reason
 from pipeline.books.readers import DroppedBook, FileRange, RawBook, read_books
 from pipeline.config import ReadingConfig, TokenizeConfig

@@ -3,7 +3,7 @@
 import hashlib
 import random
 
-from pipeline.books.clean import Book
+from pipeline.books.cleaning import Book
 from pipeline.books.filters import drop_reason
 from pipeline.config import ReadingConfig
 

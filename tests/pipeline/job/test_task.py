@@ -22,7 +22,7 @@ import pytest
 
 from infra.errors import UserError
 from infra.storage.directory import StorageDir
-from pipeline.books.clean import ENCODING_GUESSED, UNDECODABLE_BYTES
+from pipeline.books.cleaning import ENCODING_GUESSED, UNDECODABLE_BYTES
 from pipeline.books.readers import DroppedBook, FileRange, RawBook, read_books
 from pipeline.books.sources import build_inventory
 from pipeline.config import ReadingConfig, TokenizeConfig

@@ -5,7 +5,7 @@ import unicodedata
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from pipeline.books.normalize import count_characters, join_lines, normalize, trim
+from pipeline.books.normalization import count_characters, join_lines, normalize, trim
 
 LETTERS = st.characters(exclude_categories=["Cs", "Cc", "Cf"])
 

@@ -6,7 +6,7 @@ from typing import Any
 
 import pytest
 
-from pipeline.books.clean import (
+from pipeline.books.cleaning import (
     ENCODING_GUESSED,
     ENCODING_OVERRULED,
     ENCODINGS_MIXED,

@@ -8,7 +8,7 @@ from dataclasses import dataclass, field
 from infra.cli.units import format_count
 from pipeline.books.charset import MIN_NON_ASCII_BYTES, Decoded, to_utf8
 from pipeline.books.gutenberg import unwrap
-from pipeline.books.normalize import count_characters, join_lines, normalize, trim
+from pipeline.books.normalization import count_characters, join_lines, normalize, trim
 from pipeline.books.readers import DroppedBook, RawBook
 
 BEGINNING = 20_000
