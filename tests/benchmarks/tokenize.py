@@ -135,9 +135,9 @@ if __name__ == "__main__":
     config = TokenizeConfig(sources=(sys.argv[1],))
     plan = make_partitions(build_inventory(config.sources), config)
     with ray_session(cpus=2):
-        list(run_partitions(plan, StorageDir.of(out), "warm-up", workers=2, ours=True))
+        list(run_partitions(plan, StorageDir.of(out), "warm-up", workers=2, is_own_ray=True))
         start = time.perf_counter()
-        list(run_partitions(plan, StorageDir.of(out), "measured", workers=2, ours=True))
+        list(run_partitions(plan, StorageDir.of(out), "measured", workers=2, is_own_ray=True))
         print(f"SECONDS {time.perf_counter() - start}")
 """
 

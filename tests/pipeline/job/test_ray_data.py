@@ -27,13 +27,13 @@ out, books = StorageDir.of(sys.argv[1]), Path(sys.argv[2])
 config = TokenizeConfig(sources=(str(books),), shard_size=1_000_000)
 plan = make_partitions(build_inventory(config.sources), config)
 with ray_session(cpus=1):
-    done = [summary["partition"] for summary in run_partitions(plan, out, run, workers=1, ours=True)]
+    done = [summary["partition"] for summary in run_partitions(plan, out, run, workers=1, is_own_ray=True)]
     print(json.dumps([len(plan), done]))
     (books / "17.txt").unlink()
     threads = []
     for _ in range(4):
         try:
-            list(run_partitions(plan, out, run, workers=1, ours=True))
+            list(run_partitions(plan, out, run, workers=1, is_own_ray=True))
         except UserError as gone:
             threads += [thread.name for thread in threading.enumerate()]
             sentence = str(gone)
