@@ -152,7 +152,7 @@ def test_it_is_also_read_from_object_storage(best: Path, bucket: str) -> None:
 
 
 def test_a_run_that_is_executed_in_another_way_is_not_compared(best: Path) -> None:
-    for changes in ({"micro_batch": 16}, {"compile": "whole"}, {"loss": "fused"}, {"device": "cpu"}):
+    for changes in ({"micro_batch": 16}, {"compile": "whole"}, {"loss": "fused"}, {"device": "cuda"}):
         assert read_search_reference(str(best), ResolvedConfig().replace(**changes)) is None
     run = best.with_name("config.json")
     run.write_text(json.dumps(ResolvedConfig().to_json()))

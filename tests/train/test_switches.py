@@ -19,7 +19,18 @@ from torch.nn.attention import SDPBackend
 
 from infra.device.hardware import cpu_info
 from infra.errors import UserError
-from train.config import AUTO, Attention, Checkpointing, Cycle, Loss, Optimizer, Precision, ResolvedConfig, Schedule
+from train.config import (
+    AUTO,
+    Attention,
+    Checkpointing,
+    Cycle,
+    Loss,
+    Optimizer,
+    Precision,
+    ResolvedConfig,
+    Schedule,
+    TrainConfig,
+)
 from train.loop.execution import AUTOCAST, build_model, compile_model, configure_allocator, keep_compiled_attention
 from train.loop.trainer import Trainer
 from train.model_config import ModelConfig
@@ -186,10 +197,10 @@ def test_what_was_compiled_for_one_precision_is_not_run_for_another(
 
 
 OFTEN = {
-    "precision": st.sampled_from(get_args(Precision)),
+    "precision": st.sampled_from([AUTO, *get_args(Precision)]),
     "attention": st.sampled_from(get_args(Attention)),
     "checkpointing": st.sampled_from(get_args(Checkpointing)),
-    "loss": st.sampled_from(get_args(Loss)),
+    "loss": st.sampled_from([AUTO, *get_args(Loss)]),
     "optimizer": st.sampled_from(get_args(Optimizer)),
     "schedule": st.sampled_from(get_args(Schedule)),
     "loss_chunks": st.sampled_from([1, 2, 3]),
@@ -215,8 +226,8 @@ def test_every_combination_trains_or_is_refused(
     config: ResolvedConfig, changes: dict[str, Any], shape: dict[str, Any]
 ) -> None:
     try:
-        wanted = config.replace(model=dataclasses.replace(config.model, **shape), **changes)
-        trainer = Trainer(wanted)
+        settings = config.flat() | {"model": dataclasses.replace(config.model, **shape)} | changes
+        trainer = Trainer(resolve(TrainConfig.of(**settings), cpu_info()))
     except UserError as refusal:
         named = [name for name in changes if f"--{name.replace('_', '-')}" in str(refusal)]
         assert named, f"{refusal} names none of {changes}"  # noqa: PT017 most combinations are not refused

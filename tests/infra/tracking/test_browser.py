@@ -22,7 +22,7 @@ from infra.tracking.store import create_run
 from infra.tracking.tracker import Tracker
 from infra.tracking.views import ui_link
 from pipeline.shards import read_manifest
-from train.config import ResolvedConfig, TrainConfig
+from train.config import ResolvedConfig
 from train.model_config import PRESETS
 from train.reporting import tracking
 from train.reporting.report import run_report
@@ -124,7 +124,7 @@ def links(
 ) -> Iterator[dict[str, str]]:
     """The addresses of the pages that commands print, by what they show, on a server that runs."""
     folder = tmp_path_factory.mktemp("pages")
-    config = TrainConfig.of(
+    config = ResolvedConfig.of(
         data=str(small_shards), model=PRESETS["tiny"], micro_batch=2, global_batch=4, precision="fp32", device="cpu",
         compile="off", loss="plain",
     )  # fmt: skip

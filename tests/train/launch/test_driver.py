@@ -10,16 +10,18 @@ from typing import Any
 import pytest
 from mlflow.tracking import MlflowClient
 
+from infra.device.hardware import cpu_info
 from infra.errors import UserError
 from infra.tracking.store import create_run
 from infra.tracking.tracker import Tracker
 from pipeline.shards import read_manifest
-from train.config import AUTO, ResolvedConfig
+from train.config import ResolvedConfig, TrainConfig
 from train.estimate.memory import predict_peak
 from train.launch import driver, local
 from train.launch.driver import WorkerFailure, launch, train_and_record
 from train.launch.job import RunPlan, WorkerJob, WorkerResult
 from train.model_config import ModelConfig
+from train.resolved import resolve
 from train.result import RunResult
 from train.run_files.progress import Progress
 from train.run_files.run_folder import RunFolder
@@ -29,16 +31,13 @@ pytestmark = pytest.mark.usefixtures("working_folder")
 
 @pytest.fixture
 def config(small_shards: Path, small_model: ModelConfig) -> ResolvedConfig:
-    """As it is resolved."""
-    return ResolvedConfig.of(
-        data=str(small_shards), model=small_model, global_batch=8, micro_batch=8, precision="fp32", attention="sdpa",
-        compile="off", loss="plain", allocator="default", device="cpu",
-    )  # fmt: skip
+    """Of a request that leaves the micro-batch open, which becomes 8."""
+    return resolve(TrainConfig.of(data=str(small_shards), model=small_model, global_batch=8), cpu_info())
 
 
 @pytest.fixture
 def run(config: ResolvedConfig, tmp_path: Path) -> RunPlan:
-    return RunPlan(config.replace(micro_batch=AUTO), read_manifest(config.dataset.data), RunFolder(tmp_path / "one"))
+    return RunPlan(config.requested, read_manifest(config.dataset.data), RunFolder(tmp_path / "one"))
 
 
 class Worker:
@@ -76,7 +75,7 @@ def test_a_worker_is_told_what_its_run_is(run: RunPlan, config: ResolvedConfig, 
         tracker.log_metrics({"system/worker_cpu_percent": 99.0}, 40)
         tracker.log_metrics({"system/worker_memory_gb": 1.0}, 41)
         tracker.log_metrics({"loss/step": 1.0}, 50)
-        launch(continued, config, tracker)
+        launch(continued, replace(config, requested=continued.requested), tracker)
     new = WorkerJob(
         config=config, run_dir=run.run_folder.location, fingerprint=run.manifest.fingerprint,
         step=0, memory_limit=None,

@@ -14,6 +14,7 @@ from mlflow.entities import Run
 from mlflow.tracking import MlflowClient
 
 from infra.cli.units import GB
+from infra.device.hardware import cpu_info
 from infra.schema import to_json
 from infra.storage.directory import StorageDir
 from infra.storage.files import write_json
@@ -30,6 +31,7 @@ from train.estimate.flops import causal_flops, palm_flops
 from train.model_config import ModelConfig
 from train.reporting import tracking
 from train.reporting.report import run_report
+from train.resolved import resolve
 from train.result import CycleReport, Memory, RunResult
 from train.run_files.run_folder import RunFolder
 
@@ -46,10 +48,11 @@ LOGGED = to_json(replace(CYCLE, step=12, val_loss=0.0, train_tokens=4000, elapse
 
 @pytest.fixture
 def config(small_shards: Path, small_model: ModelConfig) -> ResolvedConfig:
-    return ResolvedConfig.of(
+    requested = TrainConfig.of(
         data=str(small_shards), model=small_model, micro_batch=2, global_batch=4, precision="fp32", device="cpu",
         compile="off", loss="plain",
     )  # fmt: skip
+    return resolve(requested, cpu_info())
 
 
 @pytest.fixture
@@ -82,13 +85,12 @@ def ended(home: RunFolder, config: ResolvedConfig, result: RunResult, store: str
 def recorded(config: ResolvedConfig, result: RunResult) -> tuple[RunRef, Run]:
     """The run that the driver leaves, on a card that was watched."""
     key = create_run("train", "one", tags={"kind": "run"})
-    resolved = config.replace(attention="sdpa")
-    started(HOME, resolved, config, 8 * 10**9)
+    started(HOME, config, config.requested, 8 * 10**9)
     HOME.append_report(replace(CYCLE, step=10, step_losses=CYCLE.step_losses[:1]))
     with Tracker(key) as tracker:
         tracking.fill(tracker, HOME, until=0)
         tracker.log_metrics({"system/gpu_power_watts": 690.0}, 1)
-        ended(HOME, resolved, result, key.store)
+        ended(HOME, config, result, key.store)
         tracking.fill(tracker, HOME)
     return key, MlflowClient(key.store).get_run(key.run_id)
 

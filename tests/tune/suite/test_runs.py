@@ -97,7 +97,7 @@ def test_a_control_stands_around_every_rung_that_ran(cumulative: bool, base: Tra
     suite = Suite("mine", "Mine", {"checkpointing": "full"}, RUNGS, cumulative)
     made: Made = lambda request, config: too_large(request) if config.batch.micro_batch == 3 else well(request, config)  # noqa: E731
     controls, rungs, ran = climbed(ladder_of(suite, base), made)
-    baseline = base.replace(checkpointing="full", attention="sdpa")
+    baseline = resolve(base.replace(checkpointing="full"), cpu_info())
     reasons = {rung.name: rung.reason for rung in rungs if rung.reason}
     unchanged = {"the same": "it changes nothing on this device"} if cumulative else {}
     assert reasons.pop("several").startswith("--workers 3 ")
@@ -197,7 +197,7 @@ def test_a_gpus_limit_leaves_room_for_what_is_not_predicted(
     beyond: int, fitted: int, base: TrainConfig, ladder_of: Make
 ) -> None:
     on_gpu = base.replace(device="cuda")
-    limit = predict_peak(resolve(on_gpu.replace(micro_batch=64, global_batch=192), cpu_info())).total + beyond
+    limit = predict_peak(resolve(on_gpu.replace(micro_batch=64, global_batch=192), A100)).total + beyond
     suite = Suite("mine", "Mine", {}, (Rung("seed", {"seed": 1}),))
     controls, _, _ = climbed(ladder_of(suite, on_gpu, A100, memory_limit=limit, fit=True))
     assert sizes(controls[:1]) == {"baseline": fitted}
