@@ -11,6 +11,7 @@ from infra.cli.console import console
 from infra.cli.table import Report, Table, bullet_list
 from infra.cli.units import GB, format_duration, format_size
 from infra.errors import UserError
+from infra.facts import Fact
 from infra.schema import to_json
 from infra.storage.files import write_json, write_text
 from infra.tracking.names import group_under_detail
@@ -19,6 +20,7 @@ from infra.tracking.tracker import Tracker
 from train.estimate.gpu_rates import GpuRates, load_gpu_rates
 from train.estimate.roofline import SOURCE, format_expected_range, roofline_speed
 from train.model_config import format_model
+from train.reporting.report import memory_fact, speed_fact
 from train.resolved import describe_execution, format_setting
 from train.run_files.lookup import format_run_command
 from train.search_reference import SearchReference
@@ -66,21 +68,22 @@ def publish(search: Search, rows: Sequence[TrialRow], tracker: Tracker) -> bool:
     Returns whether there is a winner.
     """
     compared = normalize_speeds(rows)
-    tracker.log_metrics(group_under_detail(summary_metrics(search, rows), SEARCH_METRICS))
     tracker.set_tags({"study": search.space_label})
     ranks = {
         candidate: " ".join([f"{number:02d}", *notes])  # MLflow sorts tags as text, so numbers have two digits
         for number, (candidate, notes) in enumerate(candidate_notes(search.space, rank(compared)).items(), 1)
     }
     tag_ranks(tracker.run_ref, {row.key: ranks.get(row.candidate, "unranked") for row in compared})
-    report, figures = search_report(search, compared), charts.draw(compared, search.memory)
+    report, figures = search_report(search, rows), charts.draw(compared, search.memory)
+    tracker.log_metrics(group_under_detail(report.metrics(), SEARCH_METRICS))
     search.publish(report, write_files(search, rows), figures, tracker)
     return bool(rank(compared))
 
 
 def search_report(search: Search, rows: Sequence[TrialRow]) -> Report:
-    """The results of a search, for the terminal, ``summary.md`` and its description in MLflow."""
-    space = search.space
+    """The results of a search, for the terminal, ``summary.md`` and MLflow."""
+    space, ran = search.space, rows
+    rows = normalize_speeds(ran)
     sources = sorted({row.result.memory.process_source for row in rows if row.result})
     notes = [f"memory is {MEMORY_SOURCES[source]}" for source in sources] + [CONTROL_NOTE]
     notes += [STAR_NOTE] * any("*" in space.short_label(row.candidate) for row in rows)
@@ -92,7 +95,8 @@ def search_report(search: Search, rows: Sequence[TrialRow]) -> Report:
         sections += ["Unranked, because they failed or exceeded the memory limit:", bullet_list(failed)]
     if untried := untried_candidates(search, rows):
         sections += ["Not tried:", bullet_list(untried)]
-    return Report(summary_fields(search, rows), sections)
+    outcomes = [Fact.of(f"trials/{name}", sum(row.outcome == name for row in ran)) for name in OUTCOMES]
+    return Report(summary_fields(search, rows, ran), sections, outcomes)
 
 
 def headings(space: Space) -> tuple[str, ...]:
@@ -237,45 +241,38 @@ def csv_text(rows: Sequence[TrialRow]) -> str:
     return text.getvalue()
 
 
-def summary_fields(search: Search, rows: Sequence[TrialRow]) -> list[tuple[str, str]]:
-    """The first lines of a search's report, by name."""
+def summary_fields(search: Search, rows: Sequence[TrialRow], ran: Sequence[TrialRow]) -> list[tuple[str, str]]:
+    """The first lines of a search's report, by name; ``rows`` are those of all that ``ran`` that are compared."""
     space, ranked = search.space, rank(rows)
     goal = f"fastest configuration for {space.batch_label} under {limit_of(search)}"
-    trials = f"{len(rows)} trials in {format_duration(round(sum(row.seconds for row in rows)))}"
+    seconds = sum(row.seconds for row in ran)
+    trials = Fact.joined(
+        Fact.of("trials/all", len(ran), "{} trials"),
+        Fact.of("time/device_seconds", seconds, f"in {format_duration(round(seconds))}"),
+        separator=" ",
+    )
     if not ranked:
         return [
             ("Search", f"{goal}: none"), ("Reason", no_winner(search, rows)),
-            ("Trials", f"{trials}, searcher {search.config.searcher}"),
+            ("Trials", Fact.joined(trials, f"searcher {search.config.searcher}", separator=", ")),
         ]  # fmt: skip
     best = ranked[0]
     control = control_among(ranked, space)
     tied = [space.long_label(entry.candidate) for entry in ranked[1:] if entry.tied]
-    gain = "none; the control is the fastest" if best is control else f"{_format_speedup(best, control)} vs control"
+    gain: str = "unknown, no control"
+    if control:
+        text = "none; the control is the fastest"
+        if best is not control:
+            text = f"{_format_speedup(best, control)} vs control"
+        gain = Fact.of("result/speedup_over_control", best.speed.middle / control.speed.middle, text)
+        gain = Fact.joined(gain, f"tied with {', '.join(tied)}" if tied else "")
     return [
-        ("Search", f"{goal}: {space.long_label(best.candidate)}; {trials}"),
-        ("Tokens/s", str(best.speed)),
-        ("Peak memory", f"{best.memory / GB:.2f} GB of {search.limit / GB:.2f} GB"),
-        ("Speedup", (f"{gain}; tied with {', '.join(tied)}" if tied else gain) if control else "unknown, no control"),
+        ("Search", Fact.joined(f"{goal}: {space.long_label(best.candidate)}", trials)),
+        ("Tokens/s", speed_fact(best.speed)),
+        ("Peak memory", memory_fact(best.memory, search.limit)),
+        ("Speedup", gain),
         ("Next", f"`{format_run_command(search.directory / 'best.json')}`"),
     ]
-
-
-def summary_metrics(search: Search, rows: Sequence[TrialRow]) -> dict[str, float | int | None]:
-    """Metrics by which MLflow's list of runs compares searches."""
-    ranked = rank(normalize_speeds(rows))
-    control = control_among(ranked, search.space)
-    result: dict[str, float | int | None] = {}
-    for best in ranked[:1]:
-        result = {
-            "result/tokens_per_second": best.speed.middle,
-            "result/tokens_per_second_low": best.speed.low,
-            "result/tokens_per_second_high": best.speed.high,
-            "result/speedup_over_control": control and best.speed.middle / control.speed.middle,
-            "memory/process_gb": best.memory / GB,
-        }
-    outcomes = {f"trials/{outcome}": sum(row.outcome == outcome for row in rows) for outcome in OUTCOMES}
-    seconds = sum(row.seconds for row in rows)
-    return result | {"trials/all": len(rows)} | outcomes | {"time/device_seconds": seconds}
 
 
 def write_files(search: Search, rows: Sequence[TrialRow]) -> list[str]:

@@ -20,7 +20,7 @@ from train.model_config import ModelConfig
 from tune.config import SearchConfig
 from tune.experiment.search_plan import Search, make_search
 from tune.experiment.tracking import TRIAL_METRICS, TrialRuns, log_start, open_parent, trial_report
-from tune.reporting.report import SEARCH_METRICS, publish, summary_metrics
+from tune.reporting.report import SEARCH_METRICS, publish, search_report
 from tune.space import Candidate
 from tune.trial.row import Proposal, TrialRow
 from tune.trial.run import TrialRequest
@@ -56,13 +56,13 @@ def test_numbers_have_the_units_of_their_names(search: Search) -> None:
 
 def test_a_search_is_summed_up(search: Search) -> None:
     failed = changed(finished(8, 1.0), outcome="failed", tokens_per_second=None)
-    found = summary_metrics(search, [finished(2, 100.0), finished(4, 150.0, memory=GB), failed])
+    found = search_report(search, [finished(2, 100.0), finished(4, 150.0, memory=GB), failed]).metrics()
     assert found["result/speedup_over_control"] == pytest.approx(1.5)
     assert found["result/tokens_per_second"] == pytest.approx(150.0)
     assert found["memory/process_gb"] == 1.0
     assert (found["trials/all"], found["trials/ok"], found["trials/failed"], found["trials/oom"]) == (3, 2, 1, 0)
     assert found["time/device_seconds"] == 30.0
-    assert "result/tokens_per_second" not in summary_metrics(search, [failed])
+    assert "result/tokens_per_second" not in search_report(search, [failed]).metrics()
 
 
 @pytest.mark.usefixtures("working_folder")
