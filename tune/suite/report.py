@@ -8,6 +8,7 @@ from typing import Any
 from infra.cli.table import Report, Table, bullet_list
 from infra.device import provenance
 from infra.errors import UserError
+from infra.facts import Fact
 from infra.schema import to_json
 from infra.storage.directory import StorageDir
 from infra.storage.files import write_json
@@ -63,13 +64,13 @@ def publish(
     }
     if reference == study.NAME and suite.name not in study.EFFECTS:
         figures["study"] = study.draw_study()
-    report = Report(summary_fields(suite, results, device, ladder.directory / "best.json"), sections)
+    # If no rung is faster than the baseline, the summary does not name the fastest one.
+    gains = [(speed.middle, rung.total.ratio) for rung, _, speed in ran if rung.total]
+    best, gain = max(gains, default=(None, None))
+    details = [Fact.of("result/best_tokens_per_second", best), Fact.of("result/speedup_over_baseline", gain)]
+    report = Report(summary_fields(suite, results, device, ladder.directory / "best.json"), sections, details)
     ladder.publish(report, ["standings.json", "best.json"], figures, tracker)
-    numbers = {"result/baseline_tokens_per_second": base[2].middle}
-    if gains := [(speed.middle, rung.total.ratio) for rung, _, speed in ran if rung.total]:
-        best, gain = max(gains)
-        numbers |= {"result/best_tokens_per_second": best, "result/speedup_over_baseline": gain}
-    tracker.log_metrics(numbers)
+    tracker.log_metrics(report.metrics())
     return True
 
 

@@ -7,6 +7,7 @@ from dataclasses import replace
 
 from infra.cli.table import Table
 from infra.cli.units import GB
+from infra.facts import Fact
 from infra.storage.directory import StorageDir
 from train.estimate.flops import read_matmul_rate
 from train.intervals import WIDEST_CONTROL, t_quantile
@@ -233,11 +234,16 @@ def summary_fields(
     """The first lines of a ladder's report, by name."""
     ran = [(rung.speed, rung) for rung in rungs if rung.speed]
     (base_speed, base), (speed, best) = ran[0], max(ran, key=lambda each: each[0].middle)
-    speeds, memory = str(speed), f"{(best.memory or 0) / GB:.2f} GB"
+    memory, gain = f"{(best.memory or 0) / GB:.2f} GB", "none; no rung is faster than the baseline"
+    speeds = Fact.of("result/baseline_tokens_per_second", base_speed.middle, str(speed))
     if best is not base:
-        speeds = f"{best.name} {speed}; baseline {base_speed.middle:,.0f}"
+        speeds = Fact.joined(
+            Fact.joined(best.name, Fact.of("result/best_tokens_per_second", speed.middle, str(speed)), separator=" "),
+            Fact.of("result/baseline_tokens_per_second", base_speed.middle, "baseline {:,.0f}"),
+        )
         memory = f"{best.name} {memory}; baseline {(base.memory or 0) / GB:.2f} GB"
-    gain = f"{_format_gain(best.total)} vs baseline" if best.total else "none; no rung is faster than the baseline"
+    if best.total:
+        gain = Fact.of("result/speedup_over_baseline", best.total.ratio, f"{_format_gain(best.total)} vs baseline")
     return [
         ("Ladder", f"{suite.title}; {len(ran) - 1} of {len(rungs) - 1} rungs ran on {device}"),
         ("Tokens/s", speeds),
