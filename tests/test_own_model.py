@@ -23,13 +23,12 @@ from pipeline.vocabulary import VocabularyConfig
 from pipeline.vocabulary import main as train_tokenizer
 from train import export, generate, plan, run
 from train.config import Cycle, TrainConfig, load_config
-from train.custom_model import CustomModel
-from train.estimate import flops
+from train.estimate.custom import measure_fit
 from train.estimate.memory import predict_peak
-from train.estimate.probe import measure_fit
 from train.loop.execution import build_model
 from train.loop.trainer import Trainer
 from train.model_config import ModelConfig, format_model, parse_model
+from train.model_config.custom import CustomModel
 from train.models import custom
 from train.models.hf_weights import to_hf_state_dict
 from train.profile import __main__ as profile
@@ -113,11 +112,9 @@ def test_gpt2_by_both_doors_is_one_model(doors: tuple[TrainConfig, TrainConfig])
     ours, theirs = (Trainer(resolve_local(config)) for config in doors)
     theirs.model.model.load_state_dict(to_hf_state_dict(ours.model), strict=False)
     assert losses(theirs) == pytest.approx(losses(ours), rel=1e-4)
-    assert flops.parameters(theirs.config.model) == flops.parameters(ours.config.model)
-    assert flops.model_flops_per_token(theirs.config.model) == pytest.approx(
-        flops.model_flops_per_token(ours.config.model), rel=0.01
-    )
-    assert flops.formulas(theirs.config.model)[0].name == "counted"
+    assert theirs.config.model.parameters == ours.config.model.parameters
+    assert theirs.config.model.flops_per_token == pytest.approx(ours.config.model.flops_per_token, rel=0.01)
+    assert theirs.config.model.flops_formulas()[0].name == "counted"
 
 
 @pytest.mark.slow

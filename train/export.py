@@ -14,7 +14,6 @@ from infra.cli.progress import status
 from infra.errors import UserError
 from infra.tracking.run_ref import RunRef
 from train.config import config_from_json
-from train.custom_model import CustomModel
 from train.run_files.lookup import find_checkpoint
 from train.run_files.progress import read_progress
 from train.run_files.run_folder import RunFolder
@@ -46,10 +45,8 @@ def export(config: ExportConfig) -> int:
         raise UserError(f"--to {config.to} already exists. Choose a new folder.")
     run, checkpoint = find_checkpoint(config.checkpoint, config.out)
     kind = config_from_json(read_progress(checkpoint).config, str(checkpoint)).model
-    if config.register and isinstance(kind, CustomModel):
-        raise UserError(
-            f"--register {config.register} only supports GPT-2 models, not {kind.callable}. Remove --register."
-        )
+    if config.register and kind.library != "transformers":
+        raise UserError(f"--register {config.register} only supports GPT-2 models, not {kind.text}. Remove --register.")
     run_ref = find_run_ref(run, config.register)
     name = run.location.name
     with status("writing the model"):

@@ -13,8 +13,7 @@ from infra.device.hardware import A100, DeviceInfo, cpu_info, device_info
 from infra.errors import UserError
 from pipeline.shards import Manifest, read_manifest
 from train.config import AUTO, Compile, ExecutionConfig, Loss, ResolvedConfig, TrainConfig
-from train.custom_model import CustomModel
-from train.data.source import with_absolute_paths
+from train.data.sources import source_of
 from train.data.tokenizer import match_tokenizer
 
 CPU_TOKENS = 4096
@@ -78,9 +77,9 @@ def prepare(config: TrainConfig, manifest: Manifest) -> TrainConfig:
 
     ``manifest`` is that of its data.
     """
-    dataset = with_absolute_paths(config.dataset)
-    model = match_tokenizer(config.model, dataset, manifest)
-    return with_model_info(replace(config, dataset=dataset, model=model))
+    source = source_of(config.dataset).absolute()
+    model = match_tokenizer(config.model, source.load_tokenizer(manifest), source.dataset.source)
+    return with_model_info(replace(config, dataset=source.dataset, model=model))
 
 
 def resolve_local(config: TrainConfig) -> ResolvedConfig:
@@ -106,13 +105,11 @@ def with_model_info(config: TrainConfig) -> TrainConfig:
     Raises ``UserError`` for a model that cannot be trained, or that lacks a switch.
     """
     model = config.model
-    if not isinstance(model, CustomModel):
-        return config
-    if model.info is None:
-        from train.models.custom import inspect_model
+    if model.needs_inspection:
+        from train.models.builders import builder_of
 
-        model = replace(model, info=inspect_model(model))
-    return config.replace(model=model, loss="plain")
+        model = builder_of(model).inspect()
+    return config.replace(model=model, **({"loss": "plain"} if model.unsupported_reason("loss", "fused") else {}))
 
 
 def _compile(execution: ExecutionConfig, device_info: DeviceInfo) -> Compile:

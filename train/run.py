@@ -22,7 +22,7 @@ from infra.ray.machines import check_shared
 from infra.tracking.run_ref import RunRef
 from train.config import TrainConfig, load_config
 from train.launch.job import RunPlan
-from train.model_config import AnyModel, short_name
+from train.model_config import ModelSpec, short_name
 from train.resolved import local_device_info, resolve
 from train.run_files.lookup import format_resume_command, load_run_config
 from train.run_files.run_folder import RunFolder, new_run
@@ -108,7 +108,7 @@ def plan_run(options: RunOptions) -> RunPlan:
     return dataclasses.replace(run, memory_limit=options.memory_limit, address=options.address, confirmed=confirmed)
 
 
-def default_name(model: AnyModel) -> str:
+def default_name(model: ModelSpec) -> str:
     return f"{short_name(model)}-{time.strftime('%Y%m%d-%H%M%S')}"
 
 

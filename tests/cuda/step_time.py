@@ -20,8 +20,8 @@ from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils._pytree import tree_leaves
 from torch.utils.flop_counter import flop_registry
 
+from train.estimate.gpt2_speed import ATTENTION
 from train.estimate.gpu_rates import GpuRates
-from train.estimate.roofline import ATTENTION
 
 FREE = (*ALLOCATIONS, *LEFT_ALONE, "_unsafe_view")
 """Operators that move nothing."""

@@ -9,8 +9,8 @@ import torch
 from torch import Tensor
 from torch._inductor.async_compile import AsyncCompile
 
+from train.estimate.gpt2_speed import ATTENTION
 from train.estimate.gpu_rates import load_gpu_rates
-from train.estimate.roofline import ATTENTION
 
 pytestmark = pytest.mark.gpu
 

@@ -19,7 +19,7 @@ from pipeline.vocabulary import VocabularyConfig
 from pipeline.vocabulary import main as train_tokenizer
 from train.config import TrainConfig
 from train.estimate.forecast import arithmetic_rows, epoch_tokens, limit_rows, memory_rows, parameter_rows, time_rows
-from train.estimate.memory import published_activations
+from train.estimate.gpt2_memory import published_activations
 from train.model_config import PRESETS, ModelConfig
 from train.plan import PlanOptions, plan
 from train.resolved import resolve_for_plan

@@ -52,6 +52,11 @@ class DatasetConfig:
                 )
 
     @property
+    def flag(self) -> str:
+        """The flag that names the data."""
+        return "--stream" if self.stream else "--data"
+
+    @property
     def source(self) -> str:
         """The data, as the user named it."""
         return ", ".join(self.stream) or self.data

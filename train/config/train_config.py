@@ -19,7 +19,7 @@ from train.config.dataset import DatasetConfig
 from train.config.duration import DurationConfig
 from train.config.execution import ExecutionConfig
 from train.config.optimization import TORCHAO_OPTIMIZERS, OptimizationConfig
-from train.model_config import PRESETS, AnyModel, Model, ModelConfig, format_model
+from train.model_config import PRESETS, AnyModel, Model, format_model
 
 SWITCHES = (
     "attention", "checkpointing", "compile", "fp8", "loss", "loss_chunks", "mask_books", "optimizer", "precision",
@@ -148,12 +148,6 @@ class TrainConfig:
         yield shard, ("workers", workers == 1), "sharding needs several workers"
         unsharded = ("optimizer", optimizer in (*TORCHAO_OPTIMIZERS, "adafactor", "muon"))
         yield shard, unsharded, "only AdamW supports sharding"
-
-    @property
-    def gpt2_config(self) -> ModelConfig:
-        """The shape of the GPT-2 that is trained; a custom model has none."""
-        assert isinstance(self.model, ModelConfig), "asked of a GPT-2 only"
-        return self.model
 
     @property
     def micro_batches(self) -> list[int]:

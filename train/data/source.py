@@ -1,74 +1,118 @@
-"""What can be known about a run's data before torch is imported: where it is and what it contains."""
+"""The data of a run: the interface of all sources of data, before and after they are opened.
 
-from collections.abc import Sequence
-from dataclasses import replace
+A source is what a config names: it knows the flag, the fingerprint and the size of the data, and the driver hands it to
+the workers. Opened, it is the windows that the loop reads. A kind of source has a file of its own, and is registered in
+:mod:`train.data.sources`.
+"""
 
-from infra.errors import UserError
-from infra.storage.directory import StorageDir
-from pipeline.books.sources import absolute_source
+from abc import ABC, abstractmethod
+from collections.abc import Callable, Mapping
+from typing import Any, ClassVar, Protocol, Self
+
+from infra.tracking.run_ref import RunRef
+from pipeline.encoding.tokenizer import Tokenizer
 from pipeline.shards import Manifest
-from pipeline.stream import BYTES_PER_TOKEN, EncodedBook, Stream
-from train.config import Cycle, DatasetConfig
-from train.data.windows import refuse_short
+from train.config import BatchConfig, Cycle, DatasetConfig
+from train.data.windows import OrderedWindows, Windows
+from train.model_config import ModelSpec
 
 
-def with_absolute_paths(dataset: DatasetConfig) -> DatasetConfig:
-    """``dataset`` with absolute paths of local sources, because workers run in a folder of Ray's."""
-    if not dataset.stream:
-        return replace(dataset, data=StorageDir.of(dataset.data).address)
-    tokenizer = dataset.reading.tokenizer and StorageDir.of(dataset.reading.tokenizer).address
-    reading = replace(dataset.reading, tokenizer=tokenizer)
-    return replace(dataset, stream=tuple(absolute_source(source) for source in dataset.stream), reading=reading)
+class TrainingData(Protocol):
+    """The data of a run as the loop sees it."""
+
+    @property
+    def windows(self) -> OrderedWindows:
+        """The windows for training."""
+        ...
+
+    @property
+    def validation(self) -> Windows | None:
+        """The windows for validation; None when the config does not validate."""
+        ...
+
+    @property
+    def manifest(self) -> Manifest:
+        """Fingerprint, tokenizer and totals; estimated totals become more precise as the data are read."""
+        ...
+
+    @property
+    def tokenizer(self) -> Tokenizer | None:
+        """The tokenizer of the data; None if their ids have none."""
+        ...
+
+    @property
+    def epoch_windows(self) -> int | None:
+        """Windows in an epoch; None if that is unknown."""
+        ...
+
+    @property
+    def encoded_on(self) -> Mapping[str, int]:
+        """Tokens by the machine that encoded them during the run."""
+        ...
+
+    def state_dict(self, position: int) -> dict[str, Any] | None:
+        """What a checkpoint keeps in addition to ``position``, the number of windows consumed."""
+        ...
+
+    def load_state_dict(self, state_dict: dict[str, Any] | None) -> None:
+        """Continue reading from a value of :meth:`state_dict`."""
+        ...
+
+    def summary(self) -> dict[str, Any] | None:
+        """What was read, for the run's folder; None if the manifest says it all."""
+        ...
 
 
-def open_stream(dataset: DatasetConfig) -> Stream:
-    """The books that ``config`` names with ``--stream``. Raises ``UserError`` when there are none."""
-    return Stream(dataset.stream, dataset.seed, dataset.reading)
+class DataSource(ABC):
+    """The data that a config names, before they are opened. It can be pickled, and each value is computed once."""
 
+    has_epoch: ClassVar[bool]
+    """Whether the number of tokens is known, so that a run may be one epoch long."""
+    reads_on_ray: ClassVar[bool]
+    """Whether Ray's tasks read the data while the model trains, which takes cores."""
 
-def estimate_manifest(
-    stream: Stream, book_tokens: float | None = None, held_out: Sequence[EncodedBook] = ()
-) -> Manifest:
-    """The manifest of a stream: its fingerprint, and an epoch's totals as estimated from the size of its sources.
+    def __init__(self, dataset: DatasetConfig) -> None:
+        self.dataset = dataset
 
-    ``book_tokens`` is the mean length of a book, from which the number of books is estimated; without it, every file
-    counts as one.
-    """
-    summary = stream.inventory.summary()
-    tokens = max(1, summary["bytes"] // BYTES_PER_TOKEN)
-    books = tokens / book_tokens if book_tokens else summary["files"]
-    usable_books = [book for book in held_out if not book.dropped]
-    val = {
-        "books": len(usable_books),
-        "tokens": sum(len(b.tokens) for b in usable_books),
-        "chars": sum(b.chars for b in usable_books),
-    }
-    return Manifest(
-        config=stream.settings.identity(),
-        tokenizer_sha256=stream.tokenizer_sha256,
-        shards=[],
-        inputs=summary,
-        report={},
-        fingerprint=stream.fingerprint,
-        splits={"train": {"books": round(books), "tokens": tokens}, "val": val},
-    )
+    @property
+    @abstractmethod
+    def manifest(self) -> Manifest:
+        """Fingerprint, tokenizer and totals. Raises ``UserError`` if there are no data."""
 
+    @abstractmethod
+    def absolute(self) -> Self:
+        """This source with absolute local paths, because workers run in a folder of Ray's."""
 
-def check_split_lengths(dataset: DatasetConfig, context_length: int, cycle: Cycle, manifest: Manifest) -> None:
-    """Raise ``UserError`` when the shards of a split that ``config`` uses are shorter than a window."""
-    if dataset.stream:
-        return
-    for split in ("train", "val") if cycle.val else ("train",):
-        lengths = (shard.tokens for shard in manifest.shards if shard.split == split)
-        refuse_short(split, lengths, context_length)
+    @abstractmethod
+    def load_tokenizer(self, manifest: Manifest) -> Tokenizer | None:
+        """The tokenizer of data with ``manifest``; None if their ids have none. Raises ``UserError`` if it is lost."""
 
+    @abstractmethod
+    def check_lengths(self, context_length: int, cycle: Cycle, manifest: Manifest) -> None:
+        """Raise ``UserError`` if a split that a run needs is known to be shorter than a window."""
 
-def check_enough_tokens(dataset: DatasetConfig, global_batch: int, context_length: int, manifest: Manifest) -> None:
-    """Raise ``UserError`` when a step needs more tokens than the shards have."""
-    available = manifest.splits["train"]["tokens"]
-    available_windows = available // context_length
-    if not dataset.stream and 0 < available_windows < global_batch:
-        raise UserError(
-            f"--global-batch {global_batch:,} needs {global_batch * context_length:,} tokens for one step, and "
-            f"{dataset.data} has {available:,} for training: give at most {available_windows:,}."
-        )
+    @abstractmethod
+    def check_enough_tokens(self, global_batch: int, context_length: int, manifest: Manifest) -> None:
+        """Raise ``UserError`` if a step is known to need more tokens than an epoch has."""
+
+    @abstractmethod
+    def producing_run(self) -> RunRef | None:
+        """The MLflow run that created the data; None if it is unknown."""
+
+    @abstractmethod
+    def check_reachable(self, host: str) -> None:
+        """Raise ``UserError`` if the data cannot be read on this machine, which is named ``host``."""
+
+    @abstractmethod
+    def download(self) -> None:
+        """Download what can be downloaded before the run."""
+
+    @abstractmethod
+    def open(
+        self,
+        model: ModelSpec,
+        batch: BatchConfig,
+        cycle: Cycle,
+        on_download: Callable[[Manifest, int], None] = lambda manifest, number: None,
+    ) -> TrainingData:
+        """The windows for a run. ``on_download`` is called as :func:`pipeline.cache.ensure_local` calls it."""

@@ -1,162 +1,82 @@
-"""A stream of books as the data of a run: windows shuffled block by block, from a place that a checkpoint can hold.
+"""A stream of books as the data of a run, which Ray Data reads and encodes while the model trains."""
 
-In: encoded books, one after the other. Out: the same interface as that of shards. A block is a few million consecutive
-tokens, cut into windows that are visited in a pseudo-random order, so that memory is bounded and the first step waits
-for one block only. Blocks depend on the order of the books alone, and so do the windows of every step, at any
-micro-batch and number of workers. Each worker reads the whole stream, because encoding is a hundred times faster than
-training. A checkpoint names the source, the book and the token where the block of its position begins; a resumed run
-reads from there.
-"""
-
-from collections import Counter, deque
+from collections import Counter
 from collections.abc import Callable, Iterator, Sequence
-from dataclasses import asdict, dataclass
-from typing import Any
+from dataclasses import asdict, replace
+from functools import cached_property
+from typing import Any, Self
 
 import numpy as np
-import xxhash
 
 from infra.errors import UserError
+from infra.storage.directory import StorageDir
+from pipeline.books.sources import absolute_source
+from pipeline.encoding.tokenizer import Tokenizer, load_by_hash
 from pipeline.shards import Manifest
-from pipeline.stream import EncodedBook, Stream
-from train.config import TrainConfig
-from train.data.source import estimate_manifest
-from train.data.windows import VALIDATION_SEED, Windows, permute
-
-BLOCK = 1 << 22
-"""Tokens that are shuffled together: about 40 books, 8 MB."""
-
-
-@dataclass(frozen=True)
-class StreamPosition:
-    """Where a block begins: after ``position`` windows, at the token ``offset`` of a book of an epoch."""
-
-    position: int = 0
-    epoch: int = 0
-    partition: int = 0
-    source: str = ""
-    book: str = ""
-    """Empty at the beginning of an epoch."""
-    offset: int = 0
-    tokens_hash: str = ""
-    """Hash (xxh3-64) of the book's tokens, which tells whether it has changed."""
+from pipeline.stream import BYTES_PER_TOKEN, EncodedBook, Stream
+from train.config import BatchConfig, Cycle
+from train.data.source import DataSource
+from train.data.stream_windows import StreamPosition, StreamWindows
+from train.data.windows import VALIDATION_SEED, Windows
+from train.model_config import ModelSpec
 
 
-class StreamWindows:
-    """The windows of a stream; each worker must request its own in ascending order.
+class StreamSource(DataSource):
+    """The books of a run that trains on them directly. Their sources are listed once, by whoever needs it first."""
 
-    ``read`` returns the books of an epoch, starting at a partition. Raises ``UserError`` when they do not fill a
-    window.
-    """
+    has_epoch = False
+    reads_on_ray = True
 
-    def __init__(
-        self, read: Callable[[int, int], Iterator[EncodedBook]], context_length: int, seed: int, block: int = BLOCK
-    ) -> None:
-        self.context_length = context_length
-        self.seed = seed
-        self.block_positions = [StreamPosition()]
-        """The places of all blocks so far, and of the next one."""
-        self._read = read
-        self._windows_per_block = max(1, block // context_length)
-        self._books: Iterator[tuple[EncodedBook, int]] | None = None
-        self._buffered_books: deque[tuple[EncodedBook, int]] = deque()
-        self._block = np.zeros(0, np.uint16)
-        self._order = np.zeros(0, np.int64)
-        self._start = 0
+    @cached_property
+    def stream(self) -> Stream:
+        """The books. Raises ``UserError`` if there are none."""
+        return Stream(self.dataset.stream, self.dataset.seed, self.dataset.reading)
 
-    def load_state_dict(self, position: StreamPosition) -> None:
-        """Begin at ``position``; call it before anything is read."""
-        self.block_positions, self._start = [position], position.position
+    @property
+    def manifest(self) -> Manifest:
+        return estimate_manifest(self.stream)
 
-    def window_ids(self, positions: np.ndarray) -> np.ndarray:
-        """The positions themselves: a position's window is known only when its block is read."""
-        return positions
+    def absolute(self) -> Self:
+        tokenizer = self.dataset.reading.tokenizer and StorageDir.of(self.dataset.reading.tokenizer).address
+        reading = replace(self.dataset.reading, tokenizer=tokenizer)
+        sources = tuple(absolute_source(source) for source in self.dataset.stream)
+        return type(self)(replace(self.dataset, stream=sources, reading=reading))
 
-    def read(self, numbers: np.ndarray, out: np.ndarray) -> None:
-        """Copy the windows at the places ``numbers`` into ``out``, after reading as far as them."""
-        for row, number in enumerate(numbers.tolist()):
-            while number >= self._start + len(self._order):
-                self._next_block()
-            first = self._order[number - self._start] * self.context_length
-            out[row] = self._block[first : first + self.context_length + 1]
+    def load_tokenizer(self, manifest: Manifest) -> Tokenizer:
+        return load_by_hash(manifest.tokenizer_sha256, self.dataset.reading.tokenizer)
 
-    def _next_block(self) -> None:
-        position = self.block_positions[-1]
-        if self._books is None:
-            self._books = self._books_from(position)
-        length = self.context_length
-        wanted = self._windows_per_block * length + 1
-        size = sum(len(book.tokens) - offset for book, offset in self._buffered_books)
-        while size < wanted and (following := next(self._books, None)):
-            self._buffered_books.append(following)
-            size += len(following[0].tokens) - following[1]
-        count = min(self._windows_per_block, (size - 1) // length)
-        if count < 1:
-            self._next_epoch(position, size)
-            return
-        tokens = np.concatenate([book.tokens[offset:] for book, offset in self._buffered_books])
-        self._block = tokens[: count * length + 1]
-        self._order = permute(np.arange(count), count, self.seed, position.position)
-        self._start = position.position
-        self._release_books(count * length)
-        book, offset = self._buffered_books[0]
-        self.block_positions.append(
-            StreamPosition(
-                position.position + count,
-                position.epoch,
-                book.partition,
-                book.source,
-                book.book,
-                offset,
-                _hash(book.tokens),
-            )
-        )
+    def check_lengths(self, context_length: int, cycle: Cycle, manifest: Manifest) -> None:
+        """Nothing: lengths are known once the books are read."""
 
-    def _release_books(self, tokens: int) -> None:
-        """Release the block's books, but for its last token, which is also the first token of the next block."""
-        while tokens >= len(self._buffered_books[0][0].tokens) - self._buffered_books[0][1]:
-            book, offset = self._buffered_books.popleft()
-            tokens -= len(book.tokens) - offset
-        book, offset = self._buffered_books[0]
-        self._buffered_books[0] = (book, offset + tokens)
+    def check_enough_tokens(self, global_batch: int, context_length: int, manifest: Manifest) -> None:
+        """Nothing: the books are read as often as needed."""
 
-    def _next_epoch(self, position: StreamPosition, size: int) -> None:
-        """Begin the books again in another order; the rest of this epoch does not fill a window and is left out."""
-        if not position.book:
-            raise UserError(
-                f"--stream: the books have {size:,} tokens for training, and one window needs "
-                f"{self.context_length + 1:,}. Add more books, or use a shorter context length."
-            )
-        self.block_positions[-1] = StreamPosition(position.position, position.epoch + 1)
-        self._buffered_books.clear()
-        self._books = None
+    def producing_run(self) -> None:
+        """Always None: books are no run's output."""
 
-    def _books_from(self, position: StreamPosition) -> Iterator[tuple[EncodedBook, int]]:
-        """Books, starting at ``position``, each with the token to begin at.
+    def check_reachable(self, host: str) -> None:
+        """Nothing: Ray reads the books where they are."""
 
-        Raises ``UserError`` when the book of ``position`` is no longer what it was.
-        """
-        books = self._read(position.epoch, position.partition)
-        if position.book:
-            first_book = next((book for book in books if book.book == position.book), None)
-            if first_book is None or _hash(first_book.tokens) != position.tokens_hash:
-                state = "can no longer be read from" if first_book is None else "has changed in"
-                raise UserError(
-                    f"--stream: the book {position.book}, within which the checkpoint continues, {state} "
-                    f"{position.source}. Restore it, or start a new run with --name."
-                )
-            yield first_book, position.offset
-        for book in books:
-            yield book, 0
+    def download(self) -> None:
+        """Nothing: the books are read during the run."""
+
+    def open(
+        self,
+        model: ModelSpec,
+        batch: BatchConfig,
+        cycle: Cycle,
+        on_download: Callable[[Manifest, int], None] = lambda manifest, number: None,
+    ) -> "StreamData":
+        return StreamData(self.stream, model.context_length, batch, cycle)
 
 
 class StreamData:
     """The data of a run with ``--stream``. Raises ``UserError`` when too little is held out for validation."""
 
-    def __init__(self, config: TrainConfig, stream: Stream) -> None:
-        length = config.model.context_length
+    def __init__(self, stream: Stream, context_length: int, batch: BatchConfig, cycle: Cycle) -> None:
+        length = context_length
         self.stream = stream
-        self.windows = StreamWindows(self._read, length, config.dataset.seed)
+        self.windows = StreamWindows(self._read, length, stream.seed)
         self.validation = None
         self.epoch_windows = None
         self.books = self.tokens = self.chars = 0
@@ -164,14 +84,14 @@ class StreamData:
         self.encoded_on: Counter[str] = Counter()
         """Tokens by the machine that encoded them."""
         held_out = []
-        if config.duration.cycle.val:
-            held_out = self.stream.validation_books(config.duration.cycle.val * config.step_tokens + 1)
+        if cycle.val:
+            held_out = self.stream.validation_books(cycle.val * batch.global_batch * length + 1)
             tokens = np.concatenate([book.tokens for book in held_out] or [np.zeros(0, np.uint16)])
             if len(tokens) <= length:
                 raise UserError(
                     f"--stream: the validation books have {len(tokens):,} tokens, and one window needs {length + 1:,}"
                     f"{_format_first_drop(held_out)}. Add more books, or turn validation off "
-                    f"(--cycle {config.duration.cycle.train}+0)."
+                    f"(--cycle {cycle.train}+0)."
                 )
             self.validation = Windows([tokens], length, VALIDATION_SEED, split="val")
         self._held_out = held_out
@@ -194,6 +114,10 @@ class StreamData:
                 f"--stream has no book that can be used for training{_format_first_drop([first])}. Use other books, or "
                 "change how they are read."
             )
+
+    @property
+    def tokenizer(self) -> Tokenizer:
+        return load_by_hash(self.stream.tokenizer_sha256, self.stream.settings.tokenizer)
 
     @property
     def manifest(self) -> Manifest:
@@ -221,8 +145,32 @@ class StreamData:
             self.windows.load_state_dict(StreamPosition(**state_dict))
 
 
-def _hash(tokens: np.ndarray) -> str:
-    return xxhash.xxh3_64_hexdigest(np.ascontiguousarray(tokens).data)
+def estimate_manifest(
+    stream: Stream, book_tokens: float | None = None, held_out: Sequence[EncodedBook] = ()
+) -> Manifest:
+    """The manifest of a stream: its fingerprint, and an epoch's totals as estimated from the size of its sources.
+
+    ``book_tokens`` is the mean length of a book, from which the number of books is estimated; without it, every file
+    counts as one.
+    """
+    summary = stream.inventory.summary()
+    tokens = max(1, summary["bytes"] // BYTES_PER_TOKEN)
+    books = tokens / book_tokens if book_tokens else summary["files"]
+    usable_books = [book for book in held_out if not book.dropped]
+    val = {
+        "books": len(usable_books),
+        "tokens": sum(len(b.tokens) for b in usable_books),
+        "chars": sum(b.chars for b in usable_books),
+    }
+    return Manifest(
+        config=stream.settings.identity(),
+        tokenizer_sha256=stream.tokenizer_sha256,
+        shards=[],
+        inputs=summary,
+        report={},
+        fingerprint=stream.fingerprint,
+        splits={"train": {"books": round(books), "tokens": tokens}, "val": val},
+    )
 
 
 def _format_first_drop(books: Sequence[EncodedBook]) -> str:

@@ -10,7 +10,6 @@ from typing import Any
 
 from infra.errors import UserError
 from train.config import ResolvedConfig
-from train.estimate.flops import executed_flops_per_token
 from train.estimate.memory import peak_if_known, predict_peak
 
 
@@ -23,7 +22,7 @@ class MemorySaving:
     peak: int
     """Predicted peak memory with the flags, in bytes."""
     arithmetic: float
-    """Additional FLOPs that the device executes, as a fraction, by :func:`train.estimate.flops.hardware_flops`."""
+    """Additional FLOPs that the device executes, as a fraction, by ``executed_flops_per_token`` of the model."""
     cost: str
     """The cost in speed as a text."""
 
@@ -40,7 +39,7 @@ def find_memory_savings(config: ResolvedConfig) -> list[MemorySaving]:
     checkpointing, which repeats element-wise operations.
     """
     current_peak = predict_peak(config).total
-    current_flops = executed_flops_per_token(config.model, config.execution.checkpointing)
+    current_flops = config.model.executed_flops_per_token(config.execution.checkpointing)
     ranked_changes = []
     for settings in _candidates(config):
         try:
@@ -50,7 +49,7 @@ def find_memory_savings(config: ResolvedConfig) -> list[MemorySaving]:
         breakdown = peak_if_known(changed)
         if breakdown is None:  # The memory of a custom model is only known for settings that were probed.
             continue
-        additional_flops = executed_flops_per_token(changed.model, changed.execution.checkpointing) / current_flops - 1
+        additional_flops = changed.model.executed_flops_per_token(changed.execution.checkpointing) / current_flops - 1
         flags = tuple(f"--{name.replace('_', '-')} {value}" for name, value in settings.items())
         if breakdown.total < current_peak:
             repeats_elementwise = settings.get("checkpointing") == "selective"

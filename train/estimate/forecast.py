@@ -8,19 +8,16 @@ import torch
 from infra.cli.units import GB, format_duration, format_size
 from infra.errors import UserError
 from pipeline.shards import read_manifest
-from train.config import HALF_PRECISIONS, Precision, ResolvedConfig
-from train.custom_model import CustomModel
-from train.estimate import flops
+from train.config import Precision, ResolvedConfig
+from train.estimate.estimates import estimates_of
 from train.estimate.memory import (
     largest_micro_batch,
     largest_unconstrained_micro_batch,
     margin,
     predict_peak,
-    published_activations,
 )
 from train.estimate.tiles import MULTIPROCESSORS, products, warnings
-from train.model_config import AnyModel
-from train.models.gpt2 import GPT
+from train.model_config import ModelSpec
 
 CHINCHILLA = 20
 """Compute-optimal number of training tokens per parameter (arXiv 2203.15556, table 3)."""
@@ -30,34 +27,14 @@ BAR_WIDTH = 40
 Rows = list[tuple[str, str]]
 
 
-def parameter_rows(model: AnyModel) -> Rows:
-    total = flops.parameters(model)
-    if isinstance(model, CustomModel):
-        blocks = model.model_info.blocks
-        names = ", ".join(blocks) or "none, so blocks can be neither recomputed nor compiled separately"
-        return [("repeated blocks", names), ("total", f"[bold]{total:,}[/bold]")]
-    with torch.device("meta"):
-        gpt2 = GPT(model)
-
-    def size(module: torch.nn.Module) -> int:
-        return sum(p.numel() for p in module.parameters())
-
-    blocks = size(gpt2.blocks)
-    rows = [
-        ("token embedding", f"{size(gpt2.token_embedding):,}" + (" (shared with the head)" if model.tied else "")),
-        ("position embedding", f"{size(gpt2.position_embedding):,}"),
-        (f"{model.layers} blocks", f"{blocks:,} ({blocks // model.layers:,} each)"),
-        ("final norm", f"{size(gpt2.norm):,}"),
-    ]
-    if not model.tied:
-        rows.append(("head", f"{size(gpt2.head):,}"))
-    return [*rows, ("total", f"[bold]{total:,}[/bold]")]
+def parameter_rows(model: ModelSpec) -> Rows:
+    return [*model.parameter_rows(), ("total", f"[bold]{model.parameters:,}[/bold]")]
 
 
 def memory_rows(config: ResolvedConfig) -> Rows:
     """Predicted peak memory by part, with bars."""
     breakdown = predict_peak(config)
-    formula = activation_formula(config.model, config.batch.micro_batch, config.execution.precision)
+    formula = estimates_of(config.model).activation_formula(config.batch.micro_batch, config.execution.precision)
     rows = [
         (part, f"{size / GB:8.3f} GB  {'█' * round(BAR_WIDTH * size / breakdown.total)}")
         for part, size in breakdown.parts().items()
@@ -69,15 +46,6 @@ def memory_rows(config: ResolvedConfig) -> Rows:
         ("peak", f"{breakdown.moment}; {breakdown.allocated / GB:.3f} GB in torch's allocator"),
         *([("published formula", f"{formula[0] / GB:8.3f} GB  for activations: {formula[1]}")] if formula else []),
     ]
-
-
-def activation_formula(model: AnyModel, micro_batch: int, precision: Precision) -> tuple[int, str] | None:
-    """Returns: (bytes of the blocks' activations as published, the formula as a text); None for a custom model."""
-    if isinstance(model, CustomModel):
-        return None
-    factor = "" if precision in HALF_PRECISIONS else "2"
-    text = f"{model.layers} x {factor}sbh(34 + 5as/h), Korthikanti et al. 2022, storing dropout and scores"
-    return published_activations(model, micro_batch, precision), text
 
 
 def limit_rows(config: ResolvedConfig, limit: int | None) -> Rows:
@@ -120,20 +88,20 @@ def _memory_saving_variants(config: ResolvedConfig) -> list[tuple[str, ResolvedC
     return variants
 
 
-def arithmetic_rows(model: AnyModel, step_tokens: int, total_steps: int | None) -> Rows:
-    counts = flops.formulas(model)
+def arithmetic_rows(model: ModelSpec, step_tokens: int, total_steps: int | None) -> Rows:
+    counts = model.flops_formulas()
     rows = [(count.name, f"{count.flops / 1e6:,.1f} MFLOP per token: {count.text}") for count in counts]
     if total_steps is not None:
-        total = flops.model_flops_per_token(model) * total_steps * step_tokens
+        total = model.flops_per_token * total_steps * step_tokens
         rows.append(
             (f"{total_steps:,} steps", f"{total:.3e} FLOP = {petaflop_days(total):.4g} PF-days ({counts[0].name})")
         )
     return rows
 
 
-def tile_rows(model: AnyModel, micro_batch: int, precision: Precision, gpu_name: str | None = None) -> Rows:
+def tile_rows(model: ModelSpec, micro_batch: int, precision: Precision, gpu_name: str | None = None) -> Rows:
     """Wasted fractions by matrix product, with warnings, for the GPU ``gpu_name``, this machine's GPU, or an A100."""
-    if isinstance(model, CustomModel):
+    if not model.matrices:
         return [("matrix products", "unknown for a custom model")]
     name = next((name for name in MULTIPROCESSORS if name in (gpu_name or "A100")), None)
     if name is None:
@@ -167,9 +135,9 @@ def time_rows(config: ResolvedConfig, tokens_per_second: float | None, price: fl
         amounts.append(("epoch", tokens))
     if config.total_steps is not None:
         amounts.append(("planned run", config.total_steps * config.step_tokens))
-    amounts.append((f"Chinchilla ({CHINCHILLA} tokens per parameter)", CHINCHILLA * flops.parameters(config.model)))
+    amounts.append((f"Chinchilla ({CHINCHILLA} tokens per parameter)", CHINCHILLA * config.model.parameters))
     for name, amount in amounts:
-        text = f"{amount:,} tokens, {petaflop_days(flops.model_flops_per_token(config.model) * amount):.3g} PF-days"
+        text = f"{amount:,} tokens, {petaflop_days(config.model.flops_per_token * amount):.3g} PF-days"
         if tokens:
             text += f", {amount / tokens:.3g} epochs"
         if tokens_per_second:

@@ -1,339 +1,37 @@
-"""Predicted peak memory by part, and the largest batch that fits.
+"""Predicted peak memory of a run, and the largest batch that fits.
 
-- Eager execution: the formulas add up the tensors that autograd saves, operation by operation, like Korthikanti et al.
-  (arXiv 2205.05198, section 4). They agree with torch's memory tracker.
-- Compiled execution saves as much of a block, because torch's partitioner recomputes element-wise operations, but not
-  the inputs of matrix products in the backward pass, such as the outputs of norms and GELU
-  (``ban_recompute_materialized_backward``; ``is_materialized_backwards`` in torch/_functorch/partitioners.py). It needs
-  less memory in the loss, where Inductor writes the gradient of the logits over them.
-- The order in which Inductor computes gradients determines which of them are in memory together. It was read from the
-  allocator's record of each step (``torch.profiler`` with ``profile_memory``, torch 2.13, CPU).
-
-Both agree with the resident memory of a process on the CPU (tests/benchmarks/memory.py). Memory that formulas cannot
-predict (segment rounding, library workspaces, the context) is learned from probes: see :func:`fit_to_probes`.
+Memory that cannot be predicted (segment rounding, library workspaces, the context) is learned from probes: see
+:func:`fit_to_probes`.
 """
 
 import math
 import statistics
 from bisect import bisect
 from collections.abc import Sequence
-from dataclasses import dataclass, fields
-from functools import cache
 
-from train.config import HALF_PRECISIONS, WHOLE_GRAPH, Attention, Batch, Execution, Optimizer, Precision, ResolvedConfig
-from train.custom_model import CustomModel
-from train.estimate.flops import matmul_parameters, recomputed_blocks
-from train.estimate.probe import cached_fit, measure_fit
-from train.model_config import ModelConfig
-from train.models.gpt2 import parameter_count
-from train.models.loss import chunk_count
-from train.models.recompute import BUDGET
+from train.config import Execution, ResolvedConfig
+from train.estimate.breakdown import MemoryBreakdown
+from train.estimate.estimates import estimates_of
 
-WORKSPACE = {"cuda": 32 * 2**20, "cpu": 0}
-"""Bytes of cuBLAS's workspaces. By torch's default there are two, of 8 MiB each, and of 32 MiB on Hopper."""
-CONTEXT = {"cuda": 500 * 2**20, "cpu": 600 * 2**20}
-"""Bytes outside the allocator: the CUDA context and kernels; on the CPU the interpreter with torch, Ray and MLflow."""
 MARGIN = {"cuda": 0.03, "cpu": 0.05}
 """Safety margin as a fraction of the predicted peak. On a GPU it is the largest error of the predicted reserved memory
 (tests/benchmarks/records/memory-cuda.json)."""
 FIXED_SEGMENTS = 0.2
 """Safety margin on a GPU without expandable segments, whose fragmentation has no formula."""
-LOSS = "the loss's backward pass"
-"""The moment when the logits are in memory."""
-
-
-_parameters = cache(parameter_count)  # A search predicts the memory of the same model hundreds of times.
-
-
-@dataclass(frozen=True)
-class MemoryBreakdown:
-    """Bytes at the moment of peak memory, by part."""
-
-    weights: int
-    gradients: int
-    optimizer: int
-    casts: int
-    """16-bit copies of the weights, which the backward pass needs."""
-    activations: int
-    logits: int
-    """Logits, their gradient, and the loss's intermediate results."""
-    working: int
-    """Temporary results of the current block or of the optimizer."""
-    workspace: int
-    unused: int
-    """Memory that torch's allocator reserves but cannot use."""
-    context: int
-    moment: str
-    """The moment at which the peak occurs, as a noun phrase."""
-
-    @property
-    def total(self) -> int:
-        """Memory of the process on the device."""
-        return sum(self.parts().values())
-
-    @property
-    def allocated(self) -> int:
-        """Memory that torch's allocator has allocated to tensors."""
-        return self.reserved - self.unused
-
-    @property
-    def reserved(self) -> int:
-        """Memory that torch's allocator has reserved on the device, with expandable segments on a GPU."""
-        return self.total - self.context
-
-    def parts(self) -> dict[str, int]:
-        """Bytes by the part's name, in the order of a table."""
-        return {field.name: getattr(self, field.name) for field in fields(self) if field.name != "moment"}
-
-
-@dataclass(frozen=True)
-class BytesPerToken:
-    """Bytes in memory per token."""
-
-    block: float
-    """Activations of one block that its backward pass needs."""
-    saved: float
-    """Activations of one block that are saved until its backward pass; less than ``block`` with checkpointing."""
-    working: float
-    """Temporary gradients during a block's backward pass, minus the memory that it has freed by then."""
-    head_inputs: float
-    """The final norm's input, the head's input with its gradient in the fused loss, and the token ids."""
-    loss: float
-    """Logits and intermediate results of the loss, for a token in the current chunk."""
 
 
 def peak_if_known(config: ResolvedConfig) -> MemoryBreakdown | None:
-    """:func:`predict_peak` if it needs no measurement; None for a custom model that has not been measured."""
-    if isinstance(config.model, CustomModel) and cached_fit(config) is None:
-        return None
-    return predict_peak(config)
+    """:func:`predict_peak` if it needs no measurement; None for a model whose memory must be measured first."""
+    return predict_peak(config) if estimates_of(config.model).is_memory_known(config) else None
 
 
 def predict_peak(config: ResolvedConfig) -> MemoryBreakdown:
-    """The peak of a resolved ``config`` on one worker by part, from formulas alone, without using a device.
+    """The peak of a resolved ``config`` on one worker by part.
 
-    The peak of a custom model is measured (:mod:`train.estimate.probe`), which takes seconds once for all
-    micro-batches.
+    Formulas predict it without using a device. If the model has no formulas, it is measured, which takes seconds once
+    for all micro-batches.
     """
-    return _of_line(config) if isinstance(config.model, CustomModel) else _of_formulas(config)
-
-
-def _of_line(config: ResolvedConfig) -> MemoryBreakdown:
-    fit = measure_fit(config)
-    state = fit.weights + fit.gradients + fit.optimizer
-    return MemoryBreakdown(
-        weights=fit.weights, gradients=fit.gradients, optimizer=fit.optimizer, casts=0,
-        activations=fit.peak(config.batch.micro_batch) - state, logits=0, working=0, workspace=0, unused=0,
-        context=CONTEXT[config.execution.device], moment="the peak of two measured steps",
-    )  # fmt: skip
-
-
-def _of_formulas(config: ResolvedConfig) -> MemoryBreakdown:
-    kind, model = config.execution.device, config.gpt2_config
-    assert "auto" not in (kind, config.execution.precision, config.execution.compile, config.execution.loss), (
-        "memory can only be predicted for a resolved config"
-    )
-    moments = _moments(config.gpt2_config, config.batch, config.execution, config.optimization.optimizer)
-    moment = max(moments, key=lambda name: sum(moments[name]))
-    gradients, casts, activations, logits, working = (round(size) for size in moments[moment])
-    # In eager execution the logits in 16 bits and their copy in fp32 leave room for one and a half of the latter. The
-    # gradient of the log-softmax takes one, and that of the logits does not fit into the rest.
-    execution, micro_batch = config.execution, config.batch.micro_batch
-    has_logits = not _pieces(model.context_length, micro_batch, execution)
-    eager = execution.compile == "off" and _half(execution.precision) and has_logits
-    hole = kind == "cuda" and eager and moment == LOSS
-    parameters, shards = _parameters(model), _shards(config.batch.workers, config.execution.shard)
-    return MemoryBreakdown(
-        weights=_weight_bytes(config.optimization.optimizer) * parameters // shards,
-        gradients=gradients,
-        optimizer=optimizer_bytes(config.gpt2_config, config.optimization.optimizer, parameters) // shards,
-        casts=casts,
-        activations=activations,
-        logits=logits,
-        working=working,
-        workspace=WORKSPACE[kind],
-        unused=2 * config.batch.micro_batch * model.context_length * model.padded_vocab_size if hole else 0,
-        context=CONTEXT[kind],
-        moment=moment,
-    )
-
-
-def _moments(
-    model: ModelConfig, batch: Batch, execution: Execution, optimizer: Optimizer
-) -> dict[str, tuple[float, float, float, float, float]]:
-    """Bytes of (gradients, casts, activations, logits, working results) at each moment that can be the peak."""
-    layers = model.layers
-    head_parameters = model.padded_vocab_size * model.width
-    tokens = batch.micro_batch * model.context_length
-    chunks = _pieces(model.context_length, batch.micro_batch, execution)
-    sizes = token_sizes(model, batch.micro_batch, execution, execution.device)
-    one, shards = _weight_bytes(optimizer), _shards(batch.workers, execution.shard)
-    all_gradients = one * _parameters(model) // shards
-    cast = 2 if _half(execution.precision) and one == 4 else 0
-    # With full checkpointing autocast's copies and the mask are remade for each block, and freed with it.
-    remade = execution.checkpointing == "full"
-    block_casts = cast * (matmul_parameters(model) - head_parameters)
-    if execution.compile == "blocks" and execution.device == "cuda":  # which casts the last of a block's weights again
-        block_casts = block_casts * 2 // 3
-    casts = block_casts * (layers - recomputed_blocks(model, execution.checkpointing)) // layers
-    mask = model.context_length**2 * _materialises(model, execution.attention, execution.device)
-    accumulated = all_gradients if batch.accumulation > 1 else 0
-    whole, alone = execution.compile in WHOLE_GRAPH, execution.compile == "blocks"
-    # The whole graph keeps the position embeddings to compute the sum of both embeddings again.
-    positions = 4 * model.context_length * model.width * whole
-    saved = positions + layers * (tokens * sizes.saved + (0 if remade else mask))
-    again = tokens * (sizes.block - sizes.saved) + (mask if remade else 0)
-    if execution.checkpointing == "alternate":  # whose last block is recomputed only where the number of blocks is odd
-        again *= layers / recomputed_blocks(model, execution.checkpointing) * (layers % 2)
-    head, head_cast = one * head_parameters, cast * head_parameters
-    product = 2 if _half(execution.precision) else 4
-    logits = tokens * sizes.loss / max(1, chunks)
-    # The fused loss accumulates the head's gradient in fp32 while it computes, and in 16 bits also a piece's share.
-    summed = 4 * head_parameters if chunks else 0
-    if chunks and product == 2:
-        logits = max(logits, tokens * product * model.padded_vocab_size / chunks + product * head_parameters)
-    # A tied head's gradient waits for the embedding's; autograd adds the two, and both to what has been accumulated.
-    # The fused loss's is a tensor of its own, to which the embedding's is added in place (can_accumulate_inplace in
-    # torch/csrc/autograd/input_buffer.cpp).
-    waiting = head if model.tied or not accumulated else 0
-    sums = head * ((1 if chunks else 2) * model.tied + bool(accumulated))
-    at_the_end = all_gradients
-    if whole:  # whose gradients come all at once, and the embedding's within
-        sums, at_the_end = head * model.tied, all_gradients + accumulated
-    # Inductor computes a tied head's gradient last, in one operation that adds it to the embedding's.
-    late = whole and not chunks and model.tied and product == one
-    kept_logits = tokens * product * (model.padded_vocab_size + model.width) * late
-    if late:
-        waiting = 0
-    # The gradients of the other blocks, where they do not go into what is accumulated.
-    matrices = 12 * model.width**2
-    others = (layers - 1) * one * matrices // shards if whole or not accumulated else 0
-    # The gradient of the feed-forward half's second weight is computed while all of its block's activations are kept.
-    # In a block compiled alone Inductor computes the weights' gradients last, when more than they take has been freed.
-    second = 0 if alone else product * matrices // 3
-    # A compiled loss holds the gradients of the logits and of the head at once, but where the latter comes last.
-    beside = product * head_parameters if (alone or whole) and not chunks and not late else 0
-
-    return {
-        LOSS: (
-            accumulated + summed, casts + head_cast, saved + tokens * sizes.head_inputs, logits, beside,
-        ),
-        "the scaling of the loss's gradients": (
-            accumulated + summed, casts, saved + tokens * sizes.head_inputs, 0, summed * (not whole),
-        ),
-        "the last block's backward pass": (
-            accumulated + waiting, casts, saved + again, kept_logits, tokens * sizes.working + second,
-        ),
-        "the first block's backward pass": (
-            accumulated + waiting + others, casts, positions + tokens * sizes.block + mask, kept_logits,
-            tokens * sizes.working + second,
-        ),
-        "the embeddings' backward pass": (
-            at_the_end, 0, 0, kept_logits, sums,
-        ),
-        "the optimizer's step": (
-            all_gradients, 0, 0, 0, all_gradients if optimizer == "adamw" else 0,
-        ),
-    }  # fmt: skip
-
-
-def _weight_bytes(optimizer: Optimizer) -> int:
-    """Bytes of a weight, which are also those of its gradient."""
-    return 2 if optimizer == "adamw-bf16" else 4
-
-
-def _shards(workers: int, shard: bool) -> int:
-    """Number of workers among which weights, gradients and the optimizer's state are sharded."""
-    return workers if shard else 1
-
-
-def token_sizes(model: ModelConfig, micro_batch: int, execution: Execution, kind: str) -> BytesPerToken:
-    """Bytes per token. The residual stream is fp32 unless all activations are bf16."""
-    width, scores = model.width, model.heads * model.context_length
-    half, eager = _half(execution.precision), execution.compile == "off"
-    fused = _pieces(model.context_length, micro_batch, execution) > 0
-    product = 2 if half else 4
-    stream = 2 if execution.precision == "bf16-activations" else 4
-    matmuls = product * width * (3 + 1 + 4)  # queries, keys, values; attention's output; the wide layer's output
-    # Each norm keeps its input, a mean and a deviation; in a block compiled alone the second keeps what is added.
-    norms = stream * width + (product if execution.compile == "blocks" else stream) * width + 16
-    between = product * width * (1 + 1 + 4)  # the outputs of norms and GELU, inputs of the products after them
-    attention, attention_working = 4.0 * model.heads, 0.0  # flash keeps the logarithm of each row's sum
-    noise = 1 if kind == "cuda" else product  # CUDA's dropout keeps a mask of bytes, the CPU's a mask of factors
-    dropped = (2 * width * noise) if model.dropout else 0
-    if _materialises(model, execution.attention, kind):
-        softmax = 4 + 2 if kind == "cuda" and half else product  # autocast's softmax is fp32 on CUDA
-        attention = scores * (softmax + (noise + product if model.dropout else 0))
-        # The scores' gradients, less what the feed-forward half has freed by then.
-        attention_working = product * (2 * scores - 9 * width)
-    block = matmuls + norms + between + attention + dropped
-    again = recomputed_blocks(model, execution.checkpointing)
-    saved = {
-        "none": block,
-        "alternate": (again * stream * width + (model.layers - again) * block) / model.layers,  # on average
-        "full": stream * width,
-        "selective": stream * width + matmuls + 2 * product * width,  # and both projections' outputs
-        "budget": BUDGET * block + (1 - BUDGET) * stream * width,
-    }[execution.checkpointing]
-    if execution.checkpointing == "selective" and _materialises(model, execution.attention, kind):
-        saved -= product * width
-    # GELU's gradient comes in and goes out, where eager execution has freed the input of the product after it and
-    # compiled code writes one over the other.
-    block_working = stream * width + 4 * width * product
-    if execution.compile == "blocks":
-        # What enters the block and its sum with the second norm's; the gradients of the second norm's and of
-        # attention's output, of queries, keys and values; and GELU's in the place of its input.
-        block_working = 2 * stream * width + 5 * width * product
-    embedding = (1 if kind == "cuda" else 4) * width if model.dropout else 0
-    head_input, logits = product, 12 if eager else product
-    if fused:
-        head_input += product  # its gradient
-        if eager:
-            head_input += stream if stream != product else 0  # what the norm gave, before it was cast
-            # In addition to a piece's logits their log-softmax in fp32 and, of bf16, a copy in fp32 that it is computed
-            # from: only CUDA's kernel for fp16 reads 16 bits and writes 32.
-            logits = product + 4 + (4 if half and execution.precision != "fp16" else 0)
-    return BytesPerToken(
-        block=block,
-        saved=saved,
-        working=max(block_working, attention_working),
-        head_inputs=stream * width + head_input * width + 16 + embedding,
-        loss=model.padded_vocab_size * logits,
-    )
-
-
-def published_activations(model: ModelConfig, micro_batch: int, precision: Precision) -> int:
-    """Bytes of the blocks' activations by the formula of Korthikanti et al. (arXiv 2205.05198, equation 1).
-
-    sbh(34 + 5as/h) for a block in 16 bits (s: context length, b: micro-batch, h: width, a: heads), and twice that in
-    32 bits. It includes dropout and the T x T matrix, without recomputation.
-    """
-    size = 1 if _half(precision) else 2
-    length, width = model.context_length, model.width
-    return round(size * model.layers * length * micro_batch * width * (34 + 5 * model.heads * length / width))
-
-
-def optimizer_bytes(model: ModelConfig, optimizer: Optimizer, parameters: int) -> int:
-    """Bytes of the optimizer's state for this number of parameters."""
-    matrices = model.layers * 12 * model.width**2
-    bytes_per_parameter = {"adamw": 8, "adamw-fused": 8, "adamw-8bit": 2, "adamw-bf16": 4, "adafactor": 0}
-    if optimizer == "muon":  # One momentum for the blocks' matrices, AdamW's two moments for the others.
-        return 4 * matrices + 8 * (parameters - matrices)
-    return bytes_per_parameter[optimizer] * parameters
-
-
-def _pieces(context_length: int, micro_batch: int, execution: Execution) -> int:
-    """Number of chunks of the fused loss; 0 for the plain loss."""
-    return chunk_count(execution.loss, execution.loss_chunks, micro_batch * context_length)
-
-
-def _materialises(model: ModelConfig, attention: Attention, kind: str) -> bool:
-    """Whether the T x T matrix is written to memory; on a CPU torch's fused kernel does not support dropout."""
-    return attention == "manual" or (kind == "cpu" and model.dropout > 0)
-
-
-def _half(precision: Precision) -> bool:
-    return precision in HALF_PRECISIONS
+    return estimates_of(config.model).predict_peak(config)
 
 
 def fit_to_probes(predicted: float, probes: Sequence[tuple[float, float]]) -> float:

@@ -8,8 +8,7 @@ from typing import Any, NamedTuple
 
 from infra.ceilings import matmul_rate_of, read_record
 from train.config import Batch, Execution
-from train.estimate import flops
-from train.model_config import AnyModel
+from train.model_config import ModelSpec
 
 
 class Exchange(NamedTuple):
@@ -24,10 +23,10 @@ class Exchange(NamedTuple):
     """Part of the step that can overlap with the exchange."""
 
 
-def step_exchange(model: AnyModel, batch: Batch, shard: bool) -> Exchange:
+def step_exchange(model: ModelSpec, batch: Batch, shard: bool) -> Exchange:
     """The exchange of a worker in a step, with 4 bytes for each weight and gradient."""
-    crossing_bytes = (batch.workers - 1) / batch.workers * 4 * flops.parameters(model)
-    micro_batch = flops.model_flops_per_token(model) * batch.micro_batch * model.context_length
+    crossing_bytes = (batch.workers - 1) / batch.workers * 4 * model.parameters
+    micro_batch = model.flops_per_token * batch.micro_batch * model.context_length
     if shard:
         return Exchange(
             "weights gathered twice per micro-batch, gradients scattered once (FSDP)",
@@ -43,7 +42,7 @@ def step_exchange(model: AnyModel, batch: Batch, shard: bool) -> Exchange:
     )
 
 
-def network_rows(model: AnyModel, batch: Batch, execution: Execution, doctor_file: str) -> list[tuple[str, str]]:
+def network_rows(model: ModelSpec, batch: Batch, execution: Execution, doctor_file: str) -> list[tuple[str, str]]:
     """Time of a step's exchange at the bandwidth in ``doctor_file``, and the part that arithmetic cannot hide."""
     description, size, overlapping_flops, overlaps_with = step_exchange(model, batch, execution.shard)
     rows = [("exchange per step", f"{size / 1e9:.3g} GB on the bus: {description}")]
@@ -65,7 +64,7 @@ def network_rows(model: AnyModel, batch: Batch, execution: Execution, doctor_fil
     ]
     if seconds <= hidden:
         return [*rows, ("verdict", "not network-bound: the exchange overlaps with arithmetic")]
-    step = flops.model_flops_per_token(model) * batch.global_batch * model.context_length / batch.workers / matmul_rate
+    step = model.flops_per_token * batch.global_batch * model.context_length / batch.workers / matmul_rate
     slowdown = (step + seconds - hidden) / step
     verdict = f"network-bound: a step takes {seconds - hidden:.3g} s longer (x{slowdown:.3g})"
     return [*rows, ("verdict", verdict)]

@@ -1,21 +1,10 @@
-"""Predicted speed of a compiled step on any GPU, by formulas for the bytes and FLOPs of its kernels.
-
-Matrix products and attention are bound by arithmetic, Triton's kernels and the optimizer by memory bandwidth.
-"""
-
-from dataclasses import dataclass
+"""The roofline of a run on any GPU, and the range of speeds to expect from it."""
 
 from infra.errors import UserError
-from train.config import WHOLE_GRAPH, Batch, Execution, Precision
-from train.custom_model import CustomModel
-from train.estimate.flops import matmul_parameters
+from train.config import Batch, Execution
+from train.estimate.estimates import estimates_of
 from train.estimate.gpu_rates import GpuRates
-from train.model_config import AnyModel, ModelConfig
-from train.models.gpt2 import parameter_count
-
-ATTENTION = 0.4
-"""FLOP/s of FlashAttention-2 with heads of width 64, forward and backward, relative to large matrix products: 110 of
-271 TFLOP/s on an A100 (arXiv 2307.08691, section 4.1)."""
+from train.model_config import ModelSpec
 
 REACHED_FRACTION_RANGE = (0.72, 0.81)
 """Fractions of the roofline that compiled training of GPT-2 124M reached on an A100, in the published study of the
@@ -27,28 +16,7 @@ SOURCE = (
 """Origin of :data:`REACHED_FRACTION_RANGE` as a text."""
 
 
-@dataclass(frozen=True)
-class Moved:
-    """Bytes that Triton's kernels read and write in the forward and backward pass of a micro-batch."""
-
-    per_block_token: float
-    """Bytes per block for each token and unit of width: activations, norms, GELU, and their gradients."""
-    per_block_weight: float
-    """Bytes for each weight of a block: casts."""
-    per_logit: float
-    per_head_weight: float
-
-
-MOVED = {"bf16": Moved(130.2, 6.3, 6.2, 32.9), "bf16-activations": Moved(88.5, 6.3, 6.2, 32.3)}
-"""Bytes by precision, for the plain loss in a whole compiled graph, from the kernels that Inductor generates for GPT-2
-124M (tests/benchmarks/records/kernels.json), except for reads that Inductor only counts for the loss's gather."""
-
-UPDATE = 40
-"""Bytes that clipping and a fused AdamW move for each parameter: the weight, its gradient and two moments are read, and
-three of them written; clipping reads the gradient twice and writes it once."""
-
-
-def speed_rows(model: AnyModel, batch: Batch, execution: Execution, gpu_rates: GpuRates) -> list[tuple[str, str]]:
+def speed_rows(model: ModelSpec, batch: Batch, execution: Execution, gpu_rates: GpuRates) -> list[tuple[str, str]]:
     """The roofline of a run at ``gpu_rates``, and the range of speeds to expect, for a table."""
     try:
         roofline = roofline_speed(model, batch, execution, gpu_rates)
@@ -67,30 +35,7 @@ def format_expected_range(roofline: float) -> str:
     return f"{low:,.0f} to {high:,.0f}"
 
 
-def roofline_speed(model: AnyModel, batch: Batch, execution: Execution, gpu_rates: GpuRates) -> float:
-    """Tokens/s at the roofline of one GPU with ``gpu_rates``. Raises ``UserError`` if the formulas do not cover
-    it."""
-    if isinstance(model, CustomModel):
-        raise UserError("The speed is only predicted for GPT-2, because the formulas describe its kernels.")
-    rate = gpu_rates.matmul_rate(execution.precision)
-    is_covered = execution.loss == "plain" and execution.loss_chunks == 1 and execution.checkpointing == "none"
-    is_covered = is_covered and execution.attention != "manual"
-    if not (rate and is_covered and execution.precision in MOVED and execution.compile in WHOLE_GRAPH):
-        raise UserError(
-            "The speed is only predicted for --precision bf16 or bf16-activations with a whole compiled graph and "
-            "--loss plain, without --checkpointing or --attention manual."
-        )
-    tokens = batch.micro_batch * model.context_length
-    products = 6 * matmul_parameters(model) * tokens / rate
-    attention = 6 * model.layers * model.context_length * model.width * tokens / (ATTENTION * rate)
-    update = UPDATE * parameter_count(model) / batch.accumulation
-    moved = triton_bytes(model, batch.micro_batch, execution.precision) + update
-    return tokens / (products + attention + moved / gpu_rates.bandwidth)
-
-
-def triton_bytes(model: ModelConfig, micro_batch: int, precision: Precision) -> float:
-    """Bytes that Triton's kernels read and write for a micro-batch."""
-    rates, tokens = MOVED[precision], micro_batch * model.context_length
-    block = rates.per_block_token * model.width * tokens + rates.per_block_weight * 12 * model.width**2
-    head = rates.per_logit * tokens + rates.per_head_weight * model.width
-    return model.layers * block + model.padded_vocab_size * head
+def roofline_speed(model: ModelSpec, batch: Batch, execution: Execution, gpu_rates: GpuRates) -> float:
+    """Tokens/s at the roofline of one GPU with ``gpu_rates``. Raises ``UserError`` if the model has no formulas, or if
+    they do not cover how it is executed."""
+    return estimates_of(model).roofline_speed(batch, execution, gpu_rates)

@@ -9,7 +9,7 @@ times.
 from dataclasses import dataclass
 
 from train.config import HALF_PRECISIONS, Precision
-from train.model_config import ModelConfig
+from train.model_config import ModelSpec
 
 TILE = (128, 256)
 """Rows and columns of the most efficient tile on A100 and H100."""
@@ -31,16 +31,10 @@ class Waste:
     """Fraction wasted on multiprocessors that are idle in the last wave."""
 
 
-def products(model: ModelConfig, micro_batch: int, multiprocessors: int) -> list[Waste]:
+def products(model: ModelSpec, micro_batch: int, multiprocessors: int) -> list[Waste]:
     """The waste of each matrix product of the forward pass, whose rows are the tokens of a micro-batch."""
     tokens = micro_batch * model.context_length
-    columns = {
-        "queries, keys, values": 3 * model.width,
-        "projections to the width": model.width,
-        "feed-forward up": 4 * model.width,
-        "head": model.padded_vocab_size,
-    }
-    return [_waste(name, tokens, size, multiprocessors) for name, size in columns.items()]
+    return [_waste(name, tokens, columns, multiprocessors) for name, columns in model.matrices.items()]
 
 
 def _waste(name: str, rows: int, columns: int, multiprocessors: int) -> Waste:
@@ -51,22 +45,18 @@ def _waste(name: str, rows: int, columns: int, multiprocessors: int) -> Waste:
     return Waste(name, rows, columns, 1 - used, 1 - tiles / (waves * multiprocessors))
 
 
-def warnings(model: ModelConfig, micro_batch: int, precision: Precision, multiprocessors: int) -> list[str]:
+def warnings(model: ModelSpec, micro_batch: int, precision: Precision, multiprocessors: int) -> list[str]:
     """Sentences about sizes that do not fill tensor cores, tiles or waves; empty if there are none."""
     align = 8 if precision in HALF_PRECISIONS else 4
-    sizes = {
-        "width": model.width, "width of a head": model.width // model.heads,
-        "padded vocabulary": model.padded_vocab_size,
-    }  # fmt: skip
     sentences = [
         f"{name} {size:,} is not a multiple of {align}, which tensor cores need for {precision}"
-        for name, size in sizes.items()
+        for name, size in model.aligned_sizes.items()
         if size % align and precision != "fp32"  # fp32 does not use tensor cores.
     ]
-    if model.padded_vocab_size % 64:
-        padded = -(-model.padded_vocab_size // 64) * 64
+    if model.output_size % 64:
+        padded = -(-model.output_size // 64) * 64
         sentences.append(
-            f"padded vocabulary {model.padded_vocab_size:,} is not a multiple of 64; set padded_vocab_size={padded} in "
+            f"padded vocabulary {model.output_size:,} is not a multiple of 64; set padded_vocab_size={padded} in "
             "--model to fill whole tiles"
         )
     for product in products(model, micro_batch, multiprocessors):

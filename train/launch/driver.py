@@ -100,7 +100,7 @@ def launch(
         fingerprint=run.manifest.fingerprint,
         step=step,
         memory_limit=run.memory_limit,
-        stream=run.stream,
+        source=run.source,
         retries_smaller_batch=config.requested.batch.micro_batch == AUTO,
     )
     if run.is_local:

@@ -6,16 +6,10 @@ from pathlib import Path
 from typing import Any
 
 from infra.storage.directory import StorageDir
-from pipeline.shards import Manifest, read_manifest
-from pipeline.stream import Stream
+from pipeline.shards import Manifest
 from train.config import ResolvedConfig, TrainConfig
-from train.data.source import (
-    check_enough_tokens,
-    check_split_lengths,
-    estimate_manifest,
-    open_stream,
-    with_absolute_paths,
-)
+from train.data.source import DataSource
+from train.data.sources import source_of
 from train.resolved import prepare
 from train.result import RunResult
 from train.run_files.lookup import find_run
@@ -38,7 +32,8 @@ class WorkerJob:
     """The step that the run continues from; 0 is its beginning."""
     memory_limit: int | None = None
     """Bytes that the worker's process may use."""
-    stream: Stream | None = None
+    source: DataSource | None = None
+    """The data as the driver has read them; None to read them here."""
     retries_smaller_batch: bool = False
     """Whether a micro-batch that does not fit is replaced by the next smaller one, because none was asked for."""
     driver_marker: Path | None = None
@@ -72,8 +67,8 @@ class RunPlan:
     memory_limit: int | None = None
     """Bytes that a worker's process may use; more ends the run."""
     address: str | None = None
-    stream: Stream | None = None
-    """Of a run straight from books: its inventory is taken once, here, and the workers get it."""
+    source: DataSource | None = None
+    """The data as far as they have been read here, so that the workers need not list a stream's books again."""
     confirmed: SearchReference | None = None
     """What the search found whose winner this is."""
 
@@ -82,7 +77,7 @@ class RunPlan:
         """Whether it trains in the command's own process: one worker on shards, and no cluster is named."""
         return (
             self.requested.batch.workers == 1
-            and not self.stream
+            and not source_of(self.requested.dataset).reads_on_ray
             and not (self.address or os.environ.get("RAY_ADDRESS"))
         )
 
@@ -90,12 +85,12 @@ class RunPlan:
     def new(cls, config: TrainConfig, run_folder: RunFolder) -> "RunPlan":
         """A run that begins in ``run_folder``, which need not exist. Raises ``UserError`` for data that do not fit
         it."""
-        stream = open_stream(with_absolute_paths(config.dataset)) if config.dataset.stream else None
-        manifest = estimate_manifest(stream) if stream else read_manifest(config.dataset.data)
+        source = source_of(config.dataset).absolute()
+        manifest = source.manifest
         requested = prepare(config, manifest)
-        check_split_lengths(requested.dataset, requested.model.context_length, requested.duration.cycle, manifest)
-        check_enough_tokens(requested.dataset, requested.batch.global_batch, requested.model.context_length, manifest)
-        return cls(requested, manifest, run_folder, stream=stream)
+        source.check_lengths(requested.model.context_length, requested.duration.cycle, manifest)
+        source.check_enough_tokens(requested.batch.global_batch, requested.model.context_length, manifest)
+        return cls(requested, manifest, run_folder, source=source)
 
     @classmethod
     def continued(cls, config: TrainConfig, name: str, out: str) -> "RunPlan":

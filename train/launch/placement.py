@@ -16,7 +16,8 @@ from infra.ray.machines import (
     max_cores_per_worker,
     run_on_nodes,
 )
-from train.config import DatasetConfig, Execution, ExecutionConfig
+from train.config import DatasetConfig, Execution
+from train.data.sources import source_of
 
 READERS = 2
 """Cores that each worker that trains on a stream leaves to Ray Data."""
@@ -66,13 +67,13 @@ def make_scaling_config(dataset: DatasetConfig, execution: Execution, workers: i
         cores = sum(int(node.get("CPU", 0)) for node in nodes.values())
         raise UserError(f"--workers {workers} needs a core for each worker and Ray has {cores}.")
     threads = cores_per_worker
-    if dataset.stream:
+    if source_of(dataset).reads_on_ray:
         cores = sum(int(node.get("CPU", 0)) for node in eligible_nodes().values())
         if cores - workers * cores_per_worker < READERS * workers:
             threads = max(1, cores_per_worker - READERS)
         if cores - workers * threads < workers:
             raise UserError(
-                f"--stream needs another core for reading with each of --workers {workers} and Ray has "
+                f"{dataset.flag} needs another core for reading with each of --workers {workers} and Ray has "
                 f"{cores}: make token shards with 'python -m pipeline.tokenize' and give them with --data."
             )
     return ray.train.ScalingConfig(

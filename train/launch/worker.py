@@ -18,11 +18,10 @@ from infra.device.host import count_oom_kills
 from infra.device.provenance import machine
 from infra.device.telemetry import Telemetry, prefix_node
 from infra.errors import UserError
-from infra.storage.directory import StorageDir
-from pipeline.shards import MANIFEST, Manifest
+from pipeline.shards import Manifest
 from train.config import Cycle, ResolvedConfig
-from train.data.dataset import ShardData
-from train.data.stream import StreamData
+from train.data.source import TrainingData
+from train.data.sources import source_of
 from train.launch.channel import Channel, DriverConnection, EarlierWorkers
 from train.launch.job import WorkerJob, WorkerResult
 from train.loop import memory
@@ -96,16 +95,15 @@ def train_function(loop_config: dict[str, Any]) -> WorkerResult:
             elif nodes.index(node) == rank:  # the first worker of another machine
                 locks.callback(channel.flush)
                 locks.enter_context(Telemetry(sender(channel, host), channel.telemetry_second()))
-            read: list[ShardData | StreamData] = []
+            read: list[TrainingData] = []
 
-            def data() -> ShardData | StreamData:
+            def data() -> TrainingData:
                 read.append(load_data(assignment, channel.print_line if first else lambda text: None))
                 return read[-1]
 
             smaller = assignment.retries_smaller_batch
             result = train_with_retries(run_folder, config, resume, driver, limit, smaller, data, telemetry, too_large)
-            summary = read[-1].summary() if isinstance(read[-1], StreamData) else None
-            ended = WorkerResult(result, summary)
+            ended = WorkerResult(result, read[-1].summary())
         except TooLarge as failure:
             channel.too_large(*failure.args)
             raise RuntimeError(failure.args[1]) from None  # which Ray Train's controller reads without torch
@@ -212,28 +210,24 @@ def combine_refusals(worker_states: Sequence[tuple[str | None, int, str]]) -> st
     return None
 
 
-def load_data(assignment: WorkerJob, say: Callable[[str], Any] = lambda text: None) -> ShardData | StreamData:
+def load_data(assignment: WorkerJob, say: Callable[[str], Any] = lambda text: None) -> TrainingData:
     """The data of a run, which must be those that the driver saw; ``say`` gets lines about what is fetched."""
     config, fingerprint = assignment.config, assignment.fingerprint
-    if assignment.stream:
-        return StreamData(config, assignment.stream)
-    host, data_dir, last_report = socket.gethostname(), StorageDir.of(config.dataset.data), [0.0]
-    if not data_dir.exists(MANIFEST):
-        raise UserError(
-            f"--data {data_dir} is not on {host}, where Ray placed the worker: give object storage, such as --data "
-            "s3://bucket/tokens, or a folder on a disk that all machines share."
-        )
+    source = assignment.source or source_of(config.dataset)
+    host, last_report, named = socket.gethostname(), [0.0], f"{config.dataset.flag} {config.dataset.source}"
+    source.check_reachable(host)
 
     def on_shard(manifest: Manifest, number: int) -> None:
         if number == 0 or time.monotonic() - last_report[0] > FETCHING_SECONDS:
             last_report[0] = time.monotonic()
             size = sum(shard.bytes for shard in manifest.shards)
-            say(f"{host} fetches {data_dir}: {number} of {len(manifest.shards)} shards, {size / 1e6:,.1f} MB in all")
+            total = f"{len(manifest.shards)} shards, {size / 1e6:,.1f} MB in all"
+            say(f"{host} fetches {config.dataset.source}: {number} of {total}")
 
-    data = ShardData(config.dataset, config.model, config.duration.cycle, on_shard)
+    data = source.open(config.model, config.batch, config.duration.cycle, on_shard)
     if data.manifest.fingerprint != fingerprint:
         raise UserError(
-            f"--data {data_dir} on {host}, where Ray placed the worker, has the fingerprint "
+            f"{named} on {host}, where Ray placed the worker, has the fingerprint "
             f"{data.manifest.fingerprint[:12]} and on the driver's machine {fingerprint[:12]}: the data differ."
         )
     return data
@@ -250,7 +244,7 @@ def train_with_retries(
     driver: DriverConnection | None,
     limit: MemoryLimit | None = None,
     tries_smaller: bool = False,
-    data: Callable[[], ShardData | StreamData] | None = None,
+    data: Callable[[], TrainingData] | None = None,
     telemetry: Telemetry | None = None,
     too_large: Sequence[int] = (),
 ) -> RunResult:
@@ -271,7 +265,7 @@ def train_with_retries(
                 resume,
                 driver,
                 limit,
-                data() if data else ShardData(config.dataset, config.model, config.duration.cycle),
+                data() if data else source_of(config.dataset).open(config.model, config.batch, config.duration.cycle),
             )
         except OutOfMemory as failure:
             trainer, result = None, failure.result
@@ -300,7 +294,7 @@ def train_with_retries(
     if telemetry:
         result = replace(result, joules_per_million_tokens=energy(telemetry, trainer, result, start_step))
         result = replace(result, telemetry=trainer.while_training(telemetry))
-    encoded_on = dict(trainer.data.encoded_on) if isinstance(trainer.data, StreamData) else {}
+    encoded_on = dict(trainer.data.encoded_on)
     text = None
     try:
         text = closing_sample(trainer, result)
@@ -321,7 +315,7 @@ def _train_once(
     resume: Path | None,
     driver: DriverConnection | None,
     limit: MemoryLimit | None,
-    data: ShardData | StreamData,
+    data: TrainingData,
 ) -> tuple[Trainer, RunResult]:
     """One run of the loop, with its trainer. Raises ``OutOfMemory`` as the trainer does."""
     if driver is None:  # of another worker than the first, which alone reports and saves

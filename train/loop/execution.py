@@ -4,32 +4,17 @@ import contextlib
 import gc
 import os
 from collections.abc import Callable, Iterator
-from functools import partial
 from pathlib import Path
 from typing import Any
 
 import torch
 from torch import Tensor, nn
-from torch.nn.attention import SDPBackend
 
 from infra.errors import UserError
 from train.config import Device, Execution, Optimizer
-from train.custom_model import CustomModel
-from train.model_config import AnyModel, ModelConfig
-from train.models import custom
-from train.models.attention import (
-    ATTENTION,
-    AttentionFunction,
-    MaskFunction,
-    attention_for_gpu,
-    block_mask,
-    dense_mask,
-    first_supported_kernel,
-    kernel_order,
-)
-from train.models.blocks import repeated_blocks
-from train.models.gpt2 import GPT
-from train.models.hf_weights import load_hf_weights
+from train.model_config import ModelSpec
+from train.models.blocks import LossModel, repeated_blocks
+from train.models.builders import builder_of
 from train.models.recompute import check_budget_supported
 
 AUTOCAST = {"fp16": torch.float16, "bf16": torch.bfloat16}
@@ -57,14 +42,13 @@ def torch_device(device: Device) -> torch.device:
 
 
 def build_model(
-    model_config: AnyModel, execution: Execution, optimizer: Optimizer, seed: int, device: torch.device
+    model_config: ModelSpec, execution: Execution, optimizer: Optimizer, seed: int, device: torch.device
 ) -> Any:
     """The model with random weights by the ``seed``, on ``device``."""
     if execution.checkpointing == "budget":
         check_budget_supported()
     torch.manual_seed(seed)
-    make: Any = _custom if isinstance(model_config, CustomModel) else _gpt
-    model = make(model_config, execution).to(device)
+    model = builder_of(model_config).build(execution).to(device)
     if optimizer == "adamw-bf16":
         model.to(torch.bfloat16)
     if execution.fp8:
@@ -72,90 +56,19 @@ def build_model(
     return model
 
 
-def load_initial_weights(model: Any, model_config: AnyModel) -> None:
-    """Load the weights that a run of ``model_config`` begins with, if they are not random ones."""
-    if isinstance(model_config, ModelConfig) and model_config.start:
-        load_hf_weights(model, Path(model_config.start))
-
-
-def _gpt(model_config: ModelConfig, execution: Execution) -> GPT:
-    return GPT(
-        model_config,
-        attention=_attention(model_config, execution),
-        mask=_mask(model_config, execution),
-        checkpointing=execution.checkpointing,
-        loss=execution.loss,
-        loss_chunks=execution.loss_chunks,
-        activations=torch.bfloat16 if execution.precision == "bf16-activations" else None,
-    )
-
-
-def _custom(model: CustomModel, execution: Execution) -> nn.Module:
-    """A custom model with the switches of its blocks as configured."""
-    attention, chosen = execution.attention, bool(model.info and model.info.attention)
-    kernels: list[SDPBackend] = []
-    if chosen and attention == "manual":
-        kernels = [SDPBackend.MATH]
-    elif chosen and attention != "sdpa":
-        kernels = kernel_order(_attention(model, execution))
-    return custom.with_execution_switches(custom.build_model(model), execution.checkpointing, kernels)
-
-
-def build_inference_model(model_config: AnyModel, mask_books: bool, weights_of: nn.Module | None = None) -> Any:
+def build_inference_model(model_config: ModelSpec, mask_books: bool, weights_of: nn.Module | None = None) -> Any:
     """The model for use after training: eager, with torch's own choice of attention kernel, for texts of any length.
 
     With ``weights_of`` a trained one it has those themselves, not a copy. The training's own execution may not be
     suitable: cuDNN's kernel refuses a single token, a CPU has none of a GPU's kernels, and compiled code would be
     recompiled for every length.
     """
-    if isinstance(model_config, CustomModel):  # which may hold more than its state, such as tables of positions
-        model = custom.build_model(model_config)
-    else:
-        with torch.device("cpu" if weights_of is None else "meta"):
-            model = GPT(model_config, mask=_dense(model_config, mask_books))
+    builder = builder_of(model_config)
+    model = builder.build_for_inference(mask_books=mask_books, has_weights=weights_of is not None)
     if weights_of is not None:
         model.load_state_dict(weights_of.state_dict(), assign=True)
         model.to(next(weights_of.parameters()).device)
     return model.eval()
-
-
-def _attention(model: AnyModel, execution: Execution) -> AttentionFunction:
-    if execution.attention != "auto":
-        return ATTENTION[execution.attention]
-    return attention_for_gpu(torch.cuda.get_device_capability(), model.context_length, masked=execution.mask_books)
-
-
-def attention_kernel(model: AnyModel, execution: Execution, device: torch.device) -> str:
-    """The kernel that computes attention on ``device``: as configured, or the first usable one of the GPU's list."""
-    if isinstance(model, CustomModel):
-        if not (model.info and model.info.attention):
-            return "the model's own"
-        return "math" if execution.attention == "manual" else execution.attention
-    if execution.attention != "auto":
-        return execution.attention
-    length = model.context_length
-    kind = AUTOCAST.get(
-        execution.precision,
-        torch.bfloat16 if execution.precision == "bf16-activations" else torch.float32,
-    )
-    shape = (1, model.heads, length, model.width // model.heads)
-    q = torch.empty(shape, dtype=kind, device=device, requires_grad=True)
-    mask = torch.ones(1, 1, length, length, dtype=torch.bool, device=device) if execution.mask_books else None
-    return first_supported_kernel(_attention(model, execution), q, model.dropout, mask)
-
-
-def _mask(model: AnyModel, execution: Execution) -> MaskFunction:
-    if execution.attention == "flex":
-        return partial(block_mask, end_of_text=_end_of_text(model) if execution.mask_books else None)
-    return _dense(model, execution.mask_books)
-
-
-def _dense(model: AnyModel, mask_books: bool) -> MaskFunction:
-    return partial(dense_mask, end_of_text=_end_of_text(model)) if mask_books else lambda tokens: None
-
-
-def _end_of_text(model: AnyModel) -> int:
-    return model.end_of_text % model.vocab_size
 
 
 def _to_fp8(model: nn.Module) -> None:
@@ -181,7 +94,7 @@ def compile_model(model: nn.Module, execution: Execution) -> Callable[..., Tenso
     if execution.compile == "blocks":
         for block in repeated_blocks(model):
             block.compile(dynamic=False)
-        if isinstance(model, GPT):
+        if isinstance(model, LossModel):
             model.mean_loss = torch.compile(model.mean_loss, dynamic=False)
         return model
     mode, options = MODES.get(execution.compile), OPTIONS.get(execution.compile)

@@ -16,7 +16,7 @@ from train.config import ResolvedConfig
 from train.estimate.memory import peak_if_known
 from train.loop.memory_limit import MemoryLimit
 from train.models import parallel
-from train.models.gpt2 import GPT
+from train.models.blocks import LossModel
 from train.result import MemoryShortage, RunResult
 
 
@@ -48,7 +48,10 @@ def out_of_memory(
 ) -> MemoryShortage:
     """Of a run that ran out of memory by ``failure`` while it was in ``stage``, with what had been built by then."""
     frames = traceback.walk_tb(failure.__traceback__)
-    if any(frame.f_code is GPT.mean_loss.__code__ for frame, _ in frames):  # compiled code has other frames
+    is_loss = isinstance(model, LossModel) and any(
+        frame.f_code is type(model).mean_loss.__code__ for frame, _ in frames
+    )
+    if is_loss:  # Compiled code has other frames.
         stage = f"the loss in {stage}"
     room = limit.usable_bytes if limit else available_bytes(device)
     return MemoryShortage(

@@ -1,4 +1,4 @@
-"""Entry: ``python -m train.loop.probe`` measures the memory of a custom model, for :mod:`train.estimate.probe`.
+"""Entry: ``python -m train.loop.probe`` measures the memory of a custom model, for :mod:`train.estimate.custom`.
 
 It reads the config of the smaller probe from stdin, as JSON, and writes the line between two probes to stdout.
 """
@@ -12,8 +12,7 @@ import torch
 from infra.errors import UserError
 from infra.schema import to_json
 from train.config import ResolvedConfig, config_from_json
-from train.custom_model import CustomModel
-from train.estimate.probe import EXIT_USER_ERROR, MemoryFit
+from train.estimate.custom import EXIT_USER_ERROR, MemoryFit
 from train.loop import memory, oom
 from train.loop.execution import (
     autocast_context,
@@ -23,7 +22,7 @@ from train.loop.execution import (
     enable_large_pages,
     torch_device,
 )
-from train.models import custom
+from train.models.builders import builder_of
 from train.models.optimizer import make_optimizer
 
 STEPS = 2
@@ -56,9 +55,11 @@ def probe(config: ResolvedConfig, larger: int) -> MemoryFit:
                         loss = forward(tokens, tokens)
                     scaler.scale(loss).backward()
                 except Exception as failure:
-                    if not isinstance(config.model, CustomModel) or memory.is_oom_error(failure):
+                    stage = "a step that measures its memory"
+                    error = builder_of(config.model).user_error(stage, failure)
+                    if error is None or memory.is_oom_error(failure):
                         raise
-                    raise custom.model_error(config.model, "a step that measures its memory", failure) from failure
+                    raise error from failure
             held = oom.bytes_by_part(model, optimizer)
             torch.nn.utils.clip_grad_norm_(model.parameters(), config.optimization.clip_norm or 1.0)
             scaler.step(optimizer)

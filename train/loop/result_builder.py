@@ -7,9 +7,7 @@ import torch
 
 from infra.device.hardware import peak_flops
 from train.config import ResolvedConfig
-from train.data.dataset import TrainingData
-from train.data.tokenizer import load_tokenizer
-from train.estimate import flops as flops_formula
+from train.data.source import TrainingData
 from train.estimate.flops import utilization
 from train.loop import memory, throughput
 from train.loop.validation import Text, bits_per, id_counts, perplexity, unigram_loss, window_count
@@ -46,7 +44,7 @@ def build_result(
     one."""
     manifest = data.manifest
     steady = throughput.steady_state(times.steps, config.step_tokens)
-    formula = flops_formula.formulas(config.model)[0]
+    formula = config.model.flops_formulas()[0]
     name = torch.cuda.get_device_name(device) if device.type == "cuda" else "cpu"
     impossible = (
         throughput.implausible_reason(steady, config.model, config.execution, config.batch.workers, name)
@@ -102,15 +100,14 @@ def with_throughput(result: RunResult, config: ResolvedConfig, throughput: Throu
     if throughput is None:
         return replace(result, throughput=None, flops_per_second=None, mfu=None, hfu=None)
     speed, peak = throughput.tokens_per_second, peak_flops(result.device, config.execution.precision)
-    checkpointing = config.execution.checkpointing
-    recomputes = flops_formula.recomputed_blocks(config.model, checkpointing)
-    executed = flops_formula.executed_flops_per_token(config.model, checkpointing) if recomputes else None
+    executed = config.model.executed_flops_per_token(config.execution.checkpointing)
+    recomputes = executed > result.flops_per_token
     return replace(
         result,
         throughput=throughput,
         flops_per_second=speed * result.flops_per_token,
         mfu=utilization(speed, result.flops_per_token, peak, config.batch.workers),
-        hfu=executed and utilization(speed, executed, peak, config.batch.workers),
+        hfu=utilization(speed, executed, peak, config.batch.workers) if recomputes else None,
     )
 
 
@@ -121,7 +118,7 @@ def _held_out_losses(
 
     The first two are None where the tokenizer is not known, all of them without validation.
     """
-    windows, tokenizer = data.validation, load_tokenizer(config.dataset, data.manifest)
+    windows, tokenizer = data.validation, data.tokenizer
     if val_loss is None or windows is None:
         return None, None, None
     counts = id_counts(

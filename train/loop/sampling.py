@@ -16,7 +16,7 @@ from pipeline.encoding.tokenizer import Tokenizer, load_from
 from train.config import config_from_json
 from train.loop.execution import build_inference_model
 from train.loop.trainer import Trainer
-from train.model_config import AnyModel
+from train.model_config import ModelSpec
 from train.result import RunResult
 from train.run_files.checkpoint import WEIGHTS, load_weights
 from train.run_files.progress import find_damage, read_progress
@@ -40,7 +40,7 @@ def load_model(checkpoint: Path) -> tuple[Any, Tokenizer | None]:
 @torch.no_grad()
 def sample(
     model: nn.Module,
-    kind: AnyModel,
+    kind: ModelSpec,
     ids: list[int],
     count: int,
     *,

@@ -9,9 +9,8 @@ from collections.abc import Sequence
 
 from infra.device.hardware import peak_flops
 from train.config import Execution
-from train.estimate import flops
 from train.intervals import FEWEST_BATCHES, anytime_half_width, batch_means, median_interval, warmup_steps
-from train.model_config import AnyModel
+from train.model_config import ModelSpec
 from train.result import Throughput
 
 FEWEST_STEPS = 3
@@ -35,7 +34,7 @@ def steady_state(step_seconds: Sequence[float], step_tokens: int) -> Throughput 
     return Throughput(step_tokens / middle, step_tokens / slow, step_tokens / max(fast, fastest), len(steady), warmup)
 
 
-def implausible_reason(speed: Throughput, model: AnyModel, execution: Execution, workers: int, device: str) -> str:
+def implausible_reason(speed: Throughput, model: ModelSpec, execution: Execution, workers: int, device: str) -> str:
     """Why ``speed`` cannot be that of ``config`` on ``device``; empty where it can, or where no peak is known.
 
     Only what must be computed is counted: half of attention, because it is causal. In 8 bits a GPU has twice the peak.
@@ -44,7 +43,7 @@ def implausible_reason(speed: Throughput, model: AnyModel, execution: Execution,
     if not peak:
         return ""
     reachable = peak * workers * (2 if execution.fp8 else 1)
-    share = speed.tokens_per_second * flops.min_flops_per_token(model) / reachable
+    share = speed.tokens_per_second * model.min_flops_per_token / reachable
     if share <= 1:
         return ""
     return (

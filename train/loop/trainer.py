@@ -19,21 +19,18 @@ from infra.device.telemetry import Telemetry
 from infra.errors import UserError
 from infra.storage.directory import StorageDir
 from train.config import CUDA_GRAPHS, ResolvedConfig
-from train.custom_model import CustomModel
-from train.data.dataset import ShardData, TrainingData
 from train.data.loader import BatchLoader
-from train.data.tokenizer import load_tokenizer
+from train.data.shards import ShardData
+from train.data.source import TrainingData
 from train.loop import memory, oom, timing
 from train.loop.cycle import RunningCycle, close_cycle, divergence_reason, open_cycle, report, step_seconds
 from train.loop.execution import (
-    attention_kernel,
     autocast_context,
     build_model,
     compile_model,
     configure_allocator,
     enable_large_pages,
     gc_disabled,
-    load_initial_weights,
     torch_device,
 )
 from train.loop.memory_limit import MemoryLimit
@@ -41,7 +38,9 @@ from train.loop.oom import OutOfMemory
 from train.loop.result_builder import StepTimes, build_result
 from train.loop.throughput import is_precise
 from train.loop.validation import validate, window_count
-from train.models import custom, parallel
+from train.models import parallel
+from train.models.builders import builder_of
+from train.models.custom import raised_in_forward
 from train.models.optimizer import learning_rate, make_optimizer, set_learning_rate
 from train.models.parallel import Workers
 from train.result import BUILDING, TRAINING, CycleReport, MemoryShortage, Outcome, RunResult
@@ -75,7 +74,7 @@ class Trainer:
         limit: MemoryLimit | None = None,
     ) -> None:
         self.data = data or ShardData(config.dataset, config.model, config.duration.cycle)
-        self.tokenizer = load_tokenizer(config.dataset, self.data.manifest)
+        self.tokenizer = self.data.tokenizer
         self.config = config
         configure_allocator(config.execution.allocator)
         enable_large_pages(config.execution)
@@ -101,7 +100,8 @@ class Trainer:
         """What the loop does, for whoever watches it from another thread, as they may read ``state.step``."""
         self.stage = BUILDING
         """The part of a step, or of what comes before or after one, that the loop is in."""
-        self.attention = attention_kernel(config.model, config.execution, self.device)
+        self.builder = builder_of(config.model)
+        self.attention = self.builder.attention_kernel(config.execution, self.device)
         try:
             self._build()
         except RuntimeError as failure:
@@ -118,13 +118,12 @@ class Trainer:
             config.model, config.execution, config.optimization.optimizer, config.dataset.seed, self.device
         )
         if self.resume_checkpoint is None:
-            load_initial_weights(self.model, config.model)
+            self.builder.load_initial_weights(self.model)
         self.forward = compile_model(self.model, config.execution)
         if config.execution.shard:
             parallel.apply_fsdp(self.model, config.execution.device, config.batch.workers)
         elif self.workers.size > 1:
-            idle = isinstance(config.model, CustomModel) and config.model.model_info.idle
-            self.forward = parallel.apply_ddp(self.forward, self.device, idle)
+            self.forward = parallel.apply_ddp(self.forward, self.device, config.model.has_unused_parameters)
         # The next replay of a CUDA graph overwrites the results of the last one, so gradients need their own memory.
         self.keep_gradients = config.execution.compile in CUDA_GRAPHS or "zero" in config.execution.ablate
         if config.execution.compile in CUDA_GRAPHS:
@@ -158,12 +157,12 @@ class Trainer:
 
     def _raise_model_error(self, failure: Exception) -> None:
         """Raise ``UserError`` where a custom model's own code has failed, and not another worker or this loop."""
-        model = self.config.model
-        if not isinstance(model, CustomModel) or isinstance(failure, UserError) or self.config.execution.shard:
+        if isinstance(failure, UserError) or self.config.execution.shard:
             return
         backward = self.workers.size == 1 and self.stage.startswith(BACKWARD)
-        if backward or custom.raised_in_forward(self.model, failure):
-            raise custom.model_error(model, self.stage, failure) from failure
+        is_models = backward or raised_in_forward(self.model, failure)
+        if is_models and (error := self.builder.user_error(self.stage, failure)):
+            raise error from failure
 
     def _oom_result(self, failure: Exception) -> RunResult:
         """The result of a run that ran out of memory by ``failure``."""

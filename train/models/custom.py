@@ -22,7 +22,7 @@ from torch.utils.flop_counter import FlopCounterMode
 
 from infra.errors import UserError, first_line
 from train.config import Checkpointing
-from train.custom_model import CustomModel, ModelInfo, source_sha256
+from train.model_config.custom import CustomModel, ModelInfo, source_sha256
 from train.models import recompute
 from train.models.blocks import find_block_lists, repeated_blocks
 

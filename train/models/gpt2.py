@@ -15,6 +15,7 @@ from train.config import Checkpointing, Loss
 from train.model_config import ModelConfig
 from train.models import recompute
 from train.models.attention import AttentionFunction, Mask, MaskFunction, sdpa
+from train.models.blocks import LossModel
 from train.models.linear import Linear
 from train.models.loss import chunk_count, fused, plain
 
@@ -77,7 +78,7 @@ class Block(nn.Module):
         return x + self.feed_forward(self.norm_2(x))
 
 
-class GPT(nn.Module):
+class GPT(LossModel):
     """GPT-2. ``forward(tokens, targets)`` returns the mean loss, ``forward(tokens)`` logits (padded vocabulary)."""
 
     def __init__(
@@ -157,14 +158,3 @@ class GPT(nn.Module):
         chunks = chunk_count(self.loss, self.loss_chunks, targets.numel())
         ids = None if self.training else self.config.vocab_size
         return fused(hidden, head, targets, chunks, ids) if chunks else plain(hidden, head, targets, ids)
-
-
-def parameter_count(config: ModelConfig) -> int:
-    """Parameters of the model with its padded vocabulary; a tied head counts once.
-
-    In closed form, because creating the model, even on the meta device, takes a second in every command.
-    """
-    width, norms = config.width, (1 + config.bias) * config.width * (2 * config.layers + 1)
-    block = 12 * width**2 + config.bias * 9 * width
-    embeddings = (config.padded_vocab_size * (1 if config.tied else 2) + config.context_length) * width
-    return embeddings + config.layers * block + norms

@@ -15,7 +15,7 @@ import torch
 from infra.errors import UserError, first_line
 from infra.storage.files import write_json
 from train.config import Cycle, ResolvedConfig
-from train.estimate.forecast import activation_formula
+from train.estimate.estimates import estimates_of
 from train.loop.oom import OutOfMemory
 from train.loop.trainer import Trainer
 from train.profile import memory_timeline
@@ -90,8 +90,8 @@ def record(
         profile, optimizer=config.optimization.optimizer, compiled=compiled, cuda=cuda, attention=attention
     )
     if activations:
-        formula = activation_formula(
-            trainer.config.model, trainer.config.batch.micro_batch, trainer.config.execution.precision
+        formula = estimates_of(trainer.config.model).activation_formula(
+            trainer.config.batch.micro_batch, trainer.config.execution.precision
         )
         predicted = f"; formula for the blocks: {formula[0] / 1e6:,.1f} MB, {formula[1]}" if formula else ""
         sentences.append(f"Activations peak at {activations / 1e6:,.1f} MB{predicted}.")

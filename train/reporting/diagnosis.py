@@ -13,10 +13,9 @@ from dataclasses import replace
 from infra.cli.units import format_size
 from infra.storage.directory import StorageDir
 from train.config import ResolvedConfig
-from train.custom_model import CustomModel
 from train.estimate.advice import MemorySaving, find_memory_savings
 from train.estimate.memory import peak_if_known, predict_peak
-from train.model_config import AnyModel
+from train.model_config import ModelSpec
 from train.result import BUILDING, Diagnosis, MemoryShortage, RunResult
 from train.run_files.lookup import format_resume_command, format_run_command
 
@@ -27,21 +26,21 @@ _TOLERANCE = 0.03
 """Share of a loss within which it does not fall, or is no lower than another."""
 
 
-def first_loss_fault(model: AnyModel, loss: float | None) -> str:
+def first_loss_fault(model: ModelSpec, loss: float | None) -> str:
     """Why the ``loss`` of the first step of a custom model is not a mean over its ids; empty where it can be one."""
     guess = math.log(model.vocab_size)
-    if not isinstance(model, CustomModel) or loss is None or loss <= 2 * guess:
+    if not model.user_code or loss is None or loss <= 2 * guess:
         return ""
     return (
         f"the first loss is {loss:,.1f}, and a guess among {model.vocab_size:,} ids has {guess:.1f}: check that "
-        f"--model {model.callable} returns the mean over all targets and not a sum, and that its initial "
+        f"--model {model.user_code} returns the mean over all targets and not a sum, and that its initial "
         "weights are small"
     )
 
 
-def of_losses(model: AnyModel, result: RunResult) -> Diagnosis | None:
+def of_losses(model: ModelSpec, result: RunResult) -> Diagnosis | None:
     """What the losses of a custom model say is wrong with its code; None where nothing is."""
-    if not isinstance(model, CustomModel):
+    if not model.user_code:
         return None
     rows = list[tuple[str, str]]()
     if fault := first_loss_fault(model, result.first_loss):
@@ -49,12 +48,12 @@ def of_losses(model: AnyModel, result: RunResult) -> Diagnosis | None:
     elif fault := _no_progress(model, result):
         rows.append(("nothing learned", fault))
     if result.val_loss is not None and not math.isfinite(result.val_loss):
-        text = f"the validation loss is {result.val_loss}: check what --model {model.callable} does in model.eval()"
+        text = f"the validation loss is {result.val_loss}: check what --model {model.user_code} does in model.eval()"
         rows.append(("evaluation", text))
     return Diagnosis(rows) if rows else None
 
 
-def _no_progress(model: AnyModel, result: RunResult) -> str:
+def _no_progress(model: ModelSpec, result: RunResult) -> str:
     """That the second half of a run stays at the loss of a model that does not use its inputs; empty where it falls.
 
     Targets that the model shifts once more have this loss, because what is to be predicted is then two ids away. A
@@ -69,7 +68,7 @@ def _no_progress(model: AnyModel, result: RunResult) -> str:
         return ""
     return (
         f"the loss stays at {losses[-1]:.2f} from step {half[0][0]:,} on, and a model that does not use its inputs has "
-        f"{without_inputs:.2f}: check that --model {model.callable} uses them, and that it does not shift the "  # type: ignore[union-attr]
+        f"{without_inputs:.2f}: check that --model {model.user_code} uses them, and that it does not shift the "
         "targets, which are one position later already; else raise --learning-rate"
     )
 

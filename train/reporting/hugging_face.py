@@ -15,16 +15,14 @@ from safetensors import SafetensorError
 
 from infra.cli.table import Table
 from infra.errors import UserError
-from infra.schema import to_json
 from infra.storage.directory import StorageDir
 from infra.storage.files import TEMPORARY, write_json
 from train.config import TrainConfig, config_from_json
-from train.custom_model import CustomModel
 from train.data.tokenizer import tokenizer_files
 from train.loop.sampling import load_model
-from train.model_config import ModelConfig, format_model
-from train.models.hf_weights import to_hf_config, to_hf_state_dict
-from train.run_files.checkpoint import save_weights, shared_names
+from train.model_config import format_model
+from train.models.builders import builder_of
+from train.run_files.checkpoint import save_weights
 from train.run_files.progress import Progress, read_progress
 
 
@@ -36,20 +34,13 @@ def write_model(checkpoint: Path, folder: Path, run: str = "") -> str:
     progress = read_progress(checkpoint)
     model, tokenizer = load_model(checkpoint)
     kind = config_from_json(progress.config, str(checkpoint)).model
-    if isinstance(kind, CustomModel):
-        shared = shared_names(model)
-        weights = {name: value.contiguous().cpu() for name, value in model.state_dict().items() if name not in shared}
-        model_config = to_json(replace(kind, info=None))
-        loading = f"load it with safetensors.torch.load_model into the module that {kind.callable} returns"
-    else:
-        weights, model_config = to_hf_state_dict(model), to_hf_config(kind)
-        loading = f"load it with transformers: GPT2LMHeadModel.from_pretrained({str(folder)!r})"
+    export = builder_of(kind).export(model, folder)
     temporary = folder.with_name(f"{TEMPORARY}{folder.name}")
     shutil.rmtree(temporary, ignore_errors=True)
     try:
         temporary.mkdir(parents=True)
-        save_weights(weights, temporary / "model.safetensors")
-        write_json(temporary / "config.json", model_config)
+        save_weights(export.weights, temporary / "model.safetensors")
+        write_json(temporary / "config.json", export.config)
         if tokenizer:
             for name, content in tokenizer_files(tokenizer, kind.context_length).items():
                 (temporary / name).write_text(content, encoding="utf-8")
@@ -60,7 +51,7 @@ def write_model(checkpoint: Path, folder: Path, run: str = "") -> str:
         raise UserError(
             f"Cannot write --to {folder}: {failure}. Free disk space, or choose another folder."
         ) from failure
-    return loading
+    return export.loading
 
 
 def model_card(progress: Progress, checkpoint: Path, run: str = "") -> str:
@@ -78,10 +69,8 @@ def model_card(progress: Progress, checkpoint: Path, run: str = "") -> str:
         ("data fingerprint", progress.data_fingerprint),
         ("tokenizer sha256", progress.tokenizer_sha256),
     ]
-    custom = isinstance(config.model, CustomModel)
-    ids = config.model.vocab_size if custom else config.gpt2_config.padded_vocab_size
     names = {
-        "train_loss": f"training loss (nats/token, over {ids:,} token ids)",
+        "train_loss": f"training loss (nats/token, over {config.model.output_size:,} token ids)",
         "val_loss": f"validation loss (nats/token, over {config.model.vocab_size:,} token ids)",
         "val_perplexity": "validation perplexity",
         "val_bits_per_byte": "validation bits per byte",
@@ -91,13 +80,12 @@ def model_card(progress: Progress, checkpoint: Path, run: str = "") -> str:
     rows += [(text, str(result[name])) for name, text in names.items() if result.get(name) is not None]
     table = Table("", ("property", "value"), rows).markdown()
     settings = json.dumps(config.to_json(), indent=2, sort_keys=True)
-    initial_weights = (
-        "random weights" if custom or not config.gpt2_config.start else f"the weights of {config.gpt2_config.start}"
-    )
-    library = "" if custom else "library_name: transformers\n"
+    initial_weights = f"the weights of {start}" if (start := config.model.initial_weights) else "random weights"
+    title = f"{config.model.title}, " if config.model.title else ""
+    library = f"library_name: {config.model.library}\n" if config.model.library else ""
     return (
         f"---\n{library}pipeline_tag: text-generation\n---\n\n"
-        f"# {'' if custom else 'GPT-2, '}{format_model(config.model)}, pre-trained on books\n\n{table}\n\n"
+        f"# {title}{format_model(config.model)}, pre-trained on books\n\n{table}\n\n"
         f"Pre-trained from {initial_weights} on the books with this data fingerprint; neither aligned nor filtered.\n\n"
         f"## Settings\n\n```json\n{settings}\n```\n"
     )
@@ -105,11 +93,8 @@ def model_card(progress: Progress, checkpoint: Path, run: str = "") -> str:
 
 def _without_paths(config: TrainConfig) -> TrainConfig:
     """``config`` without local paths, which a published model card should not contain."""
-    model = config.model
-    if isinstance(model, ModelConfig):
-        model = replace(model, start=Path(model.start).name)
     tokenizer = config.dataset.reading.tokenizer and StorageDir.of(config.dataset.reading.tokenizer).name
-    return config.replace(model=model, data=StorageDir.of(config.dataset.data).name,
+    return config.replace(model=config.model.without_paths(), data=StorageDir.of(config.dataset.data).name,
         stream=tuple(StorageDir.of(source).name for source in config.dataset.stream),
         reading=replace(config.dataset.reading, tokenizer=tokenizer),
     )  # fmt: skip

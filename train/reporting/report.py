@@ -12,7 +12,7 @@ from infra.facts import Fact
 from infra.storage.directory import StorageDir
 from pipeline.shards import Manifest
 from train.config import AUTO, Batch, ResolvedConfig
-from train.estimate.flops import formulas
+from train.data.sources import source_of
 from train.estimate.memory import peak_if_known, predict_peak
 from train.intervals import Estimate
 from train.model_config import format_model
@@ -29,7 +29,7 @@ def print_header(
     ``device_info`` of the device explains why it cannot compile.
     """
     train = manifest.splits["train"]
-    tokens = f"{'about ' if config.dataset.stream else ''}{train['tokens']:,} training tokens"
+    tokens = f"{'' if source_of(config.dataset).has_epoch else 'about '}{train['tokens']:,} training tokens"
     console.print(f"[bold]{format_model(config.model)}[/bold] on {escape(config.dataset.source)}: {tokens}")
     batch = _batch(config.batch, format_setting("micro_batch", config))
     console.print(f"{batch}; {config.step_tokens:,} tokens per step", markup=False)
@@ -122,7 +122,7 @@ def unprinted(config: ResolvedConfig, result: RunResult) -> list[Fact]:
 
     ``result/mfu`` uses PaLM's formula; with causal attention half of attention counts.
     """
-    flops_by_formula = {formula.name: formula.flops for formula in formulas(config.model)}
+    flops_by_formula = {formula.name: formula.flops for formula in config.model.flops_formulas()}
     causal, predicted, memory = flops_by_formula.get("causal"), result.predicted_memory, result.memory
     return [
         *allocator_facts(memory).values(),

@@ -22,8 +22,8 @@ from infra.tracking.run_ref import RunRef
 from infra.tracking.store import add_to_page, read_logged
 from infra.tracking.tracker import Tracker
 from infra.tracking.views import model_link, page_link
-from pipeline.shards import producing_run
 from train.config import DatasetConfig, ResolvedConfig, TrainConfig, config_from_json, load_config
+from train.data.sources import source_of
 from train.model_config import format_model
 from train.reporting.report import peak_text, run_report, speed_fact
 from train.resolved import next_smaller_micro_batch
@@ -105,7 +105,7 @@ def log_start(tracker: Tracker, config: ResolvedConfig, start: RunStart) -> None
         tracker.log_json(start.config, "config.json")
         source = config.dataset.source
         tracker.log_dataset(Path(source).name, start.fingerprint, source, start.splits, "training")
-        maker = None if config.dataset.stream else producing_run(config.dataset.data)
+        maker = source_of(config.dataset).producing_run()
         tracker.set_tags({"data.run": maker.run_id} if maker else {})
         status = f"Training {format_model(config.model)} on `{source}`. The run is in progress."
         tracker.set_description("\n\n".join([status, *data_paragraph(config.dataset, tracker.run_ref.store)]))
@@ -197,7 +197,7 @@ def log_cycle(tracker: Tracker, cycle: dict[str, Any]) -> None:
 
 def data_paragraph(dataset: DatasetConfig, store: str) -> list[str]:
     """A paragraph with a link to the run that created the data, for a description in ``store``; empty if unknown."""
-    maker = None if dataset.stream else producing_run(dataset.data)
+    maker = source_of(dataset).producing_run()
     return [f"Data: {page_link(maker, Path(dataset.data).name, store=store)}"] if maker else []
 
 

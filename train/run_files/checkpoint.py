@@ -24,6 +24,7 @@ from infra.storage.directory import StorageDir
 from infra.storage.files import TEMPORARY, sync_folder, write_json
 from pipeline.encoding.tokenizer import Tokenizer
 from pipeline.shards import TOKENIZER_FILE, checksum
+from train.models.blocks import shared_names
 from train.models.parallel import full_tensor, shard_like
 from train.run_files.progress import PROGRESS, Progress, checkpoints_in, find_damage
 from train.run_files.uploads import CHECKPOINTS, CYCLES, upload
@@ -39,13 +40,6 @@ class Snapshot:
     state: dict[str, Any]
     copy_done: torch.cuda.Event | None
     """Recorded when the copies from a GPU are complete; None without a GPU."""
-
-
-def shared_names(model: nn.Module) -> dict[str, str]:
-    """The first name of each tensor that the model's state contains under several names, by the other names."""
-    first: dict[int, str] = {}
-    every = model.state_dict(keep_vars=True)
-    return {name: first[id(value)] for name, value in every.items() if first.setdefault(id(value), name) != name}
 
 
 def take_snapshot(

@@ -14,7 +14,7 @@ from infra.errors import UserError
 from infra.schema import from_json, strict
 from pipeline.shards import Manifest, checksum
 from train.config import DurationConfig, TrainConfig, config_from_json
-from train.model_config import AnyModel, format_model
+from train.model_config import ModelSpec, format_model
 
 PROGRESS = "progress.json"
 
@@ -121,7 +121,7 @@ _FIXED_SETTINGS = ("seed", "global_batch", "optimizer", "mask_books")
 
 def check_same_run(path: Path | str, progress: Progress, config: TrainConfig, manifest: Manifest) -> None:
     """Raise ``UserError`` unless ``config`` with this data can resume the checkpoint at ``path``."""
-    flag = "--stream" if config.dataset.stream else "--data"
+    flag = config.dataset.flag
     if progress.tokenizer_sha256 != manifest.tokenizer_sha256:
         raise UserError(
             f"{path} was trained with a different tokenizer (sha256 {progress.tokenizer_sha256[:12]}) than "
@@ -161,7 +161,7 @@ def check_not_finished(path: Path | str, progress: Progress, duration: DurationC
         raise UserError(f"{path} has already trained for its --time-budget. Set a longer one to continue.")
 
 
-def _with_changes(old_model: AnyModel, new_model: AnyModel) -> str:
+def _with_changes(old_model: ModelSpec, new_model: ModelSpec) -> str:
     if type(old_model) is not type(new_model):
         return f"{format_model(old_model)}, not {format_model(new_model)}"
     changed = [

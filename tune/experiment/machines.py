@@ -26,6 +26,7 @@ from infra.ray.machines import (
 from infra.storage.directory import StorageDir
 from pipeline.shards import read_manifest
 from train.config import DatasetConfig, ExecutionConfig, ResolvedConfig
+from train.data.sources import source_of
 from train.estimate.memory import peak_if_known, predict_peak
 from train.model_config import format_model
 from tune.space import Candidate, Space
@@ -152,7 +153,7 @@ def trial_resources(
         raise UserError(
             "The Ray cluster has no CPU cores for trials. Start it with 'ray start --head --num-cpus=1' or more."
         )
-    if dataset.stream:
+    if source_of(dataset).reads_on_ray:
         from train.launch.placement import READERS
 
         cores = max(1, cores - READERS)

@@ -11,7 +11,7 @@ from infra.storage.directory import StorageDir
 from infra.tracking.names import non_default_params
 from pipeline.shards import read_manifest
 from train.config import Cycle
-from train.data.source import check_enough_tokens, check_split_lengths
+from train.data.sources import source_of
 from train.estimate.gpu_rates import load_gpu_rates
 from train.model_config import format_model
 from train.resolved import check_device_support, prepare, resolve
@@ -168,8 +168,9 @@ def make_search(config: SearchConfig, machines: tuple[Machine, ...] = ()) -> Sea
         requested = read_record(directory, config.kind).identity.get("memory_limit")
     device_info = replace(machines[0].device, memory=requested or available)
     training = resolve(prepare(config.training, manifest), device_info)
-    check_split_lengths(training.dataset, training.model.context_length, TRIAL_CYCLE, manifest)
-    check_enough_tokens(training.dataset, training.batch.global_batch, training.model.context_length, manifest)
+    source, context_length = source_of(training.dataset), training.model.context_length
+    source.check_lengths(context_length, TRIAL_CYCLE, manifest)
+    source.check_enough_tokens(training.batch.global_batch, context_length, manifest)
     limit = memory_limit(requested, training, available)
     sequences = manifest.splits["train"]["tokens"] // training.model.context_length
     space = make_space(training, config.knobs, config.accumulations, sequences)

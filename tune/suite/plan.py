@@ -12,7 +12,7 @@ from infra.errors import UserError
 from infra.storage.directory import StorageDir
 from pipeline.shards import read_manifest
 from train.config import TrainConfig, load_config
-from train.data.source import estimate_manifest, open_stream
+from train.data.sources import source_of
 from train.estimate.memory import peak_if_known
 from train.resolved import prepare, resolve
 from train.run_files.run_folder import new_directory
@@ -44,7 +44,7 @@ def make_ladder(config: LadderConfig) -> Ladder:
     suite = chosen(config, start)
     if config.stream:  # Invalid books must be reported now, not after hours of other rungs.
         books = start.replace(stream=config.stream)
-        prepare(books, estimate_manifest(open_stream(books.dataset)))
+        prepare(books, source_of(books.dataset).manifest)
     machines = trial_machines(start.dataset, start.execution, manifest.fingerprint, cluster=config.cluster)
     device_info = machines[0].device
     training = resolve(start, device_info)
@@ -93,7 +93,7 @@ def introduce(ladder: Ladder, reference: dict[str, Any] | str | None) -> None:
             f"--compare study is only available for the suites {', '.join(studied)}, not for {suite.name}. "
             "Remove --compare."
         )
-    if reference == study.NAME and ladder.start.model.summary:
+    if reference == study.NAME and ladder.start.model.title != study.MODEL:
         raise UserError("--compare study is only available for GPT-2. Remove --compare or --model.")
     heading = f"[bold]{escape(suite.name)}[/bold]: {escape(suite.title)}; {len(suite.rungs)} rungs in"
     console.print(heading, escape(str(ladder.directory)))

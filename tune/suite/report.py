@@ -14,6 +14,7 @@ from infra.storage.directory import StorageDir
 from infra.storage.files import write_json
 from infra.tracking.tracker import Tracker
 from train.config import TrainConfig
+from train.data.sources import source_of
 from train.intervals import Estimate
 from train.search_reference import SearchReference
 from tune.reporting import charts
@@ -86,7 +87,7 @@ def best_json(name: str, rung: RungResult, row: TrialRow, speed: Estimate) -> di
     defaults, config = TrainConfig(), rung.config
     assert config is not None, "a rung with a speed has run"
     assert row.result is not None, "a rung with a speed has a result"
-    length = {} if config.dataset.stream else {"steps": None, "time_budget": None}  # A stream has no end without them.
+    length = {"steps": None, "time_budget": None} if source_of(config.dataset).has_epoch else {}
     config = config.replace(
         within=None, cycle=defaults.duration.cycle, keep_checkpoints=defaults.checkpoints.keep_checkpoints, **length
     )

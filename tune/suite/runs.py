@@ -16,7 +16,7 @@ from infra.cli.units import format_size
 from infra.device.hardware import DeviceInfo
 from infra.errors import UserError
 from train.config import GPU_KERNELS, HALF_PRECISIONS, ResolvedConfig, TrainConfig
-from train.data.source import check_split_lengths
+from train.data.sources import source_of
 from train.estimate.memory import peak_if_known, predict_peak
 from train.intervals import Estimate
 from train.loop.memory_limit import RESERVED_OUTSIDE_ALLOCATOR
@@ -172,8 +172,8 @@ class SuiteReplay:
         suite, memory = self.ladder.suite, self._memory_for_fit()
         baseline = self._fitted(self._with(self.ladder.start, suite.base), memory)
         check_single_worker(baseline.batch.workers)
-        check_split_lengths(
-            baseline.dataset, baseline.model.context_length, baseline.duration.cycle, self.ladder.manifest
+        source_of(baseline.dataset).check_lengths(
+            baseline.model.context_length, baseline.duration.cycle, self.ladder.manifest
         )
         first, baseline, memory = self._run_with_smaller_batches("control-00", Rung("baseline"), baseline, memory)
         if first.row:
@@ -186,8 +186,8 @@ class SuiteReplay:
                 if config == state and rung.changes:
                     raise UserError("it changes nothing on this device")
                 check_suits_device(state, config, rung, self.device_info)
-                check_split_lengths(
-                    config.dataset, config.model.context_length, config.duration.cycle, self.ladder.manifest
+                source_of(config.dataset).check_lengths(
+                    config.model.context_length, config.duration.cycle, self.ladder.manifest
                 )
                 stages = equal_work_first(rung, state, config)
                 for _, each in stages:
@@ -217,7 +217,7 @@ class SuiteReplay:
                 rounds_differently = result.changes_numerics or "precision" in stage.changes
                 equal_work = (
                     config.batch.global_batch == state.batch.global_batch
-                    and config.dataset.stream == state.dataset.stream
+                    and config.dataset.source == state.dataset.source
                 )
                 if suite.seeds > 1 and rounds_differently and equal_work and result.row:
                     rungs[-1] = replace(result, held_out=self._held_out((previous, state), (result, config)))

@@ -15,9 +15,10 @@ from matplotlib.figure import Figure
 from infra.cli.table import Table
 from infra.device.hardware import A100 as CARD
 from train.config import HALF_PRECISIONS, ResolvedConfig, TrainConfig
+from train.estimate.breakdown import CONTEXT
 from train.estimate.gpu_rates import ACHIEVABLE_FRACTION, load_gpu_rates
-from train.estimate.memory import CONTEXT, predict_peak
-from train.model_config import AnyModel, format_model
+from train.estimate.memory import predict_peak
+from train.model_config import ModelSpec, format_model
 from train.resolved import resolve
 from tune.reporting import charts
 from tune.suite.results import three_digits
@@ -26,6 +27,9 @@ from tune.suite.suites import A100, apply_changes
 
 NAME = "study"
 """Value of ``--compare`` for the study of the suite."""
+
+MODEL = "GPT-2"
+"""Architecture of the study's model."""
 
 GIB = 2**30
 """The study's unit of memory."""
@@ -150,13 +154,8 @@ def list_deviations(name: str, config: ResolvedConfig) -> list[str]:
     names = ("precision", "attention", "compile", "checkpointing", "loss", "optimizer", "loader_workers")
     settings, study_settings = (
         {name.replace("_", " "): str(each.setting(name)) for name in names}
-        | {
-            "ablate": " ".join(sorted(each.execution.ablate)) or "nothing",
-            "head": "tied" if each.gpt2_config.tied else "not tied",
-            "vocabulary": "padded"
-            if each.gpt2_config.padded_vocab_size > each.gpt2_config.vocab_size
-            else "not padded",
-        }
+        | {"ablate": " ".join(sorted(each.execution.ablate)) or "nothing"}
+        | each.model.variants
         for each in (config, dict(study_rungs())[name])
     )
     return [
@@ -348,7 +347,7 @@ def _last(rows: Sequence[RungResult]) -> str:
     return f"The study's last rung reaches x{published:.1f} of its baseline's speed{''.join(reached[-1:])}."
 
 
-def _caveats(model: AnyModel, micro_batch: int, deviating: Mapping[str, list[str]]) -> list[str]:
+def _caveats(model: ModelSpec, micro_batch: int, deviating: Mapping[str, list[str]]) -> list[str]:
     notes = [
         "Tokens in 5 min are tokens/s x 300 s, except for the study's baseline: its log has fewer tokens than its "
         "speed implies."

@@ -13,7 +13,7 @@ from typing import Any
 from infra.errors import UserError, nearest
 from infra.schema import to_json
 from train.config import SETTING_TYPES, BatchConfig, TrainConfig, config_from_json
-from train.model_config import AnyModel, ModelConfig, format_model, parse_model
+from train.model_config import ModelConfig, ModelSpec, format_model, parse_model
 from tune.config import BATCH
 
 Changes = Mapping[str, Any]
@@ -300,7 +300,7 @@ def for_cpu(suite: Suite) -> Suite:
     return replace(suite, base=shorten(start | dict(with_model(suite, None).base)), rungs=rungs)
 
 
-def with_model(suite: Suite, model: AnyModel | None) -> Suite:
+def with_model(suite: Suite, model: ModelSpec | None) -> Suite:
     """``suite`` for another model than its own, without the context length and the settings that are not for it."""
     replaced = ("model", "model.context_length") if "model" in suite.base else ()
     base = {name: value for name, value in suite.base.items() if name not in replaced}

@@ -14,11 +14,8 @@ import torch
 
 from infra.device.telemetry import Telemetry
 from infra.errors import UserError, first_line
-from infra.storage.directory import StorageDir
-from pipeline.cache import ensure_local
 from train.config import ResolvedConfig, config_from_json
-from train.data.source import open_stream
-from train.data.stream import StreamData
+from train.data.sources import source_of
 from train.loop.execution import configure_allocator
 from train.loop.memory import is_oom_error
 from train.loop.memory_limit import MemoryLimit
@@ -130,8 +127,7 @@ class TrialMonitor:
 def fetch_data(request: TrialRequest) -> None:
     """Download the trial's data to this machine. Raises ``UserError`` if storage fails, which is not an outcome."""
     config = config_from_json(request.config, "the trial's config")
-    if not config.dataset.stream:
-        ensure_local(StorageDir.of(config.dataset.data))
+    source_of(config.dataset).download()
 
 
 def run(request: TrialRequest) -> tuple[TrialRow, str | None]:
@@ -150,7 +146,7 @@ def run(request: TrialRequest) -> tuple[TrialRow, str | None]:
             monitor = TrialMonitor(request.early, request.proposal.speed_threshold, config.step_tokens, limit)
             trainer = Trainer(config, on_cycle=monitor.on_cycle, should_stop=monitor.should_stop)
         else:
-            data = StreamData(config, open_stream(config.dataset)) if config.dataset.stream else None
+            data = source_of(config.dataset).open(config.model, config.batch, config.duration.cycle)
             trainer = Trainer(config, data=data, limit=limit)
         times = trainer.times
         with Telemetry(lambda second, metrics: None) as telemetry:

@@ -14,7 +14,7 @@ from typing import Any, Protocol
 from infra.device.hardware import cpu_info
 from infra.schema import from_json
 from train.config import config_from_json
-from train.estimate.memory import CONTEXT
+from train.estimate.breakdown import CONTEXT
 from train.loop.throughput import steady_state
 from train.resolved import resolve
 from train.result import Memory, RunResult, Throughput

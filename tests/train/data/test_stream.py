@@ -32,8 +32,9 @@ from pipeline.shards import Shard
 from pipeline.stream import EncodedBook, Stream, encoded_books
 from train.config import Cycle, ResolvedConfig
 from train.data.loader import BatchLoader
-from train.data.source import estimate_manifest, open_stream, with_absolute_paths
-from train.data.stream import StreamData, StreamPosition, StreamWindows
+from train.data.sources import source_of
+from train.data.stream import StreamData, StreamSource, estimate_manifest
+from train.data.stream_windows import StreamPosition, StreamWindows
 from train.launch import driver
 from train.launch.job import RunPlan
 from train.loop.trainer import Trainer
@@ -51,6 +52,11 @@ class Inline(Stream):
 
     def read(self, epoch: int, partition: int = 0) -> Iterator[EncodedBook]:
         return itertools.chain.from_iterable(encoded_books(each, "train") for each in self.order(epoch)[partition:])
+
+
+def open_inline(config: ResolvedConfig, stream: Stream) -> StreamData:
+    """The data of ``config`` from ``stream``."""
+    return StreamData(stream, config.model.context_length, config.batch, config.duration.cycle)
 
 
 @pytest.fixture(scope="module")
@@ -143,7 +149,7 @@ def test_epochs_read_the_books_in_the_order_of_that_epoch(books: Path) -> None:
 
 
 def test_what_was_read_is_counted(config: ResolvedConfig) -> None:
-    data = StreamData(config, Inline(config.dataset.stream, 0, config.dataset.reading))
+    data = open_inline(config, Inline(config.dataset.stream, 0, config.dataset.reading))
     books = list(data._read(0, 0))
     kept = [book for book in books if not book.dropped]
     assert data.summary() == {
@@ -165,7 +171,7 @@ def test_as_much_is_held_out_as_validation_takes(config: ResolvedConfig) -> None
             asked.append(tokens)
             return super().validation_books(tokens)
 
-    StreamData(config.replace(cycle=Cycle(5, 3)), Asked(config.dataset.stream, 0, config.dataset.reading))
+    open_inline(config.replace(cycle=Cycle(5, 3)), Asked(config.dataset.stream, 0, config.dataset.reading))
     assert asked == [3 * 4 * LENGTH + 1]
 
 
@@ -190,7 +196,7 @@ def test_a_book_that_changed_since_the_checkpoint_is_named(
 
 
 def test_a_checkpoint_holds_where_its_block_begins(config: ResolvedConfig) -> None:
-    data = StreamData(config, Inline(config.dataset.stream, 0, config.dataset.reading))
+    data = open_inline(config, Inline(config.dataset.stream, 0, config.dataset.reading))
     data.windows = StreamWindows(data._read, LENGTH, 0, 40 * LENGTH)
     rows(data.windows, 0, 100)
     assert [data.state_dict(position)["position"] for position in (0, 39, 40, 41, 85)] == [0, 0, 40, 40, 80]
@@ -224,7 +230,7 @@ def test_a_step_has_the_same_windows_however_it_is_executed(
 def test_the_books_that_validate_are_counted_without_those_that_were_dropped(config: ResolvedConfig) -> None:
     kept = EncodedBook(0, "a.txt", "a.txt", 90, np.zeros(30, np.uint16))
     dropped = EncodedBook(0, "b.txt", "b.txt", 0, np.zeros(0, np.uint16), "too short", "8 characters, fewer than 200")
-    counted = estimate_manifest(open_stream(config.dataset), held_out=[kept, dropped]).splits["val"]
+    counted = estimate_manifest(StreamSource(config.dataset).stream, held_out=[kept, dropped]).splits["val"]
     assert counted == {"books": 1, "tokens": 30, "chars": 90}
 
 
@@ -235,9 +241,9 @@ def test_the_sources_of_a_run_mean_the_same_in_every_folder(
     elsewhere = ("sample", "gutenberg:1342,84", "s3://bucket/books", "gs://anonymous@bucket/*.txt", "hf://datasets/a/b")
     named = config.replace(stream=("books", "shelf/*.txt", "~/library", *elsewhere))
     whole = (str(tmp_path / "books"), str(tmp_path / "shelf/*.txt"), str(Path.home() / "library"), *elsewhere)
-    assert with_absolute_paths(named.dataset).stream == whole
+    assert source_of(named.dataset).absolute().dataset.stream == whole
     monkeypatch.chdir("/")
-    assert with_absolute_paths(dataclasses.replace(config.dataset, stream=whole)).stream == whole
+    assert source_of(dataclasses.replace(config.dataset, stream=whole)).absolute().dataset.stream == whole
 
 
 def test_what_a_stream_cannot_do_is_said(config: ResolvedConfig, tmp_path: Path) -> None:
@@ -248,13 +254,13 @@ def test_what_a_stream_cannot_do_is_said(config: ResolvedConfig, tmp_path: Path)
     (tmp_path / "one.txt").write_text(" ".join(WORDS * 20), encoding="utf-8")
     alone = config.replace(stream=(str(tmp_path),))
     with pytest.raises(UserError, match=r"--stream: the validation books have 0 tokens.* turn validation off"):
-        StreamData(alone, Inline(alone.dataset.stream, 0, alone.dataset.reading))  # a single book is there to train on
+        open_inline(alone, Inline(alone.dataset.stream, 0, alone.dataset.reading))  # a single book is there to train on
     unvalidated = alone.replace(cycle=Cycle(5, 0))
-    data = StreamData(unvalidated, Inline(alone.dataset.stream, 0, alone.dataset.reading))
+    data = open_inline(unvalidated, Inline(alone.dataset.stream, 0, alone.dataset.reading))
     assert Trainer(unvalidated, data=data).run().outcome == "finished"
     long = config.replace(model=dataclasses.replace(config.model, context_length=10_000))
     with pytest.raises(UserError, match=r"--stream: .*validation.* one window needs 10,001"):
-        StreamData(long, Inline(long.dataset.stream, 0, long.dataset.reading))
+        open_inline(long, Inline(long.dataset.stream, 0, long.dataset.reading))
 
 
 @pytest.fixture(scope="module")
@@ -341,10 +347,10 @@ def test_when_no_book_can_be_read_the_first_is_named(
 ) -> None:
     config = config.replace(stream=(str(unusual / name),))
     with pytest.raises(UserError, match=f"--stream: the validation books have 0 tokens.*{why}"):
-        StreamData(config, Inline(config.dataset.stream, 0, config.dataset.reading))
+        open_inline(config, Inline(config.dataset.stream, 0, config.dataset.reading))
     config = config.replace(cycle=Cycle(5, 0))
     with pytest.raises(UserError, match=f"--stream has no book .*{why}"):
-        Trainer(config, data=StreamData(config, Inline(config.dataset.stream, 0, config.dataset.reading))).run()
+        Trainer(config, data=open_inline(config, Inline(config.dataset.stream, 0, config.dataset.reading))).run()
 
 
 @pytest.mark.slow
@@ -369,7 +375,7 @@ def test_through_ray_it_is_the_same_run_also_when_resumed(config: ResolvedConfig
     torch.set_num_threads(1)
     straight: list[CycleReport] = []
     Trainer(
-        whole, data=StreamData(whole, Inline(whole.dataset.stream, 0, whole.dataset.reading)), on_cycle=straight.append
+        whole, data=open_inline(whole, Inline(whole.dataset.stream, 0, whole.dataset.reading)), on_cycle=straight.append
     ).run()
     losses = [loss for cycle in found for loss in cycle["step_losses"]]
     assert losses == [loss for report in straight for loss in report.step_losses]
@@ -381,7 +387,7 @@ def test_through_ray_it_is_the_same_run_also_when_resumed(config: ResolvedConfig
         Path(first.checkpoint),
         read_progress(Path(first.checkpoint)),
         whole,
-        estimate_manifest(open_stream(whole.dataset)),
+        source_of(whole.dataset).manifest,
     )
     other = whole.replace(reading=ReadingConfig(min_chars=5))
     with pytest.raises(UserError, match=r"was trained with --join-lines True, not False. Remove --join-lines"):
@@ -389,7 +395,7 @@ def test_through_ray_it_is_the_same_run_also_when_resumed(config: ResolvedConfig
             Path(first.checkpoint),
             read_progress(Path(first.checkpoint)),
             other,
-            estimate_manifest(open_stream(other.dataset)),
+            source_of(other.dataset).manifest,
         )
     assert set(result.encoded_on) == {result.machine}, "this machine has encoded what it trained on"
     assert result.data_fingerprint == Stream(config.dataset.stream, 0, config.dataset.reading).fingerprint
@@ -407,9 +413,9 @@ def test_the_sources_of_a_run_are_listed_once(
 
     monkeypatch.setattr(stream, "build_inventory", counted)
     run = RunPlan.new(config, RunFolder(tmp_path / "run"))
-    handed = pickle.loads(pickle.dumps(run.stream))  # noqa: S301 as Ray hands it to a worker
-    assert handed.order(0)
-    assert StreamData(config, handed).manifest.fingerprint == run.manifest.fingerprint
+    handed = pickle.loads(pickle.dumps(run.source))  # noqa: S301 as Ray hands it to a worker
+    assert handed.stream.order(0)
+    assert open_inline(config, handed.stream).manifest.fingerprint == run.manifest.fingerprint
     assert len(listed) == 1
 
 

@@ -21,7 +21,6 @@ from train.launch.job import RunPlan
 from train.loop.sampling import closing_sample, load_model
 from train.loop.trainer import Trainer
 from train.model_config import PRESETS, ModelConfig, parse_model
-from train.models.gpt2 import parameter_count
 from train.reporting.hugging_face import write_model
 from train.resolved import prepare, resolve_local
 from train.run_files.run_folder import RunFolder
@@ -82,10 +81,10 @@ def test_it_is_trained_generated_from_and_exported_without_its_data(
 def test_the_models_vocabulary_follows_the_data_and_any_other_is_refused(own: TrainConfig, tmp_path: Path) -> None:
     manifest = read_manifest(own.dataset.data)
     plan = RunPlan.new(own, RunFolder(tmp_path))
-    assert (plan.requested.gpt2_config.vocab_size, plan.requested.gpt2_config.padded_vocab_size) == (600, 640)
+    assert (plan.requested.model.vocab_size, plan.requested.model.padded_vocab_size) == (600, 640)
     assert prepare(plan.requested, manifest) == plan.requested
     unpadded = own.replace(model=replace(own.model, padded_vocab_size=50257))
-    assert prepare(unpadded, manifest).gpt2_config.padded_vocab_size == 600
+    assert prepare(unpadded, manifest).model.padded_vocab_size == 600
     for words in ("edu-3m", "tiny,vocab_size=599", "tiny,vocab_size=601"):
         with pytest.raises(UserError, match=r"600 token ids .* vocab_size=600,padded_vocab_size=640"):
             RunPlan.new(own.replace(model=parse_model(words)), RunFolder(tmp_path))
@@ -95,7 +94,7 @@ def test_the_size_of_the_small_model_with_its_own_vocabulary() -> None:
     """Its blocks alone have 3.16 million parameters: 4 x (12 x 256^2 + 13 x 256)."""
     model = PRESETS["edu-3m"]
     blocks = 4 * (12 * 256**2 + 13 * 256)
-    assert parameter_count(model) == blocks + 2 * 256 + (512 + 512) * 256 == 3_421_696
+    assert model.parameters == blocks + 2 * 256 + (512 + 512) * 256 == 3_421_696
 
 
 def test_a_run_on_it_is_resumed(own: TrainConfig, tmp_path: Path) -> None:

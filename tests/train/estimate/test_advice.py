@@ -7,7 +7,6 @@ import pytest
 from infra.device.hardware import A100, cpu_info
 from train.config import ResolvedConfig, TrainConfig
 from train.estimate.advice import MemorySaving, find_memory_savings
-from train.estimate.flops import hardware_flops, palm_flops
 from train.estimate.memory import predict_peak
 from train.resolved import resolve
 
@@ -25,9 +24,7 @@ def test_the_cheapest_change_comes_first() -> None:
         *(f"--checkpointing {kind}" for kind in ("selective", "alternate", "full")),
     ]  # fmt: skip
     full = singles(config)[-1]
-    assert full.arithmetic == pytest.approx(
-        hardware_flops(config.gpt2_config, recomputed=12) / palm_flops(config.gpt2_config) - 1
-    )
+    assert full.arithmetic == pytest.approx(config.model.hardware_flops(recomputed=12) / config.model.palm_flops - 1)
     assert full.cost.startswith("24%")
     assert full.peak == predict_peak(config.replace(checkpointing="full")).total
     each = resolve(TrainConfig.of(global_batch=64, micro_batch=8, workers=4, **NAMED), A100)

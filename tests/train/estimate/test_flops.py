@@ -18,12 +18,10 @@ GPT2 = replace(PRESETS["gpt2-124m"], padded_vocab_size=50304)
 
 def test_hardware_flops_of_a_large_model_are_close_to_eight_thirds_of_a_forward() -> None:
     large = PRESETS["gpt2-1558m"]
-    assert flops.hardware_flops(large, recomputed=large.layers) / flops.palm_flops(large) == pytest.approx(
-        8 / 6, rel=0.03
-    )
-    assert flops.hardware_flops(large, recomputed=0) == flops.palm_flops(large)
-    half = flops.hardware_flops(large, recomputed=large.layers // 2)
-    assert 2 * half == pytest.approx(flops.palm_flops(large) + flops.hardware_flops(large, recomputed=large.layers))
+    assert large.hardware_flops(recomputed=large.layers) / large.palm_flops == pytest.approx(8 / 6, rel=0.03)
+    assert large.hardware_flops(recomputed=0) == large.palm_flops
+    half = large.hardware_flops(recomputed=large.layers // 2)
+    assert 2 * half == pytest.approx(large.palm_flops + large.hardware_flops(recomputed=large.layers))
 
 
 def test_palm_is_what_torch_counts(small_model: ModelConfig) -> None:
@@ -35,28 +33,28 @@ def test_palm_is_what_torch_counts(small_model: ModelConfig) -> None:
     tokens = torch.zeros(3, small_model.context_length, dtype=torch.int64)
     with FlopCounterMode(display=False) as counter:
         model(tokens, tokens).backward()
-    assert counter.get_total_flops() / tokens.numel() == pytest.approx(flops.palm_flops(small_model), rel=1e-6)
+    assert counter.get_total_flops() / tokens.numel() == pytest.approx(small_model.palm_flops, rel=1e-6)
 
 
 def test_every_second_block_is_computed_again_from_the_first_on() -> None:
-    assert [flops.recomputed_blocks(replace(GPT2, layers=5), "none"), flops.recomputed_blocks(GPT2, "selective")] == [
+    assert [replace(GPT2, layers=5).recomputed_blocks("none"), GPT2.recomputed_blocks("selective")] == [
         0,
         0,
     ]
-    assert flops.recomputed_blocks(replace(GPT2, layers=5), "alternate") == 3
-    assert flops.recomputed_blocks(replace(GPT2, layers=5), "full") == 5
+    assert replace(GPT2, layers=5).recomputed_blocks("alternate") == 3
+    assert replace(GPT2, layers=5).recomputed_blocks("full") == 5
 
 
 def test_utilisation_is_of_all_devices_and_none_of_unknown_ones(small_model: ModelConfig) -> None:
-    assert flops.utilization(1e5, flops.palm_flops(small_model), None, 1) is None
-    assert flops.utilization(182_000, flops.palm_flops(GPT2), 312e12, 1) == pytest.approx(0.50, abs=0.01)
-    assert flops.utilization(182_000, flops.palm_flops(GPT2), 312e12, 2) == pytest.approx(0.25, abs=0.005)
+    assert flops.utilization(1e5, small_model.palm_flops, None, 1) is None
+    assert flops.utilization(182_000, GPT2.palm_flops, 312e12, 1) == pytest.approx(0.50, abs=0.01)
+    assert flops.utilization(182_000, GPT2.palm_flops, 312e12, 2) == pytest.approx(0.25, abs=0.005)
 
 
 def test_every_formula_counts_what_its_name_says() -> None:
     """GPT-2 124M: 6 x 123.57M and attention at 1,024 tokens, all of it or half, or 6 x 124.44M parameters."""
-    assert flops.matmul_parameters(GPT2) == pytest.approx(123.57e6, rel=1e-4)
-    counted = {formula.name: formula.flops for formula in flops.formulas(ResolvedConfig.of(model=GPT2).model)}
+    assert GPT2.matmul_parameters == pytest.approx(123.57e6, rel=1e-4)
+    counted = {formula.name: formula.flops for formula in ResolvedConfig.of(model=GPT2).model.flops_formulas()}
     assert counted == pytest.approx(
         {"PaLM": 854.67e6, "causal": 798.04e6, "6N": 746.86e6, "hardware, checkpointed": 1062.29e6}, rel=1e-4
     )

@@ -27,7 +27,7 @@ from train.loop.execution import compile_model
 from train.loop.trainer import Trainer
 from train.model_config import PRESETS, ModelConfig, parse_model
 from train.models.attention import ATTENTION
-from train.models.gpt2 import GPT, parameter_count
+from train.models.gpt2 import GPT
 from train.models.optimizer import make_optimizer
 
 MODEL = replace(PRESETS["small"], layers=2, context_length=256, vocab_size=8000, padded_vocab_size=8064)
@@ -45,7 +45,7 @@ def tracked_peak(config: ResolvedConfig) -> int:
     stream = torch.bfloat16 if config.execution.precision == "bf16-activations" else None
     with FakeTensorMode():
         model = GPT(
-            config.gpt2_config,
+            config.model,
             attention=ATTENTION[config.execution.attention],
             checkpointing=config.execution.checkpointing,
             activations=stream,
@@ -107,7 +107,7 @@ LAYER = ModelConfig(layers=1, heads=2, width=128, context_length=256, vocab_size
 
 def allocated_peak(config: ResolvedConfig, trace: Path) -> int:
     """Bytes at the peak of a forward and backward pass, beside the weights, by the count of torch's CPU allocator."""
-    model = GPT(config.gpt2_config, loss_chunks=config.execution.loss_chunks)
+    model = GPT(config.model, loss_chunks=config.execution.loss_chunks)
     forward = compile_model(model, config.execution)
     batch = torch.zeros((config.batch.micro_batch, config.model.context_length + 1), dtype=torch.int64)
     for last in (False, False, True):  # the first two compile
@@ -203,7 +203,7 @@ def test_what_saves_memory_saves_memory() -> None:
 @pytest.mark.parametrize("tied", [True, False])
 def test_weights_and_optimizer_are_those_of_a_real_one(tied: bool) -> None:
     config = BASE.replace(model=replace(MODEL, tied=tied))
-    model = GPT(config.gpt2_config)
+    model = GPT(config.model)
     optimizer = make_optimizer(model, config.optimization)
     for parameter in model.parameters():
         parameter.grad = torch.zeros_like(parameter)
@@ -252,7 +252,7 @@ def test_sharded_workers_each_hold_their_part(workers: int) -> None:
         alone.replace(workers=workers, global_batch=16 * workers, shard=shard) for shard in (False, True)
     )
     one, copy, shard = map(predict_peak, (alone, copied, sharded))
-    parameters = parameter_count(MODEL)
+    parameters = MODEL.parameters
     assert one.weights == copy.weights == 4 * parameters
     assert copy == one
     assert shard.weights == 4 * parameters // workers

@@ -9,8 +9,9 @@ import pytest
 from infra.device.hardware import KNOWN_GPUS
 from infra.errors import UserError
 from train.config import Precision, ResolvedConfig, TrainConfig
+from train.estimate.gpt2_speed import triton_bytes
 from train.estimate.gpu_rates import load_gpu_rates
-from train.estimate.roofline import REACHED_FRACTION_RANGE, roofline_speed, triton_bytes
+from train.estimate.roofline import REACHED_FRACTION_RANGE, roofline_speed
 from train.model_config import PRESETS
 from train.resolved import resolve
 
@@ -30,7 +31,7 @@ def test_the_bytes_are_those_of_the_recorded_kernels(name: str, precision: Preci
     model, size = PRESETS[preset], RECORD["sequences"]
     config = ResolvedConfig.of(model=model, micro_batch=size, global_batch=size, precision=precision)
     gather = 2 * size * model.context_length * model.padded_vocab_size  # which a GPU does not read
-    assert triton_bytes(config.gpt2_config, config.batch.micro_batch, config.execution.precision) == pytest.approx(
+    assert triton_bytes(config.model, config.batch.micro_batch, config.execution.precision) == pytest.approx(
         RECORD["steps"][name]["of Triton"] * 1e9 - gather, rel=0.02
     )
 

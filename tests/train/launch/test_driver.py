@@ -79,7 +79,7 @@ def test_a_worker_is_told_what_its_run_is(run: RunPlan, config: ResolvedConfig, 
     new = WorkerJob(
         config=config, run_dir=run.run_folder.location, fingerprint=run.manifest.fingerprint,
         step=0, memory_limit=None,
-        stream=None, retries_smaller_batch=True, driver_marker=None,
+        source=None, retries_smaller_batch=True, driver_marker=None,
     )  # fmt: skip
     assert worker.told == [
         (new, 0, 0),

@@ -10,8 +10,8 @@ import pytest
 import torch
 
 from train.config import TORCHAO_OPTIMIZERS, Cycle, ResolvedConfig
-from train.data.dataset import ShardData
 from train.data.loader import BatchLoader
+from train.data.shards import ShardData
 from train.loop.trainer import Trainer
 from train.model_config import ModelConfig
 from train.models.gpt2 import GPT
@@ -91,7 +91,7 @@ def test_tying_is_one_matrix_in_two_places(plain: ResolvedConfig) -> None:
     losses: dict[bool, list[float]] = {True: [], False: []}
     for tied, curve in losses.items():
         torch.manual_seed(0)
-        model = GPT(replace(config.gpt2_config, tied=tied))
+        model = GPT(replace(config.model, tied=tied))
         head, embedding = model.head.weight, model.token_embedding.weight
         with torch.no_grad():
             head.copy_(embedding)

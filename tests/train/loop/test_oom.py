@@ -10,13 +10,13 @@ import torch
 
 from infra.device.gpu import GpuState
 from train.config import Cycle, ResolvedConfig
-from train.estimate.memory import optimizer_bytes, predict_peak
+from train.estimate.gpt2_memory import optimizer_bytes
+from train.estimate.memory import predict_peak
 from train.loop.memory_limit import RESERVED_OUTSIDE_ALLOCATOR, MemoryLimit
 from train.loop.oom import OutOfMemory, available_bytes, bytes_by_part, failed_allocation_bytes
 from train.loop.trainer import Trainer
 from train.model_config import ModelConfig
 from train.models import gpt2
-from train.models.gpt2 import parameter_count
 from train.run_files import checkpoint
 
 VAST = 2**60
@@ -69,11 +69,11 @@ def test_where_memory_ran_out(config: ResolvedConfig, arrange: Callable[[Trainer
     assert f"you tried to allocate {VAST} bytes" in result.shortage.message
     for known in (during, "1,152,921,504.61 GB", f"{predict_peak(trainer.config).total / 1e9:.2f} GB", "1000.00 GB"):
         assert known in result.reason
-    weights = 4 * parameter_count(config.gpt2_config)
+    weights = 4 * config.model.parameters
     assert result.shortage.held["weights"] == weights
     state = result.shortage.held["optimizer"]
     assert (
-        state >= optimizer_bytes(config.gpt2_config, config.optimization.optimizer, parameter_count(config.gpt2_config))
+        state >= optimizer_bytes(config.model, config.optimization.optimizer, config.model.parameters)
         if "step 2" in during
         else state == 0
     )
@@ -114,7 +114,7 @@ def test_what_was_built_before_memory_ran_out_is_counted(
     result = failed.value.result
     assert result.checkpoint == saved
     assert result.shortage
-    assert result.shortage.held == {"weights": 4 * parameter_count(config.gpt2_config), "gradients": 0, "optimizer": 0}
+    assert result.shortage.held == {"weights": 4 * config.model.parameters, "gradients": 0, "optimizer": 0}
 
 
 def test_one_of_several_workers_says_which_it_is(config: ResolvedConfig) -> None:
@@ -150,11 +150,9 @@ def test_gradients_and_the_optimizers_state_are_counted(config: ResolvedConfig, 
     trainer = Trainer(config.replace(optimizer=optimizer, steps=1, cycle=Cycle(2, 0)))
     trainer.keep_gradients = True
     trainer.run()
-    sizes, count = bytes_by_part(trainer.model, trainer.optimizer), parameter_count(config.gpt2_config)
+    sizes, count = bytes_by_part(trainer.model, trainer.optimizer), config.model.parameters
     assert sizes["weights"] == sizes["gradients"] == 4 * count
-    assert sizes["optimizer"] >= optimizer_bytes(
-        trainer.config.gpt2_config, trainer.config.optimization.optimizer, count
-    )
+    assert sizes["optimizer"] >= optimizer_bytes(trainer.config.model, trainer.config.optimization.optimizer, count)
 
 
 def test_the_size_that_did_not_fit_is_read_from_torchs_message() -> None:

@@ -8,7 +8,6 @@ import pytest
 
 from infra.errors import UserError
 from train.config import Cycle, ResolvedConfig
-from train.estimate.flops import causal_flops
 from train.intervals import warmup_steps
 from train.loop.throughput import implausible_reason, is_precise, steady_state
 from train.loop.trainer import Trainer
@@ -79,7 +78,7 @@ def test_no_speed_is_above_what_the_device_can_compute(
 ) -> None:
     """``share`` of the peak of one A100 in 16 bits, of which fp32 reaches 6%."""
     config = ResolvedConfig.of(precision="bf16").replace(**changes)
-    rate = share * 312e12 / causal_flops(config.gpt2_config)
+    rate = share * 312e12 / config.model.causal_flops
     assert (
         not implausible_reason(
             Throughput(rate, rate, rate, 10, 1), config.model, config.execution, config.batch.workers, device

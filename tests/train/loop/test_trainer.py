@@ -14,8 +14,7 @@ import pytest
 import torch
 
 from train.config import Cycle, ResolvedConfig
-from train.data.dataset import ShardData
-from train.estimate.flops import hardware_flops
+from train.data.shards import ShardData
 from train.loop import result_builder
 from train.loop.memory import is_oom_error
 from train.loop.trainer import Trainer
@@ -224,7 +223,7 @@ def test_the_result_is_of_the_hardware_and_the_text(config: ResolvedConfig) -> N
     assert checkpointed.mfu == alone.mfu
     assert checkpointed.hfu is not None
     assert checkpointed.hfu / expected == pytest.approx(
-        hardware_flops(config.gpt2_config, recomputed=config.gpt2_config.layers) / alone.flops_per_token
+        config.model.hardware_flops(recomputed=config.model.layers) / alone.flops_per_token
     )
     two = trainer.config.replace(workers=2, micro_batch=4)
     together = result_builder.build_result(

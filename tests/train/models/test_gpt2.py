@@ -13,7 +13,7 @@ from transformers import GPT2Config, GPT2LMHeadModel
 from train.config import Loss
 from train.model_config import PRESETS, ModelConfig
 from train.models import recompute
-from train.models.gpt2 import GPT, parameter_count
+from train.models.gpt2 import GPT
 
 CONFIG = ModelConfig(layers=3, heads=4, width=48, context_length=40, vocab_size=211, padded_vocab_size=211)
 
@@ -89,13 +89,13 @@ def test_sizes_are_the_published_ones() -> None:
         "gpt2-124m": 124_439_808, "gpt2-355m": 354_823_168, "gpt2-774m": 774_030_080, "gpt2-1558m": 1_557_611_200
     }  # fmt: skip
     sizes = {name: replace(PRESETS[name], padded_vocab_size=50257) for name in published}
-    assert {name: parameter_count(config) for name, config in sizes.items()} == published
+    assert {name: config.parameters for name, config in sizes.items()} == published
 
 
 @pytest.mark.parametrize("change", [{}, {"tied": False}, {"bias": False}, {"padded_vocab_size": 50304, "layers": 1}])
 def test_parameters_are_those_of_the_model(change: dict[str, Any]) -> None:
     config = replace(PRESETS["tiny"], **change)
-    assert parameter_count(config) == sum(p.numel() for p in GPT(config).parameters())
+    assert config.parameters == sum(p.numel() for p in GPT(config).parameters())
 
 
 @pytest.mark.parametrize("tied", [True, False])

@@ -15,8 +15,8 @@ from infra.device.hardware import A100
 from infra.schema import from_json, to_json
 from infra.storage.directory import StorageDir
 from train.config import ResolvedConfig, TrainConfig, load_config
-from train.custom_model import CustomModel
 from train.estimate.memory import predict_peak
+from train.model_config.custom import CustomModel
 from train.reporting.diagnosis import diagnose_oom, of_losses
 from train.resolved import resolve
 from train.result import BUILDING, Memory, MemoryShortage, RunResult

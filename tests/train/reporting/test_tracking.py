@@ -27,7 +27,6 @@ from infra.tracking.store import create_run
 from infra.tracking.tracker import Tracker
 from pipeline.shards import TRACKING, producing_run, read_manifest
 from train.config import ResolvedConfig, TrainConfig
-from train.estimate.flops import causal_flops, palm_flops
 from train.model_config import ModelConfig
 from train.reporting import tracking
 from train.reporting.report import run_report
@@ -277,13 +276,13 @@ def test_the_losses_of_a_long_run_are_thinned_the_same_however_it_was_reported()
 def test_a_result_in_mlflow(config: ResolvedConfig, make_result: Callable[..., RunResult]) -> None:
     memory = Memory(2 * GB, 3 * GB, 4 * GB, "nvml", allocator_retries=5)
     result = make_result(
-        memory=memory, mfu=0.4, matmul_utilisation=0.5, flops_per_token=palm_flops(config.gpt2_config),
+        memory=memory, mfu=0.4, matmul_utilisation=0.5, flops_per_token=config.model.palm_flops,
         predicted_memory=5 * GB,
     )  # fmt: skip
     metrics = run_report(config, result, HOME.location).metrics()
     formulas = {name: metrics.pop(name) for name in [*metrics] if "flops_per_token" in name}
     assert len(formulas) == 4
-    causal = 0.4 * causal_flops(config.gpt2_config) / palm_flops(config.gpt2_config)
+    causal = 0.4 * config.model.causal_flops / config.model.palm_flops
     assert metrics.pop("result/mfu_causal") == pytest.approx(causal)
     assert metrics == {
         "result/tokens_per_second": 1000.0, "result/tokens_per_second_low": 990.0,

@@ -196,7 +196,7 @@ def test_a_rung_streams_books_against_shards(
     for number in range(8):
         text = "".join(f"It was day {day} of year {number}, and the {day}th man said so.\n" for day in range(60))
         (tmp_path / "books" / f"{number}.txt").write_text(text)
-    monkeypatch.setattr(trial, "open_stream", lambda config: Inline(config.stream, config.seed, config.reading))
+    monkeypatch.setattr("train.data.stream.Stream", Inline)
     model = "tiny,layers=1,heads=2,width=32,context_length=32"
     flags = ["--suite", "loader", "--data", str(data), "--model", model, "--device", "cpu", "--name", "streamed"]
     flags += ["--rungs", "1 thread", "streaming", "--stream", "books", "--steps", "8", "--cycle", "8+1"]

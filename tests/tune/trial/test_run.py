@@ -10,7 +10,6 @@ import torch
 
 from infra.errors import UserError
 from train.config import Cycle, Precision, ResolvedConfig
-from train.estimate.flops import palm_flops
 from train.loop.memory_limit import MemoryLimit
 from train.loop.result_builder import StepTimes
 from train.loop.throughput import steady_state
@@ -191,7 +190,7 @@ def test_utilisation_is_of_one_device_at_the_trials_precision(
     row = measured_row(training.replace(precision=precision), on_gpu, watch)
     peak = {"fp32": 19.5e12, "tf32": 156e12, "bf16": 312e12}[precision]
     assert row.result
-    assert row.result.mfu == pytest.approx(row.tokens_per_second * palm_flops(training.gpt2_config) / peak)
+    assert row.result.mfu == pytest.approx(row.tokens_per_second * training.model.palm_flops / peak)
 
 
 def test_a_damaged_row_is_named(training: ResolvedConfig, tmp_path: Path) -> None:

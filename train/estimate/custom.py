@@ -1,4 +1,4 @@
-"""The memory of a custom model, which no formula describes: a linear fit through two small probes.
+"""The estimates of a custom model. No formula describes its memory, which is a linear fit through two small probes.
 
 A separate process builds the model like a run and trains two steps with each of two micro-batches on this machine's
 device, so that no memory of the probes stays in the command's process.
@@ -16,8 +16,10 @@ from infra.cli.progress import status
 from infra.device.hardware import device_info
 from infra.errors import UserError
 from infra.schema import from_json, strict
-from train.config import Cycle, ResolvedConfig
-from train.model_config import format_model
+from train.config import Batch, Cycle, Execution, Precision, ResolvedConfig
+from train.estimate.breakdown import CONTEXT, MemoryBreakdown
+from train.estimate.gpu_rates import GpuRates
+from train.model_config.custom import CustomModel
 
 TOKENS = 1024
 """Minimum number of tokens in the smaller probe's micro-batch; the larger probe has three times as many."""
@@ -45,6 +47,34 @@ class MemoryFit:
         return round(max(self.weights + self.gradients + self.optimizer, self.fixed + self.per_sequence * micro_batch))
 
 
+@dataclass(frozen=True)
+class CustomModelEstimates:
+    """Predictions for a custom model."""
+
+    model: CustomModel
+
+    def is_memory_known(self, config: ResolvedConfig) -> bool:
+        """Whether this process has measured it."""
+        return cached_fit(config) is not None
+
+    def predict_peak(self, config: ResolvedConfig) -> MemoryBreakdown:
+        """By :func:`measure_fit`."""
+        fit = measure_fit(config)
+        state = fit.weights + fit.gradients + fit.optimizer
+        return MemoryBreakdown(
+            weights=fit.weights, gradients=fit.gradients, optimizer=fit.optimizer, casts=0,
+            activations=fit.peak(config.batch.micro_batch) - state, logits=0, working=0, workspace=0, unused=0,
+            context=CONTEXT[config.execution.device], moment="the peak of two measured steps",
+        )  # fmt: skip
+
+    def activation_formula(self, micro_batch: int, precision: Precision) -> None:
+        """None is known."""
+
+    def roofline_speed(self, batch: Batch, execution: Execution, gpu_rates: GpuRates) -> float:
+        """Raises ``UserError``."""
+        raise UserError("The speed is only predicted for GPT-2, because the formulas describe its kernels.")
+
+
 _fits: dict[ResolvedConfig, MemoryFit] = {}
 
 
@@ -59,7 +89,7 @@ def measure_fit(config: ResolvedConfig) -> MemoryFit:
     if probe not in _fits:
         if config.execution.device == "cuda" and device_info().kind != "cuda":
             raise UserError(
-                f"--model {config.model.callable}: its memory must be measured, but this machine has no GPU. "  # type: ignore[union-attr]
+                f"--model {config.model.user_code}: its memory must be measured, but this machine has no GPU. "
                 "Set --micro-batch, or run the command on the machine that trains."
             )
         with status("measuring the model's memory with two small micro-batches"):
@@ -96,7 +126,7 @@ def _measure_fit(config: ResolvedConfig) -> MemoryFit:
         is_killed = process.returncode == -signal.SIGKILL
         reason = "the probe was killed, probably because memory ran out" if is_killed else last_line
         raise UserError(
-            f"--model {format_model(config.model)}: measuring its memory failed: {reason.rstrip('.')}. Set "
+            f"--model {config.model.text}: measuring its memory failed: {reason.rstrip('.')}. Set "
             "--micro-batch, with which a run does not need the measurement."
         )
     values: dict[str, Any] = json.loads(output[-1])

@@ -2,14 +2,16 @@
 
 import hashlib
 import sys
+from collections.abc import Sequence
 from dataclasses import dataclass, field, replace
 from importlib.util import find_spec
 from pathlib import Path
 from sysconfig import get_path
-from typing import Any
+from typing import Any, Self
 
 from infra.errors import UserError, first_line
 from infra.schema import strict
+from train.model_config.spec import Formula, ModelSpec, check_sizes
 
 
 @strict
@@ -30,21 +32,6 @@ class ModelInfo:
     """Whether a parameter has no part in its loss, for whose gradient no worker must wait."""
 
 
-MAX_SIZES = {
-    "layers": 2**16, "heads": 2**16, "width": 2**20, "context_length": 2**26, "vocab_size": 2**31,
-    "padded_vocab_size": 2**31,
-}  # fmt: skip
-"""Sizes beyond any model that can be trained, with which the number of a matrix's bytes still fits 64 bits."""
-
-
-def check_sizes(model: object) -> None:
-    """Raise ``UserError`` for a size of ``model`` below 1 or above :data:`MAX_SIZES`."""
-    for name, max_size in MAX_SIZES.items():
-        size = getattr(model, name, 1)
-        if not 1 <= size <= max_size:
-            raise UserError(f"--model {name}={size} must be at least 1 and at most {max_size:,}.")
-
-
 _NOT_CUSTOM = {
     "attention": ("flex", "only torch's scaled_dot_product_attention is switched in it"),
     "loss": ("fused", "it computes its loss itself"),
@@ -62,7 +49,7 @@ _BY_BLOCK = {
 
 @strict
 @dataclass(frozen=True)
-class CustomModel:
+class CustomModel(ModelSpec):
     """A model of the user's: a callable that returns an ``nn.Module``, with arguments.
 
     Its forward takes ``(inputs, targets)``, ids of shape (batch, time), and returns the mean loss, or logits when
@@ -104,6 +91,20 @@ class CustomModel:
         return self.info
 
     @property
+    def text(self) -> str:
+        sizes = [f"{size}={getattr(self, size)}" for size in ("context_length", "vocab_size")
+                 if getattr(self, size) != getattr(CustomModel, size)]  # fmt: skip
+        return ",".join(filter(None, [self.callable, self.arguments, *sizes]))
+
+    @property
+    def user_code(self) -> str:
+        return self.callable
+
+    @property
+    def needs_inspection(self) -> bool:
+        return self.info is None
+
+    @property
     def source_paths(self) -> tuple[str, ...]:
         spec = find_spec(self.callable.partition(":")[0].partition(".")[0])
         paths = (spec.submodule_search_locations or [spec.origin or ""]) if spec else []
@@ -112,6 +113,36 @@ class CustomModel:
     @property
     def has_logits(self) -> bool:
         return self.model_info.logits
+
+    @property
+    def has_unused_parameters(self) -> bool:
+        return self.model_info.idle
+
+    @property
+    def calls_attention(self) -> bool:
+        """Whether it is known to call torch's ``scaled_dot_product_attention``."""
+        return bool(self.info and self.info.attention)
+
+    @property
+    def parameters(self) -> int:
+        return self.model_info.parameters
+
+    def parameter_rows(self) -> list[tuple[str, str]]:
+        blocks = ", ".join(self.model_info.blocks)
+        return [("repeated blocks", blocks or "none, so blocks can be neither recomputed nor compiled separately")]
+
+    def flops_formulas(self) -> list[Formula]:
+        text = "3 x the forward pass, counted by torch.utils.flop_counter"
+        return [Formula("counted", text, self.model_info.flops_per_token)]
+
+    @property
+    def min_flops_per_token(self) -> float:
+        """Up to half of the counted FLOPs may be attention that is causal."""
+        return self.flops_per_token / 2
+
+    def executed_flops_per_token(self, checkpointing: str) -> float:
+        """Without recomputation, because the FLOPs of the blocks are unknown."""
+        return self.flops_per_token
 
     @property
     def summary(self) -> str:
@@ -137,7 +168,7 @@ class CustomModel:
             return "none of its repeated blocks calls torch's scaled_dot_product_attention"
         return ""
 
-    def with_vocab_size(self, ids: int, end_of_text: int, source: str) -> "CustomModel":
+    def with_vocab_size(self, ids: int, end_of_text: int, source: str) -> Self:
         """The default vocabulary gives way."""
         if self.vocab_size not in (CustomModel.vocab_size, ids):
             raise UserError(
@@ -157,6 +188,19 @@ def _value(text: str) -> bool | int | float | str:
         except ValueError:
             continue
     return text
+
+
+def parse_custom(name: str, changes: Sequence[str]) -> CustomModel:
+    """The model that the callable ``name`` returns, with ``changes``, each NAME=VALUE."""
+    sizes = {"context_length": CustomModel.context_length, "vocab_size": CustomModel.vocab_size}
+    for change in changes:
+        size, _, value = change.partition("=")
+        if size in sizes:
+            if not value.isdecimal():
+                raise UserError(f"--model {name}: {value!r} is not a value for {size}.")
+            sizes[size] = int(value)
+    arguments = ",".join(change for change in changes if change.partition("=")[0] not in sizes)
+    return CustomModel(name, arguments, source_sha256(name), sizes["context_length"], sizes["vocab_size"])
 
 
 _NAMED = "name it as an import does, package.module, where that works"

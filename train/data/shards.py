@@ -1,0 +1,139 @@
+"""Token shards as the data of a run."""
+
+from collections.abc import Callable, Iterable
+from dataclasses import replace
+from functools import cached_property
+from typing import Any, Self
+
+import numpy as np
+
+from infra.errors import UserError
+from infra.storage.directory import StorageDir
+from infra.tracking.run_ref import RunRef
+from pipeline.cache import ensure_local
+from pipeline.encoding.tokenizer import Tokenizer, load_from
+from pipeline.shards import MANIFEST, TOKENIZER_FILE, Manifest, TokenShards, producing_run, read_manifest
+from train.config import BatchConfig, Cycle, DatasetConfig
+from train.data.source import DataSource
+from train.data.windows import VALIDATION_SEED, Windows, refuse_short
+from train.model_config import ModelSpec
+
+
+class ShardSource(DataSource):
+    """The token shards in a folder or in object storage."""
+
+    has_epoch = True
+    reads_on_ray = False
+
+    @property
+    def directory(self) -> StorageDir:
+        """The folder of the shards."""
+        return StorageDir.of(self.dataset.data)
+
+    @cached_property
+    def manifest(self) -> Manifest:
+        return read_manifest(self.dataset.data)
+
+    def absolute(self) -> Self:
+        return type(self)(replace(self.dataset, data=self.directory.address))
+
+    def load_tokenizer(self, manifest: Manifest) -> Tokenizer | None:
+        return _load_tokenizer(self.dataset, manifest)
+
+    def check_lengths(self, context_length: int, cycle: Cycle, manifest: Manifest) -> None:
+        for split in ("train", "val") if cycle.val else ("train",):
+            lengths = (shard.tokens for shard in manifest.shards if shard.split == split)
+            refuse_short(split, lengths, context_length)
+
+    def check_enough_tokens(self, global_batch: int, context_length: int, manifest: Manifest) -> None:
+        available = manifest.splits["train"]["tokens"]
+        available_windows = available // context_length
+        if 0 < available_windows < global_batch:
+            raise UserError(
+                f"--global-batch {global_batch:,} needs {global_batch * context_length:,} tokens for one step, and "
+                f"{self.dataset.data} has {available:,} for training: give at most {available_windows:,}."
+            )
+
+    def producing_run(self) -> RunRef | None:
+        return producing_run(self.dataset.data)
+
+    def check_reachable(self, host: str) -> None:
+        if not self.directory.exists(MANIFEST):
+            raise UserError(
+                f"--data {self.directory} is not on {host}, where Ray placed the worker: give object storage, such as "
+                "--data s3://bucket/tokens, or a folder on a disk that all machines share."
+            )
+
+    def download(self) -> None:
+        ensure_local(self.directory)
+
+    def open(
+        self,
+        model: ModelSpec,
+        batch: BatchConfig,
+        cycle: Cycle,
+        on_download: Callable[[Manifest, int], None] = lambda manifest, number: None,
+    ) -> "ShardData":
+        return ShardData(self.dataset, model, cycle, on_download)
+
+
+class ShardData:
+    """Token shards: any window can be read at once, so a position is enough to continue.
+
+    ``on_download`` is called as :func:`ensure_local` calls it.
+    """
+
+    def __init__(
+        self,
+        dataset: DatasetConfig,
+        model: ModelSpec,
+        cycle: Cycle,
+        on_download: Callable[[Manifest, int], None] = lambda manifest, number: None,
+    ) -> None:
+        if dataset.stream:
+            raise UserError("--stream is for 'python -m train.run' alone: here, give token shards with --data.")
+        shards = TokenShards(ensure_local(StorageDir.of(dataset.data), on_download))
+        length = model.context_length
+        self.manifest = shards.manifest
+        self.windows = Windows(shards.streams("train"), length, dataset.seed)
+        self.epoch_windows = self.windows.count
+        self.tokenizer = _load_tokenizer(dataset, self.manifest)
+        self.encoded_on: dict[str, int] = {}
+        self.validation = None
+        if cycle.val:
+            self.validation = Windows(shards.streams("val"), length, VALIDATION_SEED, split="val")
+        if self.tokenizer is None:  # which would tell its ids
+            _check_token_ids(
+                dataset.source,
+                model.vocab_size,
+                [*self.windows.streams, *(self.validation.streams if self.validation else ())],
+            )
+
+    def state_dict(self, position: int) -> None:
+        """Always None: the position is enough."""
+
+    def load_state_dict(self, state_dict: dict[str, Any] | None) -> None:
+        """Do nothing: every window can be read at any time."""
+
+    def summary(self) -> None:
+        """Always None: the manifest says it all."""
+
+
+def _check_token_ids(source: str, vocab_size: int, streams: Iterable[np.ndarray]) -> None:
+    """Raise ``UserError`` when a token of ``streams`` is none of the model's."""
+    largest = max(int(stream.max(initial=0)) for stream in streams)
+    if largest >= vocab_size:
+        raise UserError(
+            f"{source} has the token id {largest:,} and --model has vocab_size={vocab_size:,}: give --model "
+            f"with vocab_size={largest + 1} or more."
+        )
+
+
+def _load_tokenizer(dataset: DatasetConfig, manifest: Manifest) -> Tokenizer | None:
+    tokenizer = load_from(StorageDir.of(dataset.data), manifest.tokenizer_sha256)
+    if tokenizer is None and "tokenizer" in manifest.config:
+        raise UserError(
+            f"{dataset.source} lacks the {TOKENIZER_FILE} of its ids: put it back, or make the data again with "
+            "'python -m pipeline.tokenize --overwrite'."
+        )
+    return tokenizer

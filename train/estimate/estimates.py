@@ -1,0 +1,43 @@
+"""What is predicted of all kinds of models; each kind has its estimates in a file of its own and a line here."""
+
+from collections.abc import Callable
+from typing import Any, Protocol
+
+from train.config import Batch, Execution, Precision, ResolvedConfig
+from train.estimate.breakdown import MemoryBreakdown
+from train.estimate.custom import CustomModelEstimates
+from train.estimate.gpt2 import GPT2Estimates
+from train.estimate.gpu_rates import GpuRates
+from train.model_config import ModelConfig, ModelSpec
+from train.model_config.custom import CustomModel
+
+
+class ModelEstimates(Protocol):
+    """Predictions for a model."""
+
+    def is_memory_known(self, config: ResolvedConfig) -> bool:
+        """Whether :meth:`predict_peak` needs no measurement."""
+        ...
+
+    def predict_peak(self, config: ResolvedConfig) -> MemoryBreakdown:
+        """The peak of a resolved ``config`` on one worker by part."""
+        ...
+
+    def activation_formula(self, micro_batch: int, precision: Precision) -> tuple[int, str] | None:
+        """Returns: (bytes of the blocks' activations as published, the formula as a text); None if none is known."""
+        ...
+
+    def roofline_speed(self, batch: Batch, execution: Execution, gpu_rates: GpuRates) -> float:
+        """Tokens/s at the roofline of one GPU. Raises ``UserError`` if no formulas cover it."""
+        ...
+
+
+ESTIMATES: dict[type[ModelSpec], Callable[[Any], ModelEstimates]] = {
+    ModelConfig: GPT2Estimates,
+    CustomModel: CustomModelEstimates,
+}
+
+
+def estimates_of(model: ModelSpec) -> ModelEstimates:
+    """The estimates of ``model``."""
+    return ESTIMATES[type(model)](model)

@@ -1,0 +1,35 @@
+"""The estimates of GPT-2, by formulas alone, without using a device."""
+
+from dataclasses import dataclass
+
+from train.config import HALF_PRECISIONS, Batch, Execution, Precision, ResolvedConfig
+from train.estimate.breakdown import MemoryBreakdown
+from train.estimate.gpt2_memory import predict_breakdown, published_activations
+from train.estimate.gpt2_speed import predict_roofline
+from train.estimate.gpu_rates import GpuRates
+from train.model_config import ModelConfig
+
+
+@dataclass(frozen=True)
+class GPT2Estimates:
+    """Predictions for a GPT-2."""
+
+    model: ModelConfig
+
+    def is_memory_known(self, config: ResolvedConfig) -> bool:
+        """Always."""
+        return True
+
+    def predict_peak(self, config: ResolvedConfig) -> MemoryBreakdown:
+        """By :func:`predict_breakdown`."""
+        return predict_breakdown(self.model, config)
+
+    def activation_formula(self, micro_batch: int, precision: Precision) -> tuple[int, str]:
+        """By :func:`published_activations`."""
+        factor = "" if precision in HALF_PRECISIONS else "2"
+        text = f"{self.model.layers} x {factor}sbh(34 + 5as/h), Korthikanti et al. 2022, storing dropout and scores"
+        return published_activations(self.model, micro_batch, precision), text
+
+    def roofline_speed(self, batch: Batch, execution: Execution, gpu_rates: GpuRates) -> float:
+        """By :func:`predict_roofline`."""
+        return predict_roofline(self.model, batch, execution, gpu_rates)

@@ -1,0 +1,53 @@
+"""The module of a custom model, from its callable to its export."""
+
+from dataclasses import replace
+from pathlib import Path
+
+import torch
+from torch import nn
+from torch.nn.attention import SDPBackend
+
+from infra.errors import UserError
+from infra.schema import to_json
+from train.config import Execution
+from train.model_config.custom import CustomModel
+from train.models import custom
+from train.models.attention import kernel_order
+from train.models.blocks import shared_names
+from train.models.builder import Export, ModelBuilder
+
+
+class CustomModelBuilder(ModelBuilder[CustomModel]):
+    """Builds the module that a callable returns, and switches how its blocks are executed."""
+
+    def inspect(self) -> CustomModel:
+        return self.model if self.model.info else replace(self.model, info=custom.inspect_model(self.model))
+
+    def build(self, execution: Execution) -> nn.Module:
+        kernels: list[SDPBackend] = []
+        if self.model.calls_attention and execution.attention == "manual":
+            kernels = [SDPBackend.MATH]
+        elif self.model.calls_attention and execution.attention != "sdpa":
+            kernels = kernel_order(self._attention(execution))
+        return custom.with_execution_switches(custom.build_model(self.model), execution.checkpointing, kernels)
+
+    def build_for_inference(self, *, mask_books: bool, has_weights: bool) -> nn.Module:
+        """With weights in any case, because the module may hold more than its state, such as tables of positions."""
+        return custom.build_model(self.model)
+
+    def attention_kernel(self, execution: Execution, device: torch.device) -> str:
+        if not self.model.calls_attention:
+            return "the model's own"
+        return "math" if execution.attention == "manual" else execution.attention
+
+    def load_initial_weights(self, module: nn.Module) -> None:
+        """Nothing: they are random."""
+
+    def user_error(self, stage: str, failure: Exception) -> UserError:
+        return custom.model_error(self.model, stage, failure)
+
+    def export(self, module: nn.Module, folder: Path) -> Export:
+        shared = shared_names(module)
+        weights = {name: value.contiguous().cpu() for name, value in module.state_dict().items() if name not in shared}
+        loading = f"load it with safetensors.torch.load_model into the module that {self.model.callable} returns"
+        return Export(weights, to_json(replace(self.model, info=None)), loading)
