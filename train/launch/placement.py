@@ -16,7 +16,7 @@ from infra.ray.machines import (
     max_cores_per_worker,
     run_on_nodes,
 )
-from train.config import DatasetConfig, Execution
+from train.config import DatasetConfig, Execution, ExecutionConfig
 from train.data.sources import source_of
 
 READERS = 2
