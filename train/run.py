@@ -23,7 +23,7 @@ from infra.tracking.run_ref import RunRef
 from train.config import TrainConfig, load_config
 from train.launch.job import RunPlan
 from train.model_config import ModelSpec, short_name
-from train.resolved import local_device_info, resolve
+from train.resolved import local_device_info
 from train.run_files.lookup import format_resume_command, load_run_config
 from train.run_files.run_folder import RunFolder, new_run
 from train.search_reference import read_search_reference
@@ -128,17 +128,16 @@ def train_and_report(run: RunPlan, tracking_uri: str | None, file: str | None) -
     from train.launch.driver import train_and_record
     from train.reporting import report, tracking
 
-    run_folder, device_info = run.run_folder, _facts(run)
-    saved_settings = run.progress.config if run.progress else None
-    config = resolve(run.requested, device_info.with_memory_limit(run.memory_limit), saved_settings)
+    run_folder, device_info = run.run_folder, _device_info(run)
+    resolved = run.resolved(device_info)
     run_ref, logged = open_mlflow_run(run_folder, tracking_uri, starts=run.progress is None)
-    report.print_header(config, run.manifest, run_folder.location, device_info)
+    report.print_header(resolved.config, run.manifest, run_folder.location, device_info)
     with Tracker(run_ref, logged) as tracker:
         tracking.complete_orphaned_runs(run_ref)
         if file:
             tracking.link_search(tracker, run_folder.path.name, file)
         try:
-            result, final_report = train_and_record(run, config, tracker)
+            result, final_report = train_and_record(resolved, tracker)
         except KeyboardInterrupt:
             if not run_folder.has_checkpoint():
                 raise
@@ -151,7 +150,7 @@ def train_and_report(run: RunPlan, tracking_uri: str | None, file: str | None) -
     return 0 if result.outcome == "finished" else 1
 
 
-def _facts(run: RunPlan) -> DeviceInfo:
+def _device_info(run: RunPlan) -> DeviceInfo:
     if run.is_local:
         return local_device_info(run.requested.execution)
     from train.launch.placement import worker_device_info

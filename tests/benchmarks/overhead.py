@@ -33,7 +33,6 @@ from train.config import Cycle, ResolvedConfig
 from train.intervals import t_quantile
 from train.launch.job import RunPlan
 from train.model_config import parse_model
-from train.resolved import resolve
 from train.run_files.run_folder import RunFolder
 
 HERE = Path(__file__)
@@ -158,7 +157,7 @@ def wrapped(config: ResolvedConfig, *, on_ray: bool) -> dict[str, float]:
             recorded = time.time()
             with Tracker(key) as tracker:
                 run = replace(RunPlan.new(config, RunFolder(folder)), address="local" if on_ray else None)
-                result = driver.launch(run, resolve(config, cpu_info()), tracker, on_cycle)
+                result, _ = driver.train_and_record(run.resolved(cpu_info()), tracker, on_cycle)
             returned = time.time()
         started, ended = ((folder / file).stat().st_mtime for file in ("lock", "cycles.jsonl"))
     first_step = ended - result.seconds

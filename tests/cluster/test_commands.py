@@ -178,13 +178,13 @@ def test_a_run_is_interrupted_and_continued_where_machines_share_a_store_alone(l
     printed, seconds = interrupted(running, "tok/sec")
     assert running.returncode == 130, printed
     assert seconds < 30
-    assert "w2 fetches s3://lab/small: 0 of 3 shards" in printed
+    assert "w2: downloading s3://lab/small, 0 of 3 shards" in printed
     assert re.search(r"with: +python -m train\.run --resume s3://lab/runs/one\n", printed)
     (checkpoint,) = re.findall(r"s3://lab/runs/one/checkpoints/step-(\d+)", printed)
     end = int(checkpoint) + 12
 
     printed = lab.run("head", f"train.run --resume s3://lab/runs/one --steps {end}")
-    assert "fetches" not in printed, "the worker's machine has the data"
+    assert "downloading" not in printed, "the worker's machine has the data"
     found = json.loads(lab.execute(READ))
     assert found["steps"] == list(range(1, end + 1)), "every step once"
     assert found["status"] == "FINISHED"

@@ -8,7 +8,6 @@ import signal
 import subprocess
 import sys
 from collections.abc import Callable
-from contextlib import ExitStack
 from pathlib import Path
 
 import pytest
@@ -24,10 +23,8 @@ from infra.tracking.tracker import Logged
 from pipeline.encoding.tokenizer import gpt2
 from pipeline.shards import MANIFEST, TOKENIZER_FILE, read_manifest
 from train import run, train
-from train.config import Cycle, ResolvedConfig, TrainConfig, config_from_json
-from train.launch import driver, worker
-from train.launch.channel import EarlierWorkers
-from train.launch.job import WorkerJob
+from train.config import Cycle, TrainConfig, config_from_json
+from train.launch.job import ResolvedRun
 from train.loop.trainer import Trainer
 from train.model_config import ModelConfig
 from train.resolved import resolve_local
@@ -219,60 +216,6 @@ def test_a_program_continues_after_a_run_of_its_own_was_interrupted(
     assert list(map(signal.getsignal, SIGNALS)) == before
 
 
-def begin(
-    folder: Path, step: int = 0, marker: Path | None = None, past: EarlierWorkers | None = None
-) -> tuple[Path | None, str | None]:
-    """What a worker that is told to continue from ``step`` makes of ``folder``."""
-    assignment = WorkerJob(ResolvedConfig(), StorageDir.of(folder), "", step, driver_marker=marker)
-    with ExitStack() as locks:
-        return worker.lock_and_find_checkpoint(RunFolder(folder), locks, assignment, past or EarlierWorkers())
-
-
-def test_a_worker_that_is_told_why_another_gave_up_or_has_died_too_often_does_not_train(tmp_path: Path) -> None:
-    assert begin(tmp_path, past=EarlierWorkers(refusal="the disk is full")) == (None, "the disk is full")
-    assert begin(tmp_path, past=EarlierWorkers((0,) * (worker.ATTEMPTS - 1))) == (None, None)
-    assert "crashed 3 times after step 0" in (begin(tmp_path, past=EarlierWorkers((0,) * worker.ATTEMPTS))[1] or "")
-    assert "cannot be used" in (begin(tmp_path / "gone")[1] or "")
-    (tmp_path / "file").touch()
-    assert "cannot be used (Not a directory)" in (begin(tmp_path / "file")[1] or "")
-
-
-def test_a_worker_begins_at_the_step_that_it_is_told_or_a_later_one(
-    small_shards: Path, small_model: ModelConfig, tmp_path: Path
-) -> None:
-    home = RunFolder(tmp_path / "one")
-    config = TrainConfig.of(
-        data=str(small_shards), model=small_model, micro_batch=4, global_batch=4, steps=6, checkpoint_every=3,
-        device="cpu",
-    )  # fmt: skip
-    Trainer(resolve_local(config), checkpoints=home.checkpoints).run()
-    third, sixth = checkpoints_in(home.checkpoints)
-    before = sorted(home.path.rglob("*"))
-    resume, refusal = begin(home.path, 6, marker=home.path / "made-by-the-driver")
-    assert resume is None
-    assert "is another disk: give object storage, such as --out s3://bucket/runs" in (refusal or "")
-    assert before == sorted(home.path.rglob("*")), "nothing is overwritten"
-    assert begin(home.path, 6) == (sixth, None)
-    assert begin(home.path, 3) == (sixth, None), "a predecessor that was dying saved it"
-    shutil.rmtree(sixth)
-    for step, past in ((6, None), (0, EarlierWorkers((0, 6)))):
-        resume, refusal = begin(home.path, step, past=past)
-        assert resume is None
-        assert re.search(r"resume at step 6, .* is step 3\..* resume at step 3", refusal or "")
-    assert begin(home.path, 0, past=EarlierWorkers((0,))) == (third, None), "a worker saved it since"
-    shutil.rmtree(third)
-    assert "no intact checkpoint" in (begin(home.path, 3)[1] or "")
-
-
-def test_workers_that_find_different_checkpoints_train_nothing() -> None:
-    assert worker.combine_refusals([(None, 6, "a"), (None, 6, "b")]) is None
-    assert worker.combine_refusals([(None, 6, "a"), ("why", 6, "b")]) == "why"
-    for other in (0, 8):
-        differ = worker.combine_refusals([(None, 6, "a"), (None, 6, "b"), (None, other, "c")])
-        assert differ
-        assert differ.startswith(f"the run continues from step 6 on a and from step {other} on c: give object storage")
-
-
 @pytest.mark.usefixtures("shared_ray")
 @pytest.mark.slow
 def test_a_run_whose_checkpoint_the_worker_does_not_find_is_not_trained_anew(
@@ -286,11 +229,10 @@ def test_a_run_whose_checkpoint_the_worker_does_not_find_is_not_trained_anew(
     Trainer(resolve_local(config), checkpoints=home.checkpoints).run()
     write_json(home.config, config.to_json())
     shutil.copytree(home.path, elsewhere, ignore=shutil.ignore_patterns("step-*"))
-    trained = driver.launch
-    there = RunFolder(elsewhere)
-    monkeypatch.setattr(driver, "launch", lambda run, *how: trained(dataclasses.replace(run, run_folder=there), *how))
+    make_job, run_dir = ResolvedRun.job, StorageDir.of(elsewhere)
+    monkeypatch.setattr(ResolvedRun, "job", lambda self: dataclasses.replace(make_job(self), run_dir=run_dir))
     said = refused(run.main, "--resume", "one", "--steps", "8")
-    assert "the run continues from step 6, but" in said
+    assert "should resume at step 6" in said
     assert not (elsewhere / "cycles.jsonl").exists()
     assert not checkpoints_in(elsewhere / "checkpoints")
     (found,) = MlflowClient(store_uri()).search_runs(["1"])
@@ -311,8 +253,8 @@ def test_a_mistake_gets_one_sentence(refused: Callable[..., str], flags: list[st
 
 
 def test_what_ray_trains_controller_unpickles_imports_no_torch() -> None:
-    """Two seconds before the worker would even be started; nor does the channel's actor, which starts meanwhile."""
-    program = "import sys, train.launch.controller, train.launch.channel; sys.exit('torch' in sys.modules)"
+    """Two seconds before the worker would even be started; nor does the link's actor, which starts meanwhile."""
+    program = "import sys, train.launch.job, train.launch.link; sys.exit('torch' in sys.modules)"
     assert subprocess.run([sys.executable, "-c", program], timeout=60, check=False).returncode == 0
 
 

@@ -14,8 +14,8 @@ from infra.schema import to_json
 from infra.storage.directory import StorageDir
 from pipeline.shards import read_manifest
 from train.config import ResolvedConfig
-from train.launch.driver import diagnosed
-from train.launch.job import RunPlan
+from train.launch.driver import diagnose
+from train.launch.job import ResolvedRun
 from train.reporting.report import detail_rows
 from train.result import Memory, MemoryShortage, RunResult, Throughput
 from train.run import RunOptions, plan_run
@@ -175,15 +175,16 @@ def test_it_is_in_the_result_of_the_run_and_after_memory(make_result: Make, smal
         data=str(small_shards), precision="fp32", device="cpu", attention="sdpa", micro_batch=32, compile="off",
         loss="plain",
     )  # fmt: skip
-    run = RunPlan(config, read_manifest(small_shards), RunFolder(tmp_path), confirmed=CONFIRMED)
+    manifest, run_folder = read_manifest(small_shards), RunFolder(tmp_path)
+    run = ResolvedRun(config, manifest, run_folder, confirmed=CONFIRMED, config=config)
     result = ran(make_result, data_wait_fraction=0.12)
-    found = diagnosed(run, config, result)
+    found = diagnose(run, result)
     assert found == diagnose_slowdown(result, CONFIRMED, EAGER.execution.compile)
     assert found
     assert found.rows[1] in detail_rows(config, replace(result, diagnosis=found))
-    assert diagnosed(replace(run, confirmed=None), config, result) is None
+    assert diagnose(replace(run, confirmed=None), result) is None
     over = replace(result, outcome="over_limit", shortage=MemoryShortage("the check after step 1", None, 10**9, {}))
-    found = diagnosed(run, config, over)
+    found = diagnose(run, over)
     assert found
     assert "predicted to fit" in found.advice
 

@@ -60,8 +60,8 @@ class ShardSource(DataSource):
     def check_reachable(self, host: str) -> None:
         if not self.directory.exists(MANIFEST):
             raise UserError(
-                f"--data {self.directory} is not on {host}, where Ray placed the worker: give object storage, such as "
-                "--data s3://bucket/tokens, or a folder on a disk that all machines share."
+                f"--data {self.directory} is not on {host}, where Ray placed the worker. Use object storage, such as "
+                "--data s3://bucket/tokens, or a disk that all machines share."
             )
 
     def download(self) -> None:

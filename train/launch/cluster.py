@@ -1,23 +1,23 @@
-"""A run on Ray's workers, by Ray Train: several, those of a cluster, or one on a stream of books."""
+"""A run on Ray's workers, by Ray Train: several, those of a cluster, or one that trains on a stream of books."""
 
 import threading
 import uuid
 from dataclasses import replace
+from pathlib import Path
 from typing import Any
 
-import ray
 import ray.train
 import ray.train.torch
 from ray.exceptions import RayActorError
+from ray.train.v2.api.data_parallel_trainer import DataParallelTrainer
 
 from infra.cli.interrupts import interrupts
 from infra.cli.progress import status
 from infra.errors import UserError
 from infra.ray.cluster import RAY_THREAD_NAME, ray_session, temporary_ray_dir
 from infra.ray.machines import wait_for_resources
-from train.launch.channel import LISTEN_SECONDS, STOP_MESSAGE, open_channel
-from train.launch.controller import SingleWorker
-from train.launch.job import WorkerJob, WorkerResult
+from train.launch.job import RunJob, WorkerResult
+from train.launch.link import POLL_SECONDS, STOP_MESSAGE, Link, open_ray_link
 from train.launch.listener import Listener
 from train.launch.placement import make_scaling_config, resources_per_worker
 from train.launch.worker import train_function
@@ -27,71 +27,79 @@ class ControllerDied(UserError):
     """Ray Train's controller process has died; its workers' resources stay taken until our command ends."""
 
 
-def run_training(assignment: WorkerJob, listener: Listener, reported: int, telemetry_second: int) -> WorkerResult:
-    """What the first worker returns for ``assignment``; the rest as :func:`train.launch.local.run_training`.
+def train(job: RunJob, listener: Listener) -> WorkerResult:
+    """Train ``job`` on Ray's workers; returns what the first one returns.
 
-    Raises ``UserError``, ``ControllerDied``, and ``KeyboardInterrupt`` when a stop takes too long, or Ray has not
-    placed the workers yet.
+    Raises ``UserError``, ``ControllerDied``, the failure of ``listener``, for which the run was stopped and saved, and
+    ``KeyboardInterrupt`` when a stop takes too long, or Ray has not placed the workers yet.
     """
-    run, config = listener.run, listener.config
-    run_folder = run.run_folder
+    run_folder, workers = listener.run.run_folder, job.config.batch.workers
     with (
-        temporary_ray_dir(run_folder.path) as files,
-        ray_session(run.address),
-        open_channel(reported, telemetry_second) as channel,
+        temporary_ray_dir(run_folder.path) as ray_folder,
+        ray_session(listener.run.address),
+        open_ray_link(listener.recorded) as link,
     ):
-        wanted = make_scaling_config(config.dataset, config.execution, config.batch.workers)
-        files.mkdir()
-        marker = files / f"driver-{uuid.uuid4().hex}"
+        scaling = make_scaling_config(job.config.dataset, job.config.execution, workers)
+        ray_folder.mkdir()
+        marker = ray_folder / f"driver-{uuid.uuid4().hex}"
         marker.touch()
-        assignment = replace(assignment, driver_marker=marker)
-        trainer = ray.train.torch.TorchTrainer(
-            train_function,
-            train_loop_config={"assignment": assignment, "channel": channel},
-            torch_config=SingleWorker() if config.batch.workers == 1 else None,  # type: ignore[arg-type]
-            scaling_config=wanted,
-            run_config=ray.train.RunConfig(
-                name=files.name,
-                storage_path=str(run_folder.path),
-                failure_config=ray.train.FailureConfig(max_failures=-1),  # train_function counts failures itself
-            ),
-        )
-        done: list[Any] = []
-
-        def fit() -> None:
-            try:
-                done.append(trainer.fit())
-            except BaseException as failure:  # noqa: BLE001 carried to the main thread, which raises it
-                done.append(failure)
-
-        thread = threading.Thread(target=fit, name=RAY_THREAD_NAME, daemon=True)
-        group = listener.group
-        with status("waiting for Ray to start the worker") as shown:
-            wait_for_resources("the training", [resources_per_worker(wanted)] * config.batch.workers)
+        job = replace(job, driver_marker=marker)
+        fit = BackgroundFit(make_trainer(job, link, scaling, ray_folder, run_folder.path))
+        with status("waiting for Ray to start the worker") as live_status:
+            wait_for_resources("the training", [resources_per_worker(scaling)] * workers)
             with interrupts.stop_requests(STOP_MESSAGE):
-                has_requested_stop, updates = False, channel.actor.take_updates.remote()
-                thread.start()
-                while thread.is_alive():
-                    thread.join(LISTEN_SECONDS)
-                    if ray.wait([updates], timeout=0)[0]:  # else the actor is still starting, which is not waited for
-                        listener.take(ray.get(updates), shown)
-                        updates = channel.actor.take_updates.remote()
-                    if (interrupts.stop_requested or listener.failure) and not has_requested_stop:
-                        has_requested_stop = True
-                        channel.stop()
-                    if interrupts.stop_requested and group.is_lost:
+                fit.start()
+                while fit.is_alive():
+                    fit.join(POLL_SECONDS)
+                    listener.poll(link, live_status, stop=interrupts.stop_requested)
+                    if interrupts.stop_requested and listener.workers.is_lost:
                         raise KeyboardInterrupt
-            shown.update("ending")
-            listener.take(ray.get(updates), shown)
-            listener.take(channel.take_updates(), shown)
+            live_status.update("stopping Ray")
+            listener.handle(link.take_updates(), live_status)
     if listener.failure:
         raise listener.failure
-    if isinstance(done[0], RayActorError):
+    if isinstance(fit.failure, RayActorError):
         raise ControllerDied(
-            "Ray Train's controller died (is the machine out of memory?). Finished work in "
-            f"{run_folder.location.parent} is "
-            "kept: continue with --resume."
+            "Ray Train's controller died; the machine may be out of memory. Finished work in "
+            f"{run_folder.location.parent} is kept. Use --resume to continue."
         )
-    if isinstance(done[0], BaseException):
-        raise done[0]
-    return done[0].return_value
+    if fit.failure:
+        raise fit.failure
+    return fit.returned
+
+
+def make_trainer(
+    job: RunJob, link: Link, scaling: ray.train.ScalingConfig, ray_folder: Path, storage_path: Path
+) -> DataParallelTrainer:
+    """Ray's trainer of ``job``, whose files are in ``ray_folder`` of ``storage_path``."""
+    arguments: dict[str, Any] = {
+        "train_loop_config": {"job": job, "link": link},
+        "scaling_config": scaling,
+        "run_config": ray.train.RunConfig(
+            name=ray_folder.name,
+            storage_path=str(storage_path),
+            failure_config=ray.train.FailureConfig(max_failures=-1),  # train_function counts failures itself.
+        ),
+    }
+    if job.config.batch.workers == 1:
+        # It needs no process group; a backend for torch would make Ray's controller import torch, for two seconds.
+        return DataParallelTrainer(train_function, **arguments)
+    return ray.train.torch.TorchTrainer(train_function, **arguments)
+
+
+class BackgroundFit(threading.Thread):
+    """A thread in which a trainer runs, because the main thread handles messages and signals."""
+
+    def __init__(self, trainer: DataParallelTrainer) -> None:
+        super().__init__(name=RAY_THREAD_NAME, daemon=True)
+        self._trainer = trainer
+        self.returned: Any = None
+        """What the first worker returned."""
+        self.failure: BaseException | None = None
+        """What the trainer raised."""
+
+    def run(self) -> None:
+        try:
+            self.returned = self._trainer.fit().return_value
+        except BaseException as failure:  # noqa: BLE001 raised in the main thread
+            self.failure = failure

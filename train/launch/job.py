@@ -1,16 +1,17 @@
-"""One training run as its command hands it on, and what of it crosses to its workers and comes back."""
+"""A training run as its command plans it, what its workers get of it, and what they return."""
 
 import os
 from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any
 
+from infra.device.hardware import DeviceInfo
 from infra.storage.directory import StorageDir
 from pipeline.shards import Manifest
-from train.config import ResolvedConfig, TrainConfig
+from train.config import AUTO, ResolvedConfig, TrainConfig
 from train.data.source import DataSource
 from train.data.sources import source_of
-from train.resolved import prepare
+from train.resolved import next_smaller_micro_batch, prepare, resolve
 from train.result import RunResult
 from train.run_files.lookup import find_run
 from train.run_files.progress import Progress, check_not_finished, check_same_run, read_progress
@@ -20,61 +21,68 @@ from train.search_reference import SearchReference
 
 @dataclass(frozen=True)
 class WorkerJob:
-    """All that a worker is told. It may be on another machine, so that no path of the driver's need exist there."""
+    """What a session trains. It may be on another machine than the driver, so that no path of the driver's is in it."""
 
     config: ResolvedConfig
-    """The resolved run, with whole paths."""
-    run_dir: StorageDir
-    """Where the run's folder is."""
-    fingerprint: str
-    """That of the data that the driver saw."""
-    step: int = 0
-    """The step that the run continues from; 0 is its beginning."""
     memory_limit: int | None = None
     """Bytes that the worker's process may use."""
+    fingerprint: str | None = None
+    """Fingerprint of the data that the driver saw; None if it has not looked."""
     source: DataSource | None = None
-    """The data as the driver has read them; None to read them here."""
+    """The data as far as the driver has read them; None to read them here."""
     retries_smaller_batch: bool = False
-    """Whether a micro-batch that does not fit is replaced by the next smaller one, because none was asked for."""
+    """Whether a micro-batch that does not fit is replaced by the next smaller one, because it was chosen
+    automatically."""
+
+
+@dataclass(frozen=True, kw_only=True)
+class RunJob(WorkerJob):
+    """The job of a run, which has a folder."""
+
+    run_dir: StorageDir
+    """The location of the run."""
+    step: int = 0
+    """The step that the run continues from; 0 for a new run."""
     driver_marker: Path | None = None
     """A file that the driver has made in its workspace of the run; None for a worker in the driver's process."""
 
 
 @dataclass(frozen=True)
 class WorkerResult:
-    """What the first worker returns at the end: a result, or why there is none."""
+    """What the first worker returns: a result, or the reason why there is none."""
 
     result: RunResult | None = None
     stream: dict[str, Any] | None = None
-    """What a run straight from books has read."""
+    """Summary of what a book stream has read."""
     user_error: str = ""
-    """The user's mistake."""
+    """Message of the user's mistake."""
     traceback: str = ""
-    """The traceback of a bug of ours."""
+    """Traceback of an unexpected exception."""
 
 
 @dataclass(frozen=True)
 class RunPlan:
-    """One training run. Imports torch for a custom model only, so that what is wrong with it is said at once."""
+    """One planned run. Imports torch for a custom model only, whose errors are reported before anything starts."""
 
     requested: TrainConfig
-    """As the user gave it, prepared for its data; the run's folder keeps it."""
+    """The config as the user gave it, prepared for its data; the run's folder stores it."""
     manifest: Manifest
     run_folder: RunFolder
-    """With a whole path."""
+    """The run's folder, with an absolute path."""
     progress: Progress | None = None
-    """That of the checkpoint to continue from, the newest in ``run_folder``."""
+    """Progress of the checkpoint to resume from, the newest in ``run_folder``."""
     memory_limit: int | None = None
-    """Bytes that a worker's process may use; more ends the run."""
+    """Bytes that a worker's process may use, beyond which the run ends."""
     address: str | None = None
+    """Address of a Ray cluster, if ``--address`` names one."""
     source: DataSource | None = None
     """The data as far as they have been read here, so that the workers need not list a stream's books again."""
     confirmed: SearchReference | None = None
-    """What the search found whose winner this is."""
+    """The winner's measurements in the search that this config comes from."""
 
     @property
     def is_local(self) -> bool:
-        """Whether it trains in the command's own process: one worker on shards, and no cluster is named."""
+        """Whether it trains in the command's own process: one worker, on shards, without a cluster."""
         return (
             self.requested.batch.workers == 1
             and not source_of(self.requested.dataset).reads_on_ray
@@ -83,8 +91,7 @@ class RunPlan:
 
     @classmethod
     def new(cls, config: TrainConfig, run_folder: RunFolder) -> "RunPlan":
-        """A run that begins in ``run_folder``, which need not exist. Raises ``UserError`` for data that do not fit
-        it."""
+        """A new run in ``run_folder``, which need not exist. Raises ``UserError`` for data that do not suit it."""
         source = source_of(config.dataset).absolute()
         manifest = source.manifest
         requested = prepare(config, manifest)
@@ -94,14 +101,46 @@ class RunPlan:
 
     @classmethod
     def continued(cls, config: TrainConfig, name: str, out: str) -> "RunPlan":
-        """The run that ``--resume`` names, to be trained on as ``config``.
+        """The run that ``--resume`` names, resumed as ``config``.
 
-        Raises ``UserError`` when there is none, it is another run, or it has come to its end.
+        Raises ``UserError`` if it does not exist, was another run, or has finished.
         """
         run_folder, checkpoint = find_run(name, out)
         new = cls.new(config, run_folder)
-        progress, named = read_progress(checkpoint), run_folder.checkpoint_address(checkpoint)
-        check_same_run(named, progress, new.requested, new.manifest)
+        progress, address = read_progress(checkpoint), run_folder.checkpoint_address(checkpoint)
+        check_same_run(address, progress, new.requested, new.manifest)
         if run_folder.is_finished(progress.step):
-            check_not_finished(named, progress, new.requested.duration, new.requested.total_steps)
+            check_not_finished(address, progress, new.requested.duration, new.requested.total_steps)
         return replace(new, progress=progress)
+
+    def resolved(self, device_info: DeviceInfo) -> "ResolvedRun":
+        """This run with everything decided for the device that will train; a resumed one keeps its decisions.
+
+        Raises ``UserError`` as :func:`train.resolved.resolve` does.
+        """
+        saved_settings = self.progress.config if self.progress else None
+        config = resolve(self.requested, device_info.with_memory_limit(self.memory_limit), saved_settings)
+        return ResolvedRun(**vars(self), config=config)
+
+
+@dataclass(frozen=True, kw_only=True)
+class ResolvedRun(RunPlan):
+    """A run whose settings are all decided, which its workers can train."""
+
+    config: ResolvedConfig
+
+    def fitted(self, result: RunResult) -> "ResolvedRun":
+        """This run with the micro-batch of its ``result``, after larger ones did not fit."""
+        return replace(self, config=next_smaller_micro_batch(self.config, result.too_large) or self.config)
+
+    def job(self) -> RunJob:
+        """What the workers get."""
+        return RunJob(
+            config=self.config,
+            run_dir=self.run_folder.location,
+            fingerprint=self.manifest.fingerprint,
+            step=self.progress.step if self.progress else 0,
+            memory_limit=self.memory_limit,
+            source=self.source,
+            retries_smaller_batch=self.config.requested.batch.micro_batch == AUTO,
+        )

@@ -1,4 +1,7 @@
-"""What the driver does with what its workers say: cycles to MLflow and the terminal, telemetry, lines, progress."""
+"""What the driver does with its workers' messages: cycles and telemetry to MLflow, lines and progress to the terminal.
+
+It also watches whether the machines that train are still heard from.
+"""
 
 from collections.abc import Callable
 from typing import Any
@@ -6,66 +9,145 @@ from typing import Any
 from infra.cli.console import console
 from infra.cli.progress import Status
 from infra.tracking.tracker import Tracker
-from train.config import ResolvedConfig
-from train.launch.channel import WorkerUpdates
-from train.launch.group import WorkerGroup
-from train.launch.job import RunPlan
-from train.launch.progress_meter import ProgressMeter
+from train.launch.job import ResolvedRun
+from train.launch.link import (
+    CycleDone,
+    Link,
+    Message,
+    MicroBatchTooLarge,
+    PrintLine,
+    RecordedProgress,
+    SystemMetrics,
+    WorkerStarted,
+    WorkerUpdates,
+)
 from train.reporting import tracking
+from train.reporting.progress_meter import ProgressMeter
+
+SILENCE_SECONDS = 8.0
+"""Time without a heartbeat after which a message says so; there are two per second."""
 
 
 class Listener:
-    def __init__(
-        self,
-        run: RunPlan,
-        config: ResolvedConfig,
-        tracker: Tracker,
-        on_cycle: Callable[[dict[str, Any]], None],
-    ) -> None:
+    """The driver's end of a link, for the whole run."""
+
+    def __init__(self, run: ResolvedRun, tracker: Tracker, on_cycle: Callable[[dict[str, Any]], None]) -> None:
+        """``on_cycle`` is called with each new cycle."""
         self.run = run
-        self.config = config
-        self.group = WorkerGroup(tracker)
+        reported_step = run.progress.reported if run.progress else 0
+        self.recorded = RecordedProgress(reported_step, tracker.logged.last_step("system/"))
+        """The progress that was recorded before this command."""
+        self.workers = WorkerMonitor(tracker)
         self.failure: Exception | None = None
-        """Why what the workers say can be recorded no longer, such as a full disk: the run is to stop, and save."""
+        """Why messages can be recorded no longer, such as a full disk. The run is stopped for it, and saved."""
+        self._has_requested_stop = False
         self._tracker = tracker
         self._on_cycle = on_cycle
-        self._pace = ProgressMeter(
-            config.step_tokens,
-            config.total_steps,
-            config.duration.time_budget,
+        self._progress = ProgressMeter(
+            run.config.step_tokens,
+            run.config.total_steps,
+            run.config.duration.time_budget,
             run.manifest,
             trained_seconds=run.progress.elapsed if run.progress else 0.0,
         )
 
-    def take(self, updates: WorkerUpdates, shown: Status) -> None:
-        """Do what follows from ``updates``; ``shown`` is what the terminal shows that is being done.
+    def poll(self, link: Link, status: Status, *, stop: bool) -> None:
+        """Handle the updates that have arrived, and request the run to stop if ``stop``, or if they cannot be handled.
 
-        Never raises: the thread that calls it has to pass on Ctrl-C, too. The first ``failure`` is kept.
+        Never raises, because the thread that calls it also passes on Ctrl-C.
         """
+        if updates := link.poll():
+            self.handle(updates, status)
+        if (stop or self.failure) and not self._has_requested_stop:
+            self._has_requested_stop = True
+            link.request_stop()
+
+    def handle(self, updates: WorkerUpdates, status: Status) -> None:
+        """Handle ``updates``, and show the worker's activity as ``status``. The first exception is kept as
+        ``failure``."""
         if self.failure:
             return
         try:
-            self._take(updates, shown)
+            for message in updates.messages:
+                self._handle(message)
+            if not self.run.is_local:
+                self.workers.check_heartbeat(updates.silence)
         except Exception as failure:  # noqa: BLE001 raised by whoever started the run, once it has been saved
             self.failure = failure
+            return
+        if self.workers.is_silent:
+            status.update("waiting for the worker to respond")
+        elif activity := updates.activity:
+            status.update(*self._progress.describe(activity.description, activity.step))
 
-    def _take(self, updates: WorkerUpdates, shown: Status) -> None:
-        for kind, content in updates.messages:
-            if kind == "cycle":
-                tracking.log_cycle(self._tracker, content)
-                self._pace.cycle(content)
-                self.run.run_folder.receive_cycle(content)
-                self._on_cycle(content)
-            elif kind == "system":
-                at, metrics = content
-                self._tracker.log_metrics(metrics, at)
-            elif kind == "worker_started":
-                self.group.on_workers_started(content)
-            else:
-                console.print(content, markup=False)
-        if not self.run.is_local:
-            self.group.check_heartbeat(updates.silence)
-        if self.group.is_silent:
-            shown.update("waiting for a worker that answers")
-        elif updates.activity:
-            shown.update(*self._pace.describe(*updates.activity))
+    def _handle(self, message: Message) -> None:
+        match message:
+            case CycleDone(cycle):
+                tracking.log_cycle(self._tracker, cycle)
+                self._progress.cycle(cycle)
+                self.run.run_folder.receive_cycle(cycle)
+                self._on_cycle(cycle)
+            case SystemMetrics(second, metrics):
+                self._tracker.log_metrics(metrics, second)
+            case WorkerStarted():
+                self.workers.on_start(message)
+            case PrintLine(text) | MicroBatchTooLarge(_, text):
+                console.print(text, markup=False)
+
+
+class WorkerMonitor:
+    """The machines that train: what they are, and whether they are still heard from."""
+
+    def __init__(self, tracker: Tracker) -> None:
+        self._tracker = tracker
+        self._hosts: list[str] = []
+        self._nodes: dict[str, str] = {}
+        """The machines' names by Ray's ids of them."""
+        self.is_silent = False
+        """Whether the first worker has started, and its heartbeats do not arrive."""
+        self.is_lost = False
+        """Whether the machine of a worker has left the cluster, and the workers have not started again."""
+
+    def on_start(self, worker: WorkerStarted) -> None:
+        """Record the machines of workers that start."""
+        if self._hosts:
+            console.print(f"continuing on {', '.join(worker.hosts)}", markup=False)
+        self._hosts, self._nodes = worker.hosts, dict(zip(worker.nodes, worker.hosts, strict=True))
+        self.is_silent = self.is_lost = False
+        # The tags of the driver's machine were set when the run was created.
+        machine = {name: value for name, value in worker.machine.items() if name != "host"}
+        self._tracker.set_tags({"worker": ", ".join(self._hosts)} | machine)
+
+    def check_heartbeat(self, silence: float | None) -> None:
+        """Print a message if the first worker is silent, or if the machine of any worker has left the cluster.
+
+        Ray Train prints nothing while it looks for another machine. When one of several machines is lost, the first
+        worker's heartbeats arrive, but it waits for the lost one in a collective.
+        """
+        if silence is None or self.is_lost:
+            return
+        is_silent = silence >= SILENCE_SECONDS
+        if self.is_silent and not is_silent:
+            self.is_silent = False
+            console.print(f"{self._hosts[0]} is responding again", markup=False)
+        lost_hosts: list[str] = []
+        if is_silent or len(self._nodes) > 1:
+            import ray  # A run in this process does without.
+
+            dead_nodes = {node["NodeID"] for node in ray.nodes() if not node["Alive"]}
+            lost_hosts = [host for node, host in self._nodes.items() if node in dead_nodes]
+        if lost_hosts:
+            self.is_silent = self.is_lost = True
+            verb = "was" if len(lost_hosts) == 1 else "were"
+            console.print(
+                f"Lost {', '.join(lost_hosts)}, which {verb} training. The run resumes from its newest checkpoint as "
+                "soon as another machine has the required resources.",
+                markup=False,
+            )
+        elif is_silent and not self.is_silent:
+            self.is_silent = True
+            console.print(
+                f"The worker on {self._hosts[0]} has not responded for {silence:.0f} s. Its process, machine or "
+                "network may have failed; Ray restarts it if it can. Press Ctrl-C to exit.",
+                markup=False,
+            )

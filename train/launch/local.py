@@ -1,7 +1,7 @@
-"""A run in this process: Ray Train's local mode, which starts no Ray.
+"""A run in the driver's own process: Ray Train's local mode, which starts no Ray.
 
-The main thread trains, as in a plain script, so that debuggers, profilers and exceptions work as there; another one
-listens to what the loop says.
+The main thread trains, as in a plain script, so that debuggers, profilers and exceptions work as there. Another thread
+handles the messages of the worker.
 """
 
 import logging
@@ -12,13 +12,13 @@ from typing import Any
 from infra.cli.interrupts import interrupts
 from infra.cli.progress import status
 from infra.device.host import cpu_count
-from train.launch.channel import LISTEN_SECONDS, STOP_MESSAGE, Channel
-from train.launch.job import WorkerJob, WorkerResult
+from train.launch.job import RunJob, WorkerResult
+from train.launch.link import POLL_SECONDS, STOP_MESSAGE, Channel
 from train.launch.listener import Listener
 
 
-def run_training(assignment: WorkerJob, listener: Listener, reported: int, telemetry_second: int) -> WorkerResult:
-    """Do what ``assignment`` says; cycles are known until ``reported``, telemetry to ``telemetry_second``.
+def train(job: RunJob, listener: Listener) -> WorkerResult:
+    """Train ``job`` in this process.
 
     Raises ``KeyboardInterrupt`` when a stop takes too long, the failure of ``listener``, for which the run was stopped
     and saved, and ``UserError`` for a setting that an earlier run in this process has ruled out.
@@ -30,37 +30,35 @@ def run_training(assignment: WorkerJob, listener: Listener, reported: int, telem
     from train.launch.worker import train_function
     from train.loop.process import borrowed_process
 
-    logging.getLogger("ray.train").setLevel(logging.WARNING)  # it says that it runs here
-    torch.set_num_threads(min(torch.get_num_threads(), cpu_count()))  # it knows of affinity, and not of quotas
-    channel, ended = Channel(reported, telemetry_second), threading.Event()
+    logging.getLogger("ray.train").setLevel(logging.WARNING)  # It logs that it runs in local mode.
+    torch.set_num_threads(min(torch.get_num_threads(), cpu_count()))  # torch does not know of CPU quotas.
+    link, ended = Channel(listener.recorded), threading.Event()
     with (
-        borrowed_process(assignment.config.execution) as own_peak,
-        status("loading the data") as shown,
+        borrowed_process(job.config.execution) as has_own_peak,
+        status("loading the data") as live_status,
         interrupts.stop_requests(STOP_MESSAGE),
     ):
 
         def listen() -> None:
-            while not ended.wait(LISTEN_SECONDS):
-                listener.take(channel.take_updates(), shown)
-                if interrupts.stop_requested or listener.failure:
-                    channel.stop()
+            while not ended.wait(POLL_SECONDS):
+                listener.poll(link, live_status, stop=interrupts.stop_requested)
 
         thread = threading.Thread(target=listen, name="listener", daemon=True)
         thread.start()
         try:
             trainer = ray.train.torch.TorchTrainer(
                 train_function,
-                train_loop_config={"assignment": assignment, "channel": channel},
+                train_loop_config={"job": job, "link": link},
                 scaling_config=ray.train.ScalingConfig(num_workers=0),
             )
             returned: Any = trainer.fit().return_value
         finally:
             ended.set()
             thread.join()
-        listener.take(channel.take_updates(), shown)
+        listener.handle(link.take_updates(), live_status)
     if listener.failure:
         raise listener.failure
-    return returned if own_peak else _of_process(returned)
+    return returned if has_own_peak else _of_process(returned)
 
 
 def _of_process(returned: WorkerResult) -> WorkerResult:

@@ -1,4 +1,4 @@
-"""The placement of a run's workers: the resources that Ray is asked for, and the device that they get."""
+"""The placement of a run's workers: the resources that they request from Ray, and the device that they get."""
 
 from typing import cast
 
@@ -19,17 +19,17 @@ from infra.ray.machines import (
 from train.config import DatasetConfig, Execution, ExecutionConfig
 from train.data.sources import source_of
 
-READERS = 2
-"""Cores that each worker that trains on a stream leaves to Ray Data."""
+READER_CORES = 2
+"""CPU cores per worker that are left to Ray Data when training on a book stream."""
 
-ANSWER_SECONDS = 60.0
-"""How long a machine of the cluster may take to describe its device: a process must start there."""
+RESPONSE_TIMEOUT_SECONDS = 60.0
+"""Time for a machine of the cluster to describe its device, for which a process must start there."""
 
 
 def worker_device_info(execution: ExecutionConfig, workers: int) -> DeviceInfo:
-    """The device on which the connected Ray would train ``config``: a GPU if it has enough of them, else a CPU.
+    """The device on which the connected Ray would train: a GPU if there is one per worker, else a CPU.
 
-    Waits for a machine with the accelerator that is asked for. Raises ``UserError`` when its GPU is not free in time.
+    Waits for a machine with the requested accelerator. Raises ``UserError`` when its GPU is not free in time.
     """
     if execution.accelerator:
         await_accelerator(execution.accelerator)
@@ -39,42 +39,43 @@ def worker_device_info(execution: ExecutionConfig, workers: int) -> DeviceInfo:
         return device_info() if use_gpu else cpu_info()
     if not use_gpu:
         largest = sorted(eligible, key=lambda node: eligible[node].get("CPU", 0))[-1:]
-        answers = run_on_nodes(largest, cpu_info, seconds=ANSWER_SECONDS).values()
-        return next((info for info in answers if isinstance(info, DeviceInfo)), cpu_info())
-    there = ray.remote(num_cpus=0, num_gpus=1)(device_info)
+        responses = run_on_nodes(largest, cpu_info, seconds=RESPONSE_TIMEOUT_SECONDS).values()
+        return next((info for info in responses if isinstance(info, DeviceInfo)), cpu_info())
+    task = ray.remote(num_cpus=0, num_gpus=1)(device_info)
     if execution.accelerator:
-        there = there.options(accelerator_type=execution.accelerator)
+        task = task.options(accelerator_type=execution.accelerator)
     try:
-        return ray.get(there.remote(), timeout=ANSWER_SECONDS)
+        return ray.get(task.remote(), timeout=RESPONSE_TIMEOUT_SECONDS)
     except GetTimeoutError:
         raise UserError(
-            f"No GPU of the cluster was free within {ANSWER_SECONDS:.0f} s. Stop other work there, or use --device cpu."
+            f"No GPU of the cluster was free within {RESPONSE_TIMEOUT_SECONDS:.0f} s. Stop other work there, or use "
+            "--device cpu."
         ) from None
 
 
 def make_scaling_config(dataset: DatasetConfig, execution: Execution, workers: int) -> ray.train.ScalingConfig:
-    """The workers to ask Ray for, by a resolved config.
+    """The workers to request from Ray for a resolved config.
 
-    Raises ``UserError`` when the cluster lacks them; Ray would wait.
+    Raises ``UserError`` if the cluster lacks them; Ray would wait.
     """
     nodes = eligible_nodes(accelerator=execution.accelerator)
     gpus = sum(int(node.get("GPU", 0)) for node in nodes.values())
     use_gpu = execution.device == "cuda"
     if use_gpu and gpus < workers:
-        raise UserError(f"--device cuda needs a GPU for each of --workers {workers}; Ray has {gpus}.")
+        raise UserError(f"--workers {workers} with --device cuda needs {workers} GPUs; Ray has {gpus}.")
     cores_per_worker = max_cores_per_worker(nodes.values(), workers, gpu=use_gpu)
     if not cores_per_worker:
         cores = sum(int(node.get("CPU", 0)) for node in nodes.values())
-        raise UserError(f"--workers {workers} needs a core for each worker and Ray has {cores}.")
+        raise UserError(f"--workers {workers} needs a CPU core per worker; Ray has {cores}. Use fewer workers.")
     threads = cores_per_worker
     if source_of(dataset).reads_on_ray:
         cores = sum(int(node.get("CPU", 0)) for node in eligible_nodes().values())
-        if cores - workers * cores_per_worker < READERS * workers:
-            threads = max(1, cores_per_worker - READERS)
+        if cores - workers * cores_per_worker < READER_CORES * workers:
+            threads = max(1, cores_per_worker - READER_CORES)
         if cores - workers * threads < workers:
             raise UserError(
-                f"{dataset.flag} needs another core for reading with each of --workers {workers} and Ray has "
-                f"{cores}: make token shards with 'python -m pipeline.tokenize' and give them with --data."
+                f"{dataset.flag} needs a second CPU core per worker to read books; Ray has {cores} for --workers "
+                f"{workers}. Tokenize with 'python -m pipeline.tokenize' and use --data."
             )
     return ray.train.ScalingConfig(
         num_workers=workers,
@@ -85,6 +86,6 @@ def make_scaling_config(dataset: DatasetConfig, execution: Execution, workers: i
     )
 
 
-def resources_per_worker(wanted: ray.train.ScalingConfig) -> dict[str, float]:
-    """The resources that Ray sets aside for each of the workers that :func:`make_scaling_config` asks for."""
-    return cast(dict[str, float], wanted.resources_per_worker) | accelerator_resource(wanted.accelerator_type)
+def resources_per_worker(scaling: ray.train.ScalingConfig) -> dict[str, float]:
+    """The resources that Ray reserves for each worker of :func:`make_scaling_config`."""
+    return cast(dict[str, float], scaling.resources_per_worker) | accelerator_resource(scaling.accelerator_type)

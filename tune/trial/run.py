@@ -7,23 +7,24 @@ process that may be killed at any moment would leave the run open.
 
 import time
 import traceback
+from collections.abc import Iterator
+from contextlib import contextmanager
 from dataclasses import dataclass, field, replace
 from typing import Any
 
 import torch
 
-from infra.device.telemetry import Telemetry
 from infra.errors import UserError, first_line
 from train.config import ResolvedConfig, config_from_json
 from train.data.sources import source_of
-from train.loop.execution import configure_allocator
+from train.launch.job import WorkerJob
+from train.launch.link import CycleDone, Message
+from train.launch.session import Driver, WorkerSession
 from train.loop.memory import is_oom_error
 from train.loop.memory_limit import MemoryLimit
-from train.loop.oom import OutOfMemory
 from train.loop.result_builder import StepTimes, with_throughput
 from train.loop.throughput import steady_state
-from train.loop.trainer import Trainer
-from train.result import CycleReport, RunResult
+from train.result import RunResult
 from train.search_reference import FIRST_STEPS
 from tune.trial import early_stop
 from tune.trial.row import Proposal, TrialOutcome, TrialRow
@@ -78,18 +79,19 @@ def unmeasured(request: TrialRequest, outcome: TrialOutcome, reason: str, second
 
 
 @dataclass
-class TrialMonitor:
+class TrialMonitor(Driver):
     """Monitors a running trial after each step and decides when it ends. A trial's cycle has one step."""
 
     early: StopRule
     speed_threshold: float | None
     """Tokens per second that the trial must reach to win."""
     step_tokens: int
-    limit: MemoryLimit
+    limit: MemoryLimit | None = None
+    """The session's limit, once connected."""
     seconds: list[float] = field(default_factory=list)
     """Duration of each step in seconds."""
     retries: list[int] = field(default_factory=list)
-    """Total retries of the allocator after each step's launch; a step in which it grows is excluded.
+    """Total retries of the allocator after each step's launch, and at the end; a step in which it grows is excluded.
 
     Recompilations are not counted, because a trial's equal batches rarely cause one, and a single slow step only widens
     the interval of a median.
@@ -97,14 +99,23 @@ class TrialMonitor:
     started_at: float = 0.0
     verdict: str = ""
 
-    def on_cycle(self, report: CycleReport) -> None:
-        self.started_at = self.started_at or time.monotonic()
-        self.seconds.append(report.train_seconds)
+    checks_memory = True  # The loop would ask NVML after each step, which takes milliseconds of it.
+
+    @contextmanager
+    def connect(self, session: WorkerSession) -> Iterator[None]:
+        self.limit = session.limit
+        yield
+        self.retries.append(self._allocator_retries())
+
+    def post(self, message: Message) -> None:
+        if isinstance(message, CycleDone):
+            self.started_at = self.started_at or time.monotonic()
+            self.seconds.append(message.cycle["train_seconds"])
 
     def should_stop(self) -> bool:
         """Whether the step that was just launched is the last one."""
-        self.retries.append(_retries(self.limit.device))
-        if self.limit.device.type == "cpu" and self.limit.used()[0] > self.limit.size:
+        self.retries.append(self._allocator_retries())
+        if self.limit and self.limit.device.type == "cpu" and self.limit.excess_message():
             self.verdict = "over the limit"
         elif self.started_at and time.monotonic() - self.started_at > self.early.seconds:
             self.verdict = "time"
@@ -113,6 +124,11 @@ class TrialMonitor:
             precision = self.early.precision
             self.verdict = early_stop.verdict(self.counted(), bar_seconds=bar_seconds, precision=precision) or ""
         return bool(self.verdict)
+
+    def _allocator_retries(self) -> int:
+        if self.limit is None or self.limit.device.type != "cuda":
+            return 0
+        return torch.cuda.memory_stats(self.limit.device).get("num_alloc_retries", 0)
 
     def counted(self) -> list[float]:
         """Durations of the valid steps in seconds."""
@@ -137,36 +153,25 @@ def run(request: TrialRequest) -> tuple[TrialRow, str | None]:
     """
     started_at = time.monotonic()
     config = ResolvedConfig.of_decided(config_from_json(request.config, "the trial's config"))
-    limit = monitor = result = trace = None
-    times = StepTimes()
+    monitor = None
+    if request.early and request.memory_limit:
+        monitor = TrialMonitor(request.early, request.proposal.speed_threshold, config.step_tokens)
+    session = WorkerSession(WorkerJob(config, request.memory_limit), folder=None, driver=monitor or Driver())
+    result = trace = None
     try:
-        configure_allocator(config.execution.allocator)
-        limit = MemoryLimit.apply(request.memory_limit, config.execution.device) if request.memory_limit else None
-        if request.early and limit:
-            monitor = TrialMonitor(request.early, request.proposal.speed_threshold, config.step_tokens, limit)
-            trainer = Trainer(config, on_cycle=monitor.on_cycle, should_stop=monitor.should_stop)
-        else:
-            data = source_of(config.dataset).open(config.model, config.batch, config.duration.cycle)
-            trainer = Trainer(config, data=data, limit=limit)
-        times = trainer.times
-        with Telemetry(lambda second, metrics: None) as telemetry:
-            result = trainer.run()
-        result = replace(result, telemetry=trainer.while_training(telemetry))
-        if monitor:
-            monitor.retries.append(_retries(monitor.limit.device))
-        result = as_trial_result(result, config, monitor, limit)
+        result = session.run().result
+        assert result is not None, "a session without an exception has a result"
+        result = as_trial_result(result, config, monitor, session.limit)
         outcome, reason = classify_outcome(result, monitor)
     except UserError as mistake:
         outcome, reason = "failed", str(mistake).rstrip(".")
     except Exception as failure:  # noqa: BLE001 a trial that fails is a row like any other
-        if isinstance(failure, OutOfMemory):
-            result = as_trial_result(failure.result, config, monitor, limit)
-        if isinstance(failure, OutOfMemory) or (isinstance(failure, RuntimeError) and is_oom_error(failure)):
+        if isinstance(failure, RuntimeError) and is_oom_error(failure):
             outcome, reason = "oom", first_line(failure)
         else:
             outcome, reason = "failed", f"{type(failure).__name__}: {first_line(failure)}"
             trace = traceback.format_exc()
-    row = make_row(unmeasured(request, outcome, reason, 0.0), config, result, monitor, times)
+    row = make_row(unmeasured(request, outcome, reason, 0.0), config, result, monitor, session.times)
     return replace(row, seconds=time.monotonic() - started_at), trace
 
 
@@ -187,7 +192,7 @@ def classify_outcome(result: RunResult, monitor: TrialMonitor | None = None) -> 
     """Returns: (outcome, reason) of a run that ended without an exception; ``monitor`` followed a search's trial."""
     if result.outcome in ("oom", "over_limit"):
         return result.outcome, result.reason
-    if monitor and (excess := monitor.limit.excess_message()):
+    if monitor and monitor.limit and (excess := monitor.limit.excess_message()):
         return "over_limit", excess
     if result.impossible or result.outcome == "diverged":
         return "failed", result.impossible or result.reason
@@ -227,7 +232,3 @@ def make_row(
     return replace(
         row, ended_too_early=row.outcome == "failed" and row.speed is None and is_short and not is_implausible
     )
-
-
-def _retries(device: torch.device) -> int:
-    return torch.cuda.memory_stats(device).get("num_alloc_retries", 0) if device.type == "cuda" else 0

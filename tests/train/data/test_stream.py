@@ -16,6 +16,7 @@ import pyarrow.parquet as pq
 import pytest
 import torch
 
+from infra.device.hardware import cpu_info
 from infra.errors import UserError
 from infra.ray.cluster import ray_session
 from infra.storage.directory import StorageDir
@@ -362,10 +363,10 @@ def test_through_ray_it_is_the_same_run_also_when_resumed(config: ResolvedConfig
         tracker = Tracker(create_run("train", "stream", tracking_uri=store, tags={}))
         short, whole = (config.replace(schedule="constant", **end) for end in ({"steps": 7}, {}))
         run = RunPlan.new(short, RunFolder(folder))
-        first = driver.launch(run, short, tracker)
+        first, _ = driver.train_and_record(run.resolved(cpu_info()), tracker)
         assert first.checkpoint
         again = dataclasses.replace(run, requested=whole, progress=read_progress(Path(first.checkpoint)))
-        result = driver.launch(again, whole, tracker)
+        result, _ = driver.train_and_record(again.resolved(cpu_info()), tracker)
         gone = Stream([str(shutil.copytree(config.dataset.stream[0], tmp_path / "gone"))], 0, config.dataset.reading)
         (tmp_path / "gone" / "book 3.txt").unlink()
         with pytest.raises(UserError, match=r"book 3\.txt was deleted"):

@@ -3,36 +3,34 @@
 import errno
 import os
 import shutil
-from functools import partial
 from pathlib import Path
 from typing import Any
 
 import pytest
 import torch
 
+from infra.device.hardware import cpu_info
 from infra.tracking.store import create_run
 from infra.tracking.tracker import Tracker
-from train.config import Cycle, TrainConfig
+from train.config import Cycle, ResolvedConfig
 from train.launch import driver
 from train.launch.job import RunPlan
 from train.model_config import ModelConfig
-from train.resolved import resolve_local
 from train.run_files.progress import newest, read_progress
 from train.run_files.run_folder import RunFolder
 
 
 def test_a_run_whose_cycles_cannot_be_recorded_any_longer_is_saved_and_ended(
-    small_shards: Path, small_model: ModelConfig, empty_store: Path, tmp_path: Path, request: pytest.FixtureRequest
+    small_shards: Path, small_model: ModelConfig, empty_store: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """On a disk that is full, for example. The thread that records them is also the one that passes on Ctrl-C.
 
     And torch has computed in no more threads than the process has cores.
     """
-    request.addfinalizer(partial(os.sched_setaffinity, 0, os.sched_getaffinity(0)))
-    os.sched_setaffinity(0, {min(os.sched_getaffinity(0))})
+    monkeypatch.setattr(os, "sched_getaffinity", lambda process: {0})
     torch.set_num_threads(2)
     steps = 20_000
-    config = TrainConfig.of(
+    config = ResolvedConfig.of(
         data=str(small_shards), model=small_model, global_batch=1, micro_batch=1, steps=steps, cycle=Cycle(2, 0),
         precision="fp32", device="cpu", compile="off", loss="plain", checkpoint_every=steps,
     )  # fmt: skip
@@ -46,7 +44,7 @@ def test_a_run_whose_cycles_cannot_be_recorded_any_longer_is_saved_and_ended(
         Tracker(create_run("train", "run", tracking_uri=f"sqlite:///{tmp_path}/mlflow.db")) as tracker,
         pytest.raises(OSError, match="No space left"),
     ):
-        driver.launch(RunPlan.new(config, home), resolve_local(config), tracker, fail)
+        driver.train_and_record(RunPlan.new(config, home).resolved(cpu_info()), tracker, fail)
     assert torch.get_num_threads() == 1
     saved = newest(home.checkpoints)
     assert saved

@@ -10,6 +10,7 @@ import torch
 
 from infra.errors import UserError
 from train.config import Cycle, Precision, ResolvedConfig
+from train.launch.link import CycleDone
 from train.loop.memory_limit import MemoryLimit
 from train.loop.result_builder import StepTimes
 from train.loop.throughput import steady_state
@@ -171,11 +172,11 @@ def test_the_first_step_which_compiles_does_not_count_against_the_trials_time() 
         train_seconds=900.0, data_wait_seconds=0.0, optimizer_seconds=0.0, elapsed=900.0, cycle_tokens=100,
         epoch_seconds=1.0, learning_rate=1e-3, gradient_norm=1.0,
     )  # fmt: skip
-    watch.on_cycle(began)
+    watch.post(CycleDone(vars(began)))
     assert not watch.should_stop()
     watch.started_at -= 59.0
     assert not watch.should_stop()
-    watch.on_cycle(began)  # the second step does not begin the time anew
+    watch.post(CycleDone(vars(began)))  # the second step does not begin the time anew
     watch.started_at -= 1.0
     assert watch.should_stop()
     assert watch.verdict == "time"

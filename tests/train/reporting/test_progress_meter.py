@@ -6,8 +6,8 @@ import pytest
 
 from pipeline.shards import Manifest, read_manifest
 from train.config import TrainConfig
-from train.launch.progress_meter import ProgressMeter
 from train.model_config import ModelConfig
+from train.reporting.progress_meter import ProgressMeter
 from train.result import TRAINING
 
 

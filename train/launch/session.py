@@ -1,0 +1,281 @@
+"""One worker's session: what a worker of a run and the process of a trial have in common.
+
+A session prepares the process, loads the data, trains, tries a smaller micro-batch where one does not fit, and
+completes the result with what the machine did.
+"""
+
+import socket
+import time
+from collections.abc import Callable, Iterator, Sequence
+from contextlib import ExitStack, contextmanager
+from dataclasses import replace
+from pathlib import Path
+
+import torch
+
+from infra.cli.units import GB
+from infra.device.telemetry import Telemetry
+from infra.errors import UserError
+from pipeline.shards import Manifest
+from train.config import Cycle, ResolvedConfig
+from train.data.source import TrainingData
+from train.data.sources import source_of
+from train.launch.job import WorkerJob, WorkerResult
+from train.launch.link import Activity, CycleDone, Message, MicroBatchTooLarge, PrintLine, SystemMetrics
+from train.loop import memory
+from train.loop.execution import configure_allocator
+from train.loop.memory_limit import MemoryLimit
+from train.loop.oom import OutOfMemory
+from train.loop.result_builder import StepTimes
+from train.loop.sampling import closing_sample
+from train.loop.trainer import Trainer
+from train.reporting.diagnosis import first_loss_fault
+from train.resolved import next_smaller_micro_batch
+from train.result import CycleReport, RunResult
+from train.run_files.progress import newest, read_progress
+from train.run_files.run_folder import RunFolder
+from train.search_reference import FIRST_STEPS
+
+DOWNLOAD_REPORT_SECONDS = 10.0
+"""Interval between two lines about the data that a worker downloads."""
+
+
+class Driver:
+    """The driver of a session: whoever started it, and waits for its result.
+
+    This one, of a trial that always runs to its end, ignores the session's messages and never stops it.
+    """
+
+    checks_memory = False
+    """Whether the driver checks the memory limit after each step, so that the loop must not."""
+    telemetry_second = 0
+    """Second of the run at which the session's telemetry starts, once connected."""
+
+    @contextmanager
+    def connect(self, session: "WorkerSession") -> Iterator[None]:
+        """Watch ``session``, whose limit is set, during the block."""
+        yield
+
+    def post(self, message: Message) -> None:
+        """Receive a message of the session, from its main thread or the one of its telemetry."""
+
+    def should_stop(self) -> bool:
+        """Whether the session must stop after the step that it has just launched."""
+        return False
+
+
+class SmallerBatchRequired(Exception):
+    """Several workers must start again with a smaller micro-batch; ``message`` says why."""
+
+    def __init__(self, message: MicroBatchTooLarge) -> None:
+        super().__init__(message.text)
+        self.message = message
+
+
+class WorkerSession:
+    """The session of one worker for ``job``.
+
+    Args:
+        job: what to train.
+        folder: the run's folder for checkpoints and cycles; None for a trial, which keeps neither.
+        driver: None for every worker of a run but the first.
+    """
+
+    def __init__(self, job: WorkerJob, folder: RunFolder | None, driver: Driver | None) -> None:
+        self.job, self.folder, self.driver = job, folder, driver
+        self.limit: MemoryLimit | None = None
+        """The limit on the memory of this process, once it is set."""
+        self.times = StepTimes()
+        """The times of the steps so far; those of the last micro-batch that was tried."""
+        self._data: TrainingData | None = None
+        self._trainer: Trainer | None = None
+        self._preparing = Activity("loading the data", 0)
+
+    @property
+    def activity(self) -> Activity:
+        """What the session does. Any thread may read it."""
+        trainer = self._trainer
+        return Activity(trainer.activity, trainer.state.step) if trainer else self._preparing
+
+    def run(self, resume: Path | None = None, too_large: Sequence[int] = ()) -> WorkerResult:
+        """Train from the checkpoint ``resume``, with a smaller micro-batch than those that were ``too_large``.
+
+        Raises:
+            UserError: this machine, the data or the checkpoint do not suit the config.
+            SmallerBatchRequired: several workers must start again.
+            OutOfMemory: several workers ran out of memory, and there is no smaller micro-batch to try.
+        """
+        config = next_smaller_micro_batch(self.job.config, too_large) or self.job.config
+        configure_allocator(config.execution.allocator)
+        if self.job.memory_limit:
+            self.limit = MemoryLimit.apply(self.job.memory_limit, config.execution.device)
+        self._preparing = Activity("loading the data", step_of(resume))
+        with ExitStack() as stack:
+            telemetry = None
+            if self.driver:
+                stack.enter_context(self.driver.connect(self))
+                telemetry = stack.enter_context(Telemetry(self._send_metrics, self.driver.telemetry_second))
+            result = self._train(config, resume, too_large, telemetry)
+        return WorkerResult(result, self._data.summary() if self._data else None)
+
+    def _train(
+        self, config: ResolvedConfig, resume: Path | None, too_large: Sequence[int], telemetry: Telemetry | None
+    ) -> RunResult:
+        """Train with the largest micro-batch that fits, up to that of ``config``."""
+        failed = [*too_large]
+        while True:
+            start_step = step_of(resume)  # Read now, because training removes old checkpoints.
+            try:
+                result = self._train_once(config, resume)
+            except OutOfMemory as failure:
+                self._trainer, result = None, failure.result
+            smaller = None
+            if self.job.retries_smaller_batch and did_not_fit(result, start_step):
+                smaller = next_smaller_micro_batch(config, [config.batch.micro_batch])
+            if smaller is None:
+                break
+            failed.append(config.batch.micro_batch)
+            message = MicroBatchTooLarge(
+                config.batch.micro_batch,
+                f"micro-batch {config.batch.micro_batch} did not fit ({result.reason}); retrying with "
+                f"{smaller.batch.micro_batch}",
+            )
+            if config.batch.workers > 1:
+                raise SmallerBatchRequired(message)
+            self._post(message)
+            self._preparing = Activity("building the model", 0)
+            self._trainer = None
+            memory.reset_after_oom(config.execution)
+            config, resume = smaller, (newest(self.folder.checkpoints) if self.folder else None) or resume
+        result = replace(result, too_large=tuple(failed))
+        if self._trainer is None and config.batch.workers > 1:
+            raise OutOfMemory(result)
+        if self._trainer and telemetry:
+            result = self._completed(self._trainer, result, telemetry, start_step)
+        return result
+
+    def _train_once(self, config: ResolvedConfig, resume: Path | None) -> RunResult:
+        """Run the loop once. Raises ``OutOfMemory`` as the trainer does."""
+        folder, driver = self.folder, self.driver
+        self._data = load_data(self.job, lambda text: self._post(PrintLine(text)))
+        reported = read_progress(resume).reported if resume else 0
+        if folder and driver:
+            folder.truncate_after(reported)
+            for cycle in folder.cycles_until(reported):
+                driver.post(CycleDone(cycle))
+        self._preparing = Activity("building the model", reported)
+        self._trainer = trainer = Trainer(
+            config,
+            data=self._data,
+            on_cycle=self._on_cycle,
+            should_stop=driver.should_stop if driver else lambda: False,
+            checkpoints=folder and folder.checkpoints,
+            upload_dir=folder and folder.copy_of,
+            resume=resume,
+            limit=None if driver and driver.checks_memory else self.limit,
+        )
+        self.times = trainer.times
+        if trainer.attention != trainer.config.execution.attention:
+            self._post(PrintLine(f"attention {trainer.attention} (auto)"))
+        return trainer.run()
+
+    def _on_cycle(self, report: CycleReport) -> None:
+        """Log a cycle in the run's folder, and tell the driver. Called on the first worker only."""
+        cycle = vars(report)
+        if self.folder:
+            self._describe_first(report)
+            cycle = self.folder.append_report(report)
+        self._post(CycleDone(cycle))
+
+    def _describe_first(self, report: CycleReport) -> None:
+        """Print what the first cycle shows: a loss that cannot be right, and on a GPU the memory in use."""
+        trainer = self._trainer
+        assert trainer is not None, "the trainer reports its cycles while it runs"
+        config = trainer.config
+        if fault := first_loss_fault(config.model, report.first_loss):
+            self._post(PrintLine(fault))
+        if trainer.device.type == "cuda" and len(trainer.times.reports) == 1:
+            total = self.limit.size if self.limit else torch.cuda.get_device_properties(trainer.device).total_memory
+            used = memory.peak(trainer.device).process
+            self._post(PrintLine(format_gpu_memory(config.batch.micro_batch, config.duration.cycle, used, total)))
+
+    def _completed(self, trainer: Trainer, result: RunResult, telemetry: Telemetry, start_step: int) -> RunResult:
+        """``result`` with what the machine did, and for a run with a text that the model writes."""
+        joules = energy(telemetry, trainer, result, start_step)
+        result = replace(
+            result, joules_per_million_tokens=joules, telemetry=trainer.while_training(telemetry),
+            encoded_on=dict(trainer.data.encoded_on),
+        )  # fmt: skip
+        if self.folder is None:
+            return result
+        text = None
+        try:
+            text = closing_sample(trainer, result)
+        except UserError as fault:  # The model may fail in evaluation mode, which must not cost the result.
+            self._post(PrintLine(str(fault)))
+        return replace(result, sample=text)
+
+    def _send_metrics(self, second: int, metrics: dict[str, float]) -> None:
+        self._post(SystemMetrics(second, metrics))
+
+    def _post(self, message: Message) -> None:
+        if self.driver:
+            self.driver.post(message)
+
+
+def step_of(checkpoint: Path | None) -> int:
+    """The step of ``checkpoint``; 0 without one."""
+    return read_progress(checkpoint).step if checkpoint else 0
+
+
+def did_not_fit(result: RunResult, start_step: int) -> bool:
+    """Whether a run from step ``start_step`` needed too much memory in its first steps or before them."""
+    failed_step = result.steps - start_step + (result.outcome == "oom")  # An oom is raised before its step counts.
+    return result.outcome in ("oom", "over_limit") and failed_step <= FIRST_STEPS
+
+
+def format_gpu_memory(micro_batch: int, cycle: Cycle, used: int, total: int) -> str:
+    """The GPU's memory at the first report, and what it is used for, as one line; sizes in bytes."""
+    usage = f"GPU {used / GB:.1f}/{total / GB:.1f} GB ({used / total:.1%})"
+    return f"{usage}; batch size {micro_batch}; cycle {cycle.train} + {cycle.val}"
+
+
+def energy(telemetry: Telemetry, trainer: Trainer, result: RunResult, start_step: int) -> float | None:
+    """Joules of this worker's GPU per million tokens that it trained on after the first step from ``start_step``.
+
+    None without a GPU that reports its power. Ends the telemetry, so that it knows the energy up to now.
+    """
+    telemetry.stop()
+    if result.device == "cpu" or result.first_step_seconds is None:
+        return None
+    first = trainer.started + result.first_step_seconds
+    joules = telemetry.joules(first, first + result.seconds - trainer.elapsed_before)
+    tokens = (result.steps - start_step - 1) * trainer.config.step_tokens / trainer.config.batch.workers
+    return joules / tokens * 1e6 if joules is not None and tokens > 0 else None
+
+
+def load_data(job: WorkerJob, print_line: Callable[[str], object]) -> TrainingData:
+    """The data of ``job``, which must be those that the driver saw; lines about a download are printed.
+
+    Raises ``UserError`` if they are missing, or differ.
+    """
+    config, dataset = job.config, job.config.dataset
+    source = job.source or source_of(dataset)
+    host, last_report = socket.gethostname(), [0.0]
+    if job.fingerprint is not None:
+        source.check_reachable(host)
+
+    def on_shard(manifest: Manifest, number: int) -> None:
+        if number == 0 or time.monotonic() - last_report[0] > DOWNLOAD_REPORT_SECONDS:
+            last_report[0] = time.monotonic()
+            size = sum(shard.bytes for shard in manifest.shards)
+            total = f"{len(manifest.shards)} shards, {size / 1e6:,.1f} MB in total"
+            print_line(f"{host}: downloading {dataset.source}, {number} of {total}")
+
+    data = source.open(config.model, config.batch, config.duration.cycle, on_shard)
+    if job.fingerprint not in (None, data.manifest.fingerprint):
+        raise UserError(
+            f"{dataset.flag} {dataset.source} differs between machines: fingerprint {data.manifest.fingerprint[:12]} "
+            f"on {host}, {job.fingerprint[:12]} on the driver."
+        )
+    return data
