@@ -25,13 +25,13 @@ from dataclasses import dataclass
 from importlib.metadata import version
 from pathlib import Path
 from types import ModuleType, SimpleNamespace
-from typing import Any
+from typing import Any, cast
 
 from infra.cli.units import parse_size
 from infra.device import provenance
 from infra.storage.files import write_json
 from train.config import Cycle, ResolvedConfig, TrainConfig, divisors, load_config
-from train.model_config import parse_model
+from train.model_config import ModelConfig, parse_model
 from train.resolved import resolve_local
 from tune.suite.suites import A100, apply_changes
 
@@ -242,7 +242,7 @@ def huggingface(options: argparse.Namespace, device: Any) -> Peer:
     from transformers import AttentionInterface, GPT2Config, GPT2LMHeadModel
     from transformers.integrations.sdpa_attention import sdpa_attention_forward
 
-    shape = TrainConfig.of(model=parse_model(options.model)).model
+    shape = cast(ModelConfig, parse_model(options.model))
     sizes: dict[str, Any] = {
         "vocab_size": shape.padded_vocab_size, "n_positions": shape.context_length, "n_embd": shape.width,
         "n_layer": shape.layers, "n_head": shape.heads,
@@ -266,7 +266,7 @@ def huggingface(options: argparse.Namespace, device: Any) -> Peer:
 def nanogpt(options: argparse.Namespace, device: Any) -> Peer:
     """nanoGPT's model and optimizer, compiled as its ``train.py`` does."""
     theirs = definitions(options.nanogpt / "model.py")
-    shape = TrainConfig.of(model=parse_model(options.model)).model
+    shape = cast(ModelConfig, parse_model(options.model))
     config = theirs.GPTConfig(
         block_size=shape.context_length, vocab_size=shape.padded_vocab_size, n_layer=shape.layers,
         n_head=shape.heads, n_embd=shape.width, dropout=0.0, bias=True,
@@ -280,7 +280,7 @@ def nanogpt(options: argparse.Namespace, device: Any) -> Peer:
 def build_nanogpt(options: argparse.Namespace, device: Any) -> Peer:
     """build-nanogpt's model and optimizer, compiled, as its author's lecture does."""
     theirs = definitions(options.build_nanogpt / "train_gpt2.py", master_process=False)
-    shape = TrainConfig.of(model=parse_model(options.model)).model
+    shape = cast(ModelConfig, parse_model(options.model))
     config = theirs.GPTConfig(
         block_size=shape.context_length, vocab_size=shape.padded_vocab_size, n_layer=shape.layers,
         n_head=shape.heads, n_embd=shape.width,

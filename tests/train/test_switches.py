@@ -8,7 +8,7 @@ import subprocess
 import sys
 from functools import partial
 from pathlib import Path
-from typing import Any, get_args
+from typing import Any, cast, get_args
 
 import pytest
 import torch
@@ -87,7 +87,7 @@ def test_gradients_stay_the_same(config: ResolvedConfig, change: dict[str, Any])
     dropouts = (0.0,) if "attention" in change else (0.0, 0.2)  # another kernel draws other random numbers
     for dropout, tied in itertools.product(dropouts, (True, False)):
         usual = config.replace(model=dataclasses.replace(config.model, dropout=dropout, tied=tied))
-        tokens = batch_of(usual.model)
+        tokens = batch_of(cast(ModelConfig, usual.model))
         expected, plain = gradients(usual, tokens)
         loss, changed = gradients(usual.replace(**change), tokens)
         assert loss == pytest.approx(expected, rel=1e-5)
@@ -97,7 +97,7 @@ def test_gradients_stay_the_same(config: ResolvedConfig, change: dict[str, Any])
 
 def test_masked_attention_stays_within_a_book(config: ResolvedConfig) -> None:
     end = config.model.vocab_size - 1
-    tokens = batch_of(config.model)[1:2, :-1]
+    tokens = batch_of(cast(ModelConfig, config.model))[1:2, :-1]
     assert book_numbers(tokens, end)[0, [0, 3, 4, 20, 21]].tolist() == [0, 0, 1, 1, 2]
     for attention in ("sdpa", "manual"):
         masked = config.replace(mask_books=True, attention=attention)
@@ -111,7 +111,7 @@ def test_masked_attention_stays_within_a_book(config: ResolvedConfig) -> None:
 
 
 def test_mask_books_is_the_same_in_both_attentions(config: ResolvedConfig) -> None:
-    tokens = batch_of(config.model)
+    tokens = batch_of(cast(ModelConfig, config.model))
     masked = config.replace(mask_books=True)
     assert gradients(masked, tokens)[0] != gradients(config, tokens)[0]
     expected = gradients(masked.replace(attention="manual"), tokens)[0]

@@ -7,6 +7,7 @@ the workers. Opened, it is the windows that the loop reads. A kind of source has
 
 from abc import ABC, abstractmethod
 from collections.abc import Callable, Mapping
+from functools import cached_property
 from typing import Any, ClassVar, Protocol, Self
 
 from infra.tracking.run_ref import RunRef
@@ -74,7 +75,7 @@ class DataSource(ABC):
     def __init__(self, dataset: DatasetConfig) -> None:
         self.dataset = dataset
 
-    @property
+    @cached_property
     @abstractmethod
     def manifest(self) -> Manifest:
         """Fingerprint, tokenizer and totals. Raises ``UserError`` if there are no data."""

@@ -32,7 +32,7 @@ class StreamSource(DataSource):
         """The books. Raises ``UserError`` if there are none."""
         return Stream(self.dataset.stream, self.dataset.seed, self.dataset.reading)
 
-    @property
+    @cached_property
     def manifest(self) -> Manifest:
         return estimate_manifest(self.stream)
 

@@ -4,6 +4,7 @@ import json
 import shutil
 from dataclasses import replace
 from pathlib import Path
+from typing import cast
 
 import pytest
 from transformers import AutoModelForCausalLM, AutoTokenizer
@@ -81,10 +82,10 @@ def test_it_is_trained_generated_from_and_exported_without_its_data(
 def test_the_models_vocabulary_follows_the_data_and_any_other_is_refused(own: TrainConfig, tmp_path: Path) -> None:
     manifest = read_manifest(own.dataset.data)
     plan = RunPlan.new(own, RunFolder(tmp_path))
-    assert (plan.requested.model.vocab_size, plan.requested.model.padded_vocab_size) == (600, 640)
+    assert (plan.requested.model.vocab_size, cast(ModelConfig, plan.requested.model).padded_vocab_size) == (600, 640)
     assert prepare(plan.requested, manifest) == plan.requested
     unpadded = own.replace(model=replace(own.model, padded_vocab_size=50257))
-    assert prepare(unpadded, manifest).model.padded_vocab_size == 600
+    assert cast(ModelConfig, prepare(unpadded, manifest).model).padded_vocab_size == 600
     for words in ("edu-3m", "tiny,vocab_size=599", "tiny,vocab_size=601"):
         with pytest.raises(UserError, match=r"600 token ids .* vocab_size=600,padded_vocab_size=640"):
             RunPlan.new(own.replace(model=parse_model(words)), RunFolder(tmp_path))

@@ -1,6 +1,6 @@
 """Single changes that save memory: golden for GPT-2, and what holds for every config."""
 
-from typing import Any
+from typing import Any, cast
 
 import pytest
 
@@ -8,6 +8,7 @@ from infra.device.hardware import A100, cpu_info
 from train.config import ResolvedConfig, TrainConfig
 from train.estimate.advice import MemorySaving, find_memory_savings
 from train.estimate.memory import predict_peak
+from train.model_config import ModelConfig
 from train.resolved import resolve
 
 NAMED: dict[str, Any] = {"compile": "off", "loss": "plain"}
@@ -24,7 +25,9 @@ def test_the_cheapest_change_comes_first() -> None:
         *(f"--checkpointing {kind}" for kind in ("selective", "alternate", "full")),
     ]  # fmt: skip
     full = singles(config)[-1]
-    assert full.arithmetic == pytest.approx(config.model.hardware_flops(recomputed=12) / config.model.palm_flops - 1)
+    assert full.arithmetic == pytest.approx(
+        cast(ModelConfig, config.model).hardware_flops(recomputed=12) / cast(ModelConfig, config.model).palm_flops - 1
+    )
     assert full.cost.startswith("24%")
     assert full.peak == predict_peak(config.replace(checkpointing="full")).total
     each = resolve(TrainConfig.of(global_batch=64, micro_batch=8, workers=4, **NAMED), A100)

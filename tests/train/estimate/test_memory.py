@@ -6,7 +6,7 @@ from contextlib import nullcontext
 from dataclasses import replace
 from operator import itemgetter
 from pathlib import Path
-from typing import Any
+from typing import Any, cast
 
 import pytest
 import torch
@@ -45,7 +45,7 @@ def tracked_peak(config: ResolvedConfig) -> int:
     stream = torch.bfloat16 if config.execution.precision == "bf16-activations" else None
     with FakeTensorMode():
         model = GPT(
-            config.model,
+            cast(ModelConfig, config.model),
             attention=ATTENTION[config.execution.attention],
             checkpointing=config.execution.checkpointing,
             activations=stream,
@@ -107,7 +107,7 @@ LAYER = ModelConfig(layers=1, heads=2, width=128, context_length=256, vocab_size
 
 def allocated_peak(config: ResolvedConfig, trace: Path) -> int:
     """Bytes at the peak of a forward and backward pass, beside the weights, by the count of torch's CPU allocator."""
-    model = GPT(config.model, loss_chunks=config.execution.loss_chunks)
+    model = GPT(cast(ModelConfig, config.model), loss_chunks=config.execution.loss_chunks)
     forward = compile_model(model, config.execution)
     batch = torch.zeros((config.batch.micro_batch, config.model.context_length + 1), dtype=torch.int64)
     for last in (False, False, True):  # the first two compile
@@ -203,7 +203,7 @@ def test_what_saves_memory_saves_memory() -> None:
 @pytest.mark.parametrize("tied", [True, False])
 def test_weights_and_optimizer_are_those_of_a_real_one(tied: bool) -> None:
     config = BASE.replace(model=replace(MODEL, tied=tied))
-    model = GPT(config.model)
+    model = GPT(cast(ModelConfig, config.model))
     optimizer = make_optimizer(model, config.optimization)
     for parameter in model.parameters():
         parameter.grad = torch.zeros_like(parameter)

@@ -3,6 +3,7 @@
 import json
 from dataclasses import replace
 from pathlib import Path
+from typing import cast
 
 import pytest
 
@@ -12,7 +13,7 @@ from train.config import Precision, ResolvedConfig, TrainConfig
 from train.estimate.gpt2_speed import triton_bytes
 from train.estimate.gpu_rates import load_gpu_rates
 from train.estimate.roofline import REACHED_FRACTION_RANGE, roofline_speed
-from train.model_config import PRESETS
+from train.model_config import PRESETS, ModelConfig
 from train.resolved import resolve
 
 RECORD = json.loads((Path(__file__).parents[2] / "benchmarks" / "records" / "kernels.json").read_text())
@@ -31,9 +32,9 @@ def test_the_bytes_are_those_of_the_recorded_kernels(name: str, precision: Preci
     model, size = PRESETS[preset], RECORD["sequences"]
     config = ResolvedConfig.of(model=model, micro_batch=size, global_batch=size, precision=precision)
     gather = 2 * size * model.context_length * model.padded_vocab_size  # which a GPU does not read
-    assert triton_bytes(config.model, config.batch.micro_batch, config.execution.precision) == pytest.approx(
-        RECORD["steps"][name]["of Triton"] * 1e9 - gather, rel=0.02
-    )
+    assert triton_bytes(
+        cast(ModelConfig, config.model), config.batch.micro_batch, config.execution.precision
+    ) == pytest.approx(RECORD["steps"][name]["of Triton"] * 1e9 - gather, rel=0.02)
 
 
 def test_published_speeds_are_in_the_range_that_is_expected() -> None:

@@ -4,7 +4,7 @@ from collections.abc import Mapping
 from dataclasses import replace
 from importlib.util import find_spec
 from pathlib import Path
-from typing import Any
+from typing import Any, cast
 
 import pytest
 import torch
@@ -91,7 +91,7 @@ def test_tying_is_one_matrix_in_two_places(plain: ResolvedConfig) -> None:
     losses: dict[bool, list[float]] = {True: [], False: []}
     for tied, curve in losses.items():
         torch.manual_seed(0)
-        model = GPT(replace(config.model, tied=tied))
+        model = GPT(replace(cast(ModelConfig, config.model), tied=tied))
         head, embedding = model.head.weight, model.token_embedding.weight
         with torch.no_grad():
             head.copy_(embedding)

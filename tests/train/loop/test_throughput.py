@@ -1,7 +1,7 @@
 """Warm-up is set aside whatever its shape, and the speed is the steady state's."""
 
 from pathlib import Path
-from typing import Any
+from typing import Any, cast
 
 import numpy as np
 import pytest
@@ -78,7 +78,7 @@ def test_no_speed_is_above_what_the_device_can_compute(
 ) -> None:
     """``share`` of the peak of one A100 in 16 bits, of which fp32 reaches 6%."""
     config = ResolvedConfig.of(precision="bf16").replace(**changes)
-    rate = share * 312e12 / config.model.causal_flops
+    rate = share * 312e12 / cast(ModelConfig, config.model).causal_flops
     assert (
         not implausible_reason(
             Throughput(rate, rate, rate, 10, 1), config.model, config.execution, config.batch.workers, device

@@ -7,7 +7,7 @@ import math
 import time
 from contextlib import suppress
 from pathlib import Path
-from typing import Any
+from typing import Any, cast
 
 import numpy as np
 import pytest
@@ -223,7 +223,8 @@ def test_the_result_is_of_the_hardware_and_the_text(config: ResolvedConfig) -> N
     assert checkpointed.mfu == alone.mfu
     assert checkpointed.hfu is not None
     assert checkpointed.hfu / expected == pytest.approx(
-        config.model.hardware_flops(recomputed=config.model.layers) / alone.flops_per_token
+        cast(ModelConfig, config.model).hardware_flops(recomputed=cast(ModelConfig, config.model).layers)
+        / alone.flops_per_token
     )
     two = trainer.config.replace(workers=2, micro_batch=4)
     together = result_builder.build_result(

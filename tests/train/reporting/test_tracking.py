@@ -7,7 +7,7 @@ from collections.abc import Callable
 from dataclasses import replace
 from itertools import pairwise
 from pathlib import Path
-from typing import Any
+from typing import Any, cast
 
 import pytest
 from mlflow.entities import Run
@@ -276,13 +276,13 @@ def test_the_losses_of_a_long_run_are_thinned_the_same_however_it_was_reported()
 def test_a_result_in_mlflow(config: ResolvedConfig, make_result: Callable[..., RunResult]) -> None:
     memory = Memory(2 * GB, 3 * GB, 4 * GB, "nvml", allocator_retries=5)
     result = make_result(
-        memory=memory, mfu=0.4, matmul_utilisation=0.5, flops_per_token=config.model.palm_flops,
+        memory=memory, mfu=0.4, matmul_utilisation=0.5, flops_per_token=cast(ModelConfig, config.model).palm_flops,
         predicted_memory=5 * GB,
     )  # fmt: skip
     metrics = run_report(config, result, HOME.location).metrics()
     formulas = {name: metrics.pop(name) for name in [*metrics] if "flops_per_token" in name}
     assert len(formulas) == 4
-    causal = 0.4 * config.model.causal_flops / config.model.palm_flops
+    causal = 0.4 * cast(ModelConfig, config.model).causal_flops / cast(ModelConfig, config.model).palm_flops
     assert metrics.pop("result/mfu_causal") == pytest.approx(causal)
     assert metrics == {
         "result/tokens_per_second": 1000.0, "result/tokens_per_second_low": 990.0,

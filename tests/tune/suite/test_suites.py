@@ -2,6 +2,7 @@
 
 from dataclasses import replace
 from pathlib import Path
+from typing import cast
 
 import pytest
 
@@ -9,7 +10,7 @@ from infra.device.hardware import A100 as CARD
 from infra.errors import UserError
 from train.config import Cycle, TrainConfig
 from train.estimate.memory import predict_peak
-from train.model_config import PRESETS
+from train.model_config import PRESETS, ModelConfig
 from train.resolved import resolve
 from tune.suite.suites import A100, SUITES, Rung, Suite, apply_changes, choose, find_suite, for_cpu, search_result_rung
 
@@ -18,7 +19,7 @@ START = TrainConfig.of(device="cuda", micro_batch=32, compile="off", loss="plain
 
 def test_the_short_form_is_an_eighth_on_a_tiny_model() -> None:
     state = apply_changes(START, for_cpu(A100).base)
-    assert (state.model.layers, state.batch.micro_batch, state.batch.global_batch) == (2, 4, 4)
+    assert (cast(ModelConfig, state.model).layers, state.batch.micro_batch, state.batch.global_batch) == (2, 4, 4)
     assert state.model.context_length == PRESETS["tiny"].context_length, "not the study's"
     for rung in for_cpu(A100).rungs:
         state = apply_changes(state, rung.changes)
@@ -43,7 +44,7 @@ def test_the_study_is_repeated_as_it_was() -> None:
     assert batches["baseline"] == batches["tensor cores"] == 28
     assert (batches["mixed precision fp16"], batches["compile"], batches["flash attention"]) == (32, 48, 64)
     assert state.model == replace(PRESETS["gpt2-124m"], context_length=512)
-    assert apply_changes(START, A100.base).model.padded_vocab_size == 50257
+    assert cast(ModelConfig, apply_changes(START, A100.base).model).padded_vocab_size == 50257
     execution = state.execution
     assert (execution.attention, execution.compile, execution.ablate) == ("auto", "max-autotune", ())
     assert state.optimization.optimizer == "adamw-fused"
