@@ -166,7 +166,7 @@ for folder in ("nothing", "refused"):
     ((_, text),) = json.loads(share).items()
     assert text.startswith("Book 0. It was")
     assert json.loads(read) == {f"data/sub folder/{path.name}": path.read_text() for path in local.iterdir()}
-    assert "hf://datasets/org/nothing holds no books" in missing
+    assert "No books found in hf://datasets/org/nothing" in missing
     assert "hf://datasets/org/refused cannot be listed" in refused
 
 
