@@ -13,8 +13,6 @@ from dataclasses import dataclass, field
 from enum import Enum
 from typing import TYPE_CHECKING, Any
 
-import ray
-
 if TYPE_CHECKING:
     from train.result import RunResult  # The actor's process need not import it.
 
@@ -235,6 +233,9 @@ class RayLink:
     """A link to a :class:`Channel` that is an actor, with the same methods."""
 
     def __init__(self, actor: Any) -> None:
+        import ray  # Trials and runs in this process do without it.
+
+        self._ray = ray
         self._actor = actor
         self._pending: ray.ObjectRef | None = None
         """Updates that the driver has asked for."""
@@ -244,39 +245,39 @@ class RayLink:
 
     @property
     def node_id(self) -> str:
-        return ray.get_runtime_context().get_node_id()
+        return self._ray.get_runtime_context().get_node_id()
 
     def post(self, message: Message) -> None:
         self._actor.post.remote(message)
 
     def flush(self) -> None:
-        ray.get(self._actor.flush.remote())
+        self._ray.get(self._actor.flush.remote())
 
     def earlier_workers(self, node_id: str, oom_kills: int) -> EarlierWorkers:
-        return ray.get(self._actor.earlier_workers.remote(node_id, oom_kills))
+        return self._ray.get(self._actor.earlier_workers.remote(node_id, oom_kills))
 
     def start(self, worker: WorkerStarted) -> tuple[int, RecordedProgress]:
-        return ray.get(self._actor.start.remote(worker))
+        return self._ray.get(self._actor.start.remote(worker))
 
     def heartbeat(self, number: int, activity: Activity) -> Order:
-        return ray.get(self._actor.heartbeat.remote(number, activity))
+        return self._ray.get(self._actor.heartbeat.remote(number, activity))
 
     def recorded_progress(self) -> RecordedProgress:
-        return ray.get(self._actor.recorded_progress.remote())
+        return self._ray.get(self._actor.recorded_progress.remote())
 
     def request_stop(self) -> None:
         self._actor.request_stop.remote()
 
     def poll(self) -> WorkerUpdates | None:
         pending = self._pending or self._actor.take_updates.remote()
-        has_arrived = bool(ray.wait([pending], timeout=0)[0])
+        has_arrived = bool(self._ray.wait([pending], timeout=0)[0])
         self._pending = None if has_arrived else pending
-        return ray.get(pending) if has_arrived else None
+        return self._ray.get(pending) if has_arrived else None
 
     def take_updates(self) -> WorkerUpdates:
         pending = [self._pending] if self._pending else []
         self._pending = None
-        *earlier, last = ray.get([*pending, self._actor.take_updates.remote()])
+        *earlier, last = self._ray.get([*pending, self._actor.take_updates.remote()])
         messages = [message for updates in (*earlier, last) for message in updates.messages]
         return WorkerUpdates(messages, last.silence, last.activity)
 
@@ -288,6 +289,8 @@ Link = Channel | RayLink
 @contextmanager
 def open_ray_link(recorded: RecordedProgress) -> Iterator[RayLink]:
     """A link to the actor of a run with this ``recorded`` progress. The actor starts in the background."""
+    import ray
+
     # The actor's process would import flags and storage with it.
     from infra.ray.machines import pin_to_driver_node
 

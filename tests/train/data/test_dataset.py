@@ -7,9 +7,10 @@ import pytest
 
 from infra.errors import UserError
 from pipeline.encoding.tokenizer import GPT2_SHA256
-from train.config import ResolvedConfig
-from train.loop.trainer import Trainer
+from pipeline.shards import read_manifest
+from train.config import TrainConfig
 from train.model_config import ModelConfig
+from train.resolved import prepare
 
 
 def test_data_of_one_vocabulary_and_a_model_of_another_are_refused(
@@ -19,6 +20,6 @@ def test_data_of_one_vocabulary_and_a_model_of_another_are_refused(
     manifest = tmp_path / "tokens" / "manifest.json"
     gpt2 = f'"tokenizer_sha256": "{GPT2_SHA256}"'
     manifest.write_text(manifest.read_text().replace('"tokenizer_sha256": "small"', gpt2))
-    config = ResolvedConfig.of(data=str(tmp_path / "tokens"), model=small_model, global_batch=4, micro_batch=4, steps=1)
+    config = TrainConfig.of(data=str(tmp_path / "tokens"), model=small_model, global_batch=4, micro_batch=4, steps=1)
     with pytest.raises(UserError, match=r"tokens has 50,257 token ids and --model has vocab_size=257"):
-        Trainer(config)
+        prepare(config, read_manifest(config.dataset.data))
