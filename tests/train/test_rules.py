@@ -55,7 +55,7 @@ def test_a_pair_that_excludes_each_other_is_named(settings: dict[str, Any], firs
         ({"learning_rate": 0.0}, "--learning-rate 0.0"), ({"warmup_steps": -1}, "--warmup-steps -1"),
         ({"clip_norm": float("nan")}, "--clip-norm nan"),
         ({"spike": -1.0}, "--spike -1.0"), ({"within": 1.0}, "--within 1.0"), ({"within": 0.0}, "--within 0.0"),
-        ({"time_budget": 0.0}, "--time-budget 0.0s"), ({"time_budget": float("inf")}, "--time-budget infs"),
+        ({"time_budget": 0.0}, "--time-budget 0.0s"), ({"time_budget": float("inf")}, "--time-budget inf"),
         ({"learning_rate": float("inf")}, "--learning-rate inf"),
         ({"weight_decay": float("inf")}, "--weight-decay inf"),
         ({"weight_decay": float("nan")}, "--weight-decay nan"), ({"clip_norm": float("inf")}, "--clip-norm inf"),

@@ -27,7 +27,7 @@ def test_a_cpus_large_tensors_are_in_large_pages_unless_told_otherwise(entry: st
     A trial's process chooses its pages itself, and a run in the command's process does so as it borrows that.
     """
     program = (
-        "import resource, torch; from train.config import TrainConfig; from train.loop.execution import "
+        "import resource, torch; from train.config import ResolvedConfig; from train.loop.execution import "
         "enable_large_pages\n"
         "from train.loop.process import borrowed_process\n"
         "config = ResolvedConfig.of(device='cpu', ablate={})\n"

@@ -69,7 +69,7 @@ A100 = "NVIDIA A100-SXM4-40GB"
     [
         ({}, A100, 0.99, True), ({}, A100, 1.01, False), ({}, "cpu", 1000.0, True),
         ({"precision": "fp32"}, A100, 0.06, True), ({"precision": "fp32"}, A100, 0.07, False),
-        ({"fp8": True}, A100, 1.9, True), ({"workers": 2}, A100, 1.9, True),
+        ({"fp8": True, "device": "cuda"}, A100, 1.9, True), ({"workers": 2}, A100, 1.9, True),
     ],
     ids=str,
 )  # fmt: skip

@@ -433,6 +433,6 @@ def test_all_arithmetic_is_of_every_workers_device(config: ResolvedConfig) -> No
 
 
 def test_a_result_names_the_kernel_that_was_used(config: ResolvedConfig) -> None:
-    trainer = Trainer(config.replace(steps=1, attention="auto"))
+    trainer = Trainer(config.replace(steps=1))
     trainer.attention = "the kernel that was tried first"
     assert trainer.run().attention == "the kernel that was tried first"

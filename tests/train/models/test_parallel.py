@@ -32,8 +32,8 @@ for line in sys.stdin:
     path = lambda name: Path(job[name]) if job[name] else None
     calls = iter(range(10**9))
     trainer = Trainer(
-        config_from_json(job["config"], "test"), on_cycle=reports.append, checkpoints=path("checkpoints"),
-        resume=path("resume"), should_stop=lambda: next(calls) + 1 >= job["stop"],
+        ResolvedConfig.of_decided(config_from_json(job["config"], "test")), on_cycle=reports.append,
+        checkpoints=path("checkpoints"), resume=path("resume"), should_stop=lambda: next(calls) + 1 >= job["stop"],
     )
     result = trainer.run()
     assert not (dist.get_rank() and reports), "only the first worker reports"
