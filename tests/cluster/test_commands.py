@@ -146,7 +146,7 @@ def test_shards_are_written_where_they_are_made_and_are_those_of_one_machine(lab
     command = "pipeline.tokenize s3://lab/books --shard-size 1MB --out"
     lab.run("head", f"{command} s3://lab/tokens")
     assert contents(lab, "s3://lab/tokens") == alone
-    assert "is finished; nothing to do" in lab.run("head", f"{command} s3://lab/tokens")
+    assert "is up to date; nothing to do" in lab.run("head", f"{command} s3://lab/tokens")
     lab.execute(LOSE)
     assert "finished: 5 partitions; remaining: 1 with missing" in lab.run("head", f"{command} s3://lab/tokens")
     assert contents(lab, "s3://lab/tokens") == alone
