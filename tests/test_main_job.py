@@ -208,7 +208,7 @@ def test_the_ladder_of_the_guides_is_interrupted_and_resumed(used: Path) -> None
     base, accumulation, cores = found["rows"]
     assert "GPU" in cores["reason"]
     assert base["speed"] > 0
-    assert accumulation["low"] <= accumulation["speed"] <= accumulation["high"]
+    assert accumulation["speed_low"] <= accumulation["speed"] <= accumulation["speed_high"]
     assert accumulation["total"]["low"] < accumulation["total"]["ratio"] < accumulation["total"]["high"]
     assert accumulation["loss"] == pytest.approx(base["loss"], abs=1e-4), "accumulation keeps the mathematics"
     assert found["device"] == "cpu"

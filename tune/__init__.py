@@ -6,11 +6,11 @@ From Python: ``find_fastest(SearchConfig(...))``.
 from typing import TYPE_CHECKING
 
 if TYPE_CHECKING:
-    from train.config import TrainConfig
+    from train.config import ResolvedConfig
     from tune.config import SearchConfig
 
 
-def find_fastest(config: "SearchConfig") -> "TrainConfig":
+def find_fastest(config: "SearchConfig") -> "ResolvedConfig":
     """Run a search like ``python -m tune.search``, and return the fastest configuration, for ``train.train``.
 
     Raises ``infra.errors.UserError`` for invalid settings and if the search has no winner, and ``KeyboardInterrupt``
@@ -22,7 +22,7 @@ def find_fastest(config: "SearchConfig") -> "TrainConfig":
     from infra.cli.interrupts import EXIT_INTERRUPTED, interrupts
     from infra.errors import UserError
     from infra.storage.directory import StorageDir
-    from train.config import config_from_json
+    from train.config import ResolvedConfig, config_from_json
     from tune.experiment.search_plan import search_name
     from tune.search import run
 
@@ -36,4 +36,5 @@ def find_fastest(config: "SearchConfig") -> "TrainConfig":
         raise UserError(
             f"The search in {directory} has no winner. See the outcome of each trial in {directory}/summary.md."
         )
-    return config_from_json(json.loads(directory.read("best.json"))["config"], f"{directory}/best.json")
+    settings = json.loads(directory.read("best.json"))["config"]
+    return ResolvedConfig.of_decided(config_from_json(settings, f"{directory}/best.json"))
