@@ -101,7 +101,9 @@ def log_start(tracker: Tracker, config: ResolvedConfig, start: RunStart) -> None
     Of a run that has them, only where it is resumed.
     """
     if not tracker.logged.params:
-        tracker.log_params(params(config))
+        settings = params(config)
+        tracker.log_params(settings)
+        tracker.logged.params.update(settings)  # The end fills the run again, which then has its start.
         tracker.log_json(start.config, "config.json")
         source = config.dataset.source
         tracker.log_dataset(Path(source).name, start.fingerprint, source, start.splits, "training")

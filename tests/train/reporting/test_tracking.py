@@ -3,6 +3,7 @@
 import json
 import os
 import shutil
+from collections import Counter
 from collections.abc import Callable
 from dataclasses import replace
 from itertools import pairwise
@@ -92,6 +93,31 @@ def recorded(config: ResolvedConfig, result: RunResult) -> tuple[RunRef, Run]:
         ended(HOME, config, result, key.store)
         tracking.fill(tracker, HOME)
     return key, MlflowClient(key.store).get_run(key.run_id)
+
+
+class CountingTracker(Tracker):
+    """A tracker that counts the entries that it sends."""
+
+    def _put(self, entry: dict[str, Any]) -> None:
+        sent[entry["kind"], entry.get("key") or entry.get("name") or ""] += 1
+        super()._put(entry)
+
+
+sent = Counter[tuple[str, str]]()
+
+
+@pytest.mark.usefixtures("working_folder")
+def test_the_start_of_a_run_is_sent_once(config: ResolvedConfig, result: RunResult) -> None:
+    """The end fills the run from its folder again, and finds what the start has sent."""
+    key = create_run("train", "one", tags={"kind": "run"})
+    started(HOME, config, config)
+    sent.clear()
+    with CountingTracker(key) as tracker:
+        tracking.fill(tracker, HOME, until=0)
+        ended(HOME, config, result, key.store)
+        tracking.fill(tracker, HOME)
+    assert sent["text", "config.json"] == 1
+    assert {count for (kind, _), count in sent.items() if kind in ("param", "data")} == {1}
 
 
 @pytest.mark.usefixtures("working_folder")
