@@ -27,7 +27,7 @@ from train.estimate.custom import measure_fit
 from train.estimate.memory import predict_peak
 from train.loop.execution import build_model
 from train.loop.trainer import Trainer
-from train.model_config import ModelConfig, format_model, parse_model
+from train.model_config import ModelConfig, parse_model
 from train.model_config.custom import CustomModel
 from train.models import custom
 from train.models.hf_weights import to_hf_state_dict
@@ -308,8 +308,8 @@ def test_arguments_are_values_and_are_formatted_as_they_were_given() -> None:
     model = parse_model("own_models:gpt2,width=32,rate=0.5,name=x,tied=false,context_length=8")
     assert isinstance(model, CustomModel)
     assert model.values == {"width": 32, "rate": 0.5, "name": "x", "tied": False}
-    assert re.fullmatch(r"own_models:gpt2,width=32,rate=0.5,name=x,tied=false,context_length=8", format_model(model))
-    assert parse_model(format_model(model)) == model
+    assert re.fullmatch(r"own_models:gpt2,width=32,rate=0.5,name=x,tied=false,context_length=8", model.text)
+    assert parse_model(model.text) == model
 
 
 def test_a_model_that_needs_values_is_looked_at_on_the_cpu(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
@@ -380,7 +380,7 @@ def test_a_folder_that_holds_no_gpt2_is_refused(
     monkeypatch.chdir(tmp_path)
     GPT2LMHeadModel(GPT2Config(n_layer=1, n_head=1, n_embd=8, n_positions=8, vocab_size=9)).save_pretrained("theirs")
     model = parse_model("hf:theirs,dropout=0.5")
-    assert parse_model(format_model(model)) == model
+    assert parse_model(model.text) == model
     data, out = str(small_shards), ["--global-batch", "8", "--micro-batch", "4", "--device", "cpu", "--steps", "1"]
     for model, named in (("hf:nowhere", "hf:nowhere"), ("hf:theirs,layers=3", "layers=3"), ("hf:llama", "llama")):
         Path("llama").mkdir(exist_ok=True)

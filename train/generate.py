@@ -8,7 +8,6 @@ from infra.cli.options import Checkpoint, Runs
 from infra.cli.progress import status
 from infra.errors import UserError
 from train.config import config_from_json
-from train.model_config import format_model
 from train.run_files.lookup import find_checkpoint
 from train.run_files.progress import read_progress
 
@@ -54,7 +53,7 @@ def generate(config: GenerateConfig) -> int:
     kind = config_from_json(read_progress(checkpoint).config, str(checkpoint)).model
     if not kind.has_logits:
         raise UserError(
-            f"--checkpoint {config.checkpoint}: {format_model(kind)} cannot generate text: forward(inputs, None) must "
+            f"--checkpoint {config.checkpoint}: {kind.text} cannot generate text: forward(inputs, None) must "
             "return logits of shape (batch, time, vocab_size) for inputs of any length."
         )
     with status("loading the model"):

@@ -12,7 +12,6 @@ from infra.cli.units import BytesOrNone
 from infra.device.hardware import device_info
 from infra.errors import UserError
 from train.config import TrainConfig
-from train.model_config import format_model
 from train.resolved import describe_execution, format_setting, prepare, resolve_for_plan
 
 
@@ -71,8 +70,7 @@ def plan(options: PlanOptions) -> None:
     batch = f"global batch {config.batch.global_batch} = micro-batch {size} x accumulation {config.batch.accumulation}"
     workers = f"{config.batch.workers} worker{'s' * (config.batch.workers > 1)}"
     console.print(
-        f"[bold]{format_model(config.model)}[/bold], context length {config.model.context_length:,} tokens; {batch} x "
-        f"{workers}"
+        f"[bold]{config.model.text}[/bold], context length {config.model.context_length:,} tokens; {batch} x {workers}"
     )
     console.print(describe_execution(config), "", sep="\n", markup=False)
     for title, rows in (

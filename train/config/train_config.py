@@ -19,7 +19,7 @@ from train.config.dataset import DatasetConfig
 from train.config.duration import DurationConfig
 from train.config.execution import ExecutionConfig
 from train.config.optimization import TORCHAO_OPTIMIZERS, OptimizationConfig
-from train.model_config import PRESETS, AnyModel, Model, format_model
+from train.model_config import PRESETS, AnyModel, Model
 
 SWITCHES = (
     "attention", "checkpointing", "compile", "fp8", "loss", "loss_chunks", "mask_books", "optimizer", "precision",
@@ -107,7 +107,7 @@ class TrainConfig:
         settings = self.flat()
         for name in SWITCHES:
             if reason := self.model.unsupported_reason(name, settings[name]):
-                model = format_model(self.model)
+                model = self.model.text
                 raise UserError(f"{format_flag(name, settings[name])} does not apply to --model {model}: {reason}.")
         check_combinations(settings, self._conflicts())
 

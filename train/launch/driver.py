@@ -21,7 +21,6 @@ from train.estimate.memory import peak_if_known
 from train.launch import local
 from train.launch.job import ResolvedRun, RunJob, WorkerResult
 from train.launch.listener import Listener
-from train.model_config import format_model
 from train.reporting import diagnosis, tracking
 from train.reporting.charts import draw_curves
 from train.reporting.report import run_report
@@ -106,7 +105,7 @@ def record_result(run: ResolvedRun, tracker: Tracker, result: RunResult) -> tupl
     write_json(run_folder.result, to_json(result))
     report = run_report(config, result, run_folder.location, run.memory_limit)
     tracking.write_summary(run_folder, report, config.dataset, tracker.run_ref.store)
-    draw_curves(run_folder, f"{format_model(config.model)}; {result.device}", result.steps)
+    draw_curves(run_folder, f"{config.model.text}; {result.device}", result.steps)
     run_folder.push(run_folder.cycles, run_folder.stream, run_folder.result, run_folder.summary, run_folder.curves)
     tracking.fill(tracker, run_folder)
     tracker.status = tracking.STATUS.get(result.outcome, "FAILED")

@@ -2,7 +2,7 @@
 
 from train.model_config.gpt2 import PRESETS, ModelConfig
 from train.model_config.spec import Formula, ModelSpec
-from train.model_config.text import AnyModel, Model, ModelOrNone, format_model, parse_model, short_name
+from train.model_config.text import AnyModel, Model, ModelOrNone, parse_model, short_name
 
 __all__ = [
     "PRESETS",
@@ -12,7 +12,6 @@ __all__ = [
     "ModelConfig",
     "ModelOrNone",
     "ModelSpec",
-    "format_model",
     "parse_model",
     "short_name",
 ]

@@ -26,11 +26,6 @@ def parse_model(text: str) -> AnyModel:
     return parse_custom(name, changes) if ":" in name else parse_preset(text, name, changes)
 
 
-def format_model(model: ModelSpec) -> str:
-    """The shortest text that :func:`parse_model` turns into ``model``."""
-    return model.text
-
-
 def short_name(model: ModelSpec) -> str:
     """The preset, the callable or the folder alone, for names of folders."""
     return Path(model.text.partition(",")[0].rpartition(":")[2]).name
@@ -47,7 +42,7 @@ def _read(value: Any) -> Any:
     raise ValueError(f"model is {value!r}; it should be a text as of --model, or an object of its fields.")
 
 
-_MODEL = single_value_flag("MODEL[,NAME=VALUE...]", (ModelConfig, CustomModel), parse_model, format_model)
+_MODEL = single_value_flag("MODEL[,NAME=VALUE...]", (ModelConfig, CustomModel), parse_model, lambda model: model.text)
 
 _READ = BeforeValidator(_read)
 

@@ -20,7 +20,6 @@ from infra.storage.files import TEMPORARY, write_json
 from train.config import TrainConfig, config_from_json
 from train.data.tokenizer import tokenizer_files
 from train.loop.sampling import load_model
-from train.model_config import format_model
 from train.models.builders import builder_of
 from train.run_files.checkpoint import save_weights
 from train.run_files.progress import Progress, read_progress
@@ -62,7 +61,7 @@ def model_card(progress: Progress, checkpoint: Path, run: str = "") -> str:
     if result.get("steps") != progress.step:  # The result belongs to another checkpoint of the run.
         result = {}
     rows = [
-        ("model", format_model(config.model)),
+        ("model", config.model.text),
         *([("trained by", run)] if run else []),
         ("steps", f"{progress.step:,}"),
         ("training tokens", f"{progress.step * config.step_tokens:,}"),
@@ -85,7 +84,7 @@ def model_card(progress: Progress, checkpoint: Path, run: str = "") -> str:
     library = f"library_name: {config.model.library}\n" if config.model.library else ""
     return (
         f"---\n{library}pipeline_tag: text-generation\n---\n\n"
-        f"# {title}{format_model(config.model)}, pre-trained on books\n\n{table}\n\n"
+        f"# {title}{config.model.text}, pre-trained on books\n\n{table}\n\n"
         f"Pre-trained from {initial_weights} on the books with this data fingerprint; neither aligned nor filtered.\n\n"
         f"## Settings\n\n```json\n{settings}\n```\n"
     )

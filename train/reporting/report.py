@@ -15,7 +15,6 @@ from train.config import AUTO, Batch, ResolvedConfig
 from train.data.sources import source_of
 from train.estimate.memory import peak_if_known, predict_peak
 from train.intervals import Estimate
-from train.model_config import format_model
 from train.resolved import describe_execution, format_setting
 from train.result import Memory, RunResult
 from train.run_files.lookup import format_resume_command, format_run_argument, format_run_command
@@ -30,7 +29,7 @@ def print_header(
     """
     train = manifest.splits["train"]
     tokens = f"{'' if source_of(config.dataset).has_epoch else 'about '}{train['tokens']:,} training tokens"
-    console.print(f"[bold]{format_model(config.model)}[/bold] on {escape(config.dataset.source)}: {tokens}")
+    console.print(f"[bold]{config.model.text}[/bold] on {escape(config.dataset.source)}: {tokens}")
     batch = _batch(config.batch, format_setting("micro_batch", config))
     console.print(f"{batch}; {config.step_tokens:,} tokens per step", markup=False)
     console.print(describe_execution(config), markup=False)
@@ -108,7 +107,7 @@ def summary_fields(
     return [
         (
             "Run",
-            f"{format_model(config.model)} on `{Path(config.dataset.source).name}`; {result.outcome}: {result.reason}",
+            f"{config.model.text} on `{Path(config.dataset.source).name}`; {result.outcome}: {result.reason}",
         ),
         ("Tokens/s", speed_text),
         ("Peak memory", peak_text(result, memory_limit)),

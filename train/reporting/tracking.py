@@ -24,7 +24,6 @@ from infra.tracking.tracker import Tracker
 from infra.tracking.views import model_link, page_link
 from train.config import DatasetConfig, ResolvedConfig, TrainConfig, config_from_json, load_config
 from train.data.sources import source_of
-from train.model_config import format_model
 from train.reporting.report import peak_text, run_report, speed_fact
 from train.resolved import next_smaller_micro_batch
 from train.result import RunResult
@@ -109,7 +108,7 @@ def log_start(tracker: Tracker, config: ResolvedConfig, start: RunStart) -> None
         tracker.log_dataset(Path(source).name, start.fingerprint, source, start.splits, "training")
         maker = source_of(config.dataset).producing_run()
         tracker.set_tags({"data.run": maker.run_id} if maker else {})
-        status = f"Training {format_model(config.model)} on `{source}`. The run is in progress."
+        status = f"Training {config.model.text} on `{source}`. The run is in progress."
         tracker.set_description("\n\n".join([status, *data_paragraph(config.dataset, tracker.run_ref.store)]))
     if start.step:
         tracker.set_tags({"resumed_at_step": start.step, "outcome": "", "reason": ""})
@@ -122,11 +121,11 @@ def params(config: ResolvedConfig) -> dict[str, Any]:
     """A run's params: requested settings that differ from the default, and a few that every run has."""
 
     def values_by_name(settings: TrainConfig) -> dict[str, Any]:
-        values = settings.to_json() | {"model": format_model(settings.model)}
+        values = settings.to_json() | {"model": settings.model.text}
         return {name: value for name, value in values.items() if name not in ("data", "stream")}
 
     return non_default_params(values_by_name(config.requested), values_by_name(TrainConfig())) | {
-        "model": format_model(config.model), "data": config.dataset.source, "global_batch": config.batch.global_batch,
+        "model": config.model.text, "data": config.dataset.source, "global_batch": config.batch.global_batch,
         "micro_batch": config.batch.micro_batch, "accumulation": config.batch.accumulation, "seed": config.dataset.seed,
         **{name: config.setting(name) for name in ("precision", "compile", "loss", "device")},
     }  # fmt: skip

@@ -14,7 +14,7 @@ from infra.errors import UserError
 from infra.schema import from_json, strict
 from pipeline.shards import Manifest, checksum
 from train.config import DurationConfig, TrainConfig, config_from_json
-from train.model_config import ModelSpec, format_model
+from train.model_config import ModelSpec
 
 PROGRESS = "progress.json"
 
@@ -163,9 +163,9 @@ def check_not_finished(path: Path | str, progress: Progress, duration: DurationC
 
 def _with_changes(old_model: ModelSpec, new_model: ModelSpec) -> str:
     if type(old_model) is not type(new_model):
-        return f"{format_model(old_model)}, not {format_model(new_model)}"
+        return f"{old_model.text}, not {new_model.text}"
     changed = [
         f.name for f in fields(old_model) if f.compare and getattr(old_model, f.name) != getattr(new_model, f.name)
     ]
     differences = ", ".join(f"{name}={getattr(old_model, name)}, not {getattr(new_model, name)}" for name in changed)
-    return f"{format_model(old_model)} ({differences})"
+    return f"{old_model.text} ({differences})"

@@ -28,7 +28,6 @@ from pipeline.shards import read_manifest
 from train.config import DatasetConfig, ExecutionConfig, ResolvedConfig
 from train.data.sources import source_of
 from train.estimate.memory import peak_if_known, predict_peak
-from train.model_config import format_model
 from tune.space import Candidate, Space
 from tune.strategy.curves import Prior
 
@@ -190,7 +189,7 @@ def memory_limit(requested: int | None, training: ResolvedConfig, available: int
             subject, advice = f"--memory-limit {format_size(requested)}", "Raise the limit, or use"
         raise UserError(
             f"{subject} is less than the {minimum / 1e9:.2f} GB that the weights, gradients and optimizer state of "
-            f"{format_model(training.model)} need. {advice} a smaller --model."
+            f"{training.model.text} need. {advice} a smaller --model."
         )
     return limit
 

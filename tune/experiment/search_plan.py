@@ -13,7 +13,6 @@ from pipeline.shards import read_manifest
 from train.config import Cycle
 from train.data.sources import source_of
 from train.estimate.gpu_rates import load_gpu_rates
-from train.model_config import format_model
 from train.resolved import check_device_support, prepare, resolve
 from train.run_files.run_folder import new_directory
 from tune.config import SearchConfig
@@ -124,8 +123,7 @@ class Search(Experiment):
     def params(self) -> dict[str, object]:
         """Settings that differ from the defaults; model, data and memory limit always."""
         settings, defaults = (
-            config.identity() | {"model": format_model(config.training.model)}
-            for config in (self.config, SearchConfig())
+            config.identity() | {"model": config.training.model.text} for config in (self.config, SearchConfig())
         )
         limit = f"{self.limit / GB:.2f} GB"
         return non_default_params(settings, defaults) | {

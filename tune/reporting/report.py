@@ -19,7 +19,6 @@ from infra.tracking.saved_views import tag_ranks
 from infra.tracking.tracker import Tracker
 from train.estimate.gpu_rates import GpuRates, load_gpu_rates
 from train.estimate.roofline import SOURCE, format_expected_range, roofline_speed
-from train.model_config import format_model
 from train.reporting.report import memory_fact, speed_fact
 from train.resolved import describe_execution, format_setting
 from train.run_files.lookup import format_run_command
@@ -301,7 +300,7 @@ def introduce(search: Search) -> None:
     config, control = search.config, search.training
     machines = f" of {', '.join(machine.name for machine in search.machines)}" if config.cluster or config.gpu else ""
     console.print(
-        f"[bold]{format_model(config.training.model)}[/bold]: {len(search.space.candidates())} candidates for "
+        f"[bold]{config.training.model.text}[/bold]: {len(search.space.candidates())} candidates for "
         f"{search.space.batch_label}, limit {limit_of(search)} per process, on {search.device}{machines}"
     )
     batch = f"micro-batch {format_setting('micro_batch', control)} x {control.batch.accumulation}"

@@ -20,7 +20,6 @@ from train.data.sources import source_of
 from train.estimate.memory import peak_if_known, predict_peak
 from train.intervals import Estimate
 from train.loop.memory_limit import RESERVED_OUTSIDE_ALLOCATOR
-from train.model_config import format_model
 from train.resolved import prepare, resolve
 from tune.config import SHORTEST, LadderConfig
 from tune.experiment.trials import Experiment
@@ -138,7 +137,7 @@ class Ladder(Experiment):
         return {name for name in machines if not rows or name == rows[0].node}
 
     def params(self) -> dict[str, object]:
-        return {"suite": self.suite.name, "model": format_model(self.start.model), "data": str(self.data)}
+        return {"suite": self.suite.name, "model": self.start.model.text, "data": str(self.data)}
 
     def extra_columns(self, row: TrialRow) -> dict[str, str]:
         return {"rung": row.name}

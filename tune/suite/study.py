@@ -18,7 +18,7 @@ from train.config import HALF_PRECISIONS, ResolvedConfig, TrainConfig
 from train.estimate.breakdown import CONTEXT
 from train.estimate.gpu_rates import ACHIEVABLE_FRACTION, load_gpu_rates
 from train.estimate.memory import predict_peak
-from train.model_config import ModelSpec, format_model
+from train.model_config import ModelSpec
 from train.resolved import resolve
 from tune.reporting import charts
 from tune.suite.results import three_digits
@@ -358,7 +358,7 @@ def _caveats(model: ModelSpec, micro_batch: int, deviating: Mapping[str, list[st
     _, first = next(study_rungs())
     settings, published_settings = (model, micro_batch), (first.model, first.batch.micro_batch)
     if settings != published_settings:
-        own, published = (f"{format_model(m)} at batch {size}" for m, size in (settings, published_settings))
+        own, published = (f"{m.text} at batch {size}" for m, size in (settings, published_settings))
         notes.append(
             f"The baseline of this ladder is {own}, the study's is {published}. Compare the ratios, not "
             "memory and speed."

@@ -13,7 +13,7 @@ from typing import Any
 from infra.errors import UserError, nearest
 from infra.schema import to_json
 from train.config import SETTING_TYPES, BatchConfig, TrainConfig, config_from_json
-from train.model_config import ModelConfig, ModelSpec, format_model, parse_model
+from train.model_config import ModelConfig, ModelSpec, parse_model
 from tune.config import BATCH
 
 Changes = Mapping[str, Any]
@@ -323,7 +323,7 @@ def apply_changes(config: TrainConfig, changes: Changes, source: str = "the suit
         raise UserError(f"{source}: {mistake}") from mistake
     for name, value in changes.items():
         if reason := model.unsupported_reason(name, value):
-            raise UserError(f"{source}: {name}={value} does not apply to {format_model(model)}: {reason}.")
+            raise UserError(f"{source}: {name}={value} does not apply to {model.text}: {reason}.")
     parts = {name.removeprefix("model."): value for name, value in changes.items() if name.startswith("model.")}
     if multiple := changes.get("vocabulary_multiple"):
         parts["padded_vocab_size"] = -(-model.vocab_size // multiple) * multiple

@@ -13,7 +13,7 @@ from infra.storage.local_directory import LocalDir
 from pipeline.shards import read_manifest
 from train.config import ResolvedConfig, TrainConfig
 from train.estimate.memory import predict_peak
-from train.model_config import ModelConfig, format_model
+from train.model_config import ModelConfig
 from train.reporting import report
 from train.result import Diagnosis, Memory, MemoryShortage, RunResult, Throughput
 
@@ -42,7 +42,7 @@ def test_the_result_as_rows(config: ResolvedConfig, make_result: Make) -> None:
     result = make_result(val_bits_per_character=1.25, sample="so\n it  goes", predicted_memory=3 * GB)
     *first, (name, command) = report.run_report(config, result, HOME, 2 * GB).summary
     assert first == [
-        ("Run", f"{format_model(config.model)} on `tokens`; finished: reached 10 steps"),
+        ("Run", f"{config.model.text} on `tokens`; finished: reached 10 steps"),
         ("Tokens/s", "1,000 (95% CI 990 to 1,020)"),
         ("Peak memory", "1.00 GB of 2.00 GB (predicted 3.00 GB)"),
         ("Loss", "training 3.250, validation 3.500 nats/token"),

@@ -22,7 +22,7 @@ from pipeline.stream import EncodedBook, Stream, encoded_books
 from train.config import TrainConfig, load_config
 from train.estimate.memory import predict_peak
 from train.loop.memory_limit import MemoryLimit
-from train.model_config import ModelConfig, format_model, parse_model
+from train.model_config import ModelConfig, parse_model
 from train.resolved import resolve
 from tune import ladder
 from tune.config import LadderConfig
@@ -175,7 +175,7 @@ def test_a_rung_over_the_limit_has_failed(
 ) -> None:  # fmt: skip
     limits(monkeypatch, 1e12, 1e6)  # of the baseline and the rung
     flags = ["--suite", "memory", "--rungs", "checkpointing", "--data", str(small_shards), "--device", "cpu"]
-    flags += ["--model", format_model(small_model), "--steps", "8", "--cycle", "8+0", "--memory-limit", "4GB"]
+    flags += ["--model", small_model.text, "--steps", "8", "--cycle", "8+0", "--memory-limit", "4GB"]
     assert command(ladder.main, *flags, "--rungs", "checkpointing", "fp16", "chunked loss", "--name", "first") == 0
     assert "checkpointing: skipped; over_limit: the process used" in capfd.readouterr().out
     _, row, _, other = json.loads(Path("runs/first/standings.json").read_text())["rows"]
@@ -225,7 +225,7 @@ def test_a_ladder_of_ones_own_that_was_killed_leaves_no_run_behind_that_seems_to
         "SUITE = Suite('own', 'of [/b]', {}, (Rung('[fast] rate', {'learning_rate': 1e-3}),))\n"
     )
     flags = ["--suite", "own.py", "--data", str(small_shards), "--device", "cpu", "--steps", "8", "--cycle", "8+0"]
-    assert command(ladder.main, *flags, "--model", format_model(small_model), "--name", "[my] own") == 0
+    assert command(ladder.main, *flags, "--model", small_model.text, "--name", "[my] own") == 0
     printed = capfd.readouterr().out
     assert all(name in printed for name in ("of [/b]", "[fast] rate", "runs/[my] own"))
     client = MlflowClient(store_uri())
@@ -253,7 +253,7 @@ def test_an_interrupted_ladder_says_how_to_continue_it(
 
     in_this_process.run_trial = interrupted
     flags = ["--suite", "memory", "--rungs", "checkpointing", "--data", str(small_shards), "--device", "cpu"]
-    flags += ["--model", format_model(small_model), "--steps", "8", "--cycle", "8+0", "--name", "stopped"]
+    flags += ["--model", small_model.text, "--steps", "8", "--cycle", "8+0", "--name", "stopped"]
     assert command(ladder.main, *flags) == 130
     assert "resume with: python -m tune.ladder --resume stopped\n" in capfd.readouterr().out
     assert [path.stem[:10] for path in Path("runs/stopped/trials").glob("*")] == ["control-00"]
@@ -272,7 +272,7 @@ def test_time_ends_a_rung_early_once_its_speed_is_known(
     assert LadderConfig(time_budget=20.0, within=0).with_ends().within == 0
     assert LadderConfig(steps=100).with_ends().within is None, "the rungs' losses are compared at the same step"
     flags = ["--suite", "memory", "--rungs", "checkpointing", "--data", str(small_shards), "--device", "cpu"]
-    flags += ["--model", format_model(small_model), "--time-budget", "200s", "--within", "0.9", "--cycle", "20+1"]
+    flags += ["--model", small_model.text, "--time-budget", "200s", "--within", "0.9", "--cycle", "20+1"]
     assert command(ladder.main, *flags, "--name", "early") == 0
     ends = [len(json.loads(path.read_text())["step_seconds"]) for path in Path("runs/early/trials").glob("*.json")]
     assert len(ends) == 3, "the baseline, the rung and the control again"
@@ -285,7 +285,7 @@ def test_a_ladder_whose_baseline_is_refused_leaves_its_name_for_the_corrected_on
 ) -> None:  # fmt: skip
     shard = shutil.copytree(small_shards, Path("tokens")) / "train/000000-000.arrow"
     flags = ["--suite", "memory", "--rungs", "checkpointing", "--data", "tokens", "--device", "cpu"]
-    flags += ["--model", format_model(small_model), "--steps", "8", "--cycle", "8+0"]
+    flags += ["--model", small_model.text, "--steps", "8", "--cycle", "8+0"]
     assert "not even one sequence fits" in refused(
         ladder.main, *flags, "--name", "first", "--fit", "--memory-limit", "1MB"
     )
@@ -310,7 +310,7 @@ def test_a_ladder_in_object_storage_is_continued_from_what_was_sent(
     set_scratch(tmp_path)
     out = f"s3://places/{tmp_path.name}{bucket}"
     flags = ["--suite", "memory", "--rungs", "checkpointing", "--data", str(small_shards), "--device", "cpu"]
-    flags += ["--model", format_model(small_model), "--steps", "8", "--cycle", "8+0", "--name", "one", "--out", out]
+    flags += ["--model", small_model.text, "--steps", "8", "--cycle", "8+0", "--name", "one", "--out", out]
     assert command(ladder.main, *flags) == 0
     (folder,) = tmp_path.glob("throughline-*")
     shutil.rmtree(folder)
