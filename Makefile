@@ -14,7 +14,7 @@ unexport PYTHONDONTWRITEBYTECODE
 DEMO := $(CURDIR)
 ifeq ($(GPU),)
 DEMO_RUN := --model tiny --global-batch 8 --steps 30 --cycle 10+1 --learning-rate 3e-3
-DEMO_SEARCH := --model tiny --global-batch 4 --memory-limit 4GB --trial-steps 8 --trial-time 5s --confirm 1
+DEMO_SEARCH := --model tiny --global-batch 4 --memory-limit 4GB --trial-steps 8 --trial-time 5s --confirm-rounds 1
 else
 DEMO_RUN := --global-batch 96 --steps 100 --cycle 20+1 --device cuda
 DEMO_SEARCH := --global-batch 96 --memory-limit 40GB --device cuda

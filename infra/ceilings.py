@@ -95,9 +95,9 @@ def copy_rates(device: torch.device, measure: Measure = best_seconds) -> dict[st
     size = 2**30 if device.type == "cuda" else 2**27
     source = torch.ones(size, dtype=torch.uint8, device=device)
     target = torch.empty_like(source)
-    rates = {"within the device": 2 * size / measure(lambda: target.copy_(source), device)}
+    rates = {"device_to_device": 2 * size / measure(lambda: target.copy_(source), device)}
     if device.type == "cuda":
-        for name, pinned in (("host to device, pinned", True), ("host to device, pageable", False)):
+        for name, pinned in (("host_to_device_pinned", True), ("host_to_device_pageable", False)):
             host = torch.ones(2**28, dtype=torch.uint8, pin_memory=pinned)
             on_device = target[: 2**28]
             seconds = measure(lambda to=on_device, host=host: to.copy_(host, non_blocking=True), device)

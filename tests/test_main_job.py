@@ -204,7 +204,7 @@ def test_the_ladder_of_the_guides_is_interrupted_and_resumed(used: Path) -> None
 
     printed = run(f"{LADDER} --resume ladder", used, **NO_GPU).stdout
     assert "1 finished trial\n" in printed
-    found = json.loads((ladder / "standings.json").read_text())
+    found = json.loads((ladder / "rungs.json").read_text())
     base, accumulation, cores = found["rows"]
     assert "GPU" in cores["reason"]
     assert base["speed"] > 0

@@ -220,7 +220,7 @@ def test_a_loss_that_is_no_mean_and_an_evaluation_without_numbers_are_told(
     manifest = json.loads((data / MANIFEST).read_bytes())
     write_json(data / MANIFEST, manifest | {"tokenizer_sha256": read_tokenizer(str(file)).sha256})
     flags = ["--data", str(data), "--device", "cpu", "--global-batch", "2", "--micro-batch", "2", "--steps", "2"]
-    flags += ["--cycle", "1+1", "--spike", "0"]
+    flags += ["--cycle", "1+1", "--max-loss-spike", "0"]
     for name, part, said_at_once, told in (
         ("Summed", "first loss", "not a sum", "not a sum"),
         ("Spoiled", "evaluation", "Check what its forward pass does", "model.eval()"),
@@ -278,7 +278,7 @@ def test_a_model_of_others_is_searched_profiled_and_climbs_a_ladder(
     command: Callable[..., int], ray_folder: Path, small_shards: Path, name: str
 ) -> None:
     flags = ["--data", str(small_shards), "--model", f"own_models:{name},{SIZES}", "--device", "cpu"]
-    short = ["--trial-steps", "8", "--confirm", "0", "--searcher", "grid", "--global-batch", "2"]
+    short = ["--trial-steps", "8", "--confirm-rounds", "0", "--searcher", "grid", "--global-batch", "2"]
     assert command(search.main, *flags, *short, "--memory-limit", "4GB", "--name", name) == 0
     best = load_config(f"runs/{name}/best.json")
     assert isinstance(best.model, CustomModel)
@@ -288,7 +288,7 @@ def test_a_model_of_others_is_searched_profiled_and_climbs_a_ladder(
     assert len(rows) == 2, "micro-batches 1 and 2"
     climbed = ["--suite", "loop", "--steps", "8", "--cycle", "8+1", "--rungs", "checkpointing"]
     assert command(ladder.main, *flags, *climbed, "--name", f"{name}-loop") == 0
-    standings = json.loads(Path(f"runs/{name}-loop/standings.json").read_text())["rows"]
+    standings = json.loads(Path(f"runs/{name}-loop/rungs.json").read_text())["rows"]
     assert len(standings) == 2
     assert all(row["speed"] > 0 for row in standings)
     assert command(profile.main, *flags, "--global-batch", "4", "--micro-batch", "2", "--name", f"{name}-profile") == 0

@@ -21,7 +21,7 @@ class PlanOptions:
 
     main_flags: ClassVar[tuple[str, ...]] = (
         "model", "data", "gpu", "memory_limit", "global_batch", "micro_batch", "precision", "workers", "steps",
-        "tokens_per_second", "price", "doctor",
+        "tokens_per_second", "price_per_hour", "doctor_file",
     )  # fmt: skip
 
     training: TrainConfig = field(default_factory=TrainConfig)
@@ -37,18 +37,18 @@ class PlanOptions:
     By default all memory of --gpu, or of this machine's GPU."""
     tokens_per_second: float | None = None
     """Training speed in tokens/s over all workers (above 0), to predict the time; python -m train.run measures it."""
-    price: float | None = None
+    price_per_hour: float | None = None
     """Price per hour of one worker's machine (above 0), in any currency."""
-    doctor: Annotated[str, tyro.conf.arg(metavar="FILE")] = "runs/doctor.json"
+    doctor_file: Annotated[str, tyro.conf.arg(metavar="FILE")] = "runs/doctor.json"
     """File with the network speed measured by infra.doctor --workers; used with --workers above 1."""
 
     def __post_init__(self) -> None:
-        for name in ("tokens_per_second", "price"):
+        for name in ("tokens_per_second", "price_per_hour"):
             value = getattr(self, name)
             if value is not None and not 1e-9 <= value <= 1e18:  # Beyond, a time or a cost would not be finite.
                 raise UserError(f"--{name.replace('_', '-')} {value:g} must be above 0, between 1e-9 and 1e18.")
-        if self.price is not None and self.tokens_per_second is None:
-            raise UserError("--price needs a speed to compute the cost. Set --tokens-per-second, too.")
+        if self.price_per_hour is not None and self.tokens_per_second is None:
+            raise UserError("--price-per-hour needs a speed to compute the cost. Set --tokens-per-second, too.")
 
 
 def main() -> None:
@@ -94,11 +94,11 @@ def plan(options: PlanOptions) -> None:
             else []
         ),
         *(
-            [("Network", network.network_rows(config.model, config.batch, config.execution, options.doctor))]
+            [("Network", network.network_rows(config.model, config.batch, config.execution, options.doctor_file))]
             if config.batch.workers > 1
             else []
         ),
-        ("Data, time and cost", forecast.time_rows(config, options.tokens_per_second, options.price)),
+        ("Data, time and cost", forecast.time_rows(config, options.tokens_per_second, options.price_per_hour)),
     ):
         table = Table(title=title, title_justify="left", show_header=False, box=None, padding=(0, 2, 0, 0))
         for name, value in rows:

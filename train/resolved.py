@@ -92,9 +92,9 @@ def check_device_support(execution: ExecutionConfig, device_info: DeviceInfo) ->
     if execution.fp8 and device_info.capability < (8, 9):
         raise UserError(f"--fp8 needs 8-bit matmuls, which {device_info.name} does not have: leave it out.")
     compiles = execution.compile != "off" and execution.device == device_info.kind
-    if compiles and device_info.uncompilable:
+    if compiles and device_info.compile_blocker:
         raise UserError(
-            f"--compile {execution.compile} cannot work on {device_info.name}: {device_info.uncompilable}; or use "
+            f"--compile {execution.compile} cannot work on {device_info.name}: {device_info.compile_blocker}; or use "
             "--compile off."
         )
 
@@ -116,9 +116,9 @@ def _compile(execution: ExecutionConfig, device_info: DeviceInfo) -> Compile:
     """What to compile where that is left open."""
     if execution.checkpointing == "budget":
         return "whole"  # without which there is no budget
-    if execution.device == "cpu" or device_info.kind == "cpu" or device_info.uncompilable:
+    if execution.device == "cpu" or device_info.kind == "cpu" or device_info.compile_blocker:
         return "off"
-    if execution.shard:  # for which a block's weights are gathered, so that the graph ends there
+    if execution.fsdp:  # for which a block's weights are gathered, so that the graph ends there
         return "off" if execution.checkpointing == "selective" else "blocks"
     return "whole"
 
@@ -149,12 +149,14 @@ def _choose_batch_and_loss(config: TrainConfig, requested: TrainConfig, memory: 
     return next(enough, None) or next(iter(fitting), None) or min(candidates, key=peak_with_margin)
 
 
-def next_smaller_micro_batch(config: ResolvedConfig, too_large: Sequence[int]) -> ResolvedConfig | None:
-    """``config`` with the next micro-batch below all that were ``too_large``, for the same global batch.
+def next_smaller_micro_batch(config: ResolvedConfig, failed_micro_batches: Sequence[int]) -> ResolvedConfig | None:
+    """``config`` with the next micro-batch below all that were ``failed_micro_batches``, for the same global batch.
 
     Unchanged where none was; None where there is no smaller one.
     """
-    sizes = [size for size in config.micro_batches if size < min(too_large, default=config.batch.micro_batch + 1)]
+    sizes = [
+        size for size in config.micro_batches if size < min(failed_micro_batches, default=config.batch.micro_batch + 1)
+    ]
     return config.replace(micro_batch=sizes[-1]) if sizes else None
 
 
@@ -199,4 +201,4 @@ def resolve_for_plan(config: TrainConfig, device_info: DeviceInfo, memory_limit:
     A machine that only plans needs no compiler.
     """
     device_info = A100 if config.execution.device == "cuda" and device_info.kind == "cpu" else device_info
-    return resolve(config, replace(device_info, uncompilable="").with_memory_limit(memory_limit))
+    return resolve(config, replace(device_info, compile_blocker="").with_memory_limit(memory_limit))

@@ -59,13 +59,13 @@ class Memory:
 class MemoryShortage:
     """What was known when a run did not fit in memory. Sizes in bytes."""
 
-    during: str
+    stage: str
     """What the loop was doing: ``the backward pass of step 1``."""
-    tried: int | None
+    requested_bytes: int | None
     """The allocation that failed, by torch's message; None where nothing failed, or the message has no size."""
-    room: int
+    available_bytes: int
     """What the process could use: its limit, or all that the device has for it."""
-    held: dict[str, int]
+    bytes_by_part: dict[str, int]
     """Weights, gradients and optimizer state at that moment, by the part's name; without what cannot be counted."""
     message: str = ""
     """torch's, on one line."""
@@ -97,9 +97,9 @@ class CycleReport:
     train_tokens: int
     """Training tokens seen so far, over all workers."""
     val_tokens: int
-    books: float
+    books_seen: float
     """Books seen so far, at the corpus's mean length."""
-    seconds: float
+    cycle_seconds: float
     """Of this cycle."""
     train_seconds: float
     data_wait_seconds: float
@@ -123,8 +123,8 @@ class CycleReport:
         val = "-" if self.val_loss is None else f"{self.val_loss:.3f}"
         return (
             f"batches:{self.batches} | loss: {self.train_loss:.3f}/{val} "
-            f"| tok-seen: {self.train_tokens + self.val_tokens:,} | time: {self.seconds:.2f} "
-            f"| tok/sec: {self.cycle_tokens / self.seconds:,.2f} | epoch: {self.epoch_seconds / 3600:.2f} hrs"
+            f"| tok-seen: {self.train_tokens + self.val_tokens:,} | time: {self.cycle_seconds:.2f} "
+            f"| tok/sec: {self.cycle_tokens / self.cycle_seconds:,.2f} | epoch: {self.epoch_seconds / 3600:.2f} hrs"
         )
 
 
@@ -137,8 +137,8 @@ class RunResult:
     reason: str
     steps: int
     throughput: Throughput | None
-    """None when the run was too short to have a steady state, or when that was ``impossible``."""
-    impossible: str = field(default="", kw_only=True)
+    """None when the run was too short to have a steady state, or when that was ``implausible_reason``."""
+    implausible_reason: str = field(default="", kw_only=True)
     """Why the speed of its steps is no measurement: no such device computes so fast; empty where one could."""
     memory: Memory
     first_loss: float | None = field(default=None, kw_only=True)
@@ -149,8 +149,8 @@ class RunResult:
     """Over the vocabulary without padding, as that of the exported model."""
     train_tokens: int
     val_tokens: int
-    books: float
-    seconds: float
+    books_seen: float
+    train_seconds: float
     """Training time, since the first step."""
     first_step_seconds: float | None
     """From the start of the loop to the end of the first step, which includes compilation."""
@@ -167,7 +167,7 @@ class RunResult:
     """Fraction of the datasheet peak at the run's precision; None on hardware without a known peak."""
     hfu: float | None = field(default=None, kw_only=True)
     """The same of all arithmetic, also what is done a second time; None where nothing is recomputed."""
-    matmul_utilisation: float | None = field(default=None, kw_only=True)
+    matmul_utilization: float | None = field(default=None, kw_only=True)
     """Fraction of the matmul rate that ``infra.doctor`` measured on this machine; None if it has not."""
     joules_per_million_tokens: float | None = field(default=None, kw_only=True)
     """Energy of the GPU alone, over the steps after the first; None where no GPU reported it. With several workers it
@@ -201,5 +201,5 @@ class RunResult:
     """None where nothing was wrong."""
     predicted_memory: int | None = None
     """Predicted peak of the process's memory, in bytes."""
-    too_large: tuple[int, ...] = ()
+    failed_micro_batches: tuple[int, ...] = ()
     """Micro-batches that were chosen automatically and did not fit, before the one that the run was made with."""

@@ -65,14 +65,32 @@ class SearchConfig(ExperimentConfig):
     """
 
     kind = "search"
-    resumable_changes = ("data", "steps", "tokens", "time_budget", "cycle", "compile_time", "config", "parallel", "gpu")
+    resumable_changes = (
+        "data",
+        "steps",
+        "tokens",
+        "time_budget",
+        "cycle",
+        "compile_time",
+        "config",
+        "max_concurrent_trials",
+        "gpu",
+    )
     main_flags = (
         "data", "model", "global_batch", "memory_limit", "knobs", "accumulations", "searcher", "device", "name",
         "resume", "dry_run",
     )  # fmt: skip
     flag_groups: ClassVar[dict[str, tuple[str, ...]]] = {
-        "trial": ("trial_steps", "trial_time", "compile_time", "trial_precision", "confirm"),
-        "output and cluster": ("out", "config", "tracking_uri", "address", "parallel", "accelerator", "gpu"),
+        "trial": ("trial_steps", "trial_time", "compile_time", "speed_tolerance", "confirm_rounds"),
+        "output and cluster": (
+            "out",
+            "config",
+            "tracking_uri",
+            "address",
+            "max_concurrent_trials",
+            "accelerator",
+            "gpu",
+        ),
     }
 
     training: TrainConfig = field(default_factory=TrainConfig)
@@ -86,7 +104,7 @@ class SearchConfig(ExperimentConfig):
     knobs: Annotated[tuple[str, ...], tyro.conf.arg(metavar="[NAME=VALUE,... ...]")] = ()
     """Other settings to search, each with the values to try in addition to the control's value.
     For example: compile=off,whole checkpointing=full.
-    The names are allocator, attention, checkpointing, compile, fp8, loader_workers, loss, loss_chunks, optimizer and
+    The names are allocator, attention, checkpointing, compile, fp8, loader_threads, loss, loss_chunks, optimizer and
     precision."""
     searcher: Literal["memory", "grid", "optuna"] = "memory"
     """Strategy that chooses candidates.
@@ -101,13 +119,13 @@ class SearchConfig(ExperimentConfig):
     compile_time: Seconds = 900.0
     """Maximum time of a trial for startup, compilation and its first step (above 0).
     A trial that exceeds it is killed and counts as failed."""
-    trial_precision: float = 0.01
+    speed_tolerance: float = 0.01
     """Relative half-width of a speed's 95% confidence interval at which a trial ends (between 0 and 1)."""
-    confirm: int = 3
+    confirm_rounds: int = 3
     """Maximum number of rounds in which the best candidates and the control run again, interleaved, until the winner is
     clear (0: rely on the first measurement)."""
     config: ConfigFile = None
-    parallel: int = 1
+    max_concurrent_trials: int = 1
     """Number of concurrent trials (at least 1), each on its own machine of the cluster.
     Speeds are compared relative to the control on the same machine."""
     gpu: str | None = None
@@ -126,11 +144,11 @@ class SearchConfig(ExperimentConfig):
             raise UserError(f"--accumulations {max(self.accumulations)} is too large. Use values below 2^31.")
         if self.training.dataset.stream:
             raise UserError("--stream is not supported by a search, whose trials read token shards. Use --data.")
-        check_minimum(self, trial_steps=FEWEST + 2, parallel=1, confirm=0)
+        check_minimum(self, trial_steps=FEWEST + 2, max_concurrent_trials=1, confirm_rounds=0)
         check_numbers(self)
-        if not 0 < self.trial_precision < 1:
+        if not 0 < self.speed_tolerance < 1:
             raise UserError(
-                f"--trial-precision {self.trial_precision} must be between 0 and 1. Use a fraction such as 0.01."
+                f"--speed-tolerance {self.speed_tolerance} must be between 0 and 1. Use a fraction such as 0.01."
             )
 
     def to_json(self) -> dict[str, Any]:
@@ -139,14 +157,14 @@ class SearchConfig(ExperimentConfig):
 
 
 CYCLE = Cycle()
-TIME_BUDGET, WITHIN = 300.0, 0.005
+TIME_BUDGET, SPEED_TOLERANCE = 300.0, 0.005
 """Defaults of a ladder without --steps: seconds per rung, and the precision of its speed at which it ends earlier."""
 
 BATCH = 32
 """Micro-batch of a suite that does not set one."""
 
 FIT_MEMORY_LIMIT = 40 * 10**9
-"""Bytes to which --fit limits memory if --memory-limit is not set."""
+"""Bytes to which --fit-batch limits memory if --memory-limit is not set."""
 
 
 @strict
@@ -165,7 +183,7 @@ class LadderConfig(ExperimentConfig):
         "resume", "dry_run",
     )  # fmt: skip
     flag_groups: ClassVar[dict[str, tuple[str, ...]]] = {
-        "measurement": ("within", "cycle", "seed", "seeds", "fit", "best", "stream"),
+        "measurement": ("speed_tolerance", "cycle", "seed", "seeds", "fit_batch", "search_result", "stream"),
         "output and cluster": ("out", "tracking_uri", "address", "accelerator"),
     }
 
@@ -191,15 +209,15 @@ class LadderConfig(ExperimentConfig):
     """Optimizer steps per rung (at least 8)."""
     time_budget: SecondsOrNone = None
     """Time per rung after its first step (above 0). By default 5m, unless --steps is set."""
-    within: float | None = None
+    speed_tolerance: float | None = None
     """Relative half-width of the speed's confidence interval at which a rung ends early, checked after each cycle (0:
     never; below 1). By default 0.005, or 0 with --steps, because losses are compared after equal steps."""
     cycle: CycleText = CYCLE
     """Training steps (at least 1), then validation batches, between two reports."""
-    fit: bool = False
+    fit_batch: bool = False
     """Use the largest batch that is predicted to fit --memory-limit in every rung, instead of the suite's batch."""
     memory_limit: BytesOrNone = None
-    """Maximum memory of a rung's process; a rung that needs more fails. By default no limit, or 40GB with --fit."""
+    """Maximum memory of a rung's process; a rung that needs more fails. By default none, or 40GB with --fit-batch."""
     device: Literal["auto", Device] = "auto"
     """Device to train on; auto is a CUDA GPU if there is one, else the CPU."""
     accelerator: Annotated[str | None, tyro.conf.arg(metavar="GPU")] = None
@@ -210,7 +228,7 @@ class LadderConfig(ExperimentConfig):
     """Number of seeds for rungs that change the precision or the numerics (at least 1).
     Their validation losses are compared with those of the previous rung after equal steps.
     By default 3 in the suite precision, and 1, which compares no losses, in the other suites."""
-    best: Annotated[Path | None, tyro.conf.arg(metavar="FILE")] = None
+    search_result: Annotated[Path | None, tyro.conf.arg(metavar="FILE")] = None
     """The best.json of a search; its batch and execution settings become the last rung."""
     stream: Annotated[tuple[str, ...], tyro.conf.arg(metavar="[SOURCE ...]")] = ()
     """Books, given as sources of pipeline.tokenize.
@@ -223,8 +241,8 @@ class LadderConfig(ExperimentConfig):
         if self.steps is not None and self.time_budget is not None:
             raise UserError("--steps and --time-budget both set the length of a rung. Use only one of them.")
         check_minimum(self, steps=SHORTEST, seeds=1, seed=0)
-        if self.within is not None and not 0 <= self.within < 1:
-            raise UserError(f"--within {self.within} must be 0, or a fraction below 1.")
+        if self.speed_tolerance is not None and not 0 <= self.speed_tolerance < 1:
+            raise UserError(f"--speed-tolerance {self.speed_tolerance} must be 0, or a fraction below 1.")
         check_numbers(self)
 
     def to_json(self) -> dict[str, Any]:
@@ -234,18 +252,20 @@ class LadderConfig(ExperimentConfig):
             self,
             suite=str(Path(self.suite).resolve()) if Path(self.suite).suffix else self.suite,
             data=StorageDir.of(self.data).address,
-            best=self.best and self.best.resolve(),
+            search_result=self.search_result and self.search_result.resolve(),
             stream=tuple(map(absolute_source, self.stream)),
         )
         return to_json(absolute) | {"resume": None, "compare": None}
 
     def with_ends(self) -> "LadderConfig":
-        """This config with the defaults for the length of a rung, and for the memory limit that --fit needs."""
-        limit = FIT_MEMORY_LIMIT if self.fit and self.memory_limit is None else self.memory_limit
+        """This config with the defaults for the length of a rung, and for the memory limit that --fit-batch needs."""
+        limit = FIT_MEMORY_LIMIT if self.fit_batch and self.memory_limit is None else self.memory_limit
         if self.steps is not None:
             return replace(self, memory_limit=limit)
-        within = WITHIN if self.within is None else self.within
-        return replace(self, memory_limit=limit, time_budget=self.time_budget or TIME_BUDGET, within=within)
+        speed_tolerance = SPEED_TOLERANCE if self.speed_tolerance is None else self.speed_tolerance
+        return replace(
+            self, memory_limit=limit, time_budget=self.time_budget or TIME_BUDGET, speed_tolerance=speed_tolerance
+        )
 
     @property
     def training(self) -> TrainConfig:
@@ -254,7 +274,7 @@ class LadderConfig(ExperimentConfig):
         return TrainConfig.of(
             micro_batch=BATCH, compile="off", loss="plain", data=StorageDir.of(self.data).address,
             model=self.model or TrainConfig.model, seed=self.seed, device=self.device, accelerator=self.accelerator,
-            cycle=self.cycle, keep_checkpoints=0, within=self.within or None, steps=self.steps,
+            cycle=self.cycle, keep_checkpoints=0, speed_tolerance=self.speed_tolerance or None, steps=self.steps,
             time_budget=self.time_budget,
         )  # fmt: skip
 

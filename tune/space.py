@@ -11,7 +11,7 @@ from infra.schema import strict
 from train.config import CHOICES, SETTING_TYPES, ResolvedConfig, divisors
 
 KNOBS = (
-    "allocator", "attention", "checkpointing", "compile", "fp8", "loader_workers", "loss", "loss_chunks", "optimizer",
+    "allocator", "attention", "checkpointing", "compile", "fp8", "loader_threads", "loss", "loss_chunks", "optimizer",
     "precision",
 )  # fmt: skip
 """Settings that can be searched, because they do not change the mathematics of a step."""

@@ -62,7 +62,7 @@ class DeviceInfo:
     """Whether it multiplies bf16 matrices in hardware."""
     memory: int = field(default=sys.maxsize, compare=False)
     """Bytes that this process can use there; without a bound where that is not known."""
-    uncompilable: str = field(default="", compare=False)
+    compile_blocker: str = field(default="", compare=False)
     """Why torch.compile cannot work there, and what to install; empty where it can."""
 
     def with_memory_limit(self, limit: int | None) -> "DeviceInfo":
@@ -93,7 +93,7 @@ def gpu_info(state: GpuState) -> DeviceInfo:
     others = state.memory_used - (state.process_memory or 0)
     return DeviceInfo(
         "cuda", state.name, capability, bf16=capability >= (8, 0), memory=state.memory_total - others,
-        uncompilable=compile_blocker(capability),
+        compile_blocker=compile_blocker(capability),
     )  # fmt: skip
 
 
@@ -106,7 +106,7 @@ def cpu_info(cpuinfo: Path = Path("/proc/cpuinfo")) -> DeviceInfo:
     compiler = os.environ.get("CXX") or any(map(shutil.which, ("g++", "clang++", "c++")))
     return DeviceInfo(
         "cpu", "cpu", bf16=bool(flags & {"avx512_bf16", "amx_tile"}), memory=host.available_memory(),
-        uncompilable="" if compiler else "there is no C++ compiler: install g++",
+        compile_blocker="" if compiler else "there is no C++ compiler: install g++",
     )  # fmt: skip
 
 

@@ -108,9 +108,7 @@ def examine(options: DoctorOptions) -> int:
         record |= rates
         parts.append(rates_part(rates))
         parts[-1].show()
-        metrics = {
-            f"{group}/{key.replace(',', '')}": rate for group, values in rates.items() for key, rate in values.items()
-        }
+        metrics = {f"{group}/{key}": rate for group, values in rates.items() for key, rate in values.items()}
     if options.workers > 1:
         with status(f"measuring all-reduce between {options.workers} workers"):
             all_reduce = allreduce.measure(options.workers, options.address)
@@ -172,7 +170,7 @@ def rates_part(rates: dict[str, dict[str, float]]) -> Table:
     for group, values in rates.items():
         for key, rate in values.items():
             text = f"{rate / 1e12:,.2f} TFLOP/s" if "matmul" in group else f"{rate / 1e9:,.2f} GB/s"
-            lines.append((f"{group.replace('_', ' ')}, {key}", text))
+            lines.append((f"{group}, {key}".replace("_", " "), text))
     return Table("Measured ceilings", ("operation", "rate"), lines)
 
 

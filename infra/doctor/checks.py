@@ -71,7 +71,7 @@ def software(find_version: Callable[[str], str] = version) -> list[Check]:
             results.append(Check(package, "missing", f"run 'pip install {package}'", fatal=True))
     if torch.version.cuda:
         results.append(Check("torch CUDA", f"{torch.version.cuda}, cuDNN {torch.backends.cudnn.version()}"))
-    blocker = device_info().uncompilable
+    blocker = device_info().compile_blocker
     return [*results, Check("torch.compile", "unavailable" if blocker else "available", blocker)]
 
 

@@ -1,8 +1,8 @@
 """Runs whose process has died: they are closed by the next command, and completed from what their folder has.
 
-Every run carries the tag ``home``, the folder that its command holds by a lock for as long as it lives, and ``host``,
-this machine. Where that lock can be taken, the process has died. The tag ``complete`` is a run's last entry: a run that
-has ended without it lacks something, because it was killed or the store was away.
+Every run has the tags ``run_dir``, the folder that its command locks for as long as it lives, and ``host``, this
+machine. Where that lock can be taken, the process has died. The tag ``fully_logged`` is the last entry of a run: a run
+that ended without it is incomplete, because it was killed or the store was unavailable.
 """
 
 import platform
@@ -15,7 +15,7 @@ from infra.errors import UserError
 from infra.storage.directory import StorageDir
 from infra.tracking.run_ref import RunRef
 
-COMPLETE = "complete"
+FULLY_LOGGED = "fully_logged"
 
 MAX_RUNS_CHECKED = 100
 """Runs that are looked at."""
@@ -29,7 +29,7 @@ open_run_dirs: dict[str, str] = {}
 
 def open_run_tags(run_dir: str) -> dict[str, str]:
     """Tags of a run that is open."""
-    return {"home": run_dir, "host": platform.node(), COMPLETE: "false"}
+    return {"run_dir": run_dir, "host": platform.node(), FULLY_LOGGED: "false"}
 
 
 @interrupts.delayed()
@@ -44,9 +44,9 @@ def close_orphaned_runs(client: MlflowClient, experiments: list[str], parent: Ru
     with suppress(Exception):
         for one in which:
             for run in client.search_runs(
-                experiments, f"tags.{COMPLETE} = 'false' and {one}", max_results=MAX_RUNS_CHECKED
+                experiments, f"tags.{FULLY_LOGGED} = 'false' and {one}", max_results=MAX_RUNS_CHECKED
             ):
-                run_ref = RunRef(client.tracking_uri, run.info.experiment_id, run.info.run_id, run.data.tags["home"])
+                run_ref = RunRef(client.tracking_uri, run.info.experiment_id, run.info.run_id, run.data.tags["run_dir"])
                 with suppress(UserError), lock_run_dir(run_ref):
                     if (
                         run.info.status == "RUNNING" and client.get_run(run_ref.run_id).info.status == "RUNNING"
@@ -56,16 +56,16 @@ def close_orphaned_runs(client: MlflowClient, experiments: list[str], parent: Ru
 
 
 def is_complete(run_ref: RunRef) -> bool:
-    return MlflowClient(run_ref.store).get_run(run_ref.run_id).data.tags.get(COMPLETE) == "true"
+    return MlflowClient(run_ref.store).get_run(run_ref.run_id).data.tags.get(FULLY_LOGGED) == "true"
 
 
 def lock_run_dir(run_ref: RunRef) -> AbstractContextManager[None]:
-    """Hold the home of a run for the block.
+    """Hold the folder of a run for the block.
 
-    Raises ``UserError`` where the run is open, another command holds its home, or that cannot be known.
+    Raises ``UserError`` where the run is open, another command holds its folder, or that cannot be known.
     """
     if run_ref.run_id in open_run_dirs:
-        raise UserError(f"{run_ref.home} is in use.")
-    if run_ref.home in open_run_dirs.values():
+        raise UserError(f"{run_ref.run_dir} is in use.")
+    if run_ref.run_dir in open_run_dirs.values():
         return nullcontext()
-    return StorageDir.of(run_ref.home).lock_orphaned()
+    return StorageDir.of(run_ref.run_dir).lock_orphaned()

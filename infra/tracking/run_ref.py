@@ -33,12 +33,12 @@ class RunRef:
     store: str
     experiment_id: str
     run_id: str
-    home: str = ""
+    run_dir: str = ""
     """The folder that has what the run records, and that its command holds: an absolute path or an address."""
 
     def to_json_for(self, run_dir: str) -> dict[str, str]:
         """The key as JSON values for a file in ``run_dir``, an absolute path or an address."""
-        return to_json(replace(self, home=run_dir))
+        return to_json(replace(self, run_dir=run_dir))
 
     @property
     def is_reachable(self) -> bool:
@@ -52,9 +52,9 @@ class RunRef:
         Raises ``UserError`` if that is not the folder it was saved in, because two folders must not continue one run,
         and if its store is not on this machine. The message ends with ``instead``, a sentence without its period.
         """
-        if self.home != directory.address:
+        if self.run_dir != directory.address:
             raise UserError(
-                f"{directory} was copied or moved from {self.home}, to which its MLflow run belongs. {instead}."
+                f"{directory} was copied or moved from {self.run_dir}, to which its MLflow run belongs. {instead}."
             )
         if not self.is_reachable:
             raise UserError(

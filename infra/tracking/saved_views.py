@@ -35,12 +35,12 @@ COLUMNS = {  # with widths in pixels
         "metrics.`progress/train_tokens`": 190, "metrics.`detail/memory/prediction_error`": 240,
     },
     "ladder": {
-        "tags.`rung`": 160, **MEASURED, "tags.`predicted memory`": 170, "tags.`batch`": 70, "metrics.`loss/train`": 130,
+        "tags.`rung`": 160, **MEASURED, "tags.`predicted_memory`": 170, "tags.`batch`": 70, "metrics.`loss/train`": 130,
         "metrics.`result/mfu`": 100, "tags.`outcome`": 85, "tags.`reason`": 300,
     },
     "tune": {
-        "tags.`place`": 95, **MEASURED, "tags.`batch`": 70, "tags.`knobs`": 180, "tags.`outcome`": 85,
-        "tags.`reason`": 300, "params.`stage`": 80, "tags.`predicted memory`": 170, "tags.`global batch`": 110,
+        "tags.`rank`": 95, **MEASURED, "tags.`batch`": 70, "tags.`knobs`": 180, "tags.`outcome`": 85,
+        "tags.`reason`": 300, "params.`stage`": 80, "tags.`predicted_memory`": 170, "tags.`global_batch`": 110,
     },
 }  # fmt: skip
 RUNS = {"pipeline": "", "train": "tags.kind = 'run'", "ladder": "tags.kind = 'trial'", "tune": "tags.kind = 'trial'"}
@@ -113,15 +113,15 @@ def save_views(client: MlflowClient, experiment: str, run: RunRef, tags: Mapping
 def tag_ranks(search: RunRef, ranks: Mapping[str, str]) -> None:
     """Tag the trials of a search with their ``ranks``, by trial, and order their view by them. Never raises.
 
-    A trial without a place, such as the control of a further machine, gets no tag.
+    A trial without a rank, such as the control of a further machine, gets no tag.
     """
     with suppress(Exception):
         client = MlflowClient(search.store)
         trials = f"tags.`mlflow.parentRunId` = '{search.run_id}'"
         for trial in client.search_runs([search.experiment_id], trials, max_results=SEARCH_MAX_RESULTS_THRESHOLD):
             if rank := ranks.get(trial.data.tags.get("trial", "")):
-                client.set_tag(trial.info.run_id, "place", rank)
-        _offer_children(client, "tune", VIEWS["tune"][0]._replace(order="tags.`place`", ascending=True), search)
+                client.set_tag(trial.info.run_id, "rank", rank)
+        _offer_children(client, "tune", VIEWS["tune"][0]._replace(order="tags.`rank`", ascending=True), search)
 
 
 def _offer_children(client: MlflowClient, experiment: str, view: View, run: RunRef) -> None:

@@ -11,7 +11,7 @@ from mlflow.tracking import MlflowClient
 
 from infra.cli.console import errors
 from infra.errors import first_line
-from infra.tracking.orphaned_runs import COMPLETE
+from infra.tracking.orphaned_runs import FULLY_LOGGED
 
 METRICS_PER_BATCH = 500
 
@@ -54,7 +54,7 @@ def send(client: MlflowClient, run_id: str, entries: list[Entry]) -> None:
                     errors.print(f"{entry['path']} no longer exists and was not uploaded to MLflow")
             case "finish":
                 _call(client, client.set_terminated, run_id, entry["status"], entry["time"])
-                _call(client, client.set_tag, run_id, COMPLETE, "true")
+                _call(client, client.set_tag, run_id, FULLY_LOGGED, "true")
 
 
 def _log(client: MlflowClient, run_id: str, **items: Any) -> None:

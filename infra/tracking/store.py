@@ -109,7 +109,7 @@ def create_run(
     rather than after hours.
     """
     store = parent.store if parent else store_uri(tracking_uri)
-    run_dir = run_dir or (parent.home if parent else "")
+    run_dir = run_dir or (parent.run_dir if parent else "")
     labels = {"mlflow.user": user(), "mlflow.source.type": "LOCAL", "mlflow.source.name": experiment}
     labels |= ({"mlflow.parentRunId": parent.run_id} if parent else {}) | (
         orphaned_runs.open_run_tags(run_dir) if run_dir else {}
@@ -163,10 +163,10 @@ def reopen_run(run_ref: RunRef) -> None:
                 f"start a new MLflow run with --tracking-uri {run_ref.store}."
             )
         client.update_run(run_ref.run_id, status="RUNNING")
-        orphaned_runs.open_run_dirs[run_ref.run_id] = run_ref.home
-        if run_ref.home:
+        orphaned_runs.open_run_dirs[run_ref.run_id] = run_ref.run_dir
+        if run_ref.run_dir:
             client.log_batch(
-                run_ref.run_id, tags=[RunTag(*tag) for tag in orphaned_runs.open_run_tags(run_ref.home).items()]
+                run_ref.run_id, tags=[RunTag(*tag) for tag in orphaned_runs.open_run_tags(run_ref.run_dir).items()]
             )
         orphaned_runs.close_orphaned_runs(
             client, [each.experiment_id for each in _experiments(client).values()], run_ref
@@ -220,7 +220,7 @@ def children(parent: RunRef, tag: str) -> dict[str, tuple[RunRef, bool]]:
     return {
         run.data.tags[tag]: (
             replace(parent, run_id=run.info.run_id),
-            run.data.tags.get(orphaned_runs.COMPLETE) == "true" and run.info.status != "KILLED",
+            run.data.tags.get(orphaned_runs.FULLY_LOGGED) == "true" and run.info.status != "KILLED",
         )
         for run in runs
         if tag in run.data.tags

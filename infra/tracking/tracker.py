@@ -164,7 +164,7 @@ class Tracker:
             if time.monotonic() - began >= self.timing.end_timeout_seconds and (is_away or self._hurried):
                 errors.print(
                     f"MLflow ({store}) does not respond: {self._sender.waiting_count} entries of this run are missing "
-                    f"there; the next command, or --resume, sends them from {self.run_ref.home}."
+                    f"there; the next command, or --resume, sends them from {self.run_ref.run_dir}."
                 )
                 self.is_given_up = True
                 break

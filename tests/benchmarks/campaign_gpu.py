@@ -198,8 +198,16 @@ def _peer(rows: list[Row], side: str, turn: int, ours: Settings) -> Step:
 def _commands(ours: Settings) -> Iterator[Step]:
     """The product's own commands, which need Ray and MLflow."""
     shared = ("--data", "tokens", "--config", "best.json")
-    limit, trial = ("--memory-limit", "40GB"), ("--trial-steps", "12", "--trial-time", "20s", "--confirm", "0")
-    rung = ("--time-budget", "15s", "--within", "0.005", "--cycle", "20+0", "--name")  # no validation to compile anew
+    limit, trial = ("--memory-limit", "40GB"), ("--trial-steps", "12", "--trial-time", "20s", "--confirm-rounds", "0")
+    rung = (
+        "--time-budget",
+        "15s",
+        "--speed-tolerance",
+        "0.005",
+        "--cycle",
+        "20+0",
+        "--name",
+    )  # no validation to compile anew
 
     def command(name: str, module: str, *flags: str, result: str, run: str = "") -> Step:
         return Step(name, "command", ours, STEP_SECONDS, ("-m", module, *flags), result, run)
@@ -211,7 +219,7 @@ def _commands(ours: Settings) -> Iterator[Step]:
                   result="runs/search/summary.md", run="search")  # fmt: skip
     yield command("grid", "tune.search", *shared, *limit, *trial, "--searcher", "grid", "--name",
                   "grid", result="runs/grid/summary.md", run="grid")  # fmt: skip
-    yield command("ladder", "tune.ladder", "--suite", "a100", "--data", "tokens", "--fit", *limit, "--compare",
+    yield command("ladder", "tune.ladder", "--suite", "a100", "--data", "tokens", "--fit-batch", *limit, "--compare",
                   "study", *rung, "a100", result="runs/a100/summary.md", run="a100")  # fmt: skip
     for suite in ("kernels", "memory", "sizes"):
         yield command(f"ladder {suite}", "tune.ladder", "--suite", suite, "--data", "tokens", *rung, suite,
@@ -362,7 +370,7 @@ def real(step: Step, seconds: float, *, folder: Path, options: argparse.Namespac
 def command_result(folder: Path, step: Step) -> Any:
     """What a command left: its standings, its result, or its trials."""
     home = folder / "runs" / step.run
-    for name in ("standings.json", "result.json"):
+    for name in ("rungs.json", "result.json"):
         if (home / name).exists():
             return json.loads((home / name).read_text(encoding="utf-8"))
     trials = home / "trials.csv"

@@ -35,7 +35,7 @@ from pipeline.shards import Manifest, ShardRow, write_shard
 
 MODEL = "tiny,layers=2,heads=2,width=32,context_length=32,vocab_size=257,padded_vocab_size=320"
 SEARCH = ["--model", MODEL, "--device", "cpu", "--memory-limit", "8GB"]
-TEN = ["--global-batch", "48", "--searcher", "grid", "--confirm", "0", "--trial-steps", "8"]
+TEN = ["--global-batch", "48", "--searcher", "grid", "--confirm-rounds", "0", "--trial-steps", "8"]
 KILLS, SEARCHES = 10, 15
 """Kills of each way, and the most searches to place them in."""
 PATIENCE = 90.0
@@ -222,7 +222,7 @@ def train_with_the_best(folder: Path) -> dict[str, Any]:
     """A search of longer trials, and a run of its best.json through ``train.run``: the same speed?"""
     finish(
         start(
-            folder, ["--name", "for-best", "--global-batch", "8", "--trial-steps", "60", "--trial-precision", "0.001"]
+            folder, ["--name", "for-best", "--global-batch", "8", "--trial-steps", "60", "--speed-tolerance", "0.001"]
         )
     )
     best = folder / "runs" / "for-best" / "best.json"

@@ -109,7 +109,7 @@ def config(data: Path, row: dict[str, Any]) -> Any:
         data=str(data), model=replace(parse_model(row["model"]), context_length=row["context"]), device="cuda",
         micro_batch=row["micro_batch"], global_batch=row["micro_batch"] * row["accumulation"], attention="flash",
         precision=row["precision"], allocator=row["allocator"], compile=row["compile"], loss=row["loss"],
-        steps=4, cycle=Cycle(4, 0), keep_checkpoints=0, spike=0.0,
+        steps=4, cycle=Cycle(4, 0), keep_checkpoints=0, max_loss_spike=0.0,
     )  # fmt: skip
 
 

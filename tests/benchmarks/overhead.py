@@ -120,7 +120,7 @@ def bare(config: ResolvedConfig) -> dict[str, float]:
     trainer = Trainer(config)
     trainer.run()
     start_up = imported - began + (trainer.times.first_step or 0.0) - trainer.times.steps[0]
-    counted = trainer.times.steps[config.duration.cycle.train :]
+    counted = trainer.times.steps[config.duration.cycle.train_steps :]
     return {
         "imports": imported - began,
         "start_up": start_up,
@@ -160,7 +160,7 @@ def wrapped(config: ResolvedConfig, *, on_ray: bool) -> dict[str, float]:
                 result, _ = driver.train_and_record(run.resolved(cpu_info()), tracker, on_cycle)
             returned = time.time()
         started, ended = ((folder / file).stat().st_mtime for file in ("lock", "cycles.jsonl"))
-    first_step = ended - result.seconds
+    first_step = ended - result.train_seconds
     (since, before), (until, after) = busy[0], busy[-1]
     seconds = sum(cycle["train_seconds"] for cycle in cycles[1:])
     tokens = sum(len(cycle["step_losses"]) for cycle in cycles[1:]) * config.step_tokens

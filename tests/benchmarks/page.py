@@ -87,7 +87,7 @@ def main() -> None:
 def write_run(store: str, steps: int) -> tuple[RunRef, int]:
     """A run of ``steps`` steps, one each second, in a new store, and the number of its points."""
     key = create_run("train", "long", tracking_uri=store, tags={"kind": "run"})
-    points, length = 0, Cycle().train
+    points, length = 0, Cycle().train_steps
     with Tracker(key) as tracker:
 
         def write(values: dict[str, float | None], step: int) -> int:
@@ -97,8 +97,9 @@ def write_run(store: str, steps: int) -> tuple[RunRef, int]:
         for step in range(length, steps + 1, length):
             cycle = {
                 "step": step, "step_losses": [11 - number / steps for number in range(step - length, step)],
-                "train_loss": 11 - step / steps, "val_loss": 11 - step / steps, "cycle_tokens": 1, "seconds": length,
-                "train_tokens": step * 1024, "books": step / 100, "elapsed": step, "train_seconds": 1,
+                "train_loss": 11 - step / steps, "val_loss": 11 - step / steps, "cycle_tokens": 1,
+                "cycle_seconds": length,
+                "train_tokens": step * 1024, "books_seen": step / 100, "elapsed": step, "train_seconds": 1,
                 "data_wait_seconds": 0, "optimizer_seconds": 0, "learning_rate": 6e-4, "gradient_norm": 1,
             }  # fmt: skip
             points += sum(write(values, position) for position, values in cycle_metrics(cycle))

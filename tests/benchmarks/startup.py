@@ -37,7 +37,7 @@ COMMANDS = {
     "run": ["train.run", *MODEL, "--steps", "2", "--data", "../data", "--name", "one"],
     "search": [
         "tune.search", *MODEL, "--data", "../data", "--name", "one", "--memory-limit", "8GB", "--searcher", "grid",
-        "--trial-steps", "8", "--trial-time", "5s", "--confirm", "0",
+        "--trial-steps", "8", "--trial-time", "5s", "--confirm-rounds", "0",
     ],
 }  # fmt: skip
 LONGER = {

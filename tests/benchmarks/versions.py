@@ -23,7 +23,8 @@ TINY = "--data data/tokens --model tiny --device cpu"
 MAIN_JOB = (
     "pipeline.tokenize --out data/tokens",
     f"train.run {TINY} --name run --micro-batch 8 --global-batch 8 --steps 10 --cycle 5+1",
-    f"tune.search {TINY} --name search --global-batch 4 --memory-limit 4GB --trial-steps 8 --trial-time 5s --confirm 1",
+    f"tune.search {TINY} --name search --global-batch 4 --memory-limit 4GB --trial-steps 8 --trial-time 5s "
+    "--confirm-rounds 1",
 )
 VERSIONS = """
 import importlib.metadata as m, json, platform

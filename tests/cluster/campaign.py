@@ -31,14 +31,14 @@ MACHINES = ("w1", "w2")
 
 MODEL = "tiny,layers=2,heads=2,width=32,context_length=32,vocab_size=257,padded_vocab_size=320"
 STEPS = 1500
-TOKENIZE = "pipeline.tokenize s3://lab/books --shard-size 1MB --out s3://lab"
+TOKENIZE = "pipeline.tokenize s3://lab/books --fsdp-size 1MB --out s3://lab"
 TRAIN = (
     f"train.run --data s3://lab/small --out s3://lab/runs --device cpu --model {MODEL} --global-batch 8 "
     f"--micro-batch 4 --cycle 25+1 --checkpoint-every 50 --schedule constant --steps {STEPS}"
 )
 SEARCH = (
     f"tune.search --model {MODEL} --device cpu --data s3://lab/small --out s3://lab/searches --global-batch 4 "
-    "--micro-batch 1 --trial-steps 40 --searcher grid --confirm 1 --memory-limit 8GB"
+    "--micro-batch 1 --trial-steps 40 --searcher grid --confirm-rounds 1 --memory-limit 8GB"
 )
 CONTINUED = {
     "tokenize": TOKENIZE + "/{name}",
@@ -93,7 +93,7 @@ import json, sys
 from infra.storage.directory import StorageDir
 from mlflow.tracking import MlflowClient
 directory = StorageDir.of(f"s3://lab/searches/{sys.argv[1]}")
-parent = json.loads(directory.read("search.json"))["parent"]
+parent = json.loads(directory.read("search.json"))["mlflow_run"]
 client = MlflowClient(parent["store"])
 experiment = client.get_run(parent["run_id"]).info.experiment_id
 children = client.search_runs([experiment], f"tags.`mlflow.parentRunId` = '{parent['run_id']}'")

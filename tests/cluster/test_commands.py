@@ -69,7 +69,7 @@ print(json.dumps({"files": sorted(directory.list_files()), "steps": steps, "tags
 SEARCH = (
     f"--model {MODEL} --device cpu "
     "--data s3://lab/small --out s3://lab/searches --global-batch 2 --micro-batch 1 --trial-steps 8 --searcher grid "
-    "--confirm 0 --memory-limit 8GB"
+    "--confirm-rounds 0 --memory-limit 8GB"
 )
 
 COPY = """
@@ -143,7 +143,7 @@ def contents(lab: Any, where: str) -> dict[str, str]:
 
 
 def test_shards_are_written_where_they_are_made_and_are_those_of_one_machine(lab: Any, alone: dict[str, str]) -> None:
-    command = "pipeline.tokenize s3://lab/books --shard-size 1MB --out"
+    command = "pipeline.tokenize s3://lab/books --fsdp-size 1MB --out"
     lab.run("head", f"{command} s3://lab/tokens")
     assert contents(lab, "s3://lab/tokens") == alone
     assert "is up to date; nothing to do" in lab.run("head", f"{command} s3://lab/tokens")
@@ -152,7 +152,7 @@ def test_shards_are_written_where_they_are_made_and_are_those_of_one_machine(lab
     assert contents(lab, "s3://lab/tokens") == alone
     said = lab.run("head", f"{command} tokens", code=2)
     assert re.search("on this machine's disk, which w[12]\\S* .*of the cluster cannot see: give object storage", said)
-    lab.run("head", "pipeline.tokenize ~/books --shard-size 1MB --out s3://lab/carried")  # which only the head has
+    lab.run("head", "pipeline.tokenize ~/books --fsdp-size 1MB --out s3://lab/carried")  # which only the head has
     shards = {name: there for name, there in alone.items() if name.endswith(".arrow")}
     assert shards.items() <= contents(lab, "s3://lab/carried").items()
 
@@ -214,7 +214,7 @@ def test_a_search_that_was_stopped_continues_on_two_machines(lab: Any) -> None:
     (again,) = re.findall(r"resume with: python -m (tune\.search .*)", said)
     assert again == "tune.search --resume one --out s3://lab/searches"
     kept = stored(lab, "one")
-    said = lab.run("head", f"{again} --parallel 2")
+    said = lab.run("head", f"{again} --max-concurrent-trials 2")
     found = stored(lab, "one")
     rows = {name: json.loads(text) for name, text in found.items() if name.startswith("trials/")}
     assert {name: text for name, text in kept.items() if name.startswith("trials/")}.items() <= found.items()
@@ -235,7 +235,7 @@ def test_a_ladder_runs_where_its_accelerator_is(lab: Any) -> None:
     files = json.loads(lab.execute(CONTENTS, "s3://lab/ladders/one"))
     runs = {name.rpartition("-")[0] for name in files if name.startswith("trials/")}
     assert runs == {"trials/control-00", "trials/01-accumulation", "trials/control-01"}
-    assert {"ladder.json", "standings.json", "best.json", "summary.md", "speed.png"} <= set(files)
+    assert {"ladder.json", "rungs.json", "best.json", "summary.md", "speed.png"} <= set(files)
     assert json.loads(lab.execute(BEST, "s3://lab/ladders/one"))["measured"]["machines"] == ["w2"]
     again = lab.run("head", "tune.ladder --resume one --out s3://lab/ladders --compare one")
     assert "3 finished trials" in again
@@ -253,7 +253,7 @@ def test_a_model_of_ones_own_travels_to_the_machine_that_trains_it(lab: Any) -> 
         f"{there} train.run {flags} --steps 8 --cycle 4+1 --accelerator A100 --out s3://lab/own --name one",
     )
     assert json.loads(lab.execute(RESULT, "s3://lab/own/one"))["machine"] == "w2"
-    limits = "--memory-limit 8GB --trial-steps 8 --confirm 0 --searcher grid"
+    limits = "--memory-limit 8GB --trial-steps 8 --confirm-rounds 0 --searcher grid"
     lab("on", "head", f"{there} tune.search {flags} {limits} --out s3://lab/own --name two")
     best = json.loads(lab.execute(BEST, "s3://lab/own/two"))
     assert best["config"]["model"]["callable"] == "mine:Bigram"
@@ -273,7 +273,7 @@ def test_the_doctor_names_every_machine(lab: Any) -> None:
 
 def test_shards_are_finished_though_a_machine_loses_its_power(lab: Any, alone: dict[str, str]) -> None:
     """The last test, because that machine stays away."""
-    working = lab.start("head", "pipeline.tokenize s3://lab/books --shard-size 1MB --out s3://lab/lost")
+    working = lab.start("head", "pipeline.tokenize s3://lab/books --fsdp-size 1MB --out s3://lab/lost")
     lab("on", "w1", "until pgrep -f 'ray[:]:MapBatches'; do sleep 0.01; done")  # until it works on a partition
     assert working.poll() is None, "it has ended before anything was cut"
     lab("cut", "w1")

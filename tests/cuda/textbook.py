@@ -213,7 +213,7 @@ def ours(name: str, counted: "StepTime") -> dict[str, Any]:
         )  # fmt: skip
         Manifest.of([shard], config={}, tokenizer_sha256="made", inputs={}, report={}).write(Path(folder))
         config = dict(study_rungs())[name]
-        config = config.replace(data=folder, steps=4, cycle=Cycle(4, 0), keep_checkpoints=0, spike=0.0)
+        config = config.replace(data=folder, steps=4, cycle=Cycle(4, 0), keep_checkpoints=0, max_loss_spike=0.0)
         Trainer(config, should_stop=after_a_step).run()
     return {"our_seconds": round(steps[-1], 5)}
 

@@ -62,7 +62,7 @@ def test_a_size_that_no_model_has_is_named() -> None:
 
 def test_a_searchs_best_is_read_by_its_config(tmp_path: Path) -> None:
     path = tmp_path / "best.json"
-    path.write_text(json.dumps({"study": "fixed", "config": TrainConfig.of(seed=5).to_json()}))
+    path.write_text(json.dumps({"space": "fixed", "config": TrainConfig.of(seed=5).to_json()}))
     assert load_config(path) == TrainConfig.of(seed=5)
 
 
@@ -111,8 +111,8 @@ def test_a_files_values_are_of_their_fields_types(values: dict[str, object], nam
 
 def test_every_field_takes_back_what_it_gave() -> None:
     full = TrainConfig.of(
-        stream=("books",), reading=ReadingConfig(doc_separator="***", languages=("en", "fr")), steps=3, within=0.01,
-        ablate=("sync",), accelerator="A100",
+        stream=("books",), reading=ReadingConfig(doc_separator="***", languages=("en", "fr")), steps=3,
+        speed_tolerance=0.01, ablate=("async-loss",), accelerator="A100",
     )  # fmt: skip
     tiny = TrainConfig.of(model=parse_model("tiny,layers=3,dropout=0.1,tied=false"), steps=7, cycle=Cycle(5, 1))
     for config in (TrainConfig(), full, tiny, TrainConfig.of(time_budget=3), TrainConfig.of(learning_rate=1)):

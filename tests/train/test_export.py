@@ -155,7 +155,7 @@ def test_the_card_tells_what_the_model_is_and_nothing_of_who_trained_it(saved: P
 
 def test_the_card_names_what_a_model_was_trained_from_and_not_where_that_was(saved: Path) -> None:
     progress = read_progress(saved)
-    model = progress.config["model"] | {"start": "/home/me/published"}
+    model = progress.config["model"] | {"init_from": "/home/me/published"}
     changes = {"model": model, "stream": ["/home/me/books"], "reading": {"tokenizer": "/home/me/own.json"}, "steps": 5}
     card = model_card(dataclasses.replace(progress, config=progress.config | changes), saved)
     assert "/home/me" not in card

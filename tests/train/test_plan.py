@@ -129,17 +129,17 @@ def test_a_plan_is_of_the_model_that_its_data_make(small_shards: Path, tmp_path:
 
 
 def test_a_price_without_a_speed_is_refused() -> None:
-    with pytest.raises(UserError, match=r"--price .*--tokens-per-second"):
-        PlanOptions(price=2.0)
+    with pytest.raises(UserError, match=r"--price-per-hour .*--tokens-per-second"):
+        PlanOptions(price_per_hour=2.0)
 
 
 def test_a_speed_or_price_that_is_none_is_refused() -> None:
     for value in (0.0, -1.0, 1e-320, float("inf"), float("nan")):
         with pytest.raises(UserError, match=r"^--tokens-per-second .* must be above 0"):
             PlanOptions(tokens_per_second=value)
-        with pytest.raises(UserError, match=r"^--price .* must be above 0"):
-            PlanOptions(tokens_per_second=100.0, price=value)
-    assert PlanOptions(tokens_per_second=100.0, price=2.0).price == 2.0
+        with pytest.raises(UserError, match=r"^--price-per-hour .* must be above 0"):
+            PlanOptions(tokens_per_second=100.0, price_per_hour=value)
+    assert PlanOptions(tokens_per_second=100.0, price_per_hour=2.0).price_per_hour == 2.0
 
 
 @pytest.mark.parametrize(

@@ -155,11 +155,11 @@ def test_a_continued_run_keeps_what_it_found_and_what_is_given_wins() -> None:
     ("settings", "facts", "expected"),
     [
         ({}, A100, "whole"),
-        ({}, replace(A100, uncompilable="Triton is not installed"), "off"),
+        ({}, replace(A100, compile_blocker="Triton is not installed"), "off"),
         ({}, NEW_CPU, "off"),
         ({"device": "cpu"}, A100, "off"),
-        ({"shard": True, "workers": 2}, A100, "blocks"),
-        ({"shard": True, "workers": 2, "checkpointing": "selective"}, A100, "off"),
+        ({"fsdp": True, "workers": 2}, A100, "blocks"),
+        ({"fsdp": True, "workers": 2, "checkpointing": "selective"}, A100, "off"),
         ({"checkpointing": "budget"}, NEW_CPU, "whole"),
         ({"compile": "off"}, A100, "off"),
         ({"compile": "max-autotune"}, A100, "max-autotune"),
@@ -214,8 +214,8 @@ def test_attention_within_books_is_flexible_where_it_can_be() -> None:
 
 def test_what_a_device_lacks_is_refused() -> None:
     with pytest.raises(UserError, match=r"--compile whole .*install gcc"):
-        resolve(TrainConfig.of(compile="whole"), replace(A100, uncompilable="install gcc"))
-    plan = resolve_for_plan(TrainConfig.of(compile="whole"), replace(A100, uncompilable="install gcc"))
+        resolve(TrainConfig.of(compile="whole"), replace(A100, compile_blocker="install gcc"))
+    plan = resolve_for_plan(TrainConfig.of(compile="whole"), replace(A100, compile_blocker="install gcc"))
     assert plan.execution.compile == "whole", "what only plans needs no compiler"
     with pytest.raises(UserError, match=r"--fp8 .*A100"):
         resolve(TrainConfig.of(fp8=True), A100)

@@ -9,8 +9,9 @@ from train.intervals import Estimate
 from train.result import CycleReport, RunResult, Throughput
 
 REPORT = CycleReport(
-    step=10, batches=12, train_loss=4.0, val_loss=0.0, train_tokens=10_000, val_tokens=2_345, books=1.0, seconds=8.0,
-    train_seconds=4.0, data_wait_seconds=0.1, optimizer_seconds=0.2, elapsed=9.0, cycle_tokens=10_000,
+    step=10, batches=12, train_loss=4.0, val_loss=0.0, train_tokens=10_000, val_tokens=2_345, books_seen=1.0,
+    cycle_seconds=8.0, train_seconds=4.0, data_wait_seconds=0.1, optimizer_seconds=0.2, elapsed=9.0,
+    cycle_tokens=10_000,
     epoch_seconds=5400.0, learning_rate=1e-3, gradient_norm=1.0,
 )  # fmt: skip
 
@@ -23,7 +24,7 @@ def test_a_cycle_is_a_line() -> None:
 
 
 def test_a_result_is_read_back_as_it_was_written(make_result: Callable[..., RunResult]) -> None:
-    for result in (make_result(), make_result(throughput=None, matmul_utilisation=0.5, sample="text")):
+    for result in (make_result(), make_result(throughput=None, matmul_utilization=0.5, sample="text")):
         assert from_json(RunResult, json.loads(json.dumps(to_json(result))), "test") == result
 
 

@@ -273,7 +273,7 @@ def test_what_a_limit_has_decided_is_recorded_and_kept_by_the_run_that_continues
     kept = json.loads(Path("runs/one/config.json").read_text())
     assert (kept["micro_batch"], kept["loss"], kept["precision"]) == ("auto", "auto", "auto"), "as they were asked for"
     result = json.loads(Path("runs/one/result.json").read_text())
-    assert (result["outcome"], result["steps"], result["shortage"]["room"]) == ("over_limit", 1, 50 * 10**6)
+    assert (result["outcome"], result["steps"], result["shortage"]["available_bytes"]) == ("over_limit", 1, 50 * 10**6)
     assert re.match(r"no change .* 0\.05 GB", result["diagnosis"]["advice"])
     assert "over_limit: the process used" in " ".join(printed.split())
     client = MlflowClient(store_uri())

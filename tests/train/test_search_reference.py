@@ -132,7 +132,7 @@ def test_a_run_whose_interval_reaches_the_searchs_is_not_slower(make_result: Mak
 def best(tmp_path: Path) -> Path:
     file = tmp_path / "fast" / "best.json"
     file.parent.mkdir()
-    file.write_text(json.dumps({"study": "s", "config": ResolvedConfig().to_json(), "measured": to_json(CONFIRMED)}))
+    file.write_text(json.dumps({"space": "s", "config": ResolvedConfig().to_json(), "measured": to_json(CONFIRMED)}))
     return file
 
 
@@ -190,8 +190,9 @@ def test_it_is_in_the_result_of_the_run_and_after_memory(make_result: Make, smal
 
 
 LEARNING = {
-    "data", "reading", "seed", "learning_rate", "schedule", "warmup_steps", "weight_decay", "beta1", "beta2", "spike",
-    "steps", "tokens", "time_budget", "within", "cycle", "checkpoint_every", "keep_checkpoints",
+    "data", "reading", "seed", "learning_rate", "schedule", "warmup_steps", "weight_decay", "beta1", "beta2",
+    "max_loss_spike", "steps", "tokens", "time_budget", "speed_tolerance", "cycle", "checkpoint_every",
+    "keep_checkpoints",
 }  # fmt: skip
 """Settings of what a run learns and when it ends, by which no step is slower."""
 

@@ -205,10 +205,10 @@ OFTEN = {
     "schedule": st.sampled_from(get_args(Schedule)),
     "loss_chunks": st.sampled_from([1, 2, 3]),
     "micro_batch": st.sampled_from([AUTO, 1, 2, 4]),
-    "loader_workers": st.sampled_from([0, 2]),
+    "loader_threads": st.sampled_from([0, 2]),
     "clip_norm": st.sampled_from([0.0, 1.0]),
     "mask_books": st.booleans(),
-    "shard": st.booleans(),
+    "fsdp": st.booleans(),
     "fp8": st.booleans(),
     "device": st.sampled_from(["auto", "cpu"]),
 }

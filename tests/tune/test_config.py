@@ -20,7 +20,7 @@ def changed(change: dict[str, Any], training: dict[str, Any]) -> dict[str, Any]:
 def test_what_makes_it_another_search() -> None:
     own: dict[str, Any] = {
         "memory_limit": 10**9, "knobs": ("compile=whole",), "accumulations": (1, 2), "searcher": "grid",
-        "trial_steps": 30, "trial_time": 5.0, "trial_precision": 0.5, "confirm": 0,
+        "trial_steps": 30, "trial_time": 5.0, "speed_tolerance": 0.5, "confirm_rounds": 0,
     }  # fmt: skip
     control = {"global_batch": 960, "compile": "blocks", "seed": 1, "learning_rate": 1.0}
     identities = [changed({name: value}, {}) for name, value in own.items()]
@@ -44,14 +44,14 @@ def test_what_may_change_when_it_is_resumed() -> None:
     ("change", "flag"),
     [
         ({"trial_steps": 6}, "--trial-steps 6"),
-        ({"confirm": -1}, "--confirm -1"),
-        ({"trial_precision": 1.0}, "--trial-p"),
+        ({"confirm_rounds": -1}, "--confirm-rounds -1"),
+        ({"speed_tolerance": 1.0}, "--trial-p"),
         ({"accumulations": (0, 1)}, "--accumulations 0"),
         ({"accumulations": (1, 2, 2)}, "--accumulations .*2 twice"),
-        ({"trial_precision": float("nan")}, "--trial-precision nan"),
+        ({"speed_tolerance": float("nan")}, "--speed-tolerance nan"),
         ({"trial_steps": 10**30}, "--trial-steps 1"),
         ({"trial_time": float("inf")}, "--trial-time inf"),
-        ({"parallel": 2**63}, "--parallel 9"),
+        ({"max_concurrent_trials": 2**63}, "--max-concurrent-trials 9"),
         ({"accumulations": (1, 2**31)}, "--accumulations 2147483648"),
         ({"knobs": ("speed=1",)}, "'speed' is not a knob"),
         ({"knobs": ("compile",)}, "compile=: '' is not a value"),
@@ -70,7 +70,9 @@ def test_what_gives_no_search_is_refused(change: dict[str, Any], flag: str) -> N
 @pytest.mark.parametrize(
     ("settings", "flag"),
     [
-        ({"within": float("nan")}, "--within nan"), ({"within": -1.0}, "--within -1"), ({"within": 1.0}, "--within 1"),
+        ({"speed_tolerance": float("nan")}, "--speed-tolerance nan"), ({"speed_tolerance": -1.0},
+        "--speed-tolerance -1"),
+        ({"speed_tolerance": 1.0}, "--speed-tolerance 1"),
         ({"steps": 10**30}, "--steps 1"), ({"seeds": 10**30}, "--seeds 1"), ({"seed": -3}, "--seed -3"),
         ({"time_budget": float("inf")}, "--time-budget inf"), ({"memory_limit": 10**30}, "--memory-limit 1"),
     ],
@@ -78,4 +80,4 @@ def test_what_gives_no_search_is_refused(change: dict[str, Any], flag: str) -> N
 def test_what_gives_no_ladder_is_refused_where_it_is_read(settings: dict[str, Any], flag: str) -> None:
     with pytest.raises(UserError, match=flag):
         LadderConfig(**settings)
-    assert LadderConfig(within=0.0, steps=8, seeds=1).within == 0.0
+    assert LadderConfig(speed_tolerance=0.0, steps=8, seeds=1).speed_tolerance == 0.0

@@ -73,7 +73,7 @@ TWO = ["--searcher", "grid", "--global-batch", "2", "--micro-batch", "1", "--mem
 @pytest.fixture(scope="module")
 def killed(folder: Path, small_shards: Path, cluster: str) -> dict[Path, int]:
     """What a search left whose driver was killed after its first trial."""
-    flags = [*TWO, "--confirm", "0", "--name", "one"]
+    flags = [*TWO, "--confirm-rounds", "0", "--name", "one"]
     command = [sys.executable, "-m", "tune.search", "--data", str(small_shards), *flags, *FLAGS]
     driver = subprocess.Popen(command, start_new_session=True, env=os.environ | {"RAY_ADDRESS": cluster})
     deadline = time.monotonic() + 200
@@ -105,7 +105,9 @@ def test_a_killed_search_continues(folder: Path, killed: dict[Path, int], search
 @pytest.mark.usefixtures("in_this_process")
 def test_a_search_leaves_rows_files_and_runs(command: Callable[..., int], folder: Path, small_shards: Path) -> None:
     """Every candidate once, then once more."""
-    assert command(search.main, "--data", str(small_shards), *TWO, *FLAGS, "--confirm", "1", "--name", "whole") == 0
+    assert (
+        command(search.main, "--data", str(small_shards), *TWO, *FLAGS, "--confirm-rounds", "1", "--name", "whole") == 0
+    )
     done = folder / "runs" / "whole"
     rows = list(csv.DictReader((done / "trials.csv").open()))
     assert Counter(row["stage"] for row in rows) == {"probe": 2, "confirm": 2}
@@ -231,7 +233,7 @@ def test_a_search_that_cannot_be_resumed_yet_keeps_its_folder(
         (["--trial-steps", "2"], "--trial-steps 2"),
         (["--tracking-uri", "sqlite:///."], "is a folder"),
         (["--micro-batch", "3"], "--micro-batch 3"),
-        (["--parallel", "0"], "--parallel 0"),
+        (["--max-concurrent-trials", "0"], "--max-concurrent-trials 0"),
         (["--global-batch", "0"], "--global-batch 0"),
         (["--global-batch", "²"], "'²'"),
         (["--config", ""], "--config is empty"),

@@ -113,7 +113,7 @@ def test_settings_survive_their_file() -> None:
 
 def test_a_damaged_search_is_named(tmp_path: Path) -> None:
     for damage in ({"memory_limit": "4GB"}, {"knobs": [["compile"]]}, {"out": 3}):
-        kept = {"config": SearchConfig().to_json() | damage, "identity": {}, "parent": to_json(RunRef("", "", ""))}
+        kept = {"config": SearchConfig().to_json() | damage, "identity": {}, "mlflow_run": to_json(RunRef("", "", ""))}
         (tmp_path / "search.json").write_text(json.dumps(kept))
         with pytest.raises(UserError, match=r"search\.json is corrupt"):
             read_config(StorageDir.of(tmp_path), SearchConfig)

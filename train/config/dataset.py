@@ -28,15 +28,15 @@ class DatasetConfig:
     """Settings for reading and cleaning the books of --stream."""
     seed: int = 0
     """Seed of the weights, the order of the windows, and dropout (at least 0)."""
-    loader_workers: int = 0
+    loader_threads: int = 0
     """Number of threads that read batches ahead (0: the loop itself reads the next batch while the device computes)."""
 
     def __post_init__(self) -> None:
-        check_part(self, seed=0, loader_workers=0)
-        if self.loader_workers > MAX_LOADER_WORKERS:
-            flag = format_flag("loader_workers", self.loader_workers)
+        check_part(self, seed=0, loader_threads=0)
+        if self.loader_threads > MAX_LOADER_WORKERS:
+            flag = format_flag("loader_threads", self.loader_threads)
             raise UserError(f"{flag} must be at most {MAX_LOADER_WORKERS:,}.")
-        several_threads = ("loader_workers", self.loader_workers > 1)
+        several_threads = ("loader_threads", self.loader_threads > 1)
         reason = "a stream is read by one thread, in the order of its books"
         check_combinations(vars(self), [(several_threads, ("stream", bool(self.stream)), reason)])
         self._check_reading()

@@ -17,13 +17,13 @@ MAX_CYCLE = 10_000_000
 
 @dataclass(frozen=True)
 class Cycle:
-    """What a run repeats: ``train`` steps, then ``val`` validation batches of the same size, then a report.
+    """What a run repeats: ``train_steps`` steps, then ``val_batches`` batches of validation, then a report.
 
-    Validation is of the same held-out windows each time, of all of them where ``val`` batches would need more.
+    Every validation uses the same held-out windows, and all of them if ``val_batches`` batches would need more.
     """
 
-    train: int = 200
-    val: int = 20
+    train_steps: int = 200
+    val_batches: int = 20
 
     @classmethod
     def parse(cls, text: str) -> "Cycle":
@@ -35,7 +35,7 @@ class Cycle:
         return cls(int(train), int(val))
 
     def __str__(self) -> str:
-        return f"{self.train}+{self.val}"
+        return f"{self.train_steps}+{self.val_batches}"
 
 
 CycleText = Annotated[
@@ -57,10 +57,10 @@ class DurationConfig:
     """Number of training tokens (at least those of one step)."""
     time_budget: SecondsOrNone = None
     """Training time (above 0), such as 90s, 5m or 1h. It starts after the first step, which compiles."""
-    within: float | None = None
+    speed_tolerance: float | None = None
     """Relative half-width of the speed's confidence sequence at which the run ends early (between 0 and 1; such as
     0.005). By default the speed does not end the run."""
-    spike: float = 3.0
+    max_loss_spike: float = 3.0
     """Increase of a step's loss over the mean of the previous cycle, in nats, at which the run stops (0: off).
     A loss of NaN always stops the run."""
     cycle: CycleText = Cycle()
@@ -68,9 +68,9 @@ class DurationConfig:
     Every validation uses the same held-out windows, and all of them if they are fewer."""
 
     def __post_init__(self) -> None:
-        check_part(self, spike=0)
-        if self.within is not None and not 0 < self.within < 1:
-            flag = format_flag("within", self.within)
+        check_part(self, max_loss_spike=0)
+        if self.speed_tolerance is not None and not 0 < self.speed_tolerance < 1:
+            flag = format_flag("speed_tolerance", self.speed_tolerance)
             raise UserError(f"{flag} must be a fraction between 0 and 1.")
         if len(self.ends) > 1:
             first, second = (f"--{name.replace('_', '-')}" for name in self.ends[:2])

@@ -19,7 +19,7 @@ Checkpointing = Literal["none", "full", "alternate", "selective", "budget"]
 Loss = Literal["plain", "fused"]
 Device = Literal["cuda", "cpu"]
 Allocator = Literal["default", "split", "expandable"]
-Ablation = Literal["sync", "zero", "copy", "collect", "pages"]
+Ablation = Literal["async-loss", "set-to-none", "prefetch", "gc-pause", "large-pages"]
 
 FUSED_ATTENTION = ("flash", "cudnn", "efficient")
 
@@ -97,15 +97,15 @@ class ExecutionConfig:
     - split: as default, but segments above 512 MiB are not split (max_split_size_mb)
     - expandable: segments that grow (expandable_segments).
     The environment variable PYTORCH_ALLOC_CONF overrides this setting."""
-    shard: bool = False
+    fsdp: bool = False
     """Shard weights, gradients and optimizer state over the workers (FSDP2) instead of a copy on each (DDP)."""
     ablate: Annotated[tuple[Ablation, ...], tyro.conf.arg(metavar="[NAME ...]")] = ()
-    """Loop optimizations to disable, to measure what each contributes.
-    - sync: read each loss at once, and wait for the device
-    - zero: fill gradients with zeros instead of dropping them
-    - copy: read and copy each batch only when it is needed
-    - collect: leave the garbage collector on
-    - pages: store large tensors in a CPU's small pages"""
+    """Loop optimizations to disable, to measure what each contributes. Without it:
+    - async-loss: each loss is read immediately, and the loop waits for the device
+    - set-to-none: gradients are filled with zeros instead of dropped
+    - prefetch: each batch is read and copied only when it is needed
+    - gc-pause: the garbage collector stays on
+    - large-pages: large tensors are stored in a CPU's pages of 4 KB"""
 
     def __post_init__(self) -> None:
         check_part(self, loss_chunks=1)
@@ -130,11 +130,11 @@ class ExecutionConfig:
         yield fp8, on_cpu, "8-bit matmuls need a GPU"
         not_bf16 = ("precision", self.precision in ("fp32", "tf32", "fp16"))
         yield fp8, not_bf16, "with it the rest of the model runs in bf16"
-        shard = ("shard", self.shard)
-        yield shard, ("precision", self.precision == "fp16"), "loss scaling would have to agree between shards"
+        fsdp = ("fsdp", self.fsdp)
+        yield fsdp, ("precision", self.precision == "fp16"), "loss scaling would have to agree between shards"
         whole = ("compile", self.compile in WHOLE_GRAPH)
-        yield shard, whole, "gathering a block's weights would break the graph; use --compile blocks"
-        yield shard, fp8, "this combination is not supported"
+        yield fsdp, whole, "gathering a block's weights would break the graph; use --compile blocks"
+        yield fsdp, fp8, "this combination is not supported"
 
 
 @strict

@@ -23,7 +23,7 @@ from train.model_config import PRESETS, AnyModel, Model
 
 SWITCHES = (
     "attention", "checkpointing", "compile", "fp8", "loss", "loss_chunks", "mask_books", "optimizer", "precision",
-    "shard",
+    "fsdp",
 )  # fmt: skip
 """Settings that not every model has."""
 
@@ -36,13 +36,13 @@ class TrainConfig:
         "data": ("data", "stream"),
         "model and optimizer": (
             "model", "global_batch", "seed", "learning_rate", "schedule", "warmup_steps", "weight_decay", "optimizer",
-            "beta1", "beta2", "clip_norm", "mask_books", "spike",
+            "beta1", "beta2", "clip_norm", "mask_books", "max_loss_spike",
         ),
         "memory": ("micro_batch", "checkpointing", "loss", "loss_chunks", "allocator"),
-        "speed": ("precision", "attention", "compile", "fp8", "loader_workers", "ablate"),
-        "device": ("device", "workers", "shard", "accelerator"),
+        "speed": ("precision", "attention", "compile", "fp8", "loader_threads", "ablate"),
+        "device": ("device", "workers", "fsdp", "accelerator"),
         "length and checkpoints": (
-            "steps", "tokens", "time_budget", "within", "cycle", "checkpoint_every", "keep_checkpoints",
+            "steps", "tokens", "time_budget", "speed_tolerance", "cycle", "checkpoint_every", "keep_checkpoints",
         ),
     }  # fmt: skip
 
@@ -144,10 +144,10 @@ class TrainConfig:
         other_precision = ("precision", precision != "bf16-activations")
         yield bf16_weights, other_precision, "bf16 weights need --precision bf16-activations"
         yield bf16_weights, ("workers", workers > 1), "each worker would round its own copy of the weights"
-        shard = ("shard", self.execution.shard)
-        yield shard, ("workers", workers == 1), "sharding needs several workers"
+        fsdp = ("fsdp", self.execution.fsdp)
+        yield fsdp, ("workers", workers == 1), "sharding needs several workers"
         unsharded = ("optimizer", optimizer in (*TORCHAO_OPTIMIZERS, "adafactor", "muon"))
-        yield shard, unsharded, "only AdamW supports sharding"
+        yield fsdp, unsharded, "only AdamW supports sharding"
 
     @property
     def micro_batches(self) -> list[int]:

@@ -41,7 +41,7 @@ class ShardSource(DataSource):
         return _load_tokenizer(self.dataset, manifest)
 
     def check_lengths(self, context_length: int, cycle: Cycle, manifest: Manifest) -> None:
-        for split in ("train", "val") if cycle.val else ("train",):
+        for split in ("train", "val") if cycle.val_batches else ("train",):
             lengths = (shard.tokens for shard in manifest.shards if shard.split == split)
             refuse_short(split, lengths, context_length)
 
@@ -100,7 +100,7 @@ class ShardData:
         self.tokenizer = _load_tokenizer(dataset, self.manifest)
         self.encoded_on: dict[str, int] = {}
         self.validation = None
-        if cycle.val:
+        if cycle.val_batches:
             self.validation = Windows(shards.streams("val"), length, VALIDATION_SEED, split="val")
         if self.tokenizer is None:  # which would tell its ids
             _check_token_ids(

@@ -104,12 +104,12 @@ def _probe_config(config: ResolvedConfig) -> ResolvedConfig:
     """
     size = -(-TOKENS // config.model.context_length)
     ablate = tuple(
-        name for name in config.execution.ablate if name in ("zero", "pages")
+        name for name in config.execution.ablate if name in ("set-to-none", "large-pages")
     )  # The others do not affect memory.
     return config.replace(
-        micro_batch=size, global_batch=min(2, config.batch.accumulation) * size, workers=1, shard=False, seed=0,
-        data="", stream=(), steps=None, tokens=None, time_budget=None, within=None, cycle=Cycle(1, 0),
-        reading=type(config.dataset.reading)(), accelerator=None, ablate=ablate, loader_workers=0,
+        micro_batch=size, global_batch=min(2, config.batch.accumulation) * size, workers=1, fsdp=False, seed=0,
+        data="", stream=(), steps=None, tokens=None, time_budget=None, speed_tolerance=None, cycle=Cycle(1, 0),
+        reading=type(config.dataset.reading)(), accelerator=None, ablate=ablate, loader_threads=0,
     )  # fmt: skip
 
 

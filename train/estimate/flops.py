@@ -13,7 +13,7 @@ def with_matmul_efficiency(result: RunResult, precision: Precision, workers: int
     rate = read_matmul_rate(out, result.device, precision, result.machine)
     if not rate or not result.flops_per_second:
         return result
-    return replace(result, matmul_utilisation=result.flops_per_second / (rate * workers))
+    return replace(result, matmul_utilization=result.flops_per_second / (rate * workers))
 
 
 def utilization(tokens_per_second: float, flops_per_token: float, peak: float | None, devices: int) -> float | None:

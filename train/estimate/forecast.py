@@ -147,7 +147,9 @@ def time_rows(config: ResolvedConfig, tokens_per_second: float | None, price: fl
                 text += f", cost {seconds / 3600 * config.batch.workers * price:,.2f}"
         rows.append((name, text))
     if not tokens_per_second:
-        rows.append(("time and cost", "unknown; set --tokens-per-second for the time, and --price for the cost"))
+        rows.append(
+            ("time and cost", "unknown; set --tokens-per-second for the time, and --price-per-hour for the cost")
+        )
     return rows
 
 

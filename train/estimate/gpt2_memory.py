@@ -63,7 +63,7 @@ def predict_breakdown(model: ModelConfig, config: ResolvedConfig) -> MemoryBreak
     has_logits = not _pieces(model.context_length, micro_batch, execution)
     eager = execution.compile == "off" and _half(execution.precision) and has_logits
     hole = kind == "cuda" and eager and moment == LOSS
-    parameters, shards = model.parameters, _shards(config.batch.workers, config.execution.shard)
+    parameters, shards = model.parameters, _shards(config.batch.workers, config.execution.fsdp)
     return MemoryBreakdown(
         weights=_weight_bytes(config.optimization.optimizer) * parameters // shards,
         gradients=gradients,
@@ -88,7 +88,7 @@ def _moments(
     tokens = batch.micro_batch * model.context_length
     chunks = _pieces(model.context_length, batch.micro_batch, execution)
     sizes = token_sizes(model, batch.micro_batch, execution, execution.device)
-    one, shards = _weight_bytes(optimizer), _shards(batch.workers, execution.shard)
+    one, shards = _weight_bytes(optimizer), _shards(batch.workers, execution.fsdp)
     all_gradients = one * model.parameters // shards
     cast = 2 if _half(execution.precision) and one == 4 else 0
     # With full checkpointing autocast's copies and the mask are remade for each block, and freed with it.

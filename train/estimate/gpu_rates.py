@@ -53,7 +53,7 @@ def load_gpu_rates(gpu: str) -> GpuRates:
         device_info = from_json(DeviceInfo, record["facts"], f"--gpu {gpu}")
         if device_info.kind == "cuda":
             return GpuRates(
-                device_info, record["matmul"], record["copy"]["within the device"], f"the rates measured in {gpu}"
+                device_info, record["matmul"], record["copy"]["device_to_device"], f"the rates measured in {gpu}"
             )
     except (KeyError, TypeError):
         pass

@@ -44,7 +44,7 @@ def step_exchange(model: ModelSpec, batch: Batch, shard: bool) -> Exchange:
 
 def network_rows(model: ModelSpec, batch: Batch, execution: Execution, doctor_file: str) -> list[tuple[str, str]]:
     """Time of a step's exchange at the bandwidth in ``doctor_file``, and the part that arithmetic cannot hide."""
-    description, size, overlapping_flops, overlaps_with = step_exchange(model, batch, execution.shard)
+    description, size, overlapping_flops, overlaps_with = step_exchange(model, batch, execution.fsdp)
     rows = [("exchange per step", f"{size / 1e9:.3g} GB on the bus: {description}")]
     measured = _read_all_reduce(doctor_file)
     matmul_rate = matmul_rate_of(measured, execution.precision) if measured else None
@@ -72,5 +72,5 @@ def network_rows(model: ModelSpec, batch: Batch, execution: Execution, doctor_fi
 
 def _read_all_reduce(file: str) -> dict[str, Any]:
     """The doctor's measurements of several workers in ``file``; empty if there are none."""
-    all_reduce = (read_record(file, "--doctor") or {}).get("allreduce", {})
+    all_reduce = (read_record(file, "--doctor-file") or {}).get("allreduce", {})
     return all_reduce if "matmul" in all_reduce else {}

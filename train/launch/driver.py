@@ -78,7 +78,7 @@ def train_and_record(
 def prepare(run: ResolvedRun, tracker: Tracker, on_cycle: Callable[[dict[str, Any]], None]) -> Listener:
     """Prepare the run's folder, and log what MLflow lacks of it; returns what handles the next messages."""
     run_folder, manifest = run.run_folder, run.manifest
-    step, reported = (run.progress.step, run.progress.reported) if run.progress else (0, 0)
+    step, reported = (run.progress.step, run.progress.last_reported_step) if run.progress else (0, 0)
     run_folder.path.mkdir(parents=True, exist_ok=True)
     if not run.progress:
         shutil.rmtree(run_folder.checkpoints, ignore_errors=True)

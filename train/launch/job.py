@@ -131,7 +131,7 @@ class ResolvedRun(RunPlan):
 
     def fitted(self, result: RunResult) -> "ResolvedRun":
         """This run with the micro-batch of its ``result``, after larger ones did not fit."""
-        return replace(self, config=next_smaller_micro_batch(self.config, result.too_large) or self.config)
+        return replace(self, config=next_smaller_micro_batch(self.config, result.failed_micro_batches) or self.config)
 
     def job(self) -> RunJob:
         """What the workers get."""

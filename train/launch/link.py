@@ -119,7 +119,7 @@ class EarlierWorkers:
     """The steps that they started from."""
     refusal: Refusal | None = None
     """Why one of several workers gave up."""
-    too_large: tuple[int, ...] = ()
+    failed_micro_batches: tuple[int, ...] = ()
     """Micro-batches that were chosen automatically and did not fit."""
     out_of_memory: bool = False
     """Whether the system has killed the last worker, or another process beside it, because memory ran out."""

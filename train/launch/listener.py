@@ -34,7 +34,7 @@ class Listener:
     def __init__(self, run: ResolvedRun, tracker: Tracker, on_cycle: Callable[[dict[str, Any]], None]) -> None:
         """``on_cycle`` is called with each new cycle."""
         self.run = run
-        reported_step = run.progress.reported if run.progress else 0
+        reported_step = run.progress.last_reported_step if run.progress else 0
         self.recorded = RecordedProgress(reported_step, tracker.logged.last_step("system/"))
         """The progress that was recorded before this command."""
         self.workers = WorkerMonitor(tracker)
@@ -48,7 +48,7 @@ class Listener:
             run.config.total_steps,
             run.config.duration.time_budget,
             run.manifest,
-            trained_seconds=run.progress.elapsed if run.progress else 0.0,
+            trained_seconds=run.progress.train_seconds if run.progress else 0.0,
         )
 
     def poll(self, link: Link, status: Status, *, stop: bool) -> None:

@@ -97,15 +97,15 @@ class WorkerSession:
         trainer = self._trainer
         return Activity(trainer.activity, trainer.state.step) if trainer else self._preparing
 
-    def run(self, resume: Path | None = None, too_large: Sequence[int] = ()) -> WorkerResult:
-        """Train from the checkpoint ``resume``, with a smaller micro-batch than those that were ``too_large``.
+    def run(self, resume: Path | None = None, failed_micro_batches: Sequence[int] = ()) -> WorkerResult:
+        """Train from the checkpoint ``resume``, with a smaller micro-batch than the ``failed_micro_batches``.
 
         Raises:
             UserError: this machine, the data or the checkpoint do not suit the config.
             SmallerBatchRequired: several workers must start again.
             OutOfMemory: several workers ran out of memory, and there is no smaller micro-batch to try.
         """
-        config = next_smaller_micro_batch(self.job.config, too_large) or self.job.config
+        config = next_smaller_micro_batch(self.job.config, failed_micro_batches) or self.job.config
         configure_allocator(config.execution.allocator)
         if self.job.memory_limit:
             self.limit = MemoryLimit.apply(self.job.memory_limit, config.execution.device)
@@ -115,14 +115,18 @@ class WorkerSession:
             if self.driver:
                 stack.enter_context(self.driver.connect(self))
                 telemetry = stack.enter_context(Telemetry(self._send_metrics, self.driver.telemetry_second))
-            result = self._train(config, resume, too_large, telemetry)
+            result = self._train(config, resume, failed_micro_batches, telemetry)
         return WorkerResult(result, self._data.summary() if self._data else None)
 
     def _train(
-        self, config: ResolvedConfig, resume: Path | None, too_large: Sequence[int], telemetry: Telemetry | None
+        self,
+        config: ResolvedConfig,
+        resume: Path | None,
+        failed_micro_batches: Sequence[int],
+        telemetry: Telemetry | None,
     ) -> RunResult:
         """Train with the largest micro-batch that fits, up to that of ``config``."""
-        failed = [*too_large]
+        failed = [*failed_micro_batches]
         while True:
             start_step = step_of(resume)  # Read now, because training removes old checkpoints.
             try:
@@ -147,7 +151,7 @@ class WorkerSession:
             self._trainer = None
             memory.reset_after_oom(config.execution)
             config, resume = smaller, (newest(self.folder.checkpoints) if self.folder else None) or resume
-        result = replace(result, too_large=tuple(failed))
+        result = replace(result, failed_micro_batches=tuple(failed))
         if self._trainer is None and config.batch.workers > 1:
             raise OutOfMemory(result)
         if self._trainer and telemetry:
@@ -158,7 +162,7 @@ class WorkerSession:
         """Run the loop once. Raises ``OutOfMemory`` as the trainer does."""
         folder, driver = self.folder, self.driver
         self._data = load_data(self.job, lambda text: self._post(PrintLine(text)))
-        reported = read_progress(resume).reported if resume else 0
+        reported = read_progress(resume).last_reported_step if resume else 0
         if folder and driver:
             folder.truncate_after(reported)
             for cycle in folder.cycles_until(reported):
@@ -237,7 +241,7 @@ def did_not_fit(result: RunResult, start_step: int) -> bool:
 def format_gpu_memory(micro_batch: int, cycle: Cycle, used: int, total: int) -> str:
     """The GPU's memory at the first report, and what it is used for, as one line; sizes in bytes."""
     usage = f"GPU {used / GB:.1f}/{total / GB:.1f} GB ({used / total:.1%})"
-    return f"{usage}; batch size {micro_batch}; cycle {cycle.train} + {cycle.val}"
+    return f"{usage}; batch size {micro_batch}; cycle {cycle.train_steps} + {cycle.val_batches}"
 
 
 def energy(telemetry: Telemetry, trainer: Trainer, result: RunResult, start_step: int) -> float | None:
@@ -249,7 +253,7 @@ def energy(telemetry: Telemetry, trainer: Trainer, result: RunResult, start_step
     if result.device == "cpu" or result.first_step_seconds is None:
         return None
     first = trainer.started + result.first_step_seconds
-    joules = telemetry.joules(first, first + result.seconds - trainer.elapsed_before)
+    joules = telemetry.joules(first, first + result.train_seconds - trainer.elapsed_before)
     tokens = (result.steps - start_step - 1) * trainer.config.step_tokens / trainer.config.batch.workers
     return joules / tokens * 1e6 if joules is not None and tokens > 0 else None
 

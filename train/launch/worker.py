@@ -54,7 +54,7 @@ class WorkerState:
     """Step of its newest checkpoint."""
     host: str
     node_id: str
-    too_large: tuple[int, ...]
+    failed_micro_batches: tuple[int, ...]
     """Micro-batches that did not fit; of the first worker only."""
 
 
@@ -75,7 +75,7 @@ def train_function(loop_config: dict[str, Any]) -> WorkerResult:
     earlier = link.earlier_workers(node_id, count_oom_kills()) if is_first else EarlierWorkers()
     with ExitStack() as stack:
         resume, refusal = lock_and_find_checkpoint(folder, stack, job, earlier) if is_first else find_checkpoint(folder)
-        states = [WorkerState(refusal, step_of(resume), host, node_id, earlier.too_large)]
+        states = [WorkerState(refusal, step_of(resume), host, node_id, earlier.failed_micro_batches)]
         if not is_alone:
             states = all_gather(states[0])
         if earlier.refusal and earlier.refusal.result:
@@ -91,7 +91,7 @@ def train_function(loop_config: dict[str, Any]) -> WorkerResult:
             elif nodes.index(node_id) == rank:  # It watches its machine, where the first worker is not.
                 stack.callback(link.flush)
                 stack.enter_context(watch_machine(link, host))
-            result = WorkerSession(job, folder, driver).run(resume, states[0].too_large)
+            result = WorkerSession(job, folder, driver).run(resume, states[0].failed_micro_batches)
         except SmallerBatchRequired as failure:
             link.post(failure.message)
             link.flush()
@@ -194,7 +194,7 @@ def lock_and_find_checkpoint(
         resume, _ = folder.newest_checkpoint()
         check_resume_step(folder, max(job.step, *earlier.starts, 0), step_of(resume))
         check_crash_loop(
-            [*earlier.starts, step_of(resume)], MAX_ATTEMPTS + len(earlier.too_large), earlier.out_of_memory
+            [*earlier.starts, step_of(resume)], MAX_ATTEMPTS + len(earlier.failed_micro_batches), earlier.out_of_memory
         )
     except UserError as mistake:
         return None, str(mistake)

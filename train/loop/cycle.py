@@ -114,8 +114,8 @@ def report(
         val_loss=mean_loss(val_losses, cycle.val_windows, batch) if val_losses else None,
         train_tokens=train_tokens,
         val_tokens=val_tokens,
-        books=train_tokens * totals["books"] / totals["tokens"],
-        seconds=timing.seconds_between(cycle.start, cycle.end),
+        books_seen=train_tokens * totals["books"] / totals["tokens"],
+        cycle_seconds=timing.seconds_between(cycle.start, cycle.end),
         train_seconds=train_seconds,
         data_wait_seconds=sum(cycle.data_wait),
         optimizer_seconds=sum(cycle.optimizer_seconds),
@@ -137,7 +137,6 @@ def divergence_reason(losses: list[float], reference: float | None, spike: float
         if not math.isfinite(loss):
             return f"the loss is {loss} at step {step}"
         if spike and reference is not None and loss > reference + spike:
-            return (
-                f"the loss jumps from {reference:.3f} (a cycle's mean) to {loss:.3f} at step {step}; --spike {spike:g}"
-            )
+            jump = f"from {reference:.3f} (mean of the previous cycle) to {loss:.3f} at step {step}"
+            return f"loss spiked {jump} (--max-loss-spike {spike:g})"
     return None

@@ -124,11 +124,11 @@ def autocast_context(execution: Execution) -> contextlib.AbstractContextManager[
 
 @contextlib.contextmanager
 def gc_disabled(execution: Execution) -> Iterator[None]:
-    """Disable automatic garbage collection during the block, except with ``--ablate collect``."""
+    """Disable automatic garbage collection during the block, except with ``--ablate gc-pause``."""
     if execution.device == "cuda":
         gc.collect()  # what an earlier run in this process left on the GPU
     enabled = gc.isenabled()
-    if "collect" not in execution.ablate:
+    if "gc-pause" not in execution.ablate:
         gc.disable()
     try:
         yield
@@ -148,11 +148,11 @@ def configure_allocator(allocator: str) -> None:
 
 
 def enable_large_pages(execution: Execution) -> None:
-    """Put large tensors in pages of 2 MB on the CPU, instead of the default 4 KB, which ``--ablate pages`` keeps.
+    """Put large tensors in pages of 2 MB on the CPU, instead of the default 4 KB, which ``--ablate large-pages`` keeps.
 
     The C library returns large freed blocks to the system, so that the next step's logits get new pages, each zeroed
     on its first use: twelve steps of ``tiny`` have 2.5 million page faults with small pages, 0.14 million with large.
     torch reads the variable at its first allocation, so a process that has made tensors before keeps its pages.
     """
     if execution.device == "cpu":
-        os.environ["THP_MEM_ALLOC_ENABLE"] = str(int("pages" not in execution.ablate))
+        os.environ["THP_MEM_ALLOC_ENABLE"] = str(int("large-pages" not in execution.ablate))

@@ -60,9 +60,9 @@ def out_of_memory(
 
 
 def format_oom(shortage: MemoryShortage, config: ResolvedConfig, limit: MemoryLimit | None) -> str:
-    text = f"out of memory in {shortage.during}"
-    if shortage.tried is not None:
-        text += f": a tensor of {shortage.tried / 1e9:,.2f} GB did not fit"
+    text = f"out of memory in {shortage.stage}"
+    if shortage.requested_bytes is not None:
+        text += f": a tensor of {shortage.requested_bytes / 1e9:,.2f} GB did not fit"
     if expected := peak_if_known(config):
         text += f"; {expected.total / 1e9:,.2f} GB were predicted in all"
     return text + (f", the limit is {limit.size / 1e9:.2f} GB" if limit else "")

@@ -64,7 +64,7 @@ def probe(config: ResolvedConfig, larger: int) -> MemoryFit:
             torch.nn.utils.clip_grad_norm_(model.parameters(), config.optimization.clip_norm or 1.0)
             scaler.step(optimizer)
             scaler.update()
-            optimizer.zero_grad(set_to_none="zero" not in config.execution.ablate)
+            optimizer.zero_grad(set_to_none="set-to-none" not in config.execution.ablate)
         peaks.append(_peak(device) - baseline_peak)
     each = (peaks[1] - peaks[0]) / (larger - config.batch.micro_batch)
     fixed = peaks[0] - each * config.batch.micro_batch

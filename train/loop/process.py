@@ -50,7 +50,7 @@ def _check_unchanged(execution: Execution) -> None:
     if execution.device == "cuda" and {"PYTORCH_ALLOC_CONF", "PYTORCH_CUDA_ALLOC_CONF"} & os.environ.keys():
         return  # the user's choice, which has precedence
     if execution.device == "cpu":
-        flag, value = "--ablate pages", "with it" if "pages" in execution.ablate else "without it"
+        flag, value = "--ablate large-pages", "with it" if "large-pages" in execution.ablate else "without it"
     else:
         flag, value = "--allocator", f"with {execution.allocator}"
     first = _first_values.setdefault(flag, value)

@@ -78,7 +78,7 @@ def _choose(logits: Tensor, temperature: float, top_k: int, generator: torch.Gen
 def closing_sample(trainer: Trainer, result: RunResult) -> str | None:
     """Text that a model writes at the end of its run; None if it is sharded, gives no logits, or has no tokenizer."""
     tokenizer, kind = trainer.tokenizer, trainer.config.model
-    if result.outcome != "finished" or trainer.config.execution.shard or tokenizer is None or not kind.has_logits:
+    if result.outcome != "finished" or trainer.config.execution.fsdp or tokenizer is None or not kind.has_logits:
         return None
     model = build_inference_model(trainer.config.model, trainer.config.execution.mask_books, weights_of=trainer.model)
     return tokenizer.decode(sample(model, kind, [tokenizer.end_of_text], SAMPLE_TOKENS))

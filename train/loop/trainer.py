@@ -120,12 +120,12 @@ class Trainer:
         if self.resume_checkpoint is None:
             self.builder.load_initial_weights(self.model)
         self.forward = compile_model(self.model, config.execution)
-        if config.execution.shard:
+        if config.execution.fsdp:
             parallel.apply_fsdp(self.model, config.execution.device, config.batch.workers)
         elif self.workers.size > 1:
             self.forward = parallel.apply_ddp(self.forward, self.device, config.model.has_unused_parameters)
         # The next replay of a CUDA graph overwrites the results of the last one, so gradients need their own memory.
-        self.keep_gradients = config.execution.compile in CUDA_GRAPHS or "zero" in config.execution.ablate
+        self.keep_gradients = config.execution.compile in CUDA_GRAPHS or "set-to-none" in config.execution.ablate
         if config.execution.compile in CUDA_GRAPHS:
             for parameter in self.model.parameters():
                 parameter.grad = torch.zeros_like(parameter)
@@ -157,7 +157,7 @@ class Trainer:
 
     def _raise_model_error(self, failure: Exception) -> None:
         """Raise ``UserError`` where a custom model's own code has failed, and not another worker or this loop."""
-        if isinstance(failure, UserError) or self.config.execution.shard:
+        if isinstance(failure, UserError) or self.config.execution.fsdp:
             return
         backward = self.workers.size == 1 and self.stage.startswith(BACKWARD)
         is_models = backward or raised_in_forward(self.model, failure)
@@ -197,22 +197,26 @@ class Trainer:
             self.data.windows,
             micro_batch=config.batch.micro_batch,
             accumulation=config.batch.accumulation,
-            position=self.state.position,
+            position=self.state.windows_consumed,
             device=self.device,
             rank=self.workers.rank,
             workers=self.workers.size,
-            prefetch="copy" not in config.execution.ablate,
-            threads=config.dataset.loader_workers,
+            prefetch="prefetch" not in config.execution.ablate,
+            threads=config.dataset.loader_threads,
         )
         pending: RunningCycle | None = None
         cycle = open_cycle(
-            self.state.reported, self.state.step, config.duration.cycle.train, self.unreported_losses, self.device
+            self.state.last_reported_step,
+            self.state.step,
+            config.duration.cycle.train_steps,
+            self.unreported_losses,
+            self.device,
         )
         start_time = time.perf_counter()
         while True:
             cycle.learning_rate = learning_rate(config.optimization, self.state.step, total, self._progress(total))
             self._train_step(loader, cycle)
-            self._advance(step=self.state.step + 1, position=loader.position)
+            self._advance(step=self.state.step + 1, windows_consumed=loader.position)
             cycle.step_ends.append(timing.mark(self.device))
             if self.times.first_step is None:
                 timing.wait_for(cycle.step_ends[-1])
@@ -243,7 +247,7 @@ class Trainer:
                 return outcome, ended
             if whole:
                 gc.collect(0)
-                cycle = open_cycle(self.state.step, self.state.step, config.duration.cycle.train, [], self.device)
+                cycle = open_cycle(self.state.step, self.state.step, config.duration.cycle.train_steps, [], self.device)
 
     def _advance(self, **changes: Any) -> None:
         self.state = replace(self.state, **changes)
@@ -268,7 +272,7 @@ class Trainer:
                 self.stage = f"{BACKWARD} of step {step}"
                 self.scaler.scale(loss / config.batch.accumulation).backward()
             cycle.losses[index] += loss.detach() / config.batch.accumulation
-            if "sync" in config.execution.ablate:
+            if "async-loss" in config.execution.ablate:
                 loss.item()
         self.stage = f"the optimizer's part of step {step}"
         cycle.backward_ends.append(timing.mark(self.device))
@@ -291,11 +295,11 @@ class Trainer:
         elif config.duration.time_budget is not None and elapsed >= config.duration.time_budget:
             outcome, ended = "finished", "the time budget is used up"
         elif (
-            config.duration.within
-            and step == self.state.reported + 1
-            and is_precise(self.times.steps, config.duration.within)
+            config.duration.speed_tolerance
+            and step == self.state.last_reported_step + 1
+            and is_precise(self.times.steps, config.duration.speed_tolerance)
         ):
-            outcome, ended = "finished", f"the speed is known to {config.duration.within:.1%}"
+            outcome, ended = "finished", f"the speed is known to {config.duration.speed_tolerance:.1%}"
         elif self.workers.is_first and self.should_stop():
             outcome, ended = "interrupted", "was asked to stop"
         if not self.workers.is_first:
@@ -304,7 +308,7 @@ class Trainer:
             outcome, ended = "over_limit", excess
         known: list[Outcome | None] = [None, "finished", "interrupted", "over_limit"]
         code, elapsed = self.workers.all_max(known.index(outcome), elapsed)
-        self._advance(elapsed=elapsed)
+        self._advance(train_seconds=elapsed)
         return known[int(code)], ended or "another worker ended it"
 
     def _excess(self) -> str:
@@ -331,11 +335,13 @@ class Trainer:
             self.config.model.context_length,
             self.data.manifest,
             val_tokens=state.val_tokens,
-            elapsed=state.elapsed,
+            elapsed=state.train_seconds,
         )
         self._add_step_times(cycle)
-        wrong = divergence_reason(made.step_losses, state.reference, self.config.duration.spike, cycle.first)
-        self._advance(reported=made.step, reference=made.train_loss, val_tokens=made.val_tokens)
+        wrong = divergence_reason(
+            made.step_losses, state.reference_loss, self.config.duration.max_loss_spike, cycle.first
+        )
+        self._advance(last_reported_step=made.step, reference_loss=made.train_loss, val_tokens=made.val_tokens)
         self.times.reports.append(made)
         if self.workers.is_first:
             self.on_cycle(made)
@@ -360,25 +366,31 @@ class Trainer:
         if total is not None:
             return self.state.step / total
         assert self.config.duration.time_budget is not None
-        return min(1.0, self.state.elapsed / self.config.duration.time_budget)
+        return min(1.0, self.state.train_seconds / self.config.duration.time_budget)
 
     def _save(self, cycle: RunningCycle) -> None:
         """Take a snapshot of this step and have it written while training continues."""
-        unreported = cycle.losses[: cycle.steps] if self.state.reported < self.state.step else cycle.losses[:0]
+        unreported = (
+            cycle.losses[: cycle.steps] if self.state.last_reported_step < self.state.step else cycle.losses[:0]
+        )
         losses = self.workers.mean(unreported)
-        if not (self.workers.is_first or self.config.execution.shard):
+        if not (self.workers.is_first or self.config.execution.fsdp):
             return
         self.stage = f"the snapshot for a checkpoint after step {self.state.step}"
         taken = save.take_snapshot(self.model, self.optimizer, self.scaler, losses)
         if self.checkpoints is None:
             return
-        first, reference, spike = self.state.reported, self.state.reference, self.config.duration.spike
+        first, reference, spike = (
+            self.state.last_reported_step,
+            self.state.reference_loss,
+            self.config.duration.max_loss_spike,
+        )
         progress = Progress(
             **vars(self.state),
             data_fingerprint=self.data.manifest.fingerprint,
             tokenizer_sha256=self.data.manifest.tokenizer_sha256,
             config=self.config.to_json(),
-            data_state=self.data.state_dict(self.state.position),
+            data_state=self.data.state_dict(self.state.windows_consumed),
         )
         self.checkpoints.save(
             taken, progress, lambda losses: divergence_reason(losses, reference, spike, first) is None
@@ -390,4 +402,4 @@ class Trainer:
         self.unreported_losses = save.load(path, self.model, self.optimizer, self.scaler, self.device)
         self.state = progress.state
         self.data.load_state_dict(progress.data_state)
-        self.elapsed_before = progress.elapsed
+        self.elapsed_before = progress.train_seconds

@@ -25,7 +25,7 @@ _READ = 1024
 
 def window_count(windows: Windows, global_batch: int, cycle: Cycle) -> int:
     """Windows of one validation: ``cycle.val`` global batches, or the whole split if it has fewer."""
-    return min(cycle.val * global_batch, windows.count)
+    return min(cycle.val_batches * global_batch, windows.count)
 
 
 class ValidationPasses:
@@ -91,7 +91,7 @@ def validate(
     )
     loader = BatchLoader(
         passes, micro_batch=config.batch.micro_batch, accumulation=1, position=0, device=device,
-        rank=workers.rank, workers=workers.size, threads=config.dataset.loader_workers,
+        rank=workers.rank, workers=workers.size, threads=config.dataset.loader_threads,
     )  # fmt: skip
     losses = torch.zeros(len(passes), device=device)
     model.eval()

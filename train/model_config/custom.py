@@ -41,7 +41,7 @@ _NOT_CUSTOM = {
 """Values of settings that no custom model has, and why."""
 
 _BY_BLOCK = {
-    "checkpointing": ("selective", "alternate", "full"), "compile": ("blocks",), "fp8": (True,), "shard": (True,),
+    "checkpointing": ("selective", "alternate", "full"), "compile": ("blocks",), "fp8": (True,), "fsdp": (True,),
     "optimizer": ("muon",),
 }  # fmt: skip
 """Values of settings that need repeated blocks."""

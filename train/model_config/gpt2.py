@@ -33,7 +33,7 @@ class ModelConfig(ModelSpec):
     """Share the token embedding with the head."""
     end_of_text: int = -1
     """Id of the token that ends a book, by the tokenizer of the data; -1 is the last."""
-    start: str = ""
+    init_from: str = ""
     """Folder, in Hugging Face's format, with whose weights a run begins; empty: random ones."""
 
     def __post_init__(self) -> None:
@@ -51,8 +51,8 @@ class ModelConfig(ModelSpec):
 
     @property
     def text(self) -> str:
-        if self.start:
-            return f"hf:{self.start}" + (f",dropout={self.dropout}" if self.dropout else "")
+        if self.init_from:
+            return f"hf:{self.init_from}" + (f",dropout={self.dropout}" if self.dropout else "")
         texts = []
         for name, preset in PRESETS.items():
             changed = {k: v for k, v in asdict(self).items() if v != getattr(preset, k)}
@@ -61,10 +61,10 @@ class ModelConfig(ModelSpec):
 
     @property
     def initial_weights(self) -> str:
-        return self.start
+        return self.init_from
 
     def without_paths(self) -> Self:
-        return replace(self, start=Path(self.start).name)
+        return replace(self, init_from=Path(self.init_from).name)
 
     @property
     def output_size(self) -> int:
@@ -184,7 +184,7 @@ class ModelConfig(ModelSpec):
     def with_vocab_size(self, ids: int, end_of_text: int, source: str) -> Self:
         """The default vocabulary gives way, padded to a multiple of 64 if it was padded."""
         padded, model = -(-ids // 64) * 64, self
-        if self.vocab_size == ModelConfig.vocab_size != ids and not self.start:
+        if self.vocab_size == ModelConfig.vocab_size != ids and not self.init_from:
             pads = self.padded_vocab_size > self.vocab_size
             model = replace(self, vocab_size=ids, padded_vocab_size=padded if pads else ids)
         if model.vocab_size != ids:
@@ -225,7 +225,9 @@ def parse_preset(text: str, preset: str, changes: Sequence[str]) -> ModelConfig:
             f"--model {preset!r} is not a preset; the presets are {', '.join(PRESETS)}. A model of your own is named "
             "as package.module:callable."
         )
-    return _apply_changes(PRESETS[preset], text, changes, [f.name for f in fields(ModelConfig) if f.name != "start"])
+    return _apply_changes(
+        PRESETS[preset], text, changes, [f.name for f in fields(ModelConfig) if f.name != "init_from"]
+    )
 
 
 def parse_hf_folder(text: str, folder: str, changes: Sequence[str]) -> ModelConfig:
@@ -244,7 +246,7 @@ def _read_hf_config(folder: str) -> ModelConfig:
     except (OSError, ValueError, KeyError, TypeError) as damage:
         raise UserError(f"--model hf:{folder}: no config.json of a GPT-2 can be read there ({damage!r}).") from damage
     padded, tied = -(-sizes["vocab_size"] // 64) * 64, bool(hf_config.get("tie_word_embeddings", True))
-    return replace(ModelConfig(tied=tied, start=str(where)), **sizes, padded_vocab_size=padded)
+    return replace(ModelConfig(tied=tied, init_from=str(where)), **sizes, padded_vocab_size=padded)
 
 
 def _apply_changes(model: ModelConfig, text: str, changes: Sequence[str], names: Sequence[str]) -> ModelConfig:

@@ -39,8 +39,8 @@ class GPT2Builder(ModelBuilder[ModelConfig]):
             return GPT(self.model, mask=self._dense_mask(mask_books))
 
     def load_initial_weights(self, module: GPT) -> None:
-        if self.model.start:
-            load_hf_weights(module, Path(self.model.start))
+        if self.model.init_from:
+            load_hf_weights(module, Path(self.model.init_from))
 
     def attention_kernel(self, execution: Execution, device: torch.device) -> str:
         if execution.attention != "auto":

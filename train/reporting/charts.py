@@ -20,7 +20,7 @@ def draw_curves(run_folder: RunFolder, title: str, steps: int) -> None:
     losses.set_title(title, loc="left", fontsize=10)
     losses.set_ylabel("loss (nats/token)")
     losses.legend(frameon=False)
-    speeds = [cycle["cycle_tokens"] / cycle["seconds"] for cycle in cycles]
+    speeds = [cycle["cycle_tokens"] / cycle["cycle_seconds"] for cycle in cycles]
     speed.plot([cycle["train_tokens"] for cycle in cycles], speeds, ".-", color="#4477aa", linewidth=1)
     speed.set(xlabel="training tokens", ylabel="speed (tokens/s)", ylim=(0, 1.1 * max(speeds)))
     for axes in (losses, speed):

@@ -87,13 +87,13 @@ def diagnose_oom(
     changes = [replace(change, peak=change.peak + shortfall) for change in find_memory_savings(config)]
     fitting: dict[str, MemorySaving] = {}
     for change in changes:
-        if change.peak <= shortage.room and (len(change.flags) == 1 or not fitting):
+        if change.peak <= shortage.available_bytes and (len(change.flags) == 1 or not fitting):
             fitting.setdefault(change.text.split()[0], change)  # The first change of each flag is the cheapest.
     if not fitting:
         return Diagnosis(
-            rows, format_no_fit(changes, predict_peak(config).total + shortfall, shortage.room, memory_limit)
+            rows, format_no_fit(changes, predict_peak(config).total + shortfall, shortage.available_bytes, memory_limit)
         )
-    rows.append(("available", f"{_gb(shortage.room)} to the process; predicted with changes that fit:"))
+    rows.append(("available", f"{_gb(shortage.available_bytes)} to the process; predicted with changes that fit:"))
     rows += [(change.text, f"{_gb(change.peak)}; {change.cost}") for change in fitting.values()]
     first = next(iter(fitting.values()))
     verb = "resume from the last checkpoint" if result.checkpoint else "try again"
@@ -107,11 +107,11 @@ def prediction_shortfall(config: ResolvedConfig, result: RunResult, shortage: Me
     The run needed at least what it had plus what it failed to allocate, and the optimizer's state if its first step had
     not run yet. While the model is built, only the weights are in memory.
     """
-    breakdown, needed = predict_peak(config), result.memory.process + (shortage.tried or 0)
-    if shortage.during.startswith(BUILDING):
-        return max(0, max(shortage.room, needed) - breakdown.weights - breakdown.context)
-    needed += max(0, breakdown.optimizer - shortage.held.get("optimizer", breakdown.optimizer))
-    return max(0, max(shortage.room, needed) - breakdown.total)
+    breakdown, needed = predict_peak(config), result.memory.process + (shortage.requested_bytes or 0)
+    if shortage.stage.startswith(BUILDING):
+        return max(0, max(shortage.available_bytes, needed) - breakdown.weights - breakdown.context)
+    needed += max(0, breakdown.optimizer - shortage.bytes_by_part.get("optimizer", breakdown.optimizer))
+    return max(0, max(shortage.available_bytes, needed) - breakdown.total)
 
 
 def format_no_fit(

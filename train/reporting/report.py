@@ -36,9 +36,9 @@ def print_header(
     if config.model.summary:
         console.print(f"model: {config.model.summary}", markup=False)
     chooses_compile = config.requested.execution.compile == AUTO and config.execution.device == "cuda"
-    if device_info and device_info.uncompilable and chooses_compile:
+    if device_info and device_info.compile_blocker and chooses_compile:
         message = "warning: torch.compile is off, so training is slower:"
-        console.print(f"[yellow]{message}[/yellow] {escape(device_info.uncompilable)}")
+        console.print(f"[yellow]{message}[/yellow] {escape(device_info.compile_blocker)}")
     console.print(f"folder: {run_dir}", markup=False)
 
 
@@ -96,7 +96,7 @@ def summary_fields(
 ) -> list[tuple[str, str]]:
     """The first lines of a run's report, by name."""
     speed, loss = result.throughput, "no cycle completed"
-    speed_text = f"not measured: {result.impossible or 'fewer than three steps after warm-up'}"
+    speed_text = f"not measured: {result.implausible_reason or 'fewer than three steps after warm-up'}"
     if speed:
         mfu = Fact.of("result/mfu", result.mfu, "MFU {:.1%}")
         speed_text = Fact.joined(speed_fact(speed.estimate), mfu, separator=", ")
@@ -166,8 +166,8 @@ def next_step(config: ResolvedConfig, result: RunResult, run_dir: StorageDir) ->
 def detail_rows(config: ResolvedConfig, result: RunResult) -> list[tuple[str, str]]:
     """The details of a run's result as rows of a name and a value with its unit."""
     rows: list[tuple[str, str]] = []
-    if result.too_large:
-        failed = ", ".join(map(str, result.too_large))
+    if result.failed_micro_batches:
+        failed = ", ".join(map(str, result.failed_micro_batches))
         rows.append(("micro-batch", f"{config.batch.micro_batch}; {failed} did not fit"))
     if speed := result.throughput:
         rows.append(("measurement", f"median of {speed.steps} steps after {speed.warmup_steps} of warm-up"))
@@ -176,7 +176,7 @@ def detail_rows(config: ResolvedConfig, result: RunResult) -> list[tuple[str, st
             Fact.of("result/tflops_per_second", flops, "{:,.3f} TFLOP/s"),
             "" if result.mfu else f"MFU unknown: no peak FLOP/s listed for {result.device!r}",
             Fact.of("result/hfu", result.hfu, "HFU {:.1%} including recomputation"),
-            Fact.of("result/matmul_utilization", result.matmul_utilisation,
+            Fact.of("result/matmul_utilization", result.matmul_utilization,
                     "{:.1%} of the matmul rate measured by infra.doctor"),
         )))  # fmt: skip
     if joules := result.joules_per_million_tokens:
@@ -191,9 +191,9 @@ def detail_rows(config: ResolvedConfig, result: RunResult) -> list[tuple[str, st
         )))  # fmt: skip
     total = result.train_tokens + result.val_tokens
     tokens = f"{result.train_tokens:,} training + {result.val_tokens:,} validation = {total:,} in total"
-    rows += [("tokens seen", tokens), ("books seen", f"{result.books:,.1f}")]
+    rows += [("tokens seen", tokens), ("books seen", f"{result.books_seen:,.1f}")]
     first_step = Fact.of("time/first_step_seconds", result.first_step_seconds, "first step after {:.1f} s")
-    rows.append(("time", Fact.joined(format_duration(round(result.seconds, 1)), first_step)))
+    rows.append(("time", Fact.joined(format_duration(round(result.train_seconds, 1)), first_step)))
     if result.data_wait_fraction is not None and result.optimizer_fraction is not None:
         step = Fact.joined(
             f"{1 - result.data_wait_fraction - result.optimizer_fraction:.1%} compute",
@@ -221,7 +221,7 @@ def detail_rows(config: ResolvedConfig, result: RunResult) -> list[tuple[str, st
 def memory_table(config: ResolvedConfig, result: RunResult) -> Table:
     """The predicted peak by part, with the measurements of sums and of the parts that can be measured."""
     breakdown, memory = predict_peak(config), result.memory
-    predicted, measured = breakdown.parts(), dict(result.shortage.held) if result.shortage else {}
+    predicted, measured = breakdown.parts(), dict(result.shortage.bytes_by_part) if result.shortage else {}
     if memory.allocated is not None and memory.reserved is not None:
         predicted |= {"allocated": breakdown.allocated, "reserved": breakdown.reserved}
         measured |= {"allocated": memory.allocated, "reserved": memory.reserved}
@@ -252,6 +252,6 @@ def print_result(report: Report, result: RunResult, in_mlflow: str) -> None:
     """Print the report of a run, and its link in MLflow."""
     report.show()
     if result.outcome == "finished":
-        minutes = (result.seconds + (result.first_step_seconds or 0.0)) / 60
+        minutes = (result.train_seconds + (result.first_step_seconds or 0.0)) / 60
         console.print(f"Training completed in {minutes:.2f} minutes")
     console.print(in_mlflow, markup=False)

@@ -82,7 +82,7 @@ def fill(tracker: Tracker, run_folder: RunFolder, *, until: int | None = None) -
     result = from_json(RunResult, _read_json(run_folder.result), run_folder.result)
     if step > result.steps:  # It is of a part before the one that was killed.
         return None
-    config = next_smaller_micro_batch(config, result.too_large) or config
+    config = next_smaller_micro_batch(config, result.failed_micro_batches) or config
     _log_result(tracker, config, result, run_folder, start.memory_limit)
     return result
 
@@ -142,7 +142,7 @@ def link_search(tracker: Tracker, name: str, config_file: str) -> None:
     except OSError:
         return
     try:
-        search = from_json(RunRef, json.loads(content)["parent"], "it")
+        search = from_json(RunRef, json.loads(content)["mlflow_run"], "it")
     except (ValueError, UserError, KeyError, TypeError):
         return
     if not search.is_reachable:
@@ -176,11 +176,11 @@ def cycle_metrics(cycle: dict[str, Any]) -> Iterator[tuple[int, dict[str, float 
         "loss/train": cycle["train_loss"],
         "loss/val": val_loss,
         "loss/val_perplexity": math.exp(val_loss) if val_loss is not None and val_loss < 700 else None,
-        "throughput/tokens_per_second": cycle["cycle_tokens"] / cycle["seconds"],
+        "throughput/tokens_per_second": cycle["cycle_tokens"] / cycle["cycle_seconds"],
         "progress/train_tokens": cycle["train_tokens"],
-        "progress/books": cycle["books"],
+        "progress/books": cycle["books_seen"],
         "time/elapsed_seconds": cycle["elapsed"],
-        "time/cycle_seconds": cycle["seconds"],
+        "time/cycle_seconds": cycle["cycle_seconds"],
         "time/train_seconds": cycle["train_seconds"],
         "time/data_wait_seconds": cycle["data_wait_seconds"],
         "time/optimizer_seconds": cycle["optimizer_seconds"],
@@ -216,8 +216,8 @@ def _log_result(
     tracker.log_metrics(group_under_detail(report.metrics(), METRICS))
     reason = "" if result.outcome == "finished" else result.reason  # of a run that was continued, it is replaced
     tags = {"outcome": result.outcome, "reason": reason, "device": result.device, "attention": result.attention}
-    if result.too_large:
-        tags["micro_batch.too_large"] = ", ".join(map(str, result.too_large))
+    if result.failed_micro_batches:
+        tags["micro_batch.failed_micro_batches"] = ", ".join(map(str, result.failed_micro_batches))
         tracker.log_json(config.to_json(), "config.json")  # Its micro-batch is not the one logged at the start.
     tracker.set_tags(tags | run_list_tags(result))
     tracker.log_json(to_json(result), "result.json")
@@ -237,7 +237,7 @@ def complete_orphaned_runs(run_ref: RunRef) -> None:
     """
     with suppress(Exception):
         for orphan in incomplete:
-            run_folder = RunFolder.of(orphan.home)
+            run_folder = RunFolder.of(orphan.run_dir)
             if orphan.experiment_id == run_ref.experiment_id:
                 with suppress(UserError), lock_run_dir(orphan):
                     if not _complete_run(run_folder, orphan):

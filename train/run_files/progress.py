@@ -24,14 +24,14 @@ class RunState:
     """Counters of a run's loop, which its checkpoints and its result contain."""
 
     step: int = 0
-    position: int = 0
+    windows_consumed: int = 0
     """Number of windows consumed by all workers."""
-    reported: int = 0
+    last_reported_step: int = 0
     """The last step in a cycle's report; the checkpoint contains the losses of later steps."""
-    reference: float | None = None
+    reference_loss: float | None = None
     """Mean loss of the last reported cycle, the reference for spike detection."""
     val_tokens: int = 0
-    elapsed: float = 0.0
+    train_seconds: float = 0.0
     """Seconds of training."""
 
 
@@ -157,7 +157,7 @@ def check_not_finished(path: Path | str, progress: Progress, duration: DurationC
         raise UserError(f"{path} is at the end of its epoch. Set --steps to continue training.")
     if total_steps is not None and progress.step >= total_steps:
         raise UserError(f"{path} is at step {progress.step:,} of {total_steps:,}. Set a larger --steps to continue.")
-    if duration.time_budget is not None and progress.elapsed >= duration.time_budget:
+    if duration.time_budget is not None and progress.train_seconds >= duration.time_budget:
         raise UserError(f"{path} has already trained for its --time-budget. Set a longer one to continue.")
 
 

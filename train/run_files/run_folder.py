@@ -106,7 +106,7 @@ class RunFolder(Workspace):
         except (OSError, ValueError, UserError):
             return None
         if store:
-            return replace(run_ref, store=store) if run_ref.home == self.location.address else None
+            return replace(run_ref, store=store) if run_ref.run_dir == self.location.address else None
         if self.copy_of and not run_ref.is_reachable:
             return None
         return run_ref.check_belongs_to(self.location, "Use --tracking-uri to start a new MLflow run")
@@ -178,7 +178,7 @@ class RunFolder(Workspace):
         checkpoint = download_progress(self.copy_of, self.checkpoints)
         if checkpoint:
             # Training continued, and reported cycles, while the checkpoint was uploaded.
-            self.truncate_after(read_progress(checkpoint).reported)
+            self.truncate_after(read_progress(checkpoint).last_reported_step)
         return checkpoint, []
 
     def checkpoint_address(self, checkpoint: Path) -> str:

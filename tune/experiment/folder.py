@@ -32,7 +32,7 @@ class ExperimentRecord:
     config: dict[str, Any]
     identity: dict[str, Any]
     """Settings that must be equal when the experiment is resumed."""
-    parent: RunRef
+    mlflow_run: RunRef
     """The experiment's run in MLflow."""
 
 
@@ -74,7 +74,7 @@ def write_record(workspace: Workspace, config: ExperimentConfig, identity: dict[
     """Store the settings of a new experiment, so that it can be resumed."""
     mlflow_run = parent.to_json_for(workspace.location.address)
     file = workspace.path / f"{config.kind}.json"
-    write_json(file, {"config": config.to_json(), "identity": identity, "parent": mlflow_run})
+    write_json(file, {"config": config.to_json(), "identity": identity, "mlflow_run": mlflow_run})
     workspace.push(file)
 
 
@@ -91,7 +91,7 @@ def resumed_parent(directory: StorageDir, kind: str, identity: dict[str, Any]) -
             f"--resume {directory.name}: its settings differ ({'; '.join(changed)}). Remove these flags to resume it, "
             f"or start a new {kind} with another --name."
         )
-    parent = record.parent.check_belongs_to(directory, f"Or start a new {kind}")
+    parent = record.mlflow_run.check_belongs_to(directory, f"Or start a new {kind}")
     from infra.tracking.store import reopen_run
 
     reopen_run(parent)

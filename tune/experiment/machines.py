@@ -112,9 +112,9 @@ def trial_machines(
             )
     if parallel > len(idle):
         raise UserError(
-            f"--parallel {parallel} needs {parallel} machines for trials; only {len(idle)} "
+            f"--max-concurrent-trials {parallel} needs {parallel} machines for trials; only {len(idle)} "
             f"{'is' if len(idle) == 1 else 'are'} available: {', '.join(machine.name for machine in idle)}. Use a "
-            "smaller --parallel."
+            "smaller --max-concurrent-trials."
         )
     return tuple(idle)
 

@@ -49,7 +49,7 @@ class Search(Experiment):
 
     @property
     def parallel(self) -> int:
-        return self.config.parallel
+        return self.config.max_concurrent_trials
 
     @property
     def space_label(self) -> str:
@@ -88,7 +88,7 @@ class Search(Experiment):
         return TrialRequest(
             proposal.key(self.directory.name), number, self.space.short_label(proposal.candidate),
             proposal, trial.to_json(),
-            machine, self.limit, StopRule(seconds, config.trial_precision), config.compile_time + seconds,
+            machine, self.limit, StopRule(seconds, config.speed_tolerance), config.compile_time + seconds,
         )  # fmt: skip
 
     def remaining(self, rows: Sequence[TrialRow]) -> int:
@@ -132,7 +132,7 @@ class Search(Experiment):
 
     def extra_columns(self, row: TrialRow) -> dict[str, str]:
         knobs = without_accumulation(row.candidate.knobs)
-        batch = {"global batch": str(self.space.global_batch(row.candidate))}
+        batch = {"global_batch": str(self.space.global_batch(row.candidate))}
         return batch | ({"knobs": self.space.knobs_label(knobs) or "same as control"} if knobs else {})
 
 
@@ -159,7 +159,7 @@ def make_search(config: SearchConfig, machines: tuple[Machine, ...] = ()) -> Sea
             config.training.execution,
             manifest.fingerprint,
             cluster=config.cluster,
-            parallel=config.parallel,
+            parallel=config.max_concurrent_trials,
         )
     requested, available = config.memory_limit, min(machine.memory for machine in machines)
     if config.resume and not requested:  # The machines may have changed, but the limit is part of the identity.
@@ -189,7 +189,7 @@ def make_search(config: SearchConfig, machines: tuple[Machine, ...] = ()) -> Sea
                 "or raise --memory-limit."
             )
     explorer = _make_explorer(config, space, memory)
-    strategy = ConfirmBest(RetryShortTrials(explorer), space, config.confirm)
+    strategy = ConfirmBest(RetryShortTrials(explorer), space, config.confirm_rounds)
     control = space.config(space.control)
     return Search(config, directory, machines, manifest, control, limit, space, memory, strategy)
 

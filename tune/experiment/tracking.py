@@ -113,7 +113,7 @@ def trial_report(experiment: Experiment, row: TrialRow) -> Report:
     """What a trial measured, as the description and the metrics of its run."""
     result = row.result
     columns = experiment.trial_columns(row)
-    prediction = columns.get("predicted memory", "")
+    prediction = columns.get("predicted_memory", "")
     prediction = Fact.joined("predicted", prediction, separator=" ") if prediction else ""
     summary = [
         ("Trial", f"{row.number} of {experiment.directory.name}: {row.stage}, {row.name}"),

@@ -100,7 +100,7 @@ class Experiment(ABC):
             columns["memory"] = memory_fact(row.memory, self.limit)
         if row.predicted_memory:
             error = f" ({row.predicted_memory / row.memory - 1:+.0%})" if row.memory else ""
-            columns["predicted memory"] = Fact.of(
+            columns["predicted_memory"] = Fact.of(
                 "memory/predicted_gb", row.predicted_memory / GB, f"{{:.2f}} GB{error}"
             )
         return columns

@@ -67,7 +67,7 @@ def publish(search: Search, rows: Sequence[TrialRow], tracker: Tracker) -> bool:
     Returns whether there is a winner.
     """
     compared = normalize_speeds(rows)
-    tracker.set_tags({"study": search.space_label})
+    tracker.set_tags({"space": search.space_label})
     ranks = {
         candidate: " ".join([f"{number:02d}", *notes])  # MLflow sorts tags as text, so numbers have two digits
         for number, (candidate, notes) in enumerate(candidate_notes(search.space, rank(compared)).items(), 1)
@@ -226,7 +226,7 @@ def best_json(search: Search, rows: Sequence[TrialRow]) -> dict[str, Any] | None
     reference = SearchReference.of(search.directory.name, best.speed, best.memory, results)
     reference = replace(reference, runs=best.runs, tied_with=tied)
     return {
-        "study": search.space_label,
+        "space": search.space_label,
         "config": search.space.config(best.candidate).to_json(),
         "measured": to_json(reference),
     }

@@ -60,7 +60,7 @@ class FittedCurves:
     @cached_property
     def _offset(self) -> float:
         """Median error of the prior over all runs, the correction for combinations that have not run."""
-        measured = [row for row in self.rows if row.memory and row.outcome in ("ok", "stopped")]
+        measured = [row for row in self.rows if row.memory and row.outcome in ("ok", "pruned")]
         return statistics.median((row.memory or 0) - self.prior(row.candidate) for row in measured) if measured else 0.0
 
     def max_micro_batch(self, knobs: KnobValues) -> float:

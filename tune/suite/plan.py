@@ -54,7 +54,11 @@ def make_ladder(config: LadderConfig) -> Ladder:
         console.print(
             f"[yellow]No GPU is used: the suite runs in a short form,{model} batches one eighth of the size.[/]"
         )
-    best = [search_result_rung(resolve(load_config(config.best, "--best"), device_info))] if config.best else []
+    best = (
+        [search_result_rung(resolve(load_config(config.search_result, "--search-result"), device_info))]
+        if config.search_result
+        else []
+    )
     last = [streaming_rung(config.stream)] if config.stream else []
     suite = replace(suite, rungs=(*suite.rungs, *best, *last))
     if config.model:
@@ -73,7 +77,7 @@ def chosen(config: LadderConfig, start: TrainConfig) -> Suite:
     if config.rungs:
         suite = choose(suite, [name for name in config.rungs if name != STREAMING])
     suite = replace(suite, seeds=config.seeds or suite.seeds)
-    if suite.seeds > 1 and (config.steps is None or not config.cycle.val):
+    if suite.seeds > 1 and (config.steps is None or not config.cycle.val_batches):
         raise UserError(
             f"Comparing validation losses over {suite.seeds} seeds needs a fixed number of steps. Set --steps and a "
             "--cycle with validation batches, or --seeds 1."

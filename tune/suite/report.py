@@ -43,7 +43,7 @@ def publish(
         "name": ladder.directory.name, "device": device, "commit": provenance.commit(), "suite": suite.name,
         "controls": control_speeds, "rows": list(map(as_json, results)),
     }  # fmt: skip
-    write_json(folder / "standings.json", record)
+    write_json(folder / "rungs.json", record)
     write_json(folder / "best.json", best_json(ladder.directory.name, *fastest))
     sections = [
         results_table(suite, results),
@@ -70,13 +70,13 @@ def publish(
     best, gain = max(gains, default=(None, None))
     details = [Fact.of("result/best_tokens_per_second", best), Fact.of("result/speedup_over_baseline", gain)]
     report = Report(summary_fields(suite, results, device, ladder.directory / "best.json"), sections, details)
-    ladder.publish(report, ["standings.json", "best.json"], figures, tracker)
+    ladder.publish(report, ["rungs.json", "best.json"], figures, tracker)
     tracker.log_metrics(report.metrics())
     return True
 
 
 def as_json(rung: RungResult) -> dict[str, Any]:
-    """A rung as standings.json stores it."""
+    """A rung as rungs.json stores it."""
     values = {name: value for name, value in asdict(rung).items() if name not in ("row", "config")}
     values |= {"batch": rung.batch, "speed": rung.speed and rung.speed.middle, "ceiling": rung.ceiling}
     return (flatten_row(rung.row) if rung.row else {}) | values
@@ -89,7 +89,10 @@ def best_json(name: str, rung: RungResult, row: TrialRow, speed: Estimate) -> di
     assert row.result is not None, "a rung with a speed has a result"
     length = {"steps": None, "time_budget": None} if source_of(config.dataset).has_epoch else {}
     config = config.replace(
-        within=None, cycle=defaults.duration.cycle, keep_checkpoints=defaults.checkpoints.keep_checkpoints, **length
+        speed_tolerance=None,
+        cycle=defaults.duration.cycle,
+        keep_checkpoints=defaults.checkpoints.keep_checkpoints,
+        **length,
     )
     reference = SearchReference.of(name, speed, row.memory, [row.result])
     return {"config": config.to_json(), "measured": to_json(reference)}
@@ -100,19 +103,19 @@ def load(text: str, out: str) -> dict[str, Any] | str:
     if text == study.NAME:
         return text
     candidates = (StorageDir.of(out, text), StorageDir.of(text))
-    directory = next((each for each in candidates if each.exists("standings.json")), None)
+    directory = next((each for each in candidates if each.exists("rungs.json")), None)
     if directory is None:
         raise UserError(
             f"--compare {text}: no finished ladder found in {candidates[0]} or {candidates[1]}. Use the name or "
             "folder of a ladder that has finished."
         )
-    content = directory.read("standings.json")
+    content = directory.read("rungs.json")
     try:
         record = json.loads(content)
         speeds = [{"name": row["name"], "speed": row["speed"] and float(row["speed"])} for row in record["rows"]]
         return {"name": text, "device": record["device"], "commit": record["commit"], "rows": speeds}
     except (ValueError, KeyError, TypeError) as damage:
-        file = directory / "standings.json"
+        file = directory / "rungs.json"
         raise UserError(f"--compare {text}: {file} is corrupt ({damage}). Run that ladder again.") from damage
 
 

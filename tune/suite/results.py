@@ -108,7 +108,7 @@ def legend(suite: Suite, rungs: Sequence[RungResult], controls: Sequence[float])
         "the larger batch.": any(rung.name.endswith(SAME_BATCH) for rung in rungs),
         '"batch" is micro-batch x accumulation.': any(" x " in rung.batch for rung in rungs),
         "A batch in brackets was predicted to fit the memory limit and did not; a smaller one was run.": any(
-            rung.too_large for rung in rungs
+            rung.failed_micro_batches for rung in rungs
         ),
         "MFU is the fraction of the datasheet's peak FLOP/s at the rung's precision, HFU the same including "
         "recomputation. The matmul ceiling is the rate that infra.doctor measured on this machine.": bool(

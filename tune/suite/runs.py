@@ -59,7 +59,7 @@ class RungResult:
     config: ResolvedConfig | None = None
     changes_numerics: bool = False
     """Whether the loss may differ from the loss of the previous rung."""
-    too_large: tuple[int, ...] = ()
+    failed_micro_batches: tuple[int, ...] = ()
     """Larger micro-batches that were predicted to fit the memory limit and did not."""
     held_out: tuple[tuple[float, float], ...] = ()
     """Validation losses (previous rung, this rung) for each seed, if seeds are compared."""
@@ -90,7 +90,9 @@ class RungResult:
         if self.config is None:
             return ""
         size, accumulation = self.config.batch.micro_batch, self.config.batch.accumulation
-        return f"{size}{f' x {accumulation}' * (accumulation > 1)}" + "".join(f" ({n})" for n in self.too_large[:1])
+        return f"{size}{f' x {accumulation}' * (accumulation > 1)}" + "".join(
+            f" ({n})" for n in self.failed_micro_batches[:1]
+        )
 
     @property
     def ceiling(self) -> float | None:
@@ -201,7 +203,7 @@ class SuiteReplay:
                 result, config, reduced_memory = self._run_with_smaller_batches(
                     label, stage, config, None if same_batch else memory, larger_than
                 )
-                if result.too_large:  # Its batch is not the requested one, so its loss may differ.
+                if result.failed_micro_batches:  # Its batch is not the requested one, so its loss may differ.
                     result = replace(result, changes_numerics=True)
                 rungs.append(result)
                 if result.reason:
@@ -242,9 +244,9 @@ class SuiteReplay:
         return tuple((previous, loss) for previous, loss in pairs if previous is not None and loss is not None)
 
     def _memory_for_fit(self) -> int | None:
-        """Bytes that a rung's predicted peak may take with ``--fit``; None if the suite sets the batches."""
+        """Bytes that a rung's predicted peak may take with ``--fit-batch``; None if the suite sets the batches."""
         ladder = self.ladder
-        if not (ladder.config.fit and ladder.limit):
+        if not (ladder.config.fit_batch and ladder.limit):
             return None
         return ladder.limit - (RESERVED_OUTSIDE_ALLOCATOR if ladder.device == "cuda" else 0)
 
@@ -285,8 +287,8 @@ class SuiteReplay:
                 break
             result = self._run_or_pending(f"{label}-batch-{micro_batch}", rung, config)
         last_micro_batch = result.config.batch.micro_batch if result.config else 0
-        too_large = tuple(micro_batch for micro_batch in failed if micro_batch != last_micro_batch)
-        return replace(result, too_large=too_large), config, memory
+        failed_micro_batches = tuple(micro_batch for micro_batch in failed if micro_batch != last_micro_batch)
+        return replace(result, failed_micro_batches=failed_micro_batches), config, memory
 
     def _run_or_pending(self, label: str, rung: Rung, config: TrainConfig, stage: Stage | None = None) -> RungResult:
         """The result of the run of ``config`` with this ``label``. Raises ``PendingRun`` if it has no row."""
@@ -314,7 +316,7 @@ def check_suits_device(previous: TrainConfig, config: TrainConfig, rung: Rung, d
     """
     check_single_worker(config.batch.workers)
     if resolve(config, device_info).execution.device == "cuda":
-        if set(config.execution.ablate) ^ set(previous.execution.ablate) == {"pages"}:
+        if set(config.execution.ablate) ^ set(previous.execution.ablate) == {"large-pages"}:
             raise UserError("large pages only apply to CPU memory; torch caches GPU memory itself")
         return
     changed = set(rung.changes)
@@ -362,7 +364,7 @@ def largest_batch(config: ResolvedConfig, limit: int) -> ResolvedConfig:
     while fitting < len(sizes) and predict_peak(sized(sizes[fitting])).total <= limit:
         fitting += 1
     if not fitting:
-        raise UserError(f"--fit: not even one sequence fits {format_size(limit)}. Use a larger --memory-limit.")
+        raise UserError(f"--fit-batch: not even one sequence fits {format_size(limit)}. Use a larger --memory-limit.")
     return sized(sizes[fitting - 1])
 
 
@@ -383,5 +385,5 @@ def check_baseline_speed(row: TrialRow, reason: str, *, fitted: bool = False) ->
         if row.outcome in TOO_LARGE and fitted:
             advice = f"{RETRIES} smaller batches did not fit either. Use a larger --memory-limit or a smaller --model."
         elif row.outcome in TOO_LARGE:
-            advice = "Use --fit with --memory-limit for the largest batch that fits."
+            advice = "Use --fit-batch with --memory-limit for the largest batch that fits."
         raise UserError(f"The baseline failed: {reason}. {advice}")

@@ -151,7 +151,7 @@ def kinds() -> dict[str, str]:
 
 def list_deviations(name: str, config: ResolvedConfig) -> list[str]:
     """Settings in which the run ``config`` of the study's rung ``name`` differs from the study, except its sizes."""
-    names = ("precision", "attention", "compile", "checkpointing", "loss", "optimizer", "loader_workers")
+    names = ("precision", "attention", "compile", "checkpointing", "loss", "optimizer", "loader_threads")
     settings, study_settings = (
         {name.replace("_", " "): str(each.setting(name)) for name in names}
         | {"ablate": " ".join(sorted(each.execution.ablate)) or "nothing"}

@@ -52,7 +52,7 @@ class Suite:
 
 _TEXTBOOK_BASE: Changes = {
     "precision": "fp32", "attention": "manual", "optimizer": "adamw", "compile": "off", "checkpointing": "none",
-    "loss": "plain", "loss_chunks": 1, "loader_workers": 0, "vocabulary_multiple": 1, "schedule": "constant",
+    "loss": "plain", "loss_chunks": 1, "loader_threads": 0, "vocabulary_multiple": 1, "schedule": "constant",
 }  # fmt: skip
 
 _TUNED_BASE: Changes = {
@@ -63,21 +63,21 @@ A100 = Suite(
     "a100",
     "GPT-2 124M on one GPU, starting from the textbook loop; each rung keeps the previous changes",
     _TEXTBOOK_BASE | {"model": "gpt2-124m", "model.context_length": 512, "model.tied": False, "batch": 28,
-              "ablate": ("sync", "copy", "collect")},
+              "ablate": ("async-loss", "prefetch", "gc-pause")},
     (
         Rung("tensor cores", {"precision": "tf32"}),
-        Rung("no synchronization", {"ablate": ("copy", "collect")}),
+        Rung("no synchronization", {"ablate": ("prefetch", "gc-pause")}),
         Rung("mixed precision fp16", {"precision": "fp16", "batch": 32}, changes_numerics=True),
         Rung("compile", {"compile": "whole", "batch": 48}),
         Rung("flash attention", {"attention": "sdpa", "batch": 64}),
         Rung("padded vocabulary", {"vocabulary_multiple": 64}, changes_numerics=True),
         Rung("tied weights", {"model.tied": True}, changes_numerics=True),
-        Rung("data-loading workers", {"loader_workers": 1}),
+        Rung("data-loading workers", {"loader_threads": 1}),
         Rung("bf16 without scaler", {"precision": "bf16"}, changes_numerics=True),
         Rung("bf16 activations", {"precision": "bf16-activations"}, changes_numerics=True),
         Rung("fused AdamW", {"optimizer": "adamw-fused"}),
         Rung("the GPU's attention", {"attention": "auto"}),
-        Rung("frozen collector", {"ablate": ("copy",)}),
+        Rung("frozen collector", {"ablate": ("prefetch",)}),
         Rung("prefetched copies", {"ablate": ()}),
         Rung("max-autotune", {"compile": "max-autotune"}),
     ),
@@ -87,16 +87,17 @@ A100 = Suite(
 LOOP = Suite(
     "loop",
     "Habits of a training loop and their cost on a small model (two batches are two steps)",
-    _TEXTBOOK_BASE | {"model": "small", "batch": 32, "ablate": ("sync", "zero", "copy", "collect", "pages")},
+    _TEXTBOOK_BASE | {"model": "small", "batch": 32,
+              "ablate": ("async-loss", "set-to-none", "prefetch", "gc-pause", "large-pages")},
     (
         Rung("accumulation", {"micro_batch": 8}),
-        Rung("gradients set to none", {"ablate": ("sync", "copy", "collect", "pages")}),
+        Rung("gradients set to none", {"ablate": ("async-loss", "prefetch", "gc-pause", "large-pages")}),
         Rung("mixed precision bf16", {"precision": "bf16"}, changes_numerics=True),
         Rung("tensor cores", {"precision": "tf32"}),
         Rung("checkpointing", {"checkpointing": "full"}),
-        Rung("no synchronization", {"ablate": ("zero", "copy", "collect", "pages")}),
-        Rung("asynchronous copies", {"ablate": ("sync", "zero", "collect", "pages")}),
-        Rung("large pages", {"ablate": ("sync", "zero", "copy", "collect")}),
+        Rung("no synchronization", {"ablate": ("set-to-none", "prefetch", "gc-pause", "large-pages")}),
+        Rung("asynchronous copies", {"ablate": ("async-loss", "set-to-none", "gc-pause", "large-pages")}),
+        Rung("large pages", {"ablate": ("async-loss", "set-to-none", "prefetch", "gc-pause")}),
         Rung("compile", {"compile": "whole"}),
         Rung("max-autotune", {"compile": "max-autotune"}),
         Rung("all together", {"ablate": (), "precision": "bf16", "attention": "auto", "optimizer": "adamw-fused",
@@ -150,10 +151,10 @@ ACCUMULATION = Suite(
     "GPT-2 124M with four micro-batches per step; each rung keeps the previous changes",
     _TEXTBOOK_BASE | {"model": "gpt2-124m", "model.context_length": 512, "vocabulary_multiple": 64, "global_batch": 32,
               "micro_batch": 32, "precision": "tf32", "attention": "sdpa", "optimizer": "adamw-fused",
-              "ablate": ("copy", "collect")},
+              "ablate": ("prefetch", "gc-pause")},
     (
         Rung("4 accumulated", {"micro_batch": 8}),
-        Rung("asynchronous copies", {"ablate": ("collect",)}),
+        Rung("asynchronous copies", {"ablate": ("gc-pause",)}),
         Rung("compile", {"compile": "whole"}),
         Rung("max-autotune", {"compile": "max-autotune"}),
     ),
@@ -164,7 +165,7 @@ LOADER = Suite(
     "loader",
     "Loader threads, or a stream of books, compared with a loop that reads shards itself",
     _TUNED_BASE,
-    tuple(Rung(f"{count} thread{'s' * (count > 1)}", {"loader_workers": count}) for count in (1, 2, 4)),
+    tuple(Rung(f"{count} thread{'s' * (count > 1)}", {"loader_threads": count}) for count in (1, 2, 4)),
 )  # fmt: skip
 
 PRECISION = Suite(
@@ -261,7 +262,7 @@ def search_result_rung(best: TrainConfig) -> Rung:
     """A rung with the batch and the execution settings of a search's winner."""
     names = (
         "global_batch", "micro_batch", "precision", "attention", "compile", "checkpointing", "loss", "loss_chunks",
-        "optimizer", "loader_workers", "allocator",
+        "optimizer", "loader_threads", "allocator",
     )  # fmt: skip
     return Rung("searched batch", {name: best.setting(name) for name in names}, changes_numerics=True)
 

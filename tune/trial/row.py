@@ -22,7 +22,7 @@ Stage = Literal["probe", "refine", "confirm", "control", "baseline", "rung", "se
 """Purpose of a trial. The first four belong to a search, where ``control`` is the control on an additional node, the
 reference for speeds there. The others belong to a ladder: the ``baseline`` runs again after each ``rung``, and a rung
 runs with another ``seed`` only for its validation loss."""
-TrialOutcome = Literal["ok", "over_limit", "oom", "thrash", "stopped", "failed"]
+TrialOutcome = Literal["ok", "over_limit", "oom", "thrash", "pruned", "failed"]
 OUTCOMES: tuple[TrialOutcome, ...] = get_args(TrialOutcome)
 
 
@@ -140,7 +140,7 @@ def _read_row(path: Path) -> TrialRow:
 
 def rows_with_speed(rows: Sequence[TrialRow]) -> list[TrialRow]:
     """Rows of trials that stayed within the memory limit and have a speed."""
-    return [row for row in rows if row.outcome in ("ok", "stopped") and row.speed]
+    return [row for row in rows if row.outcome in ("ok", "pruned") and row.speed]
 
 
 def flatten_row(row: TrialRow) -> dict[str, Any]:

@@ -180,7 +180,7 @@ def as_trial_result(
 ) -> RunResult:
     """``result`` with the speed of the steps that count for a trial, and with the memory that its limit applies to."""
     if monitor:
-        throughput = None if result.impossible else steady_state(monitor.counted(), config.step_tokens)
+        throughput = None if result.implausible_reason else steady_state(monitor.counted(), config.step_tokens)
         result = with_throughput(result, config, throughput)
     if limit:
         used, source = limit.used()
@@ -194,8 +194,8 @@ def classify_outcome(result: RunResult, monitor: TrialMonitor | None = None) -> 
         return result.outcome, result.reason
     if monitor and monitor.limit and (excess := monitor.limit.excess_message()):
         return "over_limit", excess
-    if result.impossible or result.outcome == "diverged":
-        return "failed", result.impossible or result.reason
+    if result.implausible_reason or result.outcome == "diverged":
+        return "failed", result.implausible_reason or result.reason
     if monitor is None:
         if result.outcome != "finished":
             return "failed", f"{result.outcome}: {result.reason}"
@@ -212,7 +212,7 @@ def classify_outcome(result: RunResult, monitor: TrialMonitor | None = None) -> 
         return "failed", f"only {len(monitor.counted())} valid steps{in_time}, too few to measure a speed{advice}"
     if monitor.verdict == "cannot win":
         steps = result.throughput.steps
-        return "stopped", f"cannot reach {monitor.speed_threshold:,.0f} tokens/s after {steps} steps"
+        return "pruned", f"cannot reach {monitor.speed_threshold:,.0f} tokens/s after {steps} steps"
     reasons = {"precise": "speed interval is narrow enough", "time": "trial time reached"}
     note = f"; {rejected} step excluded" if rejected else ""  # From two steps on, the outcome is thrash.
     return "ok", reasons.get(monitor.verdict, f"completed {result.steps} steps") + note
@@ -228,7 +228,7 @@ def make_row(
         losses=[loss for cycle in times.reports for loss in cycle.step_losses],
     )  # fmt: skip
     is_short = monitor.verdict == "time" if monitor else bool(result and result.outcome == "finished")
-    is_implausible = bool(result and result.impossible)
+    is_implausible = bool(result and result.implausible_reason)
     return replace(
         row, ended_too_early=row.outcome == "failed" and row.speed is None and is_short and not is_implausible
     )

@@ -76,7 +76,7 @@ class Largest:
 def ours(machine: Machine) -> Strategy:
     """The search as the command makes it."""
     memory = MemorySearcher(machine.space, machine.prior, machine.limit)
-    return ConfirmBest(memory, machine.space, SearchConfig().confirm)
+    return ConfirmBest(memory, machine.space, SearchConfig().confirm_rounds)
 
 
 def probed(machine: Machine) -> Strategy:
@@ -99,7 +99,7 @@ def probed(machine: Machine) -> Strategy:
         return peaks[0] + slope * (candidate.micro_batch - first)
 
     memory = MemorySearcher(space, prior, machine.limit)
-    return ConfirmBest(memory, space, SearchConfig().confirm)
+    return ConfirmBest(memory, space, SearchConfig().confirm_rounds)
 
 
 SEARCHES: dict[str, Callable[[Machine], Strategy]] = {

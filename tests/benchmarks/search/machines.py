@@ -78,7 +78,7 @@ def measured(row: TrialRow, times: Sequence[float], step_tokens: int, *, memory:
     """``row`` completed from the steps that a trial ran, and the seconds that they took."""
     speed = steady_state(times, step_tokens)
     assert speed is not None
-    stopped: TrialOutcome = "stopped" if _ended(times, step_tokens, bar) == "cannot win" else "ok"
+    stopped: TrialOutcome = "pruned" if _ended(times, step_tokens, bar) == "cannot win" else "ok"
     return replace(
         row, outcome=stopped, result=result(int(memory), speed), step_seconds=list(times),
         seconds=row.seconds + sum(times),
@@ -89,8 +89,9 @@ def result(memory: int, speed: Throughput | None = None) -> RunResult:
     """What a trial measured, as far as a search looks at it: its peak memory in bytes, and its speed."""
     return RunResult(
         outcome="finished", reason="", steps=0, throughput=speed, memory=Memory(None, None, memory, "rss"),
-        train_loss=None, val_loss=None, train_tokens=0, val_tokens=0, books=0.0, seconds=0.0, first_step_seconds=None,
-        data_wait_fraction=None, flops_per_token=0.0, flops_formula="", flops_per_second=None, mfu=None, device="",
+        train_loss=None, val_loss=None, train_tokens=0, val_tokens=0, books_seen=0.0, train_seconds=0.0,
+        first_step_seconds=None, data_wait_fraction=None, flops_per_token=0.0, flops_formula="",
+        flops_per_second=None, mfu=None, device="",
         machine="", checkpoint=None, data_fingerprint="", loss_curve=[],
     )  # fmt: skip
 

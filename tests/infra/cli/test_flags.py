@@ -100,7 +100,7 @@ def test_the_width_and_the_encoding_of_the_terminal_make_no_difference(
 
 MISTAKES = {
     "tokenize": [
-        (["--shard-size", "3"], "--shard-size"), (["--val-fraction", "1"], "--val-fraction"), (["--out="], "--out"),
+        (["--fsdp-size", "3"], "--fsdp-size"), (["--val-fraction", "1"], "--val-fraction"), (["--out="], "--out"),
         (["--languages", "english"], "--languages"), (["--encoder", "bpe"], "--encoder gigatoken tiktoken"),
         (["--no-such"], "--no-such"), ([""], "source is empty"),
     ],
@@ -111,7 +111,7 @@ MISTAKES = {
     "run": [
         (["--sede", "4"], "--sede --seed"), (["--seed"], "--seed"), (["--seed", "x"], "--seed x"),
         (["--steps", "x"], "--steps x"), (["--time-budget", "5"], "--time-budget 5m"), (["books"], "books"),
-        (["--compile", "well"], "--compile well max-autotune"), (["--ablate", "sync", "x"], "--ablate x copy"),
+        (["--compile", "well"], "--compile well max-autotune"), (["--ablate", "async-loss", "x"], "--ablate x copy"),
         (["--micro-batch", "0"], "--micro-batch 0"), (["--micro-batch", "7"], "--micro-batch 7 480"),
         (["--cycle", "3"], "--cycle 3"), (["--languages", "en"], "--languages --stream"),
         (["--model", "huge"], "--model huge gpt2-124m"), (["--steps", "3", "--tokens", "70000000"], "--steps --tokens"),
@@ -126,13 +126,16 @@ MISTAKES = {
         (["--steps", "9", "--time-budget", "1m"], "--steps --time-budget"),
         (["--resume", "gone"], "--resume gone"), (["--resume="], "--resume"),
     ],
-    "plan": [(["--price", "1"], "--price --tokens-per-second"), (["--memory-limit", "40"], "--memory-limit 40GB")],
+    "plan": [
+        (["--price-per-hour", "1"], "--price-per-hour --tokens-per-second"), (["--memory-limit", "40"],
+        "--memory-limit 40GB"),
+    ],
     "profile": [(["--config", "none.json"], "--config none.json"), (["--beta1", "1"], "--beta1 1")],
     "generate": [([], "--checkpoint"), (["--checkpoint", "first", "--top-k", "-1"], "--top-k -1")],
     "export": [([], "--checkpoint --to"), (["--checkpoint", "first"], "--to")],
     "search": [
         (["--knobs", "magic"], "magic"), (["--trial-steps", "2"], "--trial-steps 2"),
-        (["--parallel", "0"], "--parallel"),
+        (["--max-concurrent-trials", "0"], "--max-concurrent-trials"),
         (["--searcher", "x"], "--searcher x optuna"), (["--config="], "--config"), (["--resume="], "--resume"),
         (["--stream", "books", "--steps", "9"], "--stream"), (["--global-batch", "0"], "--global-batch 0"),
     ],

@@ -24,7 +24,7 @@ MODEL = "--model tiny,layers=1,width=32,context_length=64"
 TINY = {
     "--suite a100 --time-budget 20s": f"--suite a100 --rungs 'no synchronization' --steps 8 --cycle 8+1 {MODEL}",
     "--global-batch 480 --memory-limit 40GB --compile whole": f"{MODEL} --global-batch 1 --memory-limit 4GB "
-    "--trial-steps 8 --confirm 0",
+    "--trial-steps 8 --confirm-rounds 0",
     "--time-budget 5m": "--steps 8 --cycle 4+1",
     "--tokens 60": "--tokens 5",
 }

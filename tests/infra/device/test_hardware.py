@@ -84,6 +84,6 @@ def test_what_compiling_for_a_gpu_lacks_is_named(
 def test_a_cpu_compiles_with_a_cpp_compiler(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
     monkeypatch.setenv("PATH", str(tmp_path))
     monkeypatch.delenv("CXX", raising=False)
-    assert "install g++" in cpu_info().uncompilable
+    assert "install g++" in cpu_info().compile_blocker
     (tmp_path / "g++").touch(mode=0o755)
-    assert not cpu_info().uncompilable
+    assert not cpu_info().compile_blocker

@@ -39,7 +39,7 @@ def test_the_whole_examination(
     output = capfd.readouterr()
     assert "refuses" not in output.err
     found = json.loads(Path("runs/doctor.json").read_text())
-    for rate, unit in ((found["matmul"]["fp32"] / 1e12, "TFLOP/s"), (found["copy"]["within the device"] / 1e9, "GB/s")):
+    for rate, unit in ((found["matmul"]["fp32"] / 1e12, "TFLOP/s"), (found["copy"]["device_to_device"] / 1e9, "GB/s")):
         assert f"{rate:,.2f} {unit}" in output.out, "what is kept is what is shown"
     left, runs, here = Path("runs/doctor.json"), StorageDir.of("runs"), socket.gethostname()
     assert ceilings.read_matmul_rate(runs, found["device"], "fp32", here) == found["matmul"]["fp32"]
@@ -95,7 +95,7 @@ def test_a_matrix_product_is_two_flops_for_each_multiplication() -> None:
 
 def test_a_copy_reads_and_writes_each_byte() -> None:
     """On a CPU 2^27 of them, here in half a second: 2 x 2^27 / 0.5."""
-    assert ceilings.copy_rates(CPU, lambda work, device: 0.5) == {"within the device": 2**29}
+    assert ceilings.copy_rates(CPU, lambda work, device: 0.5) == {"device_to_device": 2**29}
 
 
 def test_the_best_of_several_repetitions_counts() -> None:
@@ -196,7 +196,7 @@ def test_a_gpu_reaches_most_of_its_datasheet() -> None:
     peak = peak_flops(torch.cuda.get_device_name(device))
     assert rates["bf16"] > rates["tf32"] > rates["fp32"]
     assert peak is None or 0.4 < rates["bf16"] / peak < 1.05
-    assert ceilings.copy_rates(device)["host to device, pinned"] > 1e9
+    assert ceilings.copy_rates(device)["host_to_device_pinned"] > 1e9
 
 
 def test_the_machines_of_a_cluster_are_reported(

@@ -258,8 +258,8 @@ def test_a_search_runs_under_uv_run(tmp_path: Path, small_shards: Path) -> None:
     (tmp_path / ".venv").symlink_to(sys.prefix)
     flags = [
         "--data", str(small_shards), "--model", "tiny,layers=2,heads=2,width=32,context_length=32,vocab_size=257,"
-        "padded_vocab_size=320", "--global-batch", "1", "--searcher", "grid", "--confirm", "1", "--device", "cpu",
-        "--trial-steps", "8", "--memory-limit", "8GB", "--name", "uv",
+        "padded_vocab_size=320", "--global-batch", "1", "--searcher", "grid", "--confirm-rounds", "1",
+        "--device", "cpu", "--trial-steps", "8", "--memory-limit", "8GB", "--name", "uv",
     ]  # fmt: skip
     outside = {name: value for name, value in os.environ.items() if name not in ("VIRTUAL_ENV", "RAY_ADDRESS")}
     done = subprocess.run(

@@ -163,7 +163,9 @@ def test_a_run_whose_process_lives_stays_as_it_is(project: Path) -> None:
         while not Path("alive", "key.json").exists() and time.monotonic() < deadline:
             time.sleep(0.05)
         mine: list[str] = []
-        command("next", work=lambda key: mine.extend([create_run("train", "own", run_dir=key.home) and status("next")]))
+        command(
+            "next", work=lambda key: mine.extend([create_run("train", "own", run_dir=key.run_dir) and status("next")])
+        )
         assert (status("alive"), mine) == ("RUNNING", ["RUNNING"])
     finally:
         os.kill(child, signal.SIGKILL)
@@ -202,17 +204,17 @@ def test_runs_that_lack_something_are_found_until_they_are_closed_with_all_they_
     for name, experiment in (("first", "train"), ("other", "tune")):
         killed(lambda name=name, experiment=experiment: command(name, experiment, work=die))
     command("whole")
-    assert [StorageDir.of(left.home).name for left in incomplete] == ["other", "first"]
+    assert [StorageDir.of(left.run_dir).name for left in incomplete] == ["other", "first"]
     with (
         lock_run_dir(incomplete[1]),
         pytest.raises(UserError, match="in use"),
-        StorageDir.of(incomplete[1].home).lock("in use"),
+        StorageDir.of(incomplete[1].run_dir).lock("in use"),
     ):
         pass
     with Tracker(incomplete[1]) as tracker:
         tracker.set_tags({"more": "of it"})
     command("next")
-    assert [StorageDir.of(left.home).name for left in incomplete] == ["other"]
+    assert [StorageDir.of(left.run_dir).name for left in incomplete] == ["other"]
 
 
 def test_a_childs_end_tells_a_resumed_command_what_it_need_not_do_again(project: Path) -> None:

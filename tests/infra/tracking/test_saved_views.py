@@ -94,8 +94,8 @@ def test_the_trials_of_a_finished_search_are_in_the_order_of_their_places() -> N
     before = tags_of(key)[f"{PREFIX}{children_view(other.run_id)}"]
     saved_views.tag_ranks(key, {"m4": "02", "m8": "01 winner"})
     client = MlflowClient(key.store)
-    assert [client.get_run(trial.run_id).data.tags["place"] for trial in trials] == ["02", "01 winner"]
-    assert "place" not in client.get_run(stranger.run_id).data.tags
+    assert [client.get_run(trial.run_id).data.tags["rank"] for trial in trials] == ["02", "01 winner"]
+    assert "rank" not in client.get_run(stranger.run_id).data.tags
     assert tags_of(key)[f"{PREFIX}{children_view(other.run_id)}"] == before
     shown = page(tags_of(key)[f"{PREFIX}{children_view(key.run_id)}"])
     order = f"{shown['orderByKey']} {'ASC' if shown['orderByAsc'] else 'DESC'}"
@@ -111,9 +111,9 @@ def test_a_trial_without_a_place_does_not_keep_the_others_from_theirs() -> None:
     untagged = create_run("tune", "by hand", parent=key)
     saved_views.tag_ranks(key, {"m4": "01 winner"})
     client = MlflowClient(key.store)
-    places = [client.get_run(run.run_id).data.tags.get("place") for run in (ranked, control, untagged)]
+    places = [client.get_run(run.run_id).data.tags.get("rank") for run in (ranked, control, untagged)]
     assert places == ["01 winner", None, None]
-    assert "place" in str(page(tags_of(key)[f"{PREFIX}{children_view(key.run_id)}"])["orderByKey"])
+    assert "rank" in str(page(tags_of(key)[f"{PREFIX}{children_view(key.run_id)}"])["orderByKey"])
 
 
 @pytest.mark.parametrize(("experiment", "shown"), [("pipeline", 2), ("train", 1), ("ladder", 1), ("tune", 1)])

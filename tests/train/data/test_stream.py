@@ -382,7 +382,7 @@ def test_through_ray_it_is_the_same_run_also_when_resumed(config: ResolvedConfig
     assert losses == [loss for report in straight for loss in report.step_losses]
     assert found[-1]["val_loss"] == straight[-1].val_loss
     progress = json.loads((folder / "checkpoints" / "step-00000012" / "progress.json").read_text())
-    assert progress["position"] == 48
+    assert progress["windows_consumed"] == 48
     assert progress["data_state"]["epoch"] == 0
     check_same_run(
         Path(first.checkpoint),

@@ -69,14 +69,14 @@ def test_a_run_is_compared_with_the_measured_matmul_rate(
     )  # fmt: skip
     result = Trainer(config).run()
     alone = flops.with_matmul_efficiency(result, "fp32", 1, place)
-    assert alone.matmul_utilisation is None, "the doctor was not asked"
+    assert alone.matmul_utilization is None, "the doctor was not asked"
     doctor = {"machine": result.machine, "device": result.device, "matmul": {"fp32": 1e12}}
     place.write_json("doctor.json", doctor)
     beside = flops.with_matmul_efficiency(result, "fp32", 1, place)
     assert result.flops_per_second
-    assert beside.matmul_utilisation == pytest.approx(result.flops_per_second / 1e12)
+    assert beside.matmul_utilization == pytest.approx(result.flops_per_second / 1e12)
     two = flops.with_matmul_efficiency(result, "fp32", 2, place)
-    assert two.matmul_utilisation == pytest.approx(result.flops_per_second / 2e12), "each worker has such a device"
+    assert two.matmul_utilization == pytest.approx(result.flops_per_second / 2e12), "each worker has such a device"
     elsewhere = doctor | {"machine": "w2"}
     rates = {"machine": "w3", "device": result.device, "matmul": {"fp32": 2e12}}
     place.write_json("doctor.json", elsewhere | {"nodes": [{"rates": None}, {"rates": rates}]})
@@ -85,4 +85,4 @@ def test_a_run_is_compared_with_the_measured_matmul_rate(
             replace(result, machine=machine), config.execution.precision, config.batch.workers, place
         )
         expected = pytest.approx(result.flops_per_second / rate) if rate else None
-        assert ran.matmul_utilisation == expected, "another machine's processor is no ceiling of this one"
+        assert ran.matmul_utilization == expected, "another machine's processor is no ceiling of this one"

@@ -12,7 +12,7 @@ from infra.device.hardware import KNOWN_GPUS, DeviceInfo
 from infra.errors import UserError
 from train.estimate.gpu_rates import load_gpu_rates
 
-MEASURED = {"matmul": {"bf16": 250e12, "tf32": 120e12, "fp32": 18e12}, "copy": {"within the device": 1.3e12}}
+MEASURED = {"matmul": {"bf16": 250e12, "tf32": 120e12, "fp32": 18e12}, "copy": {"device_to_device": 1.3e12}}
 FACTS = asdict(replace(KNOWN_GPUS["A100"], name="NVIDIA A100-PCIE-40GB"))
 
 

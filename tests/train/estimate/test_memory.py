@@ -248,9 +248,7 @@ def test_sharded_workers_each_hold_their_part(workers: int) -> None:
     Copies on each worker (DDP) take as much as one worker alone.
     """
     alone = BASE.replace(compile="blocks", device="cuda", precision="bf16", global_batch=16, allocator="expandable")
-    copied, sharded = (
-        alone.replace(workers=workers, global_batch=16 * workers, shard=shard) for shard in (False, True)
-    )
+    copied, sharded = (alone.replace(workers=workers, global_batch=16 * workers, fsdp=fsdp) for fsdp in (False, True))
     one, copy, shard = map(predict_peak, (alone, copied, sharded))
     parameters = MODEL.parameters
     assert one.weights == copy.weights == 4 * parameters

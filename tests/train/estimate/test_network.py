@@ -48,7 +48,7 @@ def test_the_verdict_follows_from_what_was_measured(tmp_path: Path) -> None:
     assert re.findall(r"[\d.]+", slow["verdict"]) == ["0.811", "5.52"]
     fast = dict(network_rows(CONFIG.model, CONFIG.batch, CONFIG.execution, saved(tmp_path / "doctor.json", 400e9)))
     assert fast["verdict"].startswith("not network-bound")
-    execution = replace(CONFIG.execution, shard=True)
+    execution = replace(CONFIG.execution, fsdp=True)
     sharded = dict(network_rows(CONFIG.model, CONFIG.batch, execution, str(tmp_path / "doctor.json")))
     assert sharded["verdict"].startswith("not network-bound")
 

@@ -40,7 +40,7 @@ def test_the_bytes_are_those_of_the_recorded_kernels(name: str, precision: Preci
 def test_published_speeds_are_in_the_range_that_is_expected() -> None:
     """Tokens/s of GPT-2 124M: 182,000 by the code of the lecture build-nanogpt, and 475,000 by llm.c in CUDA."""
     for card, published in (("A100", 182e3), ("H100", 475e3)):
-        config = resolve(TrainConfig.of(device="cuda"), replace(KNOWN_GPUS[card], uncompilable=""))
+        config = resolve(TrainConfig.of(device="cuda"), replace(KNOWN_GPUS[card], compile_blocker=""))
         low, high = (
             share * roofline_speed(config.model, config.batch, config.execution, load_gpu_rates(card))
             for share in REACHED_FRACTION_RANGE

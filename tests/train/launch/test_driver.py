@@ -64,7 +64,13 @@ def worker(make_result: Callable[..., RunResult]) -> Worker:
 def test_a_worker_gets_the_job_of_its_run(run: ResolvedRun, config: ResolvedConfig, worker: Worker) -> None:
     """Every field of it, for a new run and for one that continues, whose numbers differ."""
     progress = Progress(
-        step=7, position=56, reported=5, elapsed=2.0, data_fingerprint="", tokenizer_sha256="", config={}
+        step=7,
+        windows_consumed=56,
+        last_reported_step=5,
+        train_seconds=2.0,
+        data_fingerprint="",
+        tokenizer_sha256="",
+        config={},
     )
     continued = replace(
         run,
@@ -114,7 +120,7 @@ def test_a_result_is_recorded_as_that_of_the_micro_batch_that_fitted(
     run: ResolvedRun, config: ResolvedConfig, worker: Worker, make_result: Callable[..., RunResult]
 ) -> None:
     """After two that did not: in the folder, in MLflow, and with the memory that is predicted of it and its limit."""
-    worker.returned = WorkerResult(make_result(too_large=(8, 4), outcome="interrupted"))
+    worker.returned = WorkerResult(make_result(failed_micro_batches=(8, 4), outcome="interrupted"))
     fitted = config.replace(micro_batch=2)
     with Tracker(create_run("train", "one")) as tracker:
         result, _ = train_and_record(replace(run, memory_limit=3 * 10**9), tracker, train=worker)

@@ -43,7 +43,7 @@ def test_a_run_continues_from_its_newest_checkpoint_as_it_is_asked_now(config: T
     longer = config.replace(steps=9, learning_rate=1e-3)
     plan = RunPlan.continued(longer, "one", str(tmp_path))
     assert plan.progress
-    assert (plan.progress.step, plan.progress.position) == (6, 6 * 4)
+    assert (plan.progress.step, plan.progress.windows_consumed) == (6, 6 * 4)
     assert (plan.requested.duration.steps, plan.requested.optimization.learning_rate, plan.run_folder) == (
         9,
         1e-3,

@@ -121,5 +121,9 @@ def test_a_micro_batch_that_does_not_fit_is_known_to_all_later_workers_and_print
     channel = Channel(NEW)
     channel.post(MicroBatchTooLarge(8, "8 does not fit"))
     channel.post(MicroBatchTooLarge(8, "8 does not fit here either"))
-    assert channel.earlier_workers("", 0).too_large == channel.earlier_workers("", 0).too_large == (8,)
+    assert (
+        channel.earlier_workers("", 0).failed_micro_batches
+        == channel.earlier_workers("", 0).failed_micro_batches
+        == (8,)
+    )
     assert channel.take_updates().messages == [MicroBatchTooLarge(8, "8 does not fit")]

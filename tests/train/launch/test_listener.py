@@ -72,7 +72,7 @@ def run(config: ResolvedConfig, tmp_path: Path) -> ResolvedRun:
 
 @pytest.fixture
 def cycle(distinct: Callable[..., Any]) -> dict[str, Any]:
-    report = distinct(CycleReport, step=12, step_losses=[3.0, 2.0], val_loss=2.5, seconds=2.0)
+    report = distinct(CycleReport, step=12, step_losses=[3.0, 2.0], val_loss=2.5, cycle_seconds=2.0)
     return to_json(report) | {"line": report.format_line()}
 
 
@@ -121,7 +121,7 @@ def test_the_drivers_copy_of_a_remote_run_has_the_cycles_that_the_worker_logs_el
 
 
 def test_the_time_that_is_left_counts_from_where_a_run_is_continued(run: ResolvedRun) -> None:
-    progress = Progress(step=7, elapsed=90.0, data_fingerprint="", tokenizer_sha256="", config={})
+    progress = Progress(step=7, train_seconds=90.0, data_fingerprint="", tokenizer_sha256="", config={})
     for resumed_from, time_left in ((None, "2m left"), (progress, "30s left")):
         listener, _, _ = listener_of(replace(run, progress=resumed_from))
         status: Any = Recorded()

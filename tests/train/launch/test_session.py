@@ -62,7 +62,7 @@ class DriverDouble(Driver):
         return [message.cycle["step"] for message in self.messages if isinstance(message, CycleDone)]
 
     @property
-    def too_large(self) -> list[MicroBatchTooLarge]:
+    def failed_micro_batches(self) -> list[MicroBatchTooLarge]:
         return [message for message in self.messages if isinstance(message, MicroBatchTooLarge)]
 
 
@@ -126,9 +126,9 @@ def test_a_micro_batch_that_nobody_gave_is_made_smaller_until_it_fits(home: RunF
     config = config.replace(global_batch=8, micro_batch=8, compile="off", loss="plain")
     driver = DriverDouble()
     result = train(home, config, driver=driver, retries_smaller_batch=True)
-    assert (result.outcome, result.steps, result.too_large) == ("finished", 12, (8, 4))
-    assert [message.micro_batch for message in driver.too_large] == [8, 4]
-    assert "out of memory in the forward pass of step 1" in driver.too_large[0].text
+    assert (result.outcome, result.steps, result.failed_micro_batches) == ("finished", 12, (8, 4))
+    assert [message.micro_batch for message in driver.failed_micro_batches] == [8, 4]
+    assert "out of memory in the forward pass of step 1" in driver.failed_micro_batches[0].text
     assert [cycle["step"] for cycle in cycles(home)] == driver.cycles == [5, 10, 12]
     straight = Trainer(config.replace(micro_batch=2))
     straight.run()
@@ -136,7 +136,7 @@ def test_a_micro_batch_that_nobody_gave_is_made_smaller_until_it_fits(home: RunF
     kept = newest(home.checkpoints)
     assert kept
     assert progress.read_progress(kept).config["micro_batch"] == 2, "with which it is continued"
-    fitted = next_smaller_micro_batch(config, result.too_large)
+    fitted = next_smaller_micro_batch(config, result.failed_micro_batches)
     assert fitted
     assert fitted.batch.micro_batch == 2
 
@@ -145,7 +145,12 @@ def test_a_micro_batch_that_nobody_gave_is_made_smaller_until_it_fits(home: RunF
 def test_a_micro_batch_that_was_given_is_not_changed(home: RunFolder, config: ResolvedConfig) -> None:
     driver = DriverDouble()
     result = train(home, config, driver=driver)
-    assert (result.outcome, result.steps, result.too_large, driver.too_large) == ("oom", 0, (), [])
+    assert (result.outcome, result.steps, result.failed_micro_batches, driver.failed_micro_batches) == (
+        "oom",
+        0,
+        (),
+        [],
+    )
 
 
 @pytest.mark.parametrize(("steps", "outcome", "small"), [(0, "oom", True), (1, "oom", True), (2, "oom", False)])
@@ -185,10 +190,10 @@ def test_energy_is_told_for_the_steps_after_the_first(
         for second in range(60):
             watched._energy.add(second, GpuReading(None, None, None, None, None, None, 500.0 * second))
             watched._energy.checkpoint()
-        on_gpu = make_result(device="NVIDIA H100", steps=9, first_step_seconds=5.0, seconds=20.0)
+        on_gpu = make_result(device="NVIDIA H100", steps=9, first_step_seconds=5.0, train_seconds=20.0)
         tokens = (9 - 2 - 1) * config.step_tokens
         assert energy(watched, trainer, on_gpu, start_step=2) == pytest.approx(500 * 20 / tokens * 1e6)
-        trainer.elapsed_before, resumed = 300.0, replace(on_gpu, seconds=320.0)
+        trainer.elapsed_before, resumed = 300.0, replace(on_gpu, train_seconds=320.0)
         assert energy(watched, trainer, resumed, start_step=2) == pytest.approx(500 * 20 / tokens * 1e6), (
             "of this part of a resumed run alone, as its tokens are"
         )
@@ -227,7 +232,7 @@ def test_energy_is_of_this_workers_share_of_the_tokens(
         for second in range(60):
             watched._energy.add(second, GpuReading(None, None, None, None, None, None, 500.0 * second))
             watched._energy.checkpoint()
-        on_gpu = make_result(device="NVIDIA H100", steps=9, first_step_seconds=5.0, seconds=20.0)
+        on_gpu = make_result(device="NVIDIA H100", steps=9, first_step_seconds=5.0, train_seconds=20.0)
         own_tokens = 8 * config.step_tokens / workers
         assert energy(watched, trainer, on_gpu, start_step=0) == pytest.approx(500 * 20 / own_tokens * 1e6)
 
@@ -237,8 +242,8 @@ def test_every_size_that_is_tried_has_the_limit(home: RunFolder, config: Resolve
     config = config.replace(global_batch=4, micro_batch=4, compile="off", loss="plain")
     driver = DriverDouble()
     result = train(home, config, driver=driver, memory_limit=10**6, retries_smaller_batch=True)
-    assert (result.outcome, result.too_large) == ("over_limit", (4, 2))
-    assert all("of 0.00 GB" in message.text for message in driver.too_large)
+    assert (result.outcome, result.failed_micro_batches) == ("over_limit", (4, 2))
+    assert all("of 0.00 GB" in message.text for message in driver.failed_micro_batches)
     assert "of 0.00 GB" in result.reason
 
 

@@ -155,7 +155,7 @@ def test_a_resumed_run_reads_its_checkpoint_once_to_check_it(
 def test_workers_all_start_again_with_the_smaller_size(home: RunFolder, config: ResolvedConfig) -> None:
     """Their start for that does not count as one after a crash."""
     with ExitStack() as stack:
-        earlier = EarlierWorkers((0, 0, 0), too_large=(8,))
+        earlier = EarlierWorkers((0, 0, 0), failed_micro_batches=(8,))
         assert lock_and_find_checkpoint(home, stack, job_of(home, config), earlier) == (None, None), (
             "one of the starts was for that"
         )

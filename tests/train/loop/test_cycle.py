@@ -50,14 +50,14 @@ def test_a_report_counts_what_it_names(cycle: RunningCycle) -> None:
     assert made.train_tokens == 15 * 40
     assert made.val_tokens == 240 + 11 * 10
     assert made.batches == 15 + 350 // 40, "validation batches count in batches of a step's size"
-    assert made.books == 600 * 6 / 2400
+    assert made.books_seen == 600 * 6 / 2400
     assert made.gradient_norm == pytest.approx(0.4)
     assert (made.learning_rate, made.elapsed) == (0.02, 77.0)
 
 
 def test_a_report_times_what_was_done_here(cycle: RunningCycle) -> None:
     made = report(cycle, CONFIG.batch, CONFIG.model.context_length, MANIFEST, val_tokens=240, elapsed=77.0)
-    assert made.seconds == 8.0
+    assert made.cycle_seconds == 8.0
     assert made.train_seconds == 5.0
     assert made.data_wait_seconds == 0.375
     assert made.optimizer_seconds == 0.25 + 0.5 + 0.5 + 0.25

@@ -39,7 +39,7 @@ def test_a_cpus_large_tensors_are_in_large_pages_unless_told_otherwise(entry: st
     )
     small, large = (
         int(subprocess.run([sys.executable, "-c", program.format(left_out)], capture_output=True, check=True).stdout)
-        for left_out in (("pages",), ())
+        for left_out in (("large-pages",), ())
     )
     assert small > 10 * 16_384
     assert large < small / 5
@@ -76,7 +76,7 @@ def test_torch_is_asked_for_the_kind_of_compilation(
     assert found == [{"dynamic": False} | asked]
 
 
-@pytest.mark.parametrize("ablate", [(), ("collect",)])
+@pytest.mark.parametrize("ablate", [(), ("gc-pause",)])
 def test_nothing_is_collected_in_a_step_and_all_again_behind_the_run(ablate: tuple[str, ...]) -> None:
     config = ResolvedConfig.of(ablate=ablate, device="cpu")  # type: ignore[arg-type]
     with suppress(KeyError), gc_disabled(config.execution):

@@ -84,16 +84,16 @@ def test_the_command_takes_a_smaller_micro_batch_than_it_has_chosen_and_keeps_it
     assert " = micro-batch 8 (auto) x accumulation 1 " in said
     (line,) = (line for line in said.splitlines() if "retrying with" in line)
     assert re.match(r"micro-batch 8 did .*\(the process used 1\.\d\d GB \(rss\) of 1\.10 GB\); retrying with 4$", line)
-    assert (kept["outcome"], kept["steps"], kept["too_large"]) == ("finished", 3, [8])
+    assert (kept["outcome"], kept["steps"], kept["failed_micro_batches"]) == ("finished", 3, [8])
     assert kept["memory"]["process"] < 1.1e9
     asked = json.loads(Path("runs/one/config.json").read_text())
     assert asked["micro_batch"] == asked["compile"] == "auto", "as it was asked for"
     (found,) = MlflowClient(store_uri()).search_runs(["1"])
-    assert (found.data.params["micro_batch"], found.data.tags["micro_batch.too_large"]) == ("8", "8")
+    assert (found.data.params["micro_batch"], found.data.tags["micro_batch.failed_micro_batches"]) == ("8", "8")
     assert command(run.main, "--resume", "one", "--steps", "5") == 0
     assert " = micro-batch 4 (auto) x accumulation 2 " in capfd.readouterr().out
     kept = json.loads(Path("runs/one/result.json").read_text())
-    assert (kept["steps"], kept["too_large"]) == (5, [])
+    assert (kept["steps"], kept["failed_micro_batches"]) == (5, [])
 
 
 def test_the_peak_is_this_process_own_and_not_that_of_the_one_that_started_it() -> None:

@@ -65,13 +65,17 @@ def test_where_memory_ran_out(config: ResolvedConfig, arrange: Callable[[Trainer
     result = trainer.run()
     assert result.outcome == "oom"
     assert result.shortage
-    assert (result.shortage.during, result.shortage.tried, result.shortage.room) == (during, VAST, 10**12)
+    assert (result.shortage.stage, result.shortage.requested_bytes, result.shortage.available_bytes) == (
+        during,
+        VAST,
+        10**12,
+    )
     assert f"you tried to allocate {VAST} bytes" in result.shortage.message
     for known in (during, "1,152,921,504.61 GB", f"{predict_peak(trainer.config).total / 1e9:.2f} GB", "1000.00 GB"):
         assert known in result.reason
     weights = 4 * config.model.parameters
-    assert result.shortage.held["weights"] == weights
-    state = result.shortage.held["optimizer"]
+    assert result.shortage.bytes_by_part["weights"] == weights
+    state = result.shortage.bytes_by_part["optimizer"]
     assert (
         state
         >= optimizer_bytes(
@@ -97,8 +101,8 @@ def test_a_model_that_does_not_fit_is_explained_before_the_first_step(config: Re
     assert (result.outcome, result.steps, result.reason) == ("oom", 0, str(failed.value))
     assert result.reason.startswith("out of memory in the building of the model: a tensor of 4,503,599.63 GB did not")
     assert result.shortage
-    assert (result.shortage.tried, result.shortage.room) == (2**52, 10**12)
-    assert set(result.shortage.held.values()) == {0}
+    assert (result.shortage.requested_bytes, result.shortage.available_bytes) == (2**52, 10**12)
+    assert set(result.shortage.bytes_by_part.values()) == {0}
 
 
 def test_what_was_built_before_memory_ran_out_is_counted(
@@ -117,7 +121,7 @@ def test_what_was_built_before_memory_ran_out_is_counted(
     result = failed.value.result
     assert result.checkpoint == saved
     assert result.shortage
-    assert result.shortage.held == {"weights": 4 * config.model.parameters, "gradients": 0, "optimizer": 0}
+    assert result.shortage.bytes_by_part == {"weights": 4 * config.model.parameters, "gradients": 0, "optimizer": 0}
 
 
 def test_one_of_several_workers_says_which_it_is(config: ResolvedConfig) -> None:
@@ -136,15 +140,19 @@ def test_the_loss_is_told_from_the_rest_of_the_forward_pass(
     monkeypatch.setattr(gpt2, "plain", fail)
     shortage = Trainer(config).run().shortage
     assert shortage
-    assert shortage.during == "the loss in the forward pass of step 1"
-    assert 0 < shortage.room < 10**15, "without a limit, all that the machine has"
+    assert shortage.stage == "the loss in the forward pass of step 1"
+    assert 0 < shortage.available_bytes < 10**15, "without a limit, all that the machine has"
 
 
 def test_a_run_over_its_limit_knows_what_it_held(config: ResolvedConfig) -> None:
     shortage = Trainer(config, limit=MemoryLimit.apply(10**6, "cpu")).run().shortage
     assert shortage
-    assert (shortage.during, shortage.tried, shortage.room) == ("the check after step 1", None, 10**6)
-    assert set(shortage.held) == {"weights", "optimizer"}
+    assert (shortage.stage, shortage.requested_bytes, shortage.available_bytes) == (
+        "the check after step 1",
+        None,
+        10**6,
+    )
+    assert set(shortage.bytes_by_part) == {"weights", "optimizer"}
     assert Trainer(config.replace(steps=1)).run().shortage is None
 
 
@@ -191,6 +199,6 @@ def test_a_gpu_that_is_full(config: ResolvedConfig) -> None:
     result = Trainer(config.replace(device="cuda", model=wide, micro_batch=4096, global_batch=4096)).run()
     assert result.outcome == "oom"
     assert result.shortage
-    assert result.shortage.tried
-    assert result.shortage.tried > 2**30
-    assert result.shortage.during == "the loss in the forward pass of step 1"
+    assert result.shortage.requested_bytes
+    assert result.shortage.requested_bytes > 2**30
+    assert result.shortage.stage == "the loss in the forward pass of step 1"

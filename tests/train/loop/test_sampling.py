@@ -78,7 +78,7 @@ def test_a_run_that_cannot_write_has_no_sample(
     assert closing_sample(foreign, foreign.run()) is None
     sharded = Trainer(config)
     result = sharded.run()
-    sharded.config = config.replace(workers=2, micro_batch=1, shard=True)
+    sharded.config = config.replace(workers=2, micro_batch=1, fsdp=True)
     assert closing_sample(sharded, result) is None
 
 

@@ -96,7 +96,7 @@ def test_measuring_stops_only_when_the_speed_is_known() -> None:
 
 def test_a_run_ends_once_its_speed_is_known(small_shards: Path, small_model: ModelConfig) -> None:
     config = ResolvedConfig.of(
-        data=str(small_shards), model=small_model, micro_batch=4, global_batch=4, steps=2000, within=0.9,
+        data=str(small_shards), model=small_model, micro_batch=4, global_batch=4, steps=2000, speed_tolerance=0.9,
         cycle=Cycle(20, 0), device="cpu",
     )  # fmt: skip
     result = Trainer(config).run()
@@ -104,4 +104,4 @@ def test_a_run_ends_once_its_speed_is_known(small_shards: Path, small_model: Mod
     assert result.steps < 2000
     assert "known to 90" in result.reason
     with pytest.raises(UserError, match="between 0 and 1"):
-        config.replace(within=5.0)
+        config.replace(speed_tolerance=5.0)

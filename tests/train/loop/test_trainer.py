@@ -159,7 +159,9 @@ def test_without_an_end_an_epoch_is_trained(config: ResolvedConfig) -> None:
     windows = trainer.data.epoch_windows
     assert windows
     assert result.steps * 128 <= windows < (result.steps + 1) * 128
-    assert result.books == pytest.approx(11, abs=1.1), "all of the training books, but for a rest of less than a step"
+    assert result.books_seen == pytest.approx(11, abs=1.1), (
+        "all of the training books, but for a rest of less than a step"
+    )
 
 
 def test_the_rate_of_each_step_is_the_schedules(config: ResolvedConfig) -> None:
@@ -192,8 +194,8 @@ def test_a_resumed_run_knows_what_a_spike_is(config: ResolvedConfig, tmp_path: P
     assert first.checkpoint
     progress = Path(first.checkpoint) / "progress.json"
     kept = json.loads(progress.read_text())
-    assert kept["reference"] == first.train_loss
-    progress.write_text(json.dumps(kept | {"reference": 1.0}))
+    assert kept["reference_loss"] == first.train_loss
+    progress.write_text(json.dumps(kept | {"reference_loss": 1.0}))
     again = Trainer(config, resume=Path(first.checkpoint)).run()
     assert again.outcome == "diverged"
     assert "1.000" in again.reason
@@ -240,7 +242,7 @@ def test_a_time_budget_ends_the_run(config: ResolvedConfig) -> None:
     result, _ = train(config.replace(steps=None, time_budget=0.5))
     assert result.outcome == "finished"
     assert "time budget" in result.reason
-    assert 0.4 < result.seconds < 5
+    assert 0.4 < result.train_seconds < 5
 
 
 def test_a_resumed_run_has_what_is_left_of_its_time(config: ResolvedConfig, tmp_path: Path) -> None:
@@ -248,12 +250,12 @@ def test_a_resumed_run_has_what_is_left_of_its_time(config: ResolvedConfig, tmp_
     first, _ = train(timed, checkpoints=tmp_path, should_stop=stop_at(3))
     assert first.checkpoint
     progress = Path(first.checkpoint) / "progress.json"
-    progress.write_text(json.dumps(json.loads(progress.read_text()) | {"elapsed": 3599.99}))
+    progress.write_text(json.dumps(json.loads(progress.read_text()) | {"train_seconds": 3599.99}))
     reports: list[CycleReport] = []
     result = Trainer(timed, resume=Path(first.checkpoint), on_cycle=reports.append, should_stop=stop_at(1000)).run()
     assert (result.outcome, result.reason) == ("finished", "the time budget is used up")
-    assert 3600 <= result.seconds < 3660
-    assert reports[-1].elapsed == result.seconds
+    assert 3600 <= result.train_seconds < 3660
+    assert reports[-1].elapsed == result.train_seconds
     assert reports[-1].learning_rate == pytest.approx(0.1 * config.optimization.learning_rate, rel=1e-3), (
         "the schedule's end"
     )
@@ -402,7 +404,7 @@ def test_a_resumed_run_has_its_data_go_to_where_its_checkpoint_was(config: Resol
     progress.write_text(json.dumps(json.loads(progress.read_text()) | {"data_state": {"book": 7}}))
     data = Watched(config.dataset, config.model, config.duration.cycle)
     trainer = Trainer(config, data=data, resume=Path(first.checkpoint))
-    assert (data.went, trainer.state.position) == ({"book": 7}, 3 * 8)
+    assert (data.went, trainer.state.windows_consumed) == ({"book": 7}, 3 * 8)
 
 
 def test_a_step_that_spikes_is_in_no_checkpoint(config: ResolvedConfig, tmp_path: Path) -> None:
@@ -410,7 +412,7 @@ def test_a_step_that_spikes_is_in_no_checkpoint(config: ResolvedConfig, tmp_path
     first, _ = train(config, checkpoints=tmp_path, should_stop=stop_at(25))
     assert first.checkpoint
     progress = Path(first.checkpoint) / "progress.json"
-    progress.write_text(json.dumps(json.loads(progress.read_text()) | {"reference": 1.0}))
+    progress.write_text(json.dumps(json.loads(progress.read_text()) | {"reference_loss": 1.0}))
     again = config.replace(checkpoint_every=1, keep_checkpoints=9)
     result = Trainer(again, checkpoints=tmp_path, resume=Path(first.checkpoint)).run()
     assert (result.outcome, result.checkpoint) == ("diverged", first.checkpoint)

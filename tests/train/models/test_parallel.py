@@ -104,11 +104,11 @@ def same(found: list[Any], expected: list[Any]) -> None:
         assert val == pytest.approx(wanted_val, rel=1e-4)
 
 
-@pytest.mark.parametrize("shard", [False, True])
-def test_two_workers_compute_what_one_does(config: ResolvedConfig, train_together: Together, shard: bool) -> None:
+@pytest.mark.parametrize("fsdp", [False, True])
+def test_two_workers_compute_what_one_does(config: ResolvedConfig, train_together: Together, fsdp: bool) -> None:
     """Validation too: of 125 windows the last five do not fill the batches of both, and the very last that of one."""
     config = config.replace(cycle=Cycle(7, 20))
-    outcome, steps, _, losses = train_together(config.replace(workers=2, shard=shard, loss_chunks=2))
+    outcome, steps, _, losses = train_together(config.replace(workers=2, fsdp=fsdp, loss_chunks=2))
     assert (outcome, steps) == ("finished", 14)
     same(losses, train_alone(config))
 
@@ -125,7 +125,7 @@ def test_dropout_continues_on_every_worker(config: ResolvedConfig, train_togethe
 def test_sharded_and_alone_continue_each_other(
     config: ResolvedConfig, train_together: Together, tmp_path: Path
 ) -> None:
-    together = config.replace(workers=2, shard=True)
+    together = config.replace(workers=2, fsdp=True)
     outcome, steps, saved, before = train_together(together, checkpoints=str(tmp_path), stop=7)
     assert (outcome, steps) == ("interrupted", 7)
     assert saved

@@ -66,7 +66,7 @@ def test_what_the_optimizer_held_already_is_not_needed_once_more(config: Resolve
     full = {"weights": 498_000_000, "gradients": 0, "optimizer": predict_peak(config).optimizer}
     result = failed(make_result, 34 * GB)
     assert result.shortage
-    found = diagnose_oom(config, replace(result, shortage=replace(result.shortage, held=full)), HOME, None)
+    found = diagnose_oom(config, replace(result, shortage=replace(result.shortage, bytes_by_part=full)), HOME, None)
     assert found
     assert dict(found.rows)["prediction"].startswith("underestimated by 3.08 GB")
 

@@ -66,7 +66,7 @@ def test_the_result_as_rows(config: ResolvedConfig, make_result: Make) -> None:
     rows = dict(report.detail_rows(config, replace(on_gpu, joules_per_million_tokens=1754.0)))
     assert rows["energy"].startswith("1.75 kJ")
     assert dict(report.run_report(config, on_gpu, HOME).summary)["Tokens/s"].startswith("not measured")
-    measured = replace(on_gpu, throughput=Throughput(1.0, 1.0, 1.0, 3, 1), matmul_utilisation=0.625)
+    measured = replace(on_gpu, throughput=Throughput(1.0, 1.0, 1.0, 3, 1), matmul_utilization=0.625)
     assert "50.0%" in dict(report.run_report(config, measured, HOME).summary)["Tokens/s"]
     rows = dict(report.detail_rows(config, replace(measured, hfu=0.75, paused_seconds=60.0)))
     assert all(number in rows["utilization"] for number in ("0.002", "62.5%", "HFU 75.0%"))
@@ -93,7 +93,7 @@ def test_what_is_about_to_be_trained(
     config: ResolvedConfig, small_shards: Path, capfd: pytest.CaptureFixture[str]
 ) -> None:
     manifest = read_manifest(small_shards)
-    config, cut_off = config.replace(data=str(small_shards)), replace(A100, uncompilable="there is no C compiler")
+    config, cut_off = config.replace(data=str(small_shards)), replace(A100, compile_blocker="there is no C compiler")
     config = replace(config, requested=TrainConfig.of(attention="sdpa"))
     report.print_header(config, manifest, LocalDir("runs/a name"), cut_off)
     printed = " ".join(capfd.readouterr().out.split())

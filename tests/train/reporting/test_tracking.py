@@ -38,8 +38,9 @@ from train.run_files.run_folder import RunFolder
 HOME = RunFolder(Path("runs/one"))
 
 CYCLE = CycleReport(
-    step=3, batches=4, train_loss=4.0, val_loss=3.5, train_tokens=384, val_tokens=128, books=0.5, seconds=4.0,
-    train_seconds=3.0, data_wait_seconds=0.25, optimizer_seconds=0.5, elapsed=9.0, cycle_tokens=384, epoch_seconds=1.0,
+    step=3, batches=4, train_loss=4.0, val_loss=3.5, train_tokens=384, val_tokens=128, books_seen=0.5,
+    cycle_seconds=4.0, train_seconds=3.0, data_wait_seconds=0.25, optimizer_seconds=0.5, elapsed=9.0,
+    cycle_tokens=384, epoch_seconds=1.0,
     learning_rate=1e-3, gradient_norm=2.0, step_losses=[5.0, 4.0, 3.0],
 )  # fmt: skip
 
@@ -60,7 +61,7 @@ def result(make_result: Callable[..., RunResult]) -> RunResult:
     """With every number that a result can have."""
     return make_result(
         device="NVIDIA H100", memory=Memory(10**9, 2 * 10**9, 4 * 10**9, "nvml", 1), mfu=0.4, hfu=0.5,
-        predicted_memory=5 * 10**9, matmul_utilisation=0.6, val_bits_per_character=1.25,
+        predicted_memory=5 * 10**9, matmul_utilization=0.6, val_bits_per_character=1.25,
         joules_per_million_tokens=1754.0,
     )  # fmt: skip
 
@@ -213,7 +214,7 @@ def test_a_search_links_to_the_run_that_trained_with_its_winner(place: StorageDi
     search, run = create_run("tune", "search"), create_run("train", "best")
     with Tracker(search) as tracker:
         tracker.set_description("**What:** the fastest way\n\n| a table |")
-    place.write_json("search.json", {"parent": search.to_json_for(place.address)})
+    place.write_json("search.json", {"mlflow_run": search.to_json_for(place.address)})
     with Tracker(run) as tracker:
         tracking.link_search(tracker, "best", str(place / "best.json"))
         tracking.link_search(tracker, "best", str(tmp_path / "config.json"))  # which no search has left
@@ -242,7 +243,7 @@ def test_what_the_store_lacks_of_a_run_is_sent_by_the_next_command(
         tracking.log_cycle(tracker, to_json(CYCLE))
     client = MlflowClient(keys[0].store)
     for key, status in zip(keys, ("RUNNING", "KILLED", "KILLED", "RUNNING"), strict=True):
-        client.set_tag(key.run_id, "complete", "false")
+        client.set_tag(key.run_id, "fully_logged", "false")
         client.update_run(key.run_id, status)
     for home, steps in ((homes[0], 6), (homes[3], 3)):
         started(home, config, config)
@@ -302,7 +303,7 @@ def test_the_losses_of_a_long_run_are_thinned_the_same_however_it_was_reported()
 def test_a_result_in_mlflow(config: ResolvedConfig, make_result: Callable[..., RunResult]) -> None:
     memory = Memory(2 * GB, 3 * GB, 4 * GB, "nvml", allocator_retries=5)
     result = make_result(
-        memory=memory, mfu=0.4, matmul_utilisation=0.5, flops_per_token=cast(ModelConfig, config.model).palm_flops,
+        memory=memory, mfu=0.4, matmul_utilization=0.5, flops_per_token=cast(ModelConfig, config.model).palm_flops,
         predicted_memory=5 * GB,
     )  # fmt: skip
     metrics = run_report(config, result, HOME.location).metrics()
@@ -327,8 +328,8 @@ def test_a_result_in_mlflow(config: ResolvedConfig, make_result: Callable[..., R
 
 
 NO_METRIC = {
-    "steps", "warmup_steps", "impossible", "train_loss", "train_tokens", "val_tokens", "books", "seconds",
-    "paused_seconds", "flops_per_token", "first_loss", "unigram_loss",
+    "steps", "warmup_steps", "implausible_reason", "train_loss", "train_tokens", "val_tokens", "books_seen",
+    "train_seconds", "paused_seconds", "flops_per_token", "first_loss", "unigram_loss",
 }  # fmt: skip
 """Numbers of a result that its cycles have as well, that another function records, or that are in result.json alone."""
 
@@ -349,7 +350,7 @@ def test_every_number_of_a_result_is_a_metric_of_its_run_in_the_unit_of_its_name
     everything = vars(result) | vars(speed)
     assert found == {f"result/{name}": everything[name] for name in same} | {
         "result/tokens_per_second_low": speed.low, "result/tokens_per_second_high": speed.high,
-        "result/matmul_utilization": result.matmul_utilisation,
+        "result/matmul_utilization": result.matmul_utilization,
         "result/tflops_per_second": result.flops_per_second / 1e12,
         "result/kilojoules_per_million_tokens": result.joules_per_million_tokens / 1e3,
         "memory/process_gb": memory.process / 1e9, "memory/allocated_gb": memory.allocated / 1e9,

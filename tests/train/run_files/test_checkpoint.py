@@ -98,7 +98,7 @@ def test_nan_stops_the_run_and_keeps_the_last_good_checkpoint(
 def test_a_spike_is_trouble() -> None:
     assert divergence_reason([3.0, 3.5, 5.9], 3.0, 3.0, 100) is None
     said = divergence_reason([3.0, 6.1], 3.0, 3.0, 100) or ""
-    assert all(number in said for number in ("3.000", "6.100", "step 102", "--spike 3"))
+    assert all(number in said for number in ("3.000", "6.100", "step 102", "--max-loss-spike 3"))
     assert divergence_reason([9.0], 3.0, 0, 100) is None
     assert divergence_reason([9.0], None, 3.0, 100) is None
     assert "inf at step 102" in (divergence_reason([3.0, math.inf], None, 0, 100) or ""), (

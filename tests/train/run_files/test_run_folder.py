@@ -23,9 +23,9 @@ from train.run_files.run_folder import RunFolder, new_directory, new_run, resume
 def report(step: int, loss: float = 3.0) -> CycleReport:
     """A cycle of ten steps that ended at ``step``."""
     return CycleReport(
-        step=step, batches=step, train_loss=loss, val_loss=None, train_tokens=step, val_tokens=0, books=1.0,
-        seconds=1.0, train_seconds=1.0, data_wait_seconds=0.0, optimizer_seconds=0.1, elapsed=1.0, cycle_tokens=10,
-        epoch_seconds=1.0, learning_rate=1e-3, gradient_norm=1.0, step_losses=[loss] * 10,
+        step=step, batches=step, train_loss=loss, val_loss=None, train_tokens=step, val_tokens=0, books_seen=1.0,
+        cycle_seconds=1.0, train_seconds=1.0, data_wait_seconds=0.0, optimizer_seconds=0.1, elapsed=1.0,
+        cycle_tokens=10, epoch_seconds=1.0, learning_rate=1e-3, gradient_norm=1.0, step_losses=[loss] * 10,
     )  # fmt: skip
 
 
@@ -66,7 +66,7 @@ def test_the_key_of_a_run_is_found_again(home: RunFolder) -> None:
     assert home.run_ref() is None
     key = RunRef("http://127.0.0.1:5000", "1", "abc")
     home.save_run_ref(key)
-    assert home.run_ref() == replace(key, home=str(home.path))
+    assert home.run_ref() == replace(key, run_dir=str(home.path))
 
 
 def test_a_cycle_is_on_the_disk_when_it_is_told(home: RunFolder, monkeypatch: pytest.MonkeyPatch) -> None:

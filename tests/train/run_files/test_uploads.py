@@ -156,7 +156,7 @@ def test_mlflow_has_the_whole_curve_of_a_run_whose_machine_was_lost(
     place.remove([LEASE])  # else it would be waited for until it is stale
 
     progress = read_progress(find_run(place.address, "runs")[1])
-    known, end = progress.reported, progress.step + 30
+    known, end = progress.last_reported_step, progress.step + 30
     resumed = [sys.executable, "-m", "train.run", "--resume", place.address, "--steps", str(end)]
     printed = subprocess.run(resumed, cwd=there, capture_output=True, text=True, timeout=240, check=True).stdout
     assert printed.count("tok/sec") == -((known - end) // 10), "of the cycles, those that are new"
@@ -302,7 +302,7 @@ def test_a_copy_is_as_far_as_its_checkpoint(config: ResolvedConfig, bucket: str,
     Trainer(config.replace(steps=12), checkpoints=checkpoints, upload_dir=place).run()
     place.write_json("config.json", config.to_json())
     run, progress = find_run(place.address, "runs")
-    assert read_progress(progress).reported == 12
+    assert read_progress(progress).last_reported_step == 12
     assert run.cycles.read_text() == "".join(lines[:2])
 
 

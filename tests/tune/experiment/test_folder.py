@@ -13,7 +13,7 @@ from infra.tracking.run_ref import RunRef
 from tune.config import LadderConfig, SearchConfig
 from tune.experiment.folder import TRIALS, open_workspace, read_config, resumed_parent, write_record
 
-IDENTITY = {"confirm": 3, "memory_limit": 10**9, "knobs": "compile"}
+IDENTITY = {"confirm_rounds": 3, "memory_limit": 10**9, "knobs": "compile"}
 
 
 def test_another_search_is_refused_by_what_differs(tmp_path: Path) -> None:
@@ -21,9 +21,9 @@ def test_another_search_is_refused_by_what_differs(tmp_path: Path) -> None:
     key = RunRef("sqlite:///none.db", "1", "a")
     write_record(Workspace.of(place), SearchConfig(name="one"), IDENTITY, key)
     for now, said in (
-        (IDENTITY | {"confirm": 2}, "confirm: 3 → 2"),
+        (IDENTITY | {"confirm_rounds": 2}, "confirm_rounds: 3 → 2"),
         (IDENTITY | {"searcher": "grid"}, "searcher: None → 'grid'"),
-        ({"confirm": 3, "knobs": "compile"}, "memory_limit: 1000000000 → None"),
+        ({"confirm_rounds": 3, "knobs": "compile"}, "memory_limit: 1000000000 → None"),
     ):
         with pytest.raises(UserError, match=said):
             resumed_parent(place, "search", now)

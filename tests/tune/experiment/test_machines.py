@@ -33,8 +33,8 @@ def search(kind: str) -> SearchConfig:
 def machines(config: SearchConfig, state: GpuState | None) -> tuple[device.Machine, ...]:
     """The machines for the trials of ``config`` where NVML reports ``state``."""
     return device.trial_machines(
-        config.training.dataset, config.training.execution, "", cluster=config.cluster, parallel=config.parallel,
-        read_gpu=lambda: state,
+        config.training.dataset, config.training.execution, "", cluster=config.cluster,
+        parallel=config.max_concurrent_trials, read_gpu=lambda: state,
     )  # fmt: skip
 
 
@@ -83,8 +83,8 @@ def test_what_trials_run_on() -> None:
     assert kind(search("auto"), None) == "cpu"
     with pytest.raises(UserError, match=r"--device cuda.* --device cpu"):
         machines(search("cuda"), None)
-    with pytest.raises(UserError, match="--parallel 2"):
-        machines(replace(search("cpu"), parallel=2), None)
+    with pytest.raises(UserError, match="--max-concurrent-trials 2"):
+        machines(replace(search("cpu"), max_concurrent_trials=2), None)
 
 
 def test_a_cluster_without_a_core_is_refused() -> None:

@@ -33,7 +33,13 @@ def search(small_shards: Path, small_model: ModelConfig, tmp_path: Path) -> Sear
     """A grid of two sizes."""
     training = TrainConfig.of(data=str(small_shards), model=small_model, global_batch=2, micro_batch=1, device="cpu")
     config = SearchConfig(
-        training=training, searcher="grid", confirm=0, trial_steps=8, compile_time=1.0, out=str(tmp_path), name="one"
+        training=training,
+        searcher="grid",
+        confirm_rounds=0,
+        trial_steps=8,
+        compile_time=1.0,
+        out=str(tmp_path),
+        name="one",
     )
     made = make_search(config)
     made.trials.mkdir(parents=True)
@@ -48,7 +54,7 @@ def proposals(search: Search, nodes: Mapping[str, str] | None = None) -> tuple[E
     begun: list[TrialRequest] = []
     there = {HERE: "its id"} if nodes is None else nodes
     machines = tuple(replace(search.machines[0], name=name) for name in there)
-    on = replace(search, machines=machines, config=replace(search.config, parallel=len(there)))
+    on = replace(search, machines=machines, config=replace(search.config, max_concurrent_trials=len(there)))
     return ExperimentSearcher(on, [], lambda: there, begun.append, lambda row: None, lambda node: 3), begun
 
 

@@ -124,7 +124,7 @@ def test_the_best_so_far_never_falls(search: tuple[list[TrialRow], MemorySearche
 
 
 @pytest.mark.parametrize(
-    ("stage", "outcome"), [("confirm", "ok"), ("probe", "over_limit"), ("refine", "thrash"), ("probe", "stopped")]
+    ("stage", "outcome"), [("confirm", "ok"), ("probe", "over_limit"), ("refine", "thrash"), ("probe", "pruned")]
 )
 def test_neither_a_confirmation_nor_a_trial_that_cannot_win_counts_as_progress(
     search: tuple[list[TrialRow], MemorySearcher], stage: Stage, outcome: TrialOutcome

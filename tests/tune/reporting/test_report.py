@@ -173,7 +173,7 @@ def test_the_best_so_far_is_of_complete_rounds() -> None:
     left = len(SPACE.candidates()) - len(rows)
     told = format_progress(SEARCH, rows)
     assert all(known in told for known in ("8 x 2, 150 tokens/s", "20s", format_duration(10.0 * left)))
-    two_at_a_time = replace(SEARCH, config=replace(SEARCH.config, parallel=2))
+    two_at_a_time = replace(SEARCH, config=replace(SEARCH.config, max_concurrent_trials=2))
     assert format_duration(5.0 * left) in format_progress(two_at_a_time, rows)
     rows += [row(4, speed=200.0, stage="confirm", round=1)]
     assert "8 x 2, 150 tokens/s" in format_progress(SEARCH, rows)
@@ -206,7 +206,7 @@ def test_a_search_of_two_axes_shows_each_global_batch_and_the_best_of_each_accum
     assert ACCUMULATION_NOTE not in search_report(SEARCH, [row(4, speed=100.0)]).sections
     best = best_json(free, rows)
     assert best
-    assert (best["study"], best["config"]["micro_batch"], best["config"]["global_batch"]) == (
+    assert (best["space"], best["config"]["micro_batch"], best["config"]["global_batch"]) == (
         "free global batch",
         8,
         16,

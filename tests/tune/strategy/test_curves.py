@@ -67,7 +67,7 @@ def test_a_run_shifts_the_prediction_and_a_second_one_tilts_it() -> None:
 
 
 def test_a_run_that_stopped_because_it_cannot_win_shifts_the_prediction_of_other_knobs() -> None:
-    known = curves(row(8, memory=10e9, outcome="stopped"))
+    known = curves(row(8, memory=10e9, outcome="pruned"))
     assert known.memory(Candidate(16, OTHER)) == pytest.approx(18e9)
 
 
@@ -115,11 +115,11 @@ def test_accumulations_share_the_curves_of_memory_and_speed() -> None:
 
 
 def test_a_stopped_trial_counts_as_measured_and_one_that_did_not_fit_does_not() -> None:
-    rows = [row(16, outcome="stopped"), row(8), row(32, outcome="thrash"), row(2, outcome="failed")]
+    rows = [row(16, outcome="pruned"), row(8), row(32, outcome="thrash"), row(2, outcome="failed")]
     assert curves(*rows).measured(OWN) == [rows[1], rows[0]]
 
 
 def test_what_ran_is_feasible_whatever_the_prediction_says() -> None:
     known = curves(row(8, memory=99e9), row(4, memory=50e9))
     assert known.feasible_sizes(OWN) == [1, 2, 4, 8]
-    assert known.feasible_sizes(OWN) == curves(*(replace(r, outcome="stopped") for r in known.rows)).feasible_sizes(OWN)
+    assert known.feasible_sizes(OWN) == curves(*(replace(r, outcome="pruned") for r in known.rows)).feasible_sizes(OWN)

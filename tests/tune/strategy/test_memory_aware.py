@@ -134,7 +134,7 @@ def test_the_bar_is_the_best_lower_end_of_an_interval() -> None:
     rows = [
         finished(8, "ok", tokens_per_second=100.0, low=99.0, high=101.0),
         finished(64, "ok", tokens_per_second=102.0, low=90.0, high=115.0),
-        finished(32, "stopped", tokens_per_second=101.0, low=100.0, high=102.0),
+        finished(32, "pruned", tokens_per_second=101.0, low=100.0, high=102.0),
     ]
     assert [
         proposal and proposal.speed_threshold for proposal in (plain().propose(rows[:1]), plain().propose(rows))

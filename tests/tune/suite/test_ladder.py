@@ -40,7 +40,7 @@ pytestmark = pytest.mark.usefixtures("working_folder", "in_this_process")
         (["--compare", "nothing"], "no finished ladder"), (["--compare", "study", "--suite", "aa"], "a100, loop"),
         (["--suite", "precision"], "Set --steps"), (["--seeds", "2", "--steps", "8", "--cycle", "8+0"], "--cycle"),
         (["--rungs", "streaming"], "--stream"), (["--stream", "no-books"], "no-books"), (["--seeds", "0"], "--seeds 0"),
-        (["--best", "nothing.json"], "--best nothing.json"),
+        (["--search-result", "nothing.json"], "--search-result nothing.json"),
     ],
 )  # fmt: skip
 def test_a_mistake_is_one_sentence(
@@ -90,7 +90,7 @@ def test_a_suite_runs_in_its_short_form(
         write_json(Path("runs/doctor.json"), doctor)  # as the doctor saves it
     assert command(ladder.main, *flags, "--rungs", *rungs, "--steps", "8", "--cycle", "8+1") == 0
     printed = capfd.readouterr().out
-    standing = json.loads((tmp_path / "runs" / suite / "standings.json").read_text())
+    standing = json.loads((tmp_path / "runs" / suite / "rungs.json").read_text())
     base, *rows = standing["rows"]
     assert len(standing["controls"]) == 1 + sum(row["speed"] is not None for row in rows)
     assert "…" not in printed, "a number that is cut off says nothing"
@@ -148,9 +148,19 @@ def test_each_rung_gets_the_batch_that_fits_and_the_last_what_a_search_found(
     Path("best.json").write_text(json.dumps({"config": config.replace(micro_batch=2, global_batch=6).to_json()}))
     limit = -(-predict_peak(resolve(config, cpu_info())).total // 10**6)
     flags = ["--suite", "memory", "--rungs", "checkpointing", "--data", str(small_shards), "--model", text]
-    flags += ["--fit", "--memory-limit", f"{limit}MB", "--best", "best.json", "--device", "cpu", "--name", "fitted"]
+    flags += [
+        "--fit-batch",
+        "--memory-limit",
+        f"{limit}MB",
+        "--search-result",
+        "best.json",
+        "--device",
+        "cpu",
+        "--name",
+        "fitted",
+    ]
     assert command(ladder.main, *flags, "--steps", "8", "--cycle", "8+1") == 0
-    base, *rows = json.loads(Path("runs/fitted/standings.json").read_text())["rows"]
+    base, *rows = json.loads(Path("runs/fitted/rungs.json").read_text())["rows"]
     assert [row["name"] for row in rows] == ["checkpointing, same batch", "checkpointing", "searched batch"]
     assert rows[0]["batch"] == base["batch"]
     assert not rows[0]["changes_numerics"]
@@ -178,12 +188,12 @@ def test_a_rung_over_the_limit_has_failed(
     flags += ["--model", small_model.text, "--steps", "8", "--cycle", "8+0", "--memory-limit", "4GB"]
     assert command(ladder.main, *flags, "--rungs", "checkpointing", "fp16", "chunked loss", "--name", "first") == 0
     assert "checkpointing: skipped; over_limit: the process used" in capfd.readouterr().out
-    _, row, _, other = json.loads(Path("runs/first/standings.json").read_text())["rows"]
+    _, row, _, other = json.loads(Path("runs/first/rungs.json").read_text())["rows"]
     assert row["speed"] is None
     assert row["reason"].startswith("over_limit: the process used")
     assert other["speed"]
     limits(monkeypatch, 1e6)
-    assert re.search("The baseline .*over_limit: .*--fit", refused(ladder.main, *flags, "--name", "second"))
+    assert re.search("The baseline .*over_limit: .*--fit-batch", refused(ladder.main, *flags, "--name", "second"))
 
 
 def test_a_rung_streams_books_against_shards(
@@ -203,7 +213,7 @@ def test_a_rung_streams_books_against_shards(
     assert command(ladder.main, *flags) == 0
     printed = capfd.readouterr().out
     assert "streaming*" in printed, "it sees other windows"
-    base, thread, streaming = json.loads(Path("runs/streamed/standings.json").read_text())["rows"]
+    base, thread, streaming = json.loads(Path("runs/streamed/rungs.json").read_text())["rows"]
     assert (thread["name"], streaming["name"]) == ("1 thread", "streaming")
     assert streaming["speed"] > 0
     kept = json.loads(Path("runs/streamed/ladder.json").read_text())["config"]
@@ -212,7 +222,7 @@ def test_a_rung_streams_books_against_shards(
 
 
 def test_only_a_fitted_ladder_has_a_memory_limit_by_default() -> None:
-    assert LadderConfig(fit=True).with_ends().memory_limit == 40 * 10**9
+    assert LadderConfig(fit_batch=True).with_ends().memory_limit == 40 * 10**9
     assert LadderConfig().with_ends().memory_limit is None
 
 
@@ -231,7 +241,7 @@ def test_a_ladder_of_ones_own_that_was_killed_leaves_no_run_behind_that_seems_to
     client = MlflowClient(store_uri())
     (rung,) = client.search_runs(["1"], "tags.stage = 'rung'")
     client.update_run(rung.info.run_id, status="RUNNING")
-    client.set_tag(rung.info.run_id, "complete", "false")
+    client.set_tag(rung.info.run_id, "fully_logged", "false")
     (row,) = Path("runs/[my] own/trials").glob("01-fast-rate-*.json")
     row.unlink()
     assert command(ladder.main, "--resume", "[my] own") == 0
@@ -268,11 +278,13 @@ def test_an_interrupted_ladder_says_how_to_continue_it(
 def test_time_ends_a_rung_early_once_its_speed_is_known(
     command: Callable[..., int], small_shards: Path, small_model: ModelConfig
 ) -> None:
-    assert LadderConfig().with_ends().within == 0.005
-    assert LadderConfig(time_budget=20.0, within=0).with_ends().within == 0
-    assert LadderConfig(steps=100).with_ends().within is None, "the rungs' losses are compared at the same step"
+    assert LadderConfig().with_ends().speed_tolerance == 0.005
+    assert LadderConfig(time_budget=20.0, speed_tolerance=0).with_ends().speed_tolerance == 0
+    assert LadderConfig(steps=100).with_ends().speed_tolerance is None, (
+        "the rungs' losses are compared at the same step"
+    )
     flags = ["--suite", "memory", "--rungs", "checkpointing", "--data", str(small_shards), "--device", "cpu"]
-    flags += ["--model", small_model.text, "--time-budget", "200s", "--within", "0.9", "--cycle", "20+1"]
+    flags += ["--model", small_model.text, "--time-budget", "200s", "--speed-tolerance", "0.9", "--cycle", "20+1"]
     assert command(ladder.main, *flags, "--name", "early") == 0
     ends = [len(json.loads(path.read_text())["step_seconds"]) for path in Path("runs/early/trials").glob("*.json")]
     assert len(ends) == 3, "the baseline, the rung and the control again"
@@ -287,7 +299,7 @@ def test_a_ladder_whose_baseline_is_refused_leaves_its_name_for_the_corrected_on
     flags = ["--suite", "memory", "--rungs", "checkpointing", "--data", "tokens", "--device", "cpu"]
     flags += ["--model", small_model.text, "--steps", "8", "--cycle", "8+0"]
     assert "not even one sequence fits" in refused(
-        ladder.main, *flags, "--name", "first", "--fit", "--memory-limit", "1MB"
+        ladder.main, *flags, "--name", "first", "--fit-batch", "--memory-limit", "1MB"
     )
     shard.rename("taken away")
     assert "000000-000.arrow" in refused(ladder.main, *flags, "--name", "first")
@@ -315,27 +327,25 @@ def test_a_ladder_in_object_storage_is_continued_from_what_was_sent(
     (folder,) = tmp_path.glob("throughline-*")
     shutil.rmtree(folder)
     place = StorageDir.of(out) / "one"
-    place.remove(["standings.json"])
+    place.remove(["rungs.json"])
     capfd.readouterr()
     assert command(ladder.main, "--resume", "one", "--out", out) == 0
     assert "3 finished trials" in capfd.readouterr().out
-    assert {"best.json", "ladder.json", "loss.png", "speed.png", "standings.json", "summary.md"} <= set(
-        place.list_files()
-    )
+    assert {"best.json", "ladder.json", "loss.png", "speed.png", "rungs.json", "summary.md"} <= set(place.list_files())
 
 
 def test_a_damaged_ladder_to_compare_with_is_named(refused: Callable[..., str]) -> None:
     Path("runs/one").mkdir(parents=True)
     for text in ("{", "{}", json.dumps({"device": "cpu", "rows": [{"name": "baseline", "speed": "fast"}]})):
-        Path("runs/one/standings.json").write_text(text)
-        assert "standings.json is corrupt" in refused(ladder.main, "--compare", "one")
+        Path("runs/one/rungs.json").write_text(text)
+        assert "rungs.json is corrupt" in refused(ladder.main, "--compare", "one")
 
 
 def test_two_ladders_are_compared_wherever_they_are(tmp_path: Path) -> None:
     found = b'{"device": "cpu", "commit": "", "rows": [{"name": "baseline", "speed": 5}]}'
     for folder, content in (("one", found), ("others/one", found.replace(b"5", b"6"))):
         (tmp_path / folder).mkdir(parents=True)
-        (tmp_path / folder / "standings.json").write_bytes(content)
+        (tmp_path / folder / "rungs.json").write_bytes(content)
     others = f"{tmp_path}/others"
     for text, out, speed in (("one", str(tmp_path), 5.0), (f"{tmp_path}/one", "runs", 5.0), ("one", others, 6.0)):
         loaded = report.load(text, out)

@@ -135,7 +135,7 @@ def test_a_column_that_is_empty_here_is_left_out() -> None:
 
 
 def test_the_batch_is_shown_with_its_accumulation_and_with_one_that_did_not_fit() -> None:
-    shown = [measured("accumulated", 1.0, global_batch=8), measured("retried", 1.0, too_large=(64, 56))]
+    shown = [measured("accumulated", 1.0, global_batch=8), measured("retried", 1.0, failed_micro_batches=(64, 56))]
     assert [rung.batch for rung in shown] == ["4 x 2", "4 (64)"]
 
 

@@ -33,7 +33,7 @@ def well(request: TrialRequest, config: ResolvedConfig, **more: Any) -> TrialRow
     return changed(unmeasured(request, "ok", "reached 8 steps", 1.0), **speed | more)
 
 
-def too_large(request: TrialRequest) -> TrialRow:
+def out_of_memory(request: TrialRequest) -> TrialRow:
     return unmeasured(request, "oom", "more than that", 1.0)
 
 
@@ -95,7 +95,10 @@ def sizes(measured: list[RungResult]) -> dict[str, int]:
 @pytest.mark.parametrize("cumulative", [True, False])
 def test_a_control_stands_around_every_rung_that_ran(cumulative: bool, base: TrainConfig, ladder_of: Make) -> None:
     suite = Suite("mine", "Mine", {"checkpointing": "full"}, RUNGS, cumulative)
-    made: Made = lambda request, config: too_large(request) if config.batch.micro_batch == 3 else well(request, config)  # noqa: E731
+
+    def made(request: TrialRequest, config: ResolvedConfig) -> TrialRow:
+        return out_of_memory(request) if config.batch.micro_batch == 3 else well(request, config)
+
     controls, rungs, ran = climbed(ladder_of(suite, base), made)
     baseline = resolve(base.replace(checkpointing="full"), cpu_info())
     reasons = {rung.name: rung.reason for rung in rungs if rung.reason}
@@ -161,7 +164,10 @@ def test_a_change_with_a_larger_batch_is_first_run_at_the_batch_before_it(
     cumulative: bool, base: TrainConfig, ladder_of: Make
 ) -> None:
     """Where the batch is all that changes, is set by name, or becomes smaller, there is one run."""
-    made: Made = lambda request, config: too_large(request) if config.batch.micro_batch == 24 else well(request, config)  # noqa: E731
+
+    def made(request: TrialRequest, config: ResolvedConfig) -> TrialRow:
+        return out_of_memory(request) if config.batch.micro_batch == 24 else well(request, config)
+
     controls, rungs, ran = climbed(ladder_of(Suite("mine", "Mine", {"batch": 4}, LARGER, cumulative), base), made)
     before = 16 if cumulative else 4
     assert sizes(rungs) == {
@@ -184,7 +190,7 @@ def test_a_change_with_a_larger_batch_is_first_run_at_the_batch_before_it(
 def test_a_fitted_rung_is_first_run_at_the_batch_before_it(base: TrainConfig, ladder_of: Make) -> None:
     limit = predict_peak(resolve(base.replace(micro_batch=64, global_batch=192), cpu_info())).total
     suite = Suite("mine", "Mine", {}, (Rung("checkpointing", {"checkpointing": "full"}),))
-    controls, (same, larger), _ = climbed(ladder_of(suite, base, memory_limit=limit, fit=True))
+    controls, (same, larger), _ = climbed(ladder_of(suite, base, memory_limit=limit, fit_batch=True))
     assert larger.config is not None
     assert same.config == larger.config.replace(micro_batch=64, global_batch=192)
     assert sizes(controls)["control"] == 64 < larger.config.batch.micro_batch
@@ -199,7 +205,7 @@ def test_a_gpus_limit_leaves_room_for_what_is_not_predicted(
     on_gpu = base.replace(device="cuda")
     limit = predict_peak(resolve(on_gpu.replace(micro_batch=64, global_batch=192), A100)).total + beyond
     suite = Suite("mine", "Mine", {}, (Rung("seed", {"seed": 1}),))
-    controls, _, _ = climbed(ladder_of(suite, on_gpu, A100, memory_limit=limit, fit=True))
+    controls, _, _ = climbed(ladder_of(suite, on_gpu, A100, memory_limit=limit, fit_batch=True))
     assert sizes(controls[:1]) == {"baseline": fitted}
 
 
@@ -215,7 +221,7 @@ def misjudged(most: int) -> Made:
 
     def made(request: TrialRequest, config: ResolvedConfig) -> TrialRow:
         beyond = config.batch.micro_batch > most * (2 if config.execution.checkpointing == "full" else 1)
-        return too_large(request) if beyond else well(request, config)
+        return out_of_memory(request) if beyond else well(request, config)
 
     return made
 
@@ -223,13 +229,13 @@ def misjudged(most: int) -> Made:
 @pytest.mark.parametrize("cumulative", [True, False])
 def test_a_fitted_batch_that_does_not_fit_is_made_smaller(cumulative: bool, base: TrainConfig, ladder_of: Make) -> None:
     limit = predict_peak(resolve(base.replace(micro_batch=64, global_batch=192), cpu_info())).total
-    ladder = ladder_of(Suite("mine", "Mine", {}, RETRIED, cumulative), base, memory_limit=limit, fit=True)
+    ladder = ladder_of(Suite("mine", "Mine", {}, RETRIED, cumulative), base, memory_limit=limit, fit_batch=True)
     controls, (rate, same, larger, seed), ran = climbed(ladder, misjudged(50))
     assert set(sizes(controls).values()) == {48}, "of 64, 56 and 48"
-    assert controls[0].too_large == (64, 56)
+    assert controls[0].failed_micro_batches == (64, 56)
     assert not controls[0].changes_numerics
-    assert rate.too_large == (), "what was learnt of the baseline is known of all that is based on it"
-    assert same.too_large == ()
+    assert rate.failed_micro_batches == (), "what was learnt of the baseline is known of all that is based on it"
+    assert same.failed_micro_batches == ()
     found = sizes([rate, same, larger, seed])
     assert (found["rate"], found[same.name]) == (48, 48)
     assert larger.speed
@@ -247,13 +253,13 @@ def test_smaller_batches_are_tried_a_few_times_only(base: TrainConfig, ladder_of
 
     def hopeless(request: TrialRequest, config: ResolvedConfig) -> TrialRow:
         tried.append(config.batch.micro_batch)
-        return too_large(request)
+        return out_of_memory(request)
 
     with pytest.raises(UserError, match=r"3 smaller batches .* --memory-limit"):
-        climbed(ladder_of(suite, base, memory_limit=limit, fit=True), hopeless)
+        climbed(ladder_of(suite, base, memory_limit=limit, fit_batch=True), hopeless)
     assert tried == [64, 56, 48, 40]
     tried.clear()
-    with pytest.raises(UserError, match="--fit"):
+    with pytest.raises(UserError, match="--fit-batch"):
         climbed(ladder_of(replace(suite, base={"batch": 64}), base, memory_limit=limit), hopeless)
     assert tried == [64]
 
@@ -299,7 +305,7 @@ def test_other_numerics_are_run_with_several_seeds(cumulative: bool, base: Train
 
 def test_a_ladder_ends_where_its_control_does(base: TrainConfig, ladder_of: Make) -> None:
     def made(request: TrialRequest, config: ResolvedConfig) -> TrialRow:
-        return too_large(request) if request.name == "control" else well(request, config)
+        return out_of_memory(request) if request.name == "control" else well(request, config)
 
     with pytest.raises(UserError, match=r"control .* after 'chunks': oom"):
         climbed(ladder_of(Suite("mine", "Mine", {}, RUNGS), base), made)
@@ -315,7 +321,7 @@ def test_a_ladder_is_continued_on_the_machine_of_its_first_run_from_what_did_not
     row = well(request, resolve(base, cpu_info()))
     assert ladder.usable_machines({"here", "there"}, [row]) == {"here"}
     assert ladder.is_reusable(row)
-    assert ladder.is_reusable(too_large(request))
+    assert ladder.is_reusable(out_of_memory(request))
     assert not ladder.is_reusable(unmeasured(request, "failed", "its process died", 1.0))
     other = ladder_of(ladder.suite, base.replace(seed=1)).request("here", 1, [row], [])
     assert other is not None
@@ -354,10 +360,12 @@ def test_a_baseline_without_a_speed_says_what_to_do(base: TrainConfig, ladder_of
 
 def test_what_a_machine_cannot_show_is_refused(base: TrainConfig) -> None:
     modern, old = DeviceInfo("cpu", "cpu", bf16=True), DeviceInfo("cpu", "cpu", bf16=False)
-    habits = base.replace(device="auto", ablate=("pages", "sync"))
+    habits = base.replace(device="auto", ablate=("large-pages", "async-loss"))
     check_suits_device(habits, habits.replace(ablate=()), Rung("habits", {"ablate": ()}), A100)
     with pytest.raises(UserError, match=r"large pages .* CPU memory"):
-        check_suits_device(habits, habits.replace(ablate=("sync",)), Rung("pages", {"ablate": ("sync",)}), A100)
+        check_suits_device(
+            habits, habits.replace(ablate=("async-loss",)), Rung("pages", {"ablate": ("async-loss",)}), A100
+        )
     tf32 = base.replace(precision="tf32")
     check_suits_device(tf32, tf32.replace(seed=1), Rung("seed", {"seed": 1}), old)
     bf16, rung = base.replace(precision="bf16"), Rung("bf16", {"precision": "bf16"})

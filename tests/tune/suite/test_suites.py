@@ -140,7 +140,7 @@ def test_a_rung_may_have_its_own_cycle() -> None:
 def test_what_a_search_found_is_a_rung() -> None:
     best = TrainConfig.of(
         micro_batch=5, global_batch=10, attention="flash", loss_chunks=5, precision="bf16", compile="whole",
-        checkpointing="full", optimizer="adamw", loader_workers=1,
+        checkpointing="full", optimizer="adamw", loader_threads=1,
     )  # fmt: skip
     assert apply_changes(TrainConfig(), search_result_rung(best).changes) == best
     assert (

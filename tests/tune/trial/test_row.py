@@ -46,6 +46,6 @@ def test_every_round_of_confirmations_is_kept_in_the_order_of_its_trials(tmp_pat
 
 def test_only_what_ran_within_the_limit_can_win() -> None:
     ok = row(PROPOSAL, 1)
-    stopped = replace(ok, outcome="stopped")
+    stopped = replace(ok, outcome="pruned")
     unfit = [replace(ok, outcome=outcome) for outcome in ("over_limit", "oom", "thrash", "failed")]
     assert rows_with_speed([ok, *unfit, stopped, changed(ok, tokens_per_second=None)]) == [ok, stopped]

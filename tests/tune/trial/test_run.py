@@ -76,7 +76,7 @@ def test_a_trial_that_cannot_win_stops(eight_steps: RunResult, bar: float, verdi
     assert watch.verdict == verdict
     if verdict:
         assert len(watch.seconds) < 12
-        assert judged(eight_steps, watch)[0] == "stopped"
+        assert judged(eight_steps, watch)[0] == "pruned"
         assert judged(eight_steps, watch)[1].startswith("cannot reach 200 tokens/s after ")
 
 
@@ -135,7 +135,7 @@ def test_an_impossible_speed_fails_its_trial_which_is_not_repeated(
     training: ResolvedConfig, eight_steps: RunResult
 ) -> None:
     watch = watched([1.0] * 8, retries=[0] * 9)
-    impossible = replace(eight_steps, impossible="1,088% of the peak", throughput=None)
+    impossible = replace(eight_steps, implausible_reason="1,088% of the peak", throughput=None)
     for followed, outcome in ((watch, judged(impossible, watch)), (None, judged(impossible))):
         assert outcome == ("failed", "1,088% of the peak")
         row = measured_row(training, impossible, followed)
@@ -168,8 +168,9 @@ def test_the_first_step_which_compiles_does_not_count_against_the_trials_time() 
     watch = watched([], retries=[])
     assert not watch.should_stop(), "no step has ended"
     began = CycleReport(
-        step=1, batches=1, train_loss=5.0, val_loss=None, train_tokens=100, val_tokens=0, books=0.1, seconds=900.0,
-        train_seconds=900.0, data_wait_seconds=0.0, optimizer_seconds=0.0, elapsed=900.0, cycle_tokens=100,
+        step=1, batches=1, train_loss=5.0, val_loss=None, train_tokens=100, val_tokens=0, books_seen=0.1,
+        cycle_seconds=900.0, train_seconds=900.0, data_wait_seconds=0.0, optimizer_seconds=0.0, elapsed=900.0,
+        cycle_tokens=100,
         epoch_seconds=1.0, learning_rate=1e-3, gradient_norm=1.0,
     )  # fmt: skip
     watch.post(CycleDone(vars(began)))
@@ -289,7 +290,7 @@ class Known(MemoryLimit):
 
 def test_the_row_of_a_trial_has_what_its_run_measured(training: ResolvedConfig, distinct: Callable[..., Any]) -> None:
     """But for the memory, where it has a limit, which is on another measure of it."""
-    result = distinct(RunResult, impossible="")
+    result = distinct(RunResult, implausible_reason="")
     row = make_row(row_of(), training, as_trial_result(result, training, None, None), None, StepTimes())
     assert row.result == result
     assert (row.speed, row.memory) == (result.throughput.estimate, result.memory.process)
