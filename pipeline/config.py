@@ -154,7 +154,7 @@ class TokenizeConfig(ReadingConfig, JoinsRay):
         if self.workers is not None and self.workers < 1:
             raise UserError(f"--workers {self.workers} must be at least 1.")
         if self.shard_size < 1_000_000:
-            raise UserError(f"--fsdp-size {self.shard_size}B is too small for a task. Use 1MB or more.")
+            raise UserError(f"--shard-size {self.shard_size}B is too small for a task. Use 1MB or more.")
 
     def identity(self) -> dict[str, Any]:
         """Return the ``IDENTITY_SETTINGS`` by name, for the manifest and to detect changed settings."""

@@ -96,7 +96,7 @@ def run(kind: str, books: Path, folder: Path, address: str) -> dict[str, Any]:
     """The driver's seconds, processor seconds and peak memory for tokenizing ``books``."""
     out = folder / f"tokens-{books.name}"
     size = "1MB" if kind == "partitions" else "16MB"
-    words = ["pipeline.tokenize", str(books), "--out", str(out), "--fsdp-size", size]
+    words = ["pipeline.tokenize", str(books), "--out", str(out), "--shard-size", size]
     began = time.perf_counter()
     driver = subprocess.Popen(
         [sys.executable, "-m", *words], cwd=folder, stdout=subprocess.DEVNULL,

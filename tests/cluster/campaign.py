@@ -31,7 +31,7 @@ MACHINES = ("w1", "w2")
 
 MODEL = "tiny,layers=2,heads=2,width=32,context_length=32,vocab_size=257,padded_vocab_size=320"
 STEPS = 1500
-TOKENIZE = "pipeline.tokenize s3://lab/books --fsdp-size 1MB --out s3://lab"
+TOKENIZE = "pipeline.tokenize s3://lab/books --shard-size 1MB --out s3://lab"
 TRAIN = (
     f"train.run --data s3://lab/small --out s3://lab/runs --device cpu --model {MODEL} --global-batch 8 "
     f"--micro-batch 4 --cycle 25+1 --checkpoint-every 50 --schedule constant --steps {STEPS}"

@@ -143,7 +143,7 @@ def contents(lab: Any, where: str) -> dict[str, str]:
 
 
 def test_shards_are_written_where_they_are_made_and_are_those_of_one_machine(lab: Any, alone: dict[str, str]) -> None:
-    command = "pipeline.tokenize s3://lab/books --fsdp-size 1MB --out"
+    command = "pipeline.tokenize s3://lab/books --shard-size 1MB --out"
     lab.run("head", f"{command} s3://lab/tokens")
     assert contents(lab, "s3://lab/tokens") == alone
     assert "is up to date; nothing to do" in lab.run("head", f"{command} s3://lab/tokens")
@@ -152,7 +152,7 @@ def test_shards_are_written_where_they_are_made_and_are_those_of_one_machine(lab
     assert contents(lab, "s3://lab/tokens") == alone
     said = lab.run("head", f"{command} tokens", code=2)
     assert re.search("on this machine's disk, which w[12]\\S* .*of the cluster cannot see: give object storage", said)
-    lab.run("head", "pipeline.tokenize ~/books --fsdp-size 1MB --out s3://lab/carried")  # which only the head has
+    lab.run("head", "pipeline.tokenize ~/books --shard-size 1MB --out s3://lab/carried")  # which only the head has
     shards = {name: there for name, there in alone.items() if name.endswith(".arrow")}
     assert shards.items() <= contents(lab, "s3://lab/carried").items()
 
@@ -273,7 +273,7 @@ def test_the_doctor_names_every_machine(lab: Any) -> None:
 
 def test_shards_are_finished_though_a_machine_loses_its_power(lab: Any, alone: dict[str, str]) -> None:
     """The last test, because that machine stays away."""
-    working = lab.start("head", "pipeline.tokenize s3://lab/books --fsdp-size 1MB --out s3://lab/lost")
+    working = lab.start("head", "pipeline.tokenize s3://lab/books --shard-size 1MB --out s3://lab/lost")
     lab("on", "w1", "until pgrep -f 'ray[:]:MapBatches'; do sleep 0.01; done")  # until it works on a partition
     assert working.poll() is None, "it has ended before anything was cut"
     lab("cut", "w1")

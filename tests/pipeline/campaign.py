@@ -57,7 +57,7 @@ def test_killed_at_random_moments_it_ends_with_the_same_bytes(
     chance = random.Random(0)
     out = tmp_path / "killed"
     command = [
-        sys.executable, "-m", "pipeline.tokenize", str(books), "--out", str(out), "--fsdp-size", "1MB",
+        sys.executable, "-m", "pipeline.tokenize", str(books), "--out", str(out), "--shard-size", "1MB",
         "--tracking-uri", store,
     ]  # fmt: skip
     kills: list[dict[str, object]] = []

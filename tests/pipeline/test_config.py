@@ -12,7 +12,7 @@ from pipeline.config import TokenizeConfig
     ("name", "value", "said"),
     [
         ("val_fraction", 1.0, "--val-fraction 1.0"), ("val_fraction", -0.1, "--val-fraction -0.1"),
-        ("workers", 0, "--workers 0"), ("shard_size", 999_999, "--fsdp-size"), ("languages", ("eng",), "'eng'"),
+        ("workers", 0, "--workers 0"), ("shard_size", 999_999, "--shard-size"), ("languages", ("eng",), "'eng'"),
         ("languages", ("en", "EN"), "'EN'"), ("doc_separator", "", "--doc-separator is empty"),
         ("sources", (), "no sources"), ("sources", ("books", ""), "source is empty"), ("out", "", "--out is empty"),
     ],

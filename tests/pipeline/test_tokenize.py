@@ -140,7 +140,7 @@ def test_a_stopped_or_killed_command_is_continued_to_the_same_bytes(
     out = tmp_path / "killed"
     begun = out / "partitions" / "settings.json"  # written anew when the work begins
     command = [
-        sys.executable, "-m", "pipeline.tokenize", str(books), "--out", str(out), "--fsdp-size", "1MB",
+        sys.executable, "-m", "pipeline.tokenize", str(books), "--out", str(out), "--shard-size", "1MB",
         "--tracking-uri", store, "--encoder", "tiktoken",
         *(["--address", request.getfixturevalue("cluster")] if on_ray else []),
     ]  # fmt: skip

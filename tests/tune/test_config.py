@@ -45,7 +45,7 @@ def test_what_may_change_when_it_is_resumed() -> None:
     [
         ({"trial_steps": 6}, "--trial-steps 6"),
         ({"confirm_rounds": -1}, "--confirm-rounds -1"),
-        ({"speed_tolerance": 1.0}, "--trial-p"),
+        ({"speed_tolerance": 1.0}, "--speed-tolerance"),
         ({"accumulations": (0, 1)}, "--accumulations 0"),
         ({"accumulations": (1, 2, 2)}, "--accumulations .*2 twice"),
         ({"speed_tolerance": float("nan")}, "--speed-tolerance nan"),

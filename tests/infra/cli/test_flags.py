@@ -100,7 +100,7 @@ def test_the_width_and_the_encoding_of_the_terminal_make_no_difference(
 
 MISTAKES = {
     "tokenize": [
-        (["--fsdp-size", "3"], "--fsdp-size"), (["--val-fraction", "1"], "--val-fraction"), (["--out="], "--out"),
+        (["--shard-size", "3"], "--shard-size"), (["--val-fraction", "1"], "--val-fraction"), (["--out="], "--out"),
         (["--languages", "english"], "--languages"), (["--encoder", "bpe"], "--encoder gigatoken tiktoken"),
         (["--no-such"], "--no-such"), ([""], "source is empty"),
     ],

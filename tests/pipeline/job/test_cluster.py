@@ -30,7 +30,7 @@ ROOT = Path(__file__).parent.parent.parent.parent
 
 def command(source: Path | str, out: Path, store: str, *more: str) -> list[str]:
     return [
-        sys.executable, "-m", "pipeline.tokenize", str(source), "--out", str(out), "--fsdp-size", "1MB",
+        sys.executable, "-m", "pipeline.tokenize", str(source), "--out", str(out), "--shard-size", "1MB",
         "--tracking-uri", store, *more,
     ]  # fmt: skip
 
