@@ -23,9 +23,12 @@ import time
 from collections.abc import Callable
 from importlib.metadata import version
 from pathlib import Path
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 from infra.storage.files import write_json
+
+if TYPE_CHECKING:
+    from train.config import ResolvedConfig
 
 ENVIRONMENT = {
     "MALLOC_ARENA_MAX": "1", "MALLOC_MMAP_THRESHOLD_": "65536", "MALLOC_TRIM_THRESHOLD_": "65536",
@@ -102,16 +105,15 @@ def compared(point: dict[str, Any]) -> dict[str, Any]:
     return point | {"measured": measured, "predicted": predicted, "error": error, "moment": found.moment}
 
 
-def config(data: Path, *, model: str, micro_batch: int, **settings: Any) -> Any:
+def config(data: Path, *, model: str, micro_batch: int, **settings: Any) -> "ResolvedConfig":
     """Three steps of training on the CPU."""
-    from train.config import Cycle, TrainConfig
+    from train.config import Cycle, ResolvedConfig
     from train.model_config import parse_model
 
-    plain = TrainConfig.of(
+    return ResolvedConfig.of(
         data=str(data), model=parse_model(model), micro_batch=micro_batch, global_batch=micro_batch, device="cpu",
-        steps=3, cycle=Cycle(3, 0), keep_checkpoints=0, compile="off", loss="plain",
+        steps=3, cycle=Cycle(3, 0), keep_checkpoints=0, **settings,
     )  # fmt: skip
-    return plain.replace(**settings)
 
 
 def training(**settings: Any) -> dict[str, Any]:

@@ -16,12 +16,15 @@ import sys
 import tempfile
 from importlib.metadata import version
 from pathlib import Path
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 ROOT = Path(__file__).parents[2]
 sys.path[:0] = [str(ROOT), str(ROOT / "tests/cuda")]
 
 from build import GPU, environment  # type: ignore[import-not-found]  # noqa: E402
+
+if TYPE_CHECKING:
+    from train.config import ResolvedConfig
 
 ALLOCATORS = ("expandable", "default", "split")
 COMPARED = 5
@@ -98,14 +101,14 @@ def main() -> None:
                 options.record.write_text(json.dumps(record, indent=1) + "\n")
 
 
-def config(data: Path, row: dict[str, Any]) -> Any:
+def config(data: Path, row: dict[str, Any]) -> "ResolvedConfig":
     """Four steps of training on the GPU, as ``row`` describes them."""
     from dataclasses import replace
 
-    from train.config import Cycle, TrainConfig
+    from train.config import Cycle, ResolvedConfig
     from train.model_config import parse_model
 
-    return TrainConfig.of(
+    return ResolvedConfig.of(
         data=str(data), model=replace(parse_model(row["model"]), context_length=row["context"]), device="cuda",
         micro_batch=row["micro_batch"], global_batch=row["micro_batch"] * row["accumulation"], attention="flash",
         precision=row["precision"], allocator=row["allocator"], compile=row["compile"], loss=row["loss"],
