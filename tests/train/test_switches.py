@@ -151,9 +151,8 @@ def test_the_allocator_is_chosen_unless_the_user_has(
 
 GROWING = """
 import sys, torch
-from train.config import ResolvedConfig
 from train.loop.execution import configure_allocator
-configure_allocator(ResolvedConfig.of(device="cuda", allocator=sys.argv[1]))
+configure_allocator(sys.argv[1])
 kept = torch.zeros(1, device="cuda")
 print(torch.cuda.memory_snapshot()[0]["is_expandable"])
 """

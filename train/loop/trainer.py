@@ -56,9 +56,8 @@ class Trainer:
     ``data`` defaults to the config's token shards. ``on_cycle`` is called with every cycle's report and ``should_stop``
     after every step, both on the first worker only. ``checkpoints`` is the folder to save to, ``upload_dir`` the run's
     place in object storage, to which they are copied, ``resume`` the checkpoint to continue from, ``limit`` the limit
-    on the memory of this process. A config that leaves something open is resolved for this machine. Raises
-    ``UserError`` when this machine, the data or the checkpoint do not fit the config, and ``OutOfMemory`` when memory
-    does not hold the model.
+    on the memory of this process. Raises ``UserError`` when this machine, the data or the checkpoint do not fit the
+    config, and ``OutOfMemory`` when memory does not hold the model.
     """
 
     def __init__(

@@ -111,7 +111,8 @@ MISTAKES = {
     "run": [
         (["--sede", "4"], "--sede --seed"), (["--seed"], "--seed"), (["--seed", "x"], "--seed x"),
         (["--steps", "x"], "--steps x"), (["--time-budget", "5"], "--time-budget 5m"), (["books"], "books"),
-        (["--compile", "well"], "--compile well max-autotune"), (["--ablate", "async-loss", "x"], "--ablate x copy"),
+        (["--compile", "well"], "--compile well max-autotune"),
+        (["--ablate", "async-loss", "x"], "--ablate x prefetch"),
         (["--micro-batch", "0"], "--micro-batch 0"), (["--micro-batch", "7"], "--micro-batch 7 480"),
         (["--cycle", "3"], "--cycle 3"), (["--languages", "en"], "--languages --stream"),
         (["--model", "huge"], "--model huge gpt2-124m"), (["--steps", "3", "--tokens", "70000000"], "--steps --tokens"),

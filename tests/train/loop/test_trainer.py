@@ -372,7 +372,7 @@ def test_memory_that_ran_out_is_known_by_its_words() -> None:
 
 @pytest.mark.gpu
 def test_the_gpu_trains(config: ResolvedConfig) -> None:
-    result, losses = train(config.replace(device="cuda", precision="auto"))
+    result, losses = train(config.replace(device="cuda", precision="bf16"))
     assert result.outcome == "finished"
     assert losses[-1] < losses[0] - 0.1
     assert result.device == torch.cuda.get_device_name()
