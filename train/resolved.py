@@ -150,7 +150,7 @@ def _choose_batch_and_loss(config: TrainConfig, requested: TrainConfig, memory: 
 
 
 def next_smaller_micro_batch(config: ResolvedConfig, failed_micro_batches: Sequence[int]) -> ResolvedConfig | None:
-    """``config`` with the next micro-batch below all that were ``failed_micro_batches``, for the same global batch.
+    """``config`` with the next micro-batch below all ``failed_micro_batches``, for the same global batch.
 
     Unchanged where none was; None where there is no smaller one.
     """

@@ -78,9 +78,9 @@ def largest_unconstrained_micro_batch(config: ResolvedConfig, limit: int) -> int
 
     unit = config.execution.loss_chunks // math.gcd(config.execution.loss_chunks, config.model.context_length)
 
-    def failed_micro_batches(units: int) -> bool:
+    def is_too_large(units: int) -> bool:
         size = units * unit
         batch = size * config.batch.accumulation * config.batch.workers
         return peak_with_margin(config.replace(micro_batch=size, global_batch=batch)) > limit
 
-    return unit * bisect(range(1, 2**16), False, key=failed_micro_batches)
+    return unit * bisect(range(1, 2**16), False, key=is_too_large)
