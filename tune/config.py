@@ -50,7 +50,7 @@ class ExperimentConfig(JoinsRay):
     def identity(self) -> dict[str, Any]:
         """The settings that must be equal for an experiment to be resumed with these."""
         values = self.to_json()
-        values |= values.pop("training", {})
+        values = values.pop("training", {}) | values
         ignored = {*self.resumable_changes, *(field.name for field in fields(ExperimentConfig))}
         return {n: " ".join(map(str, v)) if isinstance(v, list) else v for n, v in values.items() if n not in ignored}
 
@@ -66,16 +66,8 @@ class SearchConfig(ExperimentConfig):
 
     kind = "search"
     resumable_changes = (
-        "data",
-        "steps",
-        "tokens",
-        "time_budget",
-        "cycle",
-        "compile_time",
-        "config",
-        "max_concurrent_trials",
-        "gpu",
-    )
+        "data", "steps", "tokens", "time_budget", "cycle", "compile_time", "config", "max_concurrent_trials", "gpu",
+    )  # fmt: skip
     main_flags = (
         "data", "model", "global_batch", "memory_limit", "knobs", "accumulations", "searcher", "device", "name",
         "resume", "dry_run",
@@ -91,7 +83,7 @@ class SearchConfig(ExperimentConfig):
             "accelerator",
             "gpu",
         ),
-    }
+    }  # fmt: skip
 
     training: TrainConfig = field(default_factory=TrainConfig)
     """Settings of the control; settings that are not searched keep these values."""

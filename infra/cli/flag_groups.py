@@ -9,10 +9,12 @@ A class of settings may have two class variables, which are all that it needs:
 - ``main_flags``: names of the eight to twelve fields that most runs set, including those of nested dataclasses.
   Without it, tyro's own layout is used.
 - ``flag_groups``: names of the other fields, by heading. A nested dataclass has groups of its own.
+
+A flag of the outer class hides a flag of the same name in a nested one, whose field keeps its default.
 """
 
 import re
-from collections.abc import Callable, Iterable, Iterator, Mapping
+from collections.abc import Callable, Collection, Iterable, Iterator, Mapping
 from dataclasses import dataclass, is_dataclass, replace
 from types import NoneType, UnionType
 from typing import Annotated, Any, Union, get_args, get_origin
@@ -45,15 +47,20 @@ class _Settings:
     kind: type
     build: Callable[..., Any]
     flags: dict[str, StructFieldSpec]
+    hidden: dict[str, Any]
+    """Values of the fields that have no flag."""
     nested: "dict[str, _Settings]"
 
     @classmethod
-    def of(cls, kind: type, default: Any) -> "_Settings":
+    def of(cls, kind: type, default: Any, outer_flags: Collection[str] = ()) -> "_Settings":
         spec = ConstructorRegistry.get_struct_spec(StructTypeInfo.make(kind, default, in_union_context=False))
         assert isinstance(spec, StructConstructorSpec), f"{kind.__name__} is a dataclass"
-        nested = {field.name: cls.of(field.type, field.default) for field in spec.fields if is_dataclass(field.type)}
-        flags = {field.name: _with_layout(field) for field in spec.fields if field.name not in nested}
-        return cls(kind, spec.instantiate, flags, nested)
+        own = [field for field in spec.fields if not is_dataclass(field.type)]
+        flags = {field.name: _with_layout(field) for field in own if field.name not in outer_flags}
+        hidden = {field.name: field.default for field in own if field.name in outer_flags}
+        used_names = {*outer_flags, *flags}
+        nested = {f.name: cls.of(f.type, f.default, used_names) for f in spec.fields if is_dataclass(f.type)}
+        return cls(kind, spec.instantiate, flags, hidden, nested)
 
     @property
     def all_flags(self) -> dict[str, StructFieldSpec]:
@@ -68,7 +75,8 @@ class _Settings:
     def instance(self, values: Mapping[str, Any]) -> Any:
         """The dataclass with the ``values`` of all its flags."""
         flags = {name: values[name] for name in self.flags}
-        return self.build(**flags, **{name: inner.instance(values) for name, inner in self.nested.items()})
+        nested = {name: inner.instance(values) for name, inner in self.nested.items()}
+        return self.build(**flags, **self.hidden, **nested)
 
 
 def _grouped(settings: _Settings) -> dict[type, StructConstructorSpec]:

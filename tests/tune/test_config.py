@@ -1,10 +1,13 @@
 """What makes two searches the same: all that decides which trials run and what they mean."""
 
+from collections.abc import Callable
+from contextlib import AbstractContextManager
 from dataclasses import replace
 from typing import Any
 
 import pytest
 
+from infra.cli.flags import parse_flags
 from infra.errors import UserError
 from train.config import Cycle, TrainConfig
 from tune.config import LadderConfig, SearchConfig
@@ -38,6 +41,19 @@ def test_what_may_change_when_it_is_resumed() -> None:
         == changed({}, {"time_budget": 60.0})
         == CONFIG.identity()
     )
+
+
+def test_a_flag_of_the_search_is_not_one_of_the_run_that_it_describes(
+    command_line: Callable[..., AbstractContextManager[None]],
+) -> None:
+    """A trial ends once its speed is known; the run of best.json must not."""
+    with command_line("--speed-tolerance", "0.02"):
+        config = parse_flags(SearchConfig, "search")
+    assert (config.speed_tolerance, config.training.duration.speed_tolerance) == (0.02, None)
+    described = TrainConfig.of(speed_tolerance=0.1)
+    with command_line():
+        config = parse_flags(SearchConfig, "search", SearchConfig(described))
+    assert (config.speed_tolerance, config.training) == (0.01, described)
 
 
 @pytest.mark.parametrize(

@@ -205,12 +205,9 @@ class Trainer:
         )
         pending: RunningCycle | None = None
         cycle = open_cycle(
-            self.state.last_reported_step,
-            self.state.step,
-            config.duration.cycle.train_steps,
-            self.unreported_losses,
+            self.state.last_reported_step, self.state.step, config.duration.cycle.train_steps, self.unreported_losses,
             self.device,
-        )
+        )  # fmt: skip
         start_time = time.perf_counter()
         while True:
             cycle.learning_rate = learning_rate(config.optimization, self.state.step, total, self._progress(total))

@@ -89,11 +89,9 @@ def best_json(name: str, rung: RungResult, row: TrialRow, speed: Estimate) -> di
     assert row.result is not None, "a rung with a speed has a result"
     length = {"steps": None, "time_budget": None} if source_of(config.dataset).has_epoch else {}
     config = config.replace(
-        speed_tolerance=None,
-        cycle=defaults.duration.cycle,
-        keep_checkpoints=defaults.checkpoints.keep_checkpoints,
+        speed_tolerance=None, cycle=defaults.duration.cycle, keep_checkpoints=defaults.checkpoints.keep_checkpoints,
         **length,
-    )
+    )  # fmt: skip
     reference = SearchReference.of(name, speed, row.memory, [row.result])
     return {"config": config.to_json(), "measured": to_json(reference)}
 

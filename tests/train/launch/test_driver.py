@@ -64,14 +64,9 @@ def worker(make_result: Callable[..., RunResult]) -> Worker:
 def test_a_worker_gets_the_job_of_its_run(run: ResolvedRun, config: ResolvedConfig, worker: Worker) -> None:
     """Every field of it, for a new run and for one that continues, whose numbers differ."""
     progress = Progress(
-        step=7,
-        windows_consumed=56,
-        last_reported_step=5,
-        train_seconds=2.0,
-        data_fingerprint="",
-        tokenizer_sha256="",
-        config={},
-    )
+        step=7, windows_consumed=56, last_reported_step=5, train_seconds=2.0, data_fingerprint="",
+        tokenizer_sha256="", config={},
+    )  # fmt: skip
     continued = replace(
         run,
         progress=progress,

@@ -145,12 +145,8 @@ def test_a_micro_batch_that_nobody_gave_is_made_smaller_until_it_fits(home: RunF
 def test_a_micro_batch_that_was_given_is_not_changed(home: RunFolder, config: ResolvedConfig) -> None:
     driver = DriverDouble()
     result = train(home, config, driver=driver)
-    assert (result.outcome, result.steps, result.failed_micro_batches, driver.failed_micro_batches) == (
-        "oom",
-        0,
-        (),
-        [],
-    )
+    assert (result.outcome, result.steps) == ("oom", 0)
+    assert (result.failed_micro_batches, driver.failed_micro_batches) == ((), [])
 
 
 @pytest.mark.parametrize(("steps", "outcome", "small"), [(0, "oom", True), (1, "oom", True), (2, "oom", False)])

@@ -33,14 +33,9 @@ def search(small_shards: Path, small_model: ModelConfig, tmp_path: Path) -> Sear
     """A grid of two sizes."""
     training = TrainConfig.of(data=str(small_shards), model=small_model, global_batch=2, micro_batch=1, device="cpu")
     config = SearchConfig(
-        training=training,
-        searcher="grid",
-        confirm_rounds=0,
-        trial_steps=8,
-        compile_time=1.0,
-        out=str(tmp_path),
+        training=training, searcher="grid", confirm_rounds=0, trial_steps=8, compile_time=1.0, out=str(tmp_path),
         name="one",
-    )
+    )  # fmt: skip
     made = make_search(config)
     made.trials.mkdir(parents=True)
     return made

@@ -149,16 +149,9 @@ def test_each_rung_gets_the_batch_that_fits_and_the_last_what_a_search_found(
     limit = -(-predict_peak(resolve(config, cpu_info())).total // 10**6)
     flags = ["--suite", "memory", "--rungs", "checkpointing", "--data", str(small_shards), "--model", text]
     flags += [
-        "--fit-batch",
-        "--memory-limit",
-        f"{limit}MB",
-        "--search-result",
-        "best.json",
-        "--device",
-        "cpu",
-        "--name",
+        "--fit-batch", "--memory-limit", f"{limit}MB", "--search-result", "best.json", "--device", "cpu", "--name",
         "fitted",
-    ]
+    ]  # fmt: skip
     assert command(ladder.main, *flags, "--steps", "8", "--cycle", "8+1") == 0
     base, *rows = json.loads(Path("runs/fitted/rungs.json").read_text())["rows"]
     assert [row["name"] for row in rows] == ["checkpointing, same batch", "checkpointing", "searched batch"]
