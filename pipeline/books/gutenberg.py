@@ -84,7 +84,7 @@ _HEADER_PARAGRAPH = re.compile(rb"(?:[A-Z][A-Za-z ]{2,40}:[ \t]\S[^\n]{0,200}|\[
 _FIELD = re.compile(
     rb"^_?(Title|Author|Language|Release Date|Posting Date):_?[ \t]*(\S[^\n]*(?:\n[ \t]+\S[^\n]*)*)", re.M | re.I
 )
-_JOINED_FIELD = re.compile(rb" +(?=(?:Title|Author|Language|Release Date|Posting Date|Character set encoding):)")
+_JOINED_FIELD = re.compile(rb"(?<! ) +(?=(?:Title|Author|Language|Release Date|Posting Date|Character set encoding):)")
 _TITLE_LINE = re.compile(
     rb"Project Gutenberg(?:'s)? (?:E-?(?:text|book) of )?([^\n]{3,200}?),? by (?:the )?([^\n*]{3,80})", re.I
 )

@@ -9,7 +9,7 @@ import re
 MAX_HEADER_BYTES = 6_000
 """Maximum size of a header in bytes."""
 _NAME = re.compile(
-    rb"\s*[*\[_ \t]*(?:An? )?(?:Project Gutenberg (?:of )?(?:Australia|Canada)(?:'s)?"
+    rb"\s*+[*\[_ \t]*+(?:An? )?(?:Project Gutenberg (?:of )?(?:Australia|Canada)(?:'s)?"
     rb"|(?:Distributed Proofreaders Canada|Faded ?Page)(?= e-?book))[^\n]{0,60}\n", re.I
 )  # fmt: skip
 _FIELD = (

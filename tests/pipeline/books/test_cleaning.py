@@ -2,6 +2,7 @@
 
 import base64
 import hashlib
+import time
 from typing import Any
 
 import pytest
@@ -37,6 +38,17 @@ def test_a_book_is_described_by_its_cleaned_text() -> None:
     assert (book.id, book.source) == ("books/a.txt", "books.zip")
     assert book.labels == ("gutenberg: start line", "line ends: CRLF")
     assert book.replaced == 0
+
+
+@pytest.mark.timeout(60)
+@pytest.mark.parametrize("blank", [b" ", b"\t", b"\n", b" \n"], ids=repr)
+def test_blank_text_takes_time_in_proportion_to_its_length(blank: bytes) -> None:
+    """A pattern that begins with two kinds of blanks tries every division of a megabyte between them: 10^12."""
+    start = time.process_time()
+    dropped = clean(RawBook("blank.txt", "", blank * 10**6))
+    assert isinstance(dropped, DroppedBook)
+    assert dropped.reason == "empty"
+    assert time.process_time() - start < 3
 
 
 @pytest.mark.parametrize("about", [{}, {"title": "The Table's", "author": "Another", "language": "de"}])
