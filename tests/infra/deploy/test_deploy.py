@@ -323,9 +323,21 @@ def test_a_lost_machine_is_noticed_in_seconds_and_joining_needs_a_token() -> Non
 
 
 def commands() -> set[str]:
-    """Every command of ours in the files and in the notebook's cells, without the text around it."""
+    """Every command of ours in the files and in the notebook's cells, without the text around it.
+
+    A command that the notebook makes of its form's values, in its first cell with code, is made of them here.
+    """
     texts = [path.read_text() for path in DEPLOY.rglob("*") if path.suffix in (".md", ".yaml", ".sbatch")]
-    texts += ["".join(cell["source"]) for cell in json.loads(NOTEBOOK.read_text())["cells"]]
+    cells = json.loads(NOTEBOOK.read_text())["cells"]
+    names: dict[str, Any] = dict.fromkeys(("display", "Image"), lambda *arguments, **named: None) | {
+        "run": texts.append
+    }
+    exec("".join(next(cell for cell in cells if cell["cell_type"] == "code")["source"]), names)  # noqa: S102
+    for text in ("".join(cell["source"]) for cell in cells):
+        if 'run(f"python' in text:
+            exec(text, names)  # noqa: S102
+        else:
+            texts.append(text)
     found = set()
     for rest in re.findall(r"python -m (?:pipeline|train|tune|infra)\.\w+[^`\n]*", "\n".join(texts)):
         for quote in ('"', "'"):
