@@ -16,7 +16,7 @@ ALLOWED_NAMES: dict[tuple[str, str], str] = {}
 """Bindings that stay, by file and name, each with its reason."""
 SENTENCES = re.compile(r"advice|example|hint|valid|mistake|_fault\(.*\)|nearest\(.*\)")
 """Expressions that are the end of a sentence, so that an error may end with them."""
-REASONS = {("tune/suite/runs.py", "check_suits_device"), ("tune/suite/runs.py", "replay")}
+REASONS = {("tune/suite/checks.py", "check_suits_device"), ("tune/suite/replay.py", "_plan")}
 """Functions whose errors are reasons in a table, which have neither a capital letter nor a period."""
 
 

@@ -11,7 +11,7 @@ from infra.cli.units import GB
 from infra.errors import UserError
 from infra.storage.directory import StorageDir
 from pipeline.shards import read_manifest
-from train.config import TrainConfig, load_config
+from train.config import load_config
 from train.data.sources import source_of
 from train.estimate.memory import peak_if_known
 from train.resolved import prepare, resolve
@@ -20,10 +20,12 @@ from tune.config import LadderConfig
 from tune.experiment.folder import TRIALS
 from tune.experiment.machines import trial_machines
 from tune.suite import study
-from tune.suite.runs import Ladder, SuiteReplay
+from tune.suite.replay import Ladder, SuiteReplay
 from tune.suite.suites import (
     STREAMING,
+    SUITES,
     Suite,
+    check_applicable,
     choose,
     find_suite,
     for_cpu,
@@ -41,7 +43,10 @@ def make_ladder(config: LadderConfig) -> Ladder:
         new_directory(config.out, name, allowed_leftovers=(TRIALS, StorageDir.LOCK))
     manifest = read_manifest(config.data)
     start = prepare(config.training, manifest)
-    suite = chosen(config, start)
+    suite = find_suite(config.suite)
+    if config.suite not in SUITES:
+        check_applicable(suite, start, config.suite)
+    suite = choose_rungs(suite, config)
     if config.stream:  # Invalid books must be reported now, not after hours of other rungs.
         books = start.replace(stream=config.stream)
         prepare(books, source_of(books.dataset).manifest)
@@ -55,7 +60,7 @@ def make_ladder(config: LadderConfig) -> Ladder:
             f"[yellow]No GPU is used: the suite runs in a short form,{model} batches one eighth of the size.[/]"
         )
     best = (
-        [search_result_rung(resolve(load_config(config.search_result, "--search-result"), device_info))]
+        [search_result_rung(resolve(load_config(config.search_result, "--search-result"), device_info).flat())]
         if config.search_result
         else []
     )
@@ -64,14 +69,13 @@ def make_ladder(config: LadderConfig) -> Ladder:
     if config.model:
         suite = with_model(suite, start.model)
     training = training.replace(stream=config.stream)  # Every trial then leaves cores for reading the books.
-    ladder = Ladder(config, directory, machines, manifest, training, config.memory_limit, suite, start)
+    ladder = Ladder(config, directory, machines, manifest, training, config.memory_limit, suite)
     ladder.request(machines[0].name, 1, [], [])  # A baseline that cannot run is rejected before anything is created.
     return ladder
 
 
-def chosen(config: LadderConfig, start: TrainConfig) -> Suite:
-    """The suite with the rungs of ``--rungs``, or all of them."""
-    suite = find_suite(config.suite, start)
+def choose_rungs(suite: Suite, config: LadderConfig) -> Suite:
+    """``suite`` with the rungs of ``--rungs``, or all of them, and the number of seeds."""
     if STREAMING in config.rungs and not config.stream:
         raise UserError(f"--rungs {STREAMING} needs books. Name them with --stream.")
     if config.rungs:
@@ -97,7 +101,7 @@ def introduce(ladder: Ladder, reference: dict[str, Any] | str | None) -> None:
             f"--compare study is only available for the suites {', '.join(studied)}, not for {suite.name}. "
             "Remove --compare."
         )
-    if reference == study.NAME and ladder.start.model.title != study.MODEL:
+    if reference == study.NAME and ladder.training.model.title != study.MODEL:
         raise UserError("--compare study is only available for GPT-2. Remove --compare or --model.")
     heading = f"[bold]{escape(suite.name)}[/bold]: {escape(suite.title)}; {len(suite.rungs)} rungs in"
     console.print(heading, escape(str(ladder.directory)))

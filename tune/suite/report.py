@@ -19,8 +19,9 @@ from train.intervals import Estimate
 from train.search_reference import SearchReference
 from tune.reporting import charts
 from tune.suite import study
+from tune.suite.replay import Ladder
 from tune.suite.results import compare_rungs, legend, parts, results_table, summary_fields
-from tune.suite.runs import Ladder, RungResult
+from tune.suite.runs import RungResult
 from tune.trial.row import TrialRow, flatten_row
 
 

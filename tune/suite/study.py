@@ -9,6 +9,7 @@ import json
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass, replace
 from pathlib import Path
+from typing import Any
 
 from matplotlib.figure import Figure
 
@@ -149,20 +150,16 @@ def kinds() -> dict[str, str]:
     }
 
 
-def list_deviations(name: str, config: ResolvedConfig) -> list[str]:
-    """Settings in which the run ``config`` of the study's rung ``name`` differs from the study, except its sizes."""
+def list_deviations(rung: str, settings: Mapping[str, Any]) -> list[str]:
+    """Settings by name in which a run of the study's ``rung`` differs from the study, except its sizes."""
     names = ("precision", "attention", "compile", "checkpointing", "loss", "optimizer", "loader_threads")
-    settings, study_settings = (
-        {name.replace("_", " "): str(each.setting(name)) for name in names}
-        | {"ablate": " ".join(sorted(each.execution.ablate)) or "nothing"}
-        | each.model.variants
-        for each in (config, dict(study_rungs())[name])
+    texts, study_texts = (
+        {name.replace("_", " "): str(values[name]) for name in names}
+        | {"ablate": " ".join(sorted(values["ablate"])) or "nothing"}
+        | values["model"].variants
+        for values in (settings, dict(study_rungs())[rung].flat())
     )
-    return [
-        f"{setting} {value}, not {study_settings[setting]}"
-        for setting, value in settings.items()
-        if value != study_settings[setting]
-    ]
+    return [f"{name} {text}, not {study_texts[name]}" for name, text in texts.items() if text != study_texts[name]]
 
 
 def effects(suite: str, rows: Sequence[RungResult]) -> Table:
@@ -188,7 +185,9 @@ def compare(suite: str, rows: Sequence[RungResult]) -> tuple[list[Table], list[s
         return [effects(suite, rows)], [STUDY_NOTES[suite]]
     configs = {row.name: row.config for row in rows if row.config}
     deviating = {
-        name: settings for name in STUDY if name in configs and (settings := list_deviations(name, configs[name]))
+        name: settings
+        for name in STUDY
+        if name in configs and (settings := list_deviations(name, configs[name].flat()))
     }
     # Without a matmul rate, no speed is expected of a rung that deviates from the study.
     rows = [replace(row, matmul_rate=None) if row.name in deviating else row for row in rows]

@@ -213,24 +213,26 @@ AA = Suite(
 SUITES = {suite.name: suite for suite in (A100, LOOP, MEMORY, KERNELS, ACCUMULATION, LOADER, PRECISION, SIZES, AA)}
 
 
-def find_suite(text: str, start: TrainConfig) -> Suite:
-    """The suite with the name ``text``, or the one in the Python file at that path; ``start`` is the config it changes.
-
-    Raises ``UserError``, also for a rung that no machine could run. A rung that only this machine cannot run is
-    skipped, with its reason in the report.
-    """
+def find_suite(text: str) -> Suite:
+    """The suite with the name ``text``, or the one in the Python file at that path."""
     if text in SUITES:
         return SUITES[text]
     path = Path(text)
     if path.suffix != ".py":
         raise UserError(f"--suite {text!r} is not a suite{nearest(text, SUITES)} The name of a file must end in .py.")
-    suite = _from_python(path)
+    return _from_python(path)
+
+
+def check_applicable(suite: Suite, start: TrainConfig, file: str) -> None:
+    """Raise ``UserError`` if the ``suite`` of a ``file`` has a rung that no machine could run from ``start`` on.
+
+    A rung that only this machine cannot run is skipped, with its reason in the report.
+    """
     # On cuda no setting is rejected for the device alone.
-    state = apply_changes(start.replace(device="cuda"), suite.base, f"--suite {path}, the base")
+    state = apply_changes(start.replace(device="cuda"), suite.base, f"--suite {file}, the base")
     for rung in suite.rungs:
-        config = apply_changes(state, rung.changes, f"--suite {path}, rung {rung.name!r}")
+        config = apply_changes(state, rung.changes, f"--suite {file}, rung {rung.name!r}")
         state = config if suite.cumulative else state
-    return suite
 
 
 def _from_python(path: Path) -> Suite:
@@ -258,13 +260,13 @@ def _from_python(path: Path) -> Suite:
     return suite
 
 
-def search_result_rung(best: TrainConfig) -> Rung:
-    """A rung with the batch and the execution settings of a search's winner."""
+def search_result_rung(settings: Mapping[str, Any]) -> Rung:
+    """A rung with the batch and the execution settings of a search's winner, which has these ``settings`` by name."""
     names = (
         "global_batch", "micro_batch", "precision", "attention", "compile", "checkpointing", "loss", "loss_chunks",
         "optimizer", "loader_threads", "allocator",
     )  # fmt: skip
-    return Rung("searched batch", {name: best.setting(name) for name in names}, changes_numerics=True)
+    return Rung("searched batch", {name: settings[name] for name in names}, changes_numerics=True)
 
 
 STREAMING = "streaming"

@@ -12,7 +12,18 @@ from train.config import Cycle, TrainConfig
 from train.estimate.memory import predict_peak
 from train.model_config import PRESETS, ModelConfig
 from train.resolved import resolve
-from tune.suite.suites import A100, SUITES, Rung, Suite, apply_changes, choose, find_suite, for_cpu, search_result_rung
+from tune.suite.suites import (
+    A100,
+    SUITES,
+    Rung,
+    Suite,
+    apply_changes,
+    check_applicable,
+    choose,
+    find_suite,
+    for_cpu,
+    search_result_rung,
+)
 
 START = TrainConfig.of(device="cuda", micro_batch=32, compile="off", loss="plain", steps=10)
 
@@ -66,7 +77,7 @@ def test_every_rung_is_another_config_and_fits_the_card_that_the_suites_are_for(
 def test_an_unknown_suite_is_answered_with_the_nearest() -> None:
     for wrong, offered in {"memroy": "memory", "MEMORY": r"mean memory\?", "xyz": "a100, loop"}.items():
         with pytest.raises(UserError, match=offered):
-            find_suite(wrong, START)
+            find_suite(wrong)
 
 
 def test_an_unknown_rung_is_answered_with_the_nearest() -> None:
@@ -81,16 +92,18 @@ def test_a_suite_from_python(tmp_path: Path) -> None:
         "from tune.suite.suites import Rung, Suite\n"
         "SUITE = Suite('mine', 'Mine', {'batch': 8}, tuple(Rung(f'{n}', {'batch': n}) for n in (2, 4)))\n"
     )
-    suite = find_suite(str(path), START)
+    suite = find_suite(str(path))
     assert [apply_changes(START, rung.changes).batch.micro_batch for rung in suite.rungs] == [2, 4]
     path.write_text("from tune.suite.suites import Rung\nSUITE = [Rung(f'{n}', {'batch': n}) for n in (2, 4)]\n")
-    assert find_suite(str(path), START) == replace(suite, title="mine", base={})
+    assert find_suite(str(path)) == replace(suite, title="mine", base={})
 
 
 def from_file(path: Path, text: str, start: TrainConfig = START) -> Suite:
     """The suite of a Python file with ``text``."""
     path.write_text(f"from tune.suite.suites import Rung, Suite\nSUITE = {text}\n")
-    return find_suite(str(path), start)
+    suite = find_suite(str(path))
+    check_applicable(suite, start, str(path))
+    return suite
 
 
 @pytest.mark.parametrize(
@@ -142,11 +155,11 @@ def test_what_a_search_found_is_a_rung() -> None:
         micro_batch=5, global_batch=10, attention="flash", loss_chunks=5, precision="bf16", compile="whole",
         checkpointing="full", optimizer="adamw", loader_threads=1,
     )  # fmt: skip
-    assert apply_changes(TrainConfig(), search_result_rung(best).changes) == best
+    assert apply_changes(TrainConfig(), search_result_rung(best.flat()).changes) == best
     assert (
         apply_changes(
-            TrainConfig(), search_result_rung(best.replace(loss="fused", loss_chunks=1)).changes
+            TrainConfig(), search_result_rung(best.replace(loss="fused", loss_chunks=1).flat()).changes
         ).execution.loss
         == "fused"
     )
-    assert search_result_rung(best).changes_numerics
+    assert search_result_rung(best.flat()).changes_numerics

@@ -12,14 +12,17 @@ from infra.device.hardware import A100, DeviceInfo, cpu_info
 from infra.errors import UserError
 from infra.storage.directory import StorageDir
 from pipeline.shards import read_manifest
-from train.config import AUTO, ResolvedConfig, TrainConfig, config_from_json
+from train.config import AUTO, Execution, ResolvedConfig, TrainConfig, config_from_json
 from train.estimate.memory import peak_with_margin, predict_peak
 from train.loop.memory_limit import RESERVED_OUTSIDE_ALLOCATOR
 from train.model_config import ModelConfig
 from train.resolved import resolve
 from tune.config import LadderConfig
 from tune.experiment.machines import Machine
-from tune.suite.runs import Ladder, RungResult, check_baseline_speed, check_suits_device, largest_batch
+from tune.suite.batches import largest_batch
+from tune.suite.checks import check_baseline_speed, check_suits_device
+from tune.suite.replay import Ladder
+from tune.suite.runs import RungResult
 from tune.suite.suites import AA, STREAMING, SUITES, Rung, Suite, for_cpu, streaming_rung
 from tune.trial.row import TrialRow
 from tune.trial.run import TrialRequest, unmeasured
@@ -59,7 +62,7 @@ def ladder_of(small_shards: Path, tmp_path: Path) -> Callable[..., Ladder]:
         machine = Machine("here", facts or cpu_info(), 10**12)
         return Ladder(
             LadderConfig(**options), StorageDir.of(tmp_path), (machine,), read_manifest(small_shards),
-            resolve(start, machine.device), options.get("memory_limit"), suite, start,
+            resolve(start, machine.device), options.get("memory_limit"), suite,
         )  # fmt: skip
 
     return make
@@ -332,11 +335,11 @@ def test_the_batch_that_fits_is_the_largest_that_does(base: TrainConfig) -> None
     for size, next_size in ((1, 2), (7, 8), (8, 16), (24, 32)):
         limit = predict_peak(resolve(base.replace(micro_batch=size, global_batch=3 * size), cpu_info())).total
         fitted = largest_batch(resolve(base, cpu_info()), limit)
-        assert (fitted.batch.micro_batch, fitted.batch.global_batch) == (size, 3 * size), "with its accumulation"
+        assert (fitted.micro_batch, fitted.global_batch) == (size, 3 * size), "with its accumulation"
         larger = predict_peak(
             resolve(base.replace(micro_batch=next_size, global_batch=3 * next_size), cpu_info())
         ).total
-        assert largest_batch(resolve(base, cpu_info()), larger).batch.micro_batch == next_size
+        assert largest_batch(resolve(base, cpu_info()), larger).micro_batch == next_size
 
 
 def test_a_baseline_without_a_speed_says_what_to_do(base: TrainConfig, ladder_of: Make) -> None:
@@ -358,20 +361,18 @@ def test_a_baseline_without_a_speed_says_what_to_do(base: TrainConfig, ladder_of
         check(unmeasured(request, "failed", "no kernel", 1.0))
 
 
-def test_what_a_machine_cannot_show_is_refused(base: TrainConfig) -> None:
+def test_what_a_machine_cannot_show_is_refused() -> None:
     modern, old = DeviceInfo("cpu", "cpu", bf16=True), DeviceInfo("cpu", "cpu", bf16=False)
-    habits = base.replace(device="auto", ablate=("large-pages", "async-loss"))
-    check_suits_device(habits, habits.replace(ablate=()), Rung("habits", {"ablate": ()}), A100)
+    habits = Execution(device="cuda", ablate=("large-pages", "async-loss"))
+    check_suits_device({"ablate": ()}, replace(habits, ablate=()), habits, A100)
     with pytest.raises(UserError, match=r"large pages .* CPU memory"):
-        check_suits_device(
-            habits, habits.replace(ablate=("async-loss",)), Rung("pages", {"ablate": ("async-loss",)}), A100
-        )
-    tf32 = base.replace(precision="tf32")
-    check_suits_device(tf32, tf32.replace(seed=1), Rung("seed", {"seed": 1}), old)
-    bf16, rung = base.replace(precision="bf16"), Rung("bf16", {"precision": "bf16"})
-    check_suits_device(base, bf16, rung, modern)
+        check_suits_device({"ablate": ("async-loss",)}, replace(habits, ablate=("async-loss",)), habits, A100)
+    tf32 = Execution(precision="tf32")
+    check_suits_device({"seed": 1}, tf32, tf32, old)
+    bf16, changes = Execution(precision="bf16"), {"precision": "bf16"}
+    check_suits_device(changes, bf16, Execution(), modern)
     with pytest.raises(UserError, match="emulates bf16"):
-        check_suits_device(base, bf16, rung, old)
+        check_suits_device(changes, bf16, Execution(), old)
 
 
 @pytest.mark.parametrize("size", [4, 12])
