@@ -25,8 +25,9 @@ from infra.ray.machines import (
 )
 from infra.storage.directory import StorageDir
 from pipeline.shards import read_manifest
-from train.config import DatasetConfig, ExecutionConfig, ResolvedConfig
+from train.config import DatasetConfig, ExecutionConfig
 from train.data.sources import source_of
+from train.estimate.breakdown import MemoryBreakdown
 from train.estimate.memory import peak_if_known, predict_peak
 from tune.space import Candidate, Space
 from tune.strategy.curves import Prior
@@ -178,18 +179,20 @@ def _process(number: int) -> str:
         return str(number)
 
 
-def memory_limit(requested: int | None, training: ResolvedConfig, available: int) -> int:
-    """The limit in bytes: as ``requested``, or all that is ``available`` to the resolved ``training``."""
+def memory_limit(requested: int | None, available: int, smallest: MemoryBreakdown, model: str) -> int:
+    """The limit in bytes: as ``requested``, or all that is ``available``.
+
+    Raises ``UserError`` if it is too small for the ``model``, whose ``smallest`` run has one sequence.
+    """
     limit = requested or available
-    breakdown = predict_peak(training.replace(micro_batch=1))
-    minimum = breakdown.weights + breakdown.gradients + breakdown.optimizer
+    minimum = smallest.weights + smallest.gradients + smallest.optimizer
     if minimum > limit:
         subject, advice = f"The memory for trials, {available / 1e9:.2f} GB,", "Use"
         if requested:
             subject, advice = f"--memory-limit {format_size(requested)}", "Raise the limit, or use"
         raise UserError(
             f"{subject} is less than the {minimum / 1e9:.2f} GB that the weights, gradients and optimizer state of "
-            f"{training.model.text} need. {advice} a smaller --model."
+            f"{model} need. {advice} a smaller --model."
         )
     return limit
 

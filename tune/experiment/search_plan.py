@@ -13,6 +13,7 @@ from pipeline.shards import read_manifest
 from train.config import Cycle
 from train.data.sources import source_of
 from train.estimate.gpu_rates import load_gpu_rates
+from train.estimate.memory import predict_peak
 from train.resolved import check_device_support, prepare, resolve
 from train.run_files.run_folder import new_directory
 from tune.config import SearchConfig
@@ -169,7 +170,8 @@ def make_search(config: SearchConfig, machines: tuple[Machine, ...] = ()) -> Sea
     source, context_length = source_of(training.dataset), training.model.context_length
     source.check_lengths(context_length, TRIAL_CYCLE, manifest)
     source.check_enough_tokens(training.batch.global_batch, context_length, manifest)
-    limit = memory_limit(requested, training, available)
+    smallest_peak = predict_peak(training.replace(micro_batch=1))
+    limit = memory_limit(requested, available, smallest_peak, training.model.text)
     sequences = manifest.splits["train"]["tokens"] // training.model.context_length
     space = make_space(training, config.knobs, config.accumulations, sequences)
     prior = make_prior(space)

@@ -171,7 +171,7 @@ def run(request: TrialRequest) -> tuple[TrialRow, str | None]:
         else:
             outcome, reason = "failed", f"{type(failure).__name__}: {first_line(failure)}"
             trace = traceback.format_exc()
-    row = make_row(unmeasured(request, outcome, reason, 0.0), config, result, monitor, session.times)
+    row = make_row(unmeasured(request, outcome, reason, 0.0), config.step_tokens, result, monitor, session.times)
     return replace(row, seconds=time.monotonic() - started_at), trace
 
 
@@ -219,11 +219,11 @@ def classify_outcome(result: RunResult, monitor: TrialMonitor | None = None) -> 
 
 
 def make_row(
-    row: TrialRow, config: ResolvedConfig, result: RunResult | None, monitor: TrialMonitor | None, times: StepTimes
+    row: TrialRow, step_tokens: int, result: RunResult | None, monitor: TrialMonitor | None, times: StepTimes
 ) -> TrialRow:
     """``row``, which has the outcome, with the ``result`` and with the steps up to it."""
     row = replace(
-        row, result=result, rejected_steps=len(monitor.rejected()) if monitor else 0, step_tokens=config.step_tokens,
+        row, result=result, rejected_steps=len(monitor.rejected()) if monitor else 0, step_tokens=step_tokens,
         step_seconds=monitor.seconds if monitor else times.steps,
         losses=[loss for cycle in times.reports for loss in cycle.step_losses],
     )  # fmt: skip

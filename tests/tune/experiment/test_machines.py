@@ -11,6 +11,7 @@ import pytest
 from infra.device.gpu import GpuState
 from infra.device.hardware import cpu_info
 from infra.errors import UserError
+from train.estimate.memory import predict_peak
 from train.resolved import resolve
 from tune.config import SearchConfig
 from tune.experiment import machines as device
@@ -57,11 +58,12 @@ def test_a_parent_process_does_not_count_as_another_user_of_the_gpu() -> None:
 def test_weights_gradients_and_optimizer_must_fit() -> None:
     """GPT-2 124M has 16 bytes a parameter of them: 2 GB."""
     training = resolve(search("cpu").training, cpu_info())
+    smallest, model = predict_peak(training.replace(micro_batch=1)), training.model.text
     with pytest.raises(UserError, match=r"less than the 1\.99 GB"):
-        device.memory_limit(19 * 10**8, training, 10**12)
-    assert device.memory_limit(2 * 10**9, training, 10**12) == 2 * 10**9
-    assert device.memory_limit(None, training, 3 * 10**9) == 3 * 10**9
-    assert device.memory_limit(3 * 10**9, training, 25 * 10**8) == 3 * 10**9, "as asked, on whichever machine"
+        device.memory_limit(19 * 10**8, 10**12, smallest, model)
+    assert device.memory_limit(2 * 10**9, 10**12, smallest, model) == 2 * 10**9
+    assert device.memory_limit(None, 3 * 10**9, smallest, model) == 3 * 10**9
+    assert device.memory_limit(3 * 10**9, 25 * 10**8, smallest, model) == 3 * 10**9, "as asked, on whichever machine"
 
 
 def test_a_trial_gets_what_the_largest_node_has() -> None:

@@ -217,7 +217,7 @@ def judged(result: RunResult, watch: TrialMonitor | None = None) -> tuple[TrialO
 def measured_row(config: ResolvedConfig, result: RunResult, watch: TrialMonitor | None = None) -> TrialRow:
     """The row of such a trial."""
     result = as_trial_result(result, config, watch, None)
-    return make_row(row_of(*classify_outcome(result, watch)), config, result, watch, StepTimes())
+    return make_row(row_of(*classify_outcome(result, watch)), config.step_tokens, result, watch, StepTimes())
 
 
 def row_of(outcome: TrialOutcome = "ok", reason: str = "") -> TrialRow:
@@ -291,7 +291,7 @@ class Known(MemoryLimit):
 def test_the_row_of_a_trial_has_what_its_run_measured(training: ResolvedConfig, distinct: Callable[..., Any]) -> None:
     """But for the memory, where it has a limit, which is on another measure of it."""
     result = distinct(RunResult, implausible_reason="")
-    row = make_row(row_of(), training, as_trial_result(result, training, None, None), None, StepTimes())
+    row = make_row(row_of(), training.step_tokens, as_trial_result(result, training, None, None), None, StepTimes())
     assert row.result == result
     assert (row.speed, row.memory) == (result.throughput.estimate, result.memory.process)
     limited = as_trial_result(result, training, None, Known(10**10, torch.device("cpu"), 0))
