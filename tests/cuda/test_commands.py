@@ -38,7 +38,7 @@ def config(small_shards: Path) -> ResolvedConfig:
 
 def trial(config: ResolvedConfig, limit: int) -> TrialRow:
     proposal = Proposal(Candidate(config.batch.micro_batch), "probe")
-    values = config.replace(steps=30, cycle=Cycle(1, 0), keep_checkpoints=0).to_json()
+    values = config.replace(steps=30, cycle=Cycle(1, 0), keep_checkpoints=0)
     try:
         row, trace = run(TrialRequest("m4", 1, "m4", proposal, values, "here", limit, StopRule(60.0, 0.001)))
     finally:

@@ -34,9 +34,9 @@ class InThisProcess:
     """What Ray Tune does for an experiment, in this process, whose memory is not the trial's alone."""
 
     def __init__(self) -> None:
-        from tune.experiment.ray_tune import run_trial
+        from tune.trial.run import run
 
-        self.run_trial: Callable[[Any], Any] = run_trial
+        self.run_trial: Callable[[Any], Any] = run
 
     def __call__(self, experiment: Any, rows: Any, on_started: Any, on_ended: Any) -> None:
         from tune.experiment.ray_tune import ExperimentSearcher
@@ -49,7 +49,8 @@ class InThisProcess:
                 raise proposals.failure
             if parameters is None or parameters == proposals.FINISHED:
                 return
-            proposals.on_trial_complete(str(number), self.run_trial(parameters["request"]))
+            row, traceback = self.run_trial(parameters["request"])
+            proposals.on_trial_complete(str(number), {"row": row, "traceback": traceback})
 
 
 @pytest.fixture

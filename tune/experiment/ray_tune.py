@@ -9,7 +9,6 @@ killed. Every trial gets a row: if it did not return one, the driver writes one 
 
 import bisect
 import itertools
-import json
 import logging
 import os
 import threading
@@ -28,10 +27,9 @@ from infra.cli.console import errors
 from infra.cli.interrupts import interrupts
 from infra.cli.units import format_duration
 from infra.device.host import count_oom_kills
-from infra.errors import UserError, first_line
+from infra.errors import UserError
 from infra.ray.cluster import ray_session, temporary_ray_dir
 from infra.ray.machines import ASKING_SECONDS, PLACING_SECONDS, is_pending, resource_wait_message, run_on_nodes
-from infra.schema import from_json, to_json
 from infra.storage.files import write_text
 from tune.experiment.machines import trial_nodes
 from tune.experiment.trials import Experiment
@@ -193,8 +191,8 @@ class ExperimentSearcher(Searcher):
         self._nothing_to_do = False
         request, result = trial.request, result or {}
         seconds = time.monotonic() - trial.requested_at
-        if row_json := result.get("row"):
-            row = replace(from_json(TrialRow, json.loads(row_json), "the trial's row"), seconds=seconds)
+        if row := result.get("row"):
+            row = replace(row, seconds=seconds)
         elif self.restart_tuner or self.failure:
             return  # The trial was withdrawn.
         elif error and not trial.overdue and trial.node not in self.nodes().values():
@@ -289,27 +287,18 @@ class PlacementStopper(ray.tune.Stopper):
 
 
 def trainable(parameters: dict[str, Any]) -> dict[str, Any]:
-    """The function that Ray Tune runs in a fresh process: it reports that it has started, and returns its result."""
+    """The function that Ray Tune runs in a fresh process: it reports that it has started, and returns the trial's row.
+
+    Without a row, ``refused`` is the reason.
+    """
     try:
         fetch_data(parameters["request"])  # Downloading must not count as trial time.
     except UserError as failure:
         return {"tokens_per_second": 0.0, "refused": str(failure)}
     started = {"actor": ray.get_runtime_context().current_actor, "oom_kills": count_oom_kills()}
     ray.tune.report({"tokens_per_second": 0.0} | started)
-    return run_trial(parameters["request"])
-
-
-def run_trial(request: TrialRequest) -> dict[str, Any]:
-    """Run a trial; returns its result for Tune: the row as JSON, or as ``refused`` the reason why there is none.
-
-    The row is a string, because Tune flattens dictionaries.
-    """
-    try:
-        row, traceback = run(request)
-    except Exception as failure:  # noqa: BLE001 the driver needs the reason, which Tune would not pass on
-        return {"tokens_per_second": 0.0, "refused": f"it could not run: {first_line(failure)}"}
-    row_json = json.dumps(to_json(row))
-    return {"tokens_per_second": row.tokens_per_second, "row": row_json, "traceback": traceback}
+    row, traceback = run(parameters["request"])
+    return {"tokens_per_second": row.tokens_per_second, "row": row, "traceback": traceback}
 
 
 def run_trials(

@@ -88,7 +88,7 @@ class Search(Experiment):
         )  # fmt: skip
         return TrialRequest(
             proposal.key(self.directory.name), number, self.space.short_label(proposal.candidate),
-            proposal, trial.to_json(),
+            proposal, trial,
             machine, self.limit, StopRule(seconds, config.speed_tolerance), config.compile_time + seconds,
         )  # fmt: skip
 

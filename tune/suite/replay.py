@@ -46,7 +46,7 @@ class Ladder(Experiment):
             peak = peak_if_known(run.config)
             memory = float(peak.total) if peak else None
             proposal = Proposal(Candidate(run.config.batch.micro_batch), run.stage, predicted_memory=memory)
-            return TrialRequest(run.key, number, run.name, proposal, run.config.to_json(), machine, self.limit)
+            return TrialRequest(run.key, number, run.name, proposal, run.config, machine, self.limit)
         return None
 
     def is_finished(self, rows: Sequence[TrialRow]) -> bool:

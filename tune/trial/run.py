@@ -10,12 +10,11 @@ import traceback
 from collections.abc import Iterator
 from contextlib import contextmanager
 from dataclasses import dataclass, field, replace
-from typing import Any
 
 import torch
 
 from infra.errors import UserError, first_line
-from train.config import ResolvedConfig, config_from_json
+from train.config import ResolvedConfig
 from train.data.sources import source_of
 from train.launch.job import WorkerJob
 from train.launch.link import CycleDone, Message
@@ -52,8 +51,7 @@ class TrialRequest:
     number: int
     name: str
     proposal: Proposal
-    config: dict[str, Any]
-    """The resolved config of the run."""
+    config: ResolvedConfig
     node: str
     """Name of the machine that runs the trial, for its row."""
     memory_limit: int | None = None
@@ -70,10 +68,10 @@ def pending(request: TrialRequest) -> TrialRow:
 
 def unmeasured(request: TrialRequest, outcome: TrialOutcome, reason: str, seconds: float) -> TrialRow:
     """The row of a trial without measurements."""
-    proposal, config = request.proposal, request.config
+    proposal = request.proposal
     return TrialRow(
         request.key, request.number, proposal.stage, proposal.round, proposal.candidate,
-        config["global_batch"] // config["micro_batch"], outcome, reason, seconds, proposal.predicted_memory,
+        request.config.batch.accumulation, outcome, reason, seconds, proposal.predicted_memory,
         proposal.predicted_speed, node=request.node, name=request.name,
     )  # fmt: skip
 
@@ -142,8 +140,7 @@ class TrialMonitor(Driver):
 
 def fetch_data(request: TrialRequest) -> None:
     """Download the trial's data to this machine. Raises ``UserError`` if storage fails, which is not an outcome."""
-    config = config_from_json(request.config, "the trial's config")
-    source_of(config.dataset).download()
+    source_of(request.config.dataset).download()
 
 
 def run(request: TrialRequest) -> tuple[TrialRow, str | None]:
@@ -152,8 +149,7 @@ def run(request: TrialRequest) -> tuple[TrialRow, str | None]:
     Returns: (the trial's row, the traceback if it failed unexpectedly).
     """
     started_at = time.monotonic()
-    config = ResolvedConfig.of_decided(config_from_json(request.config, "the trial's config"))
-    monitor = None
+    config, monitor = request.config, None
     if request.early and request.memory_limit:
         monitor = TrialMonitor(request.early, request.proposal.speed_threshold, config.step_tokens)
     session = WorkerSession(WorkerJob(config, request.memory_limit), folder=None, driver=monitor or Driver())

@@ -70,7 +70,7 @@ def main() -> int:
             write_data(Path(folder) / "made")
             request = TrialRequest(
                 "m", len(rows) + 1, space.short_label(candidate), Proposal(candidate, "probe", repeat),
-                space.config(candidate).replace(data=f"{folder}/made", steps=STEPS, cycle=Cycle(1, 0)).to_json(),
+                space.config(candidate).replace(data=f"{folder}/made", steps=STEPS, cycle=Cycle(1, 0)),
                 socket.gethostname(), 2**60, StopRule(600.0, 1e-9),
             )  # fmt: skip
             with ProcessPoolExecutor(1, multiprocessing.get_context("spawn")) as process:

@@ -1,6 +1,5 @@
 """Every trial gets a row: its own, or the driver's where it died, did not end, or could not be run."""
 
-import json
 import os
 import re
 import signal
@@ -16,16 +15,15 @@ import pytest
 from trial_rows import trial_row
 
 from infra.ray.cluster import ray_session
-from infra.schema import to_json
-from train.config import Cycle, TrainConfig
+from train.config import Cycle, ResolvedConfig, TrainConfig
 from train.model_config import ModelConfig
 from tune.config import SearchConfig
 from tune.experiment.machines import trial_nodes
-from tune.experiment.ray_tune import ATTEMPTS, ExperimentSearcher, RunningTrial, run_trial, run_tuner
+from tune.experiment.ray_tune import ATTEMPTS, ExperimentSearcher, RunningTrial, run_tuner
 from tune.experiment.search_plan import Search, make_search
 from tune.space import Candidate
 from tune.trial.row import Proposal, TrialRow, read_rows
-from tune.trial.run import StopRule, TrialRequest
+from tune.trial.run import StopRule, TrialRequest, run
 
 
 @pytest.fixture
@@ -63,7 +61,7 @@ def row_of(request: TrialRequest, speed: float | None = None) -> TrialRow:
 
 
 def sent(row: TrialRow) -> dict[str, Any]:
-    return {"row": json.dumps(to_json(row)), "traceback": None}
+    return {"row": row, "traceback": None}
 
 
 def test_a_trial_is_asked_for_as_the_search_says(search: Search, capfd: pytest.CaptureFixture[str]) -> None:
@@ -73,7 +71,7 @@ def test_a_trial_is_asked_for_as_the_search_says(search: Search, capfd: pytest.C
     assert (request.key, request.number, request.node) == (proposal.key("one"), 1, HERE)
     assert (request.memory_limit, request.early, request.patience) == (search.limit, StopRule(60.0, 0.01), 61.0)
     trial = search.space.config(Candidate(2)).replace(data=str(search.data), steps=8, cycle=Cycle(1, 0))
-    assert request.config == trial.to_json(), "however long the training is"
+    assert request.config == trial, "however long the training is"
     assert request.proposal.predicted_memory == search.memory.prior(Candidate(2)) > 0
     assert capfd.readouterr().out == ""
     row = trial_row(
@@ -142,10 +140,10 @@ def test_the_driver_writes_a_trials_row_and_traceback(search: Search) -> None:
     """The trial itself writes nothing: it may run on a machine without the search's folder."""
     searcher, begun = proposals(search)
     searcher.suggest("trial")
-    broken = replace(begun[0], config=begun[0].config | {"data": str(search.folder / "elsewhere")})
-    result = run_trial(broken)
+    broken = replace(begun[0], config=begun[0].config.replace(data=str(search.folder / "elsewhere")))
+    row, _ = run(broken)
     assert list(search.trials.iterdir()) == []
-    searcher.on_trial_complete("trial", result)
+    searcher.on_trial_complete("trial", sent(row))
     (row,) = read_rows(search.trials)
     assert (row.outcome, row.node) == ("failed", HERE)
     assert "elsewhere" in row.reason
@@ -199,7 +197,9 @@ def test_no_trial_is_proposed_twice_and_each_machine_has_its_own_control(search:
 def test_a_process_is_killed_when_its_time_is_up_and_never_after_its_end() -> None:
     killed = {"late": threading.Event(), "in time": threading.Event()}
     for name, patience in (("late", 0.05), ("in time", 2.0)):
-        trial = RunningTrial(TrialRequest("m1", 1, "m1", Proposal(Candidate(1), "probe"), {}, HERE, patience=patience))
+        trial = RunningTrial(
+            TrialRequest("m1", 1, "m1", Proposal(Candidate(1), "probe"), ResolvedConfig(), HERE, patience=patience)
+        )
         time.sleep(0.1)  # waiting for a process does not count
         assert not trial.overdue
         trial.start_timeout(killed[name].set)
@@ -210,8 +210,8 @@ def test_a_process_is_killed_when_its_time_is_up_and_never_after_its_end() -> No
 
 def test_a_trial_on_a_slower_machine_is_expected_to_be_as_slow(search: Search) -> None:
     """Both the speed that is predicted and the one below which it cannot win, by what the controls took there."""
-    first = row_of(TrialRequest("m1", 1, "m1", Proposal(Candidate(1), "probe"), {}, "w1"), 1000.0)
-    control = row_of(TrialRequest("c2", 2, "m1", Proposal(Candidate(1), "control"), {}, "w2"), 500.0)
+    first = row_of(TrialRequest("m1", 1, "m1", Proposal(Candidate(1), "probe"), ResolvedConfig(), "w1"), 1000.0)
+    control = row_of(TrialRequest("c2", 2, "m1", Proposal(Candidate(1), "control"), ResolvedConfig(), "w2"), 500.0)
     proposal = Proposal(Candidate(2), "probe", predicted_speed=1200.0, speed_threshold=1100.0)
     for node, factor in (("w1", 1), ("w2", 2), ("w3", 1)):
         found = search.trial(proposal, node, 3, [first, control]).proposal
@@ -227,7 +227,7 @@ def test_a_trial_that_does_not_end_is_killed_and_one_that_was_killed_runs_again(
         def trial(self, proposal: Proposal, machine: str, number: int, rows: Sequence[TrialRow]) -> TrialRequest:
             request = super().trial(proposal, machine, number, rows)
             if proposal.candidate.micro_batch == 1:
-                return replace(request, config=request.config | {"global_batch": 10**6}, patience=2.0)
+                return replace(request, config=request.config.replace(global_batch=10**6), patience=2.0)
             return replace(request, patience=201.0)
 
     class Disturbed(ExperimentSearcher):

@@ -125,7 +125,7 @@ def test_a_search_and_a_ladder_follow_the_vocabulary_of_the_data(small_shards: P
     ladder = make_ladder(LadderConfig(suite="loop", data=str(data), dry_run=True))
     request = ladder.request("here", 1, [], [])
     assert request
-    assert request.config["model"]["vocab_size"] == 300
+    assert request.config.model.vocab_size == 300
 
 
 def test_optunas_budget_grows_with_the_grid_within_bounds() -> None:

@@ -15,7 +15,7 @@ from infra.cli.units import GB
 from infra.tracking.names import MAX_TOP_LEVEL_METRICS
 from infra.tracking.saved_views import COLUMNS, FIRST, VIEWS
 from infra.tracking.tracker import Tracker
-from train.config import TrainConfig
+from train.config import ResolvedConfig, TrainConfig
 from train.model_config import ModelConfig
 from tune.config import SearchConfig
 from tune.experiment.search_plan import Search, make_search
@@ -129,7 +129,7 @@ def test_a_store_that_goes_away_between_trials_gets_them_later(
     first, second = (replace(finished(size, 100.0 * size, step_seconds=[0.1] * 3), number=size) for size in (1, 2))
 
     def request(row: TrialRow) -> TrialRequest:
-        return TrialRequest(row.key, row.number, "m1", Proposal(row.candidate, "probe"), {}, "here")
+        return TrialRequest(row.key, row.number, "m1", Proposal(row.candidate, "probe"), ResolvedConfig(), "here")
 
     parent = open_parent(replace(search, config=replace(search.config, tracking_uri=database)))
     evidence = TrialRuns(search, parent)

@@ -45,7 +45,7 @@ def test_a_trial_with_too_little_time_runs_once_more_with_enough(
     strategy = RetryShortTrials(MemorySearcher(space, lambda candidate: 1e9, 8e9))
     rows: list[TrialRow] = []
     while (proposal := strategy.propose(rows)) is not None:
-        trial = space.config(proposal.candidate).replace(steps=20, cycle=Cycle(1, 0)).to_json()
+        trial = space.config(proposal.candidate).replace(steps=20, cycle=Cycle(1, 0))
         most = trial_time_limit(rows, 0.0)
         key, number = proposal.key("search"), len(rows) + 1
         row, _ = run(TrialRequest(key, number, "m1", proposal, trial, "here", 8 * 10**9, StopRule(most, 0.01)))

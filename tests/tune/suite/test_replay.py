@@ -12,7 +12,7 @@ from infra.device.hardware import A100, DeviceInfo, cpu_info
 from infra.errors import UserError
 from infra.storage.directory import StorageDir
 from pipeline.shards import read_manifest
-from train.config import AUTO, Execution, ResolvedConfig, TrainConfig, config_from_json
+from train.config import AUTO, Execution, ResolvedConfig, TrainConfig
 from train.estimate.memory import peak_with_margin, predict_peak
 from train.loop.memory_limit import RESERVED_OUTSIDE_ALLOCATOR
 from train.model_config import ModelConfig
@@ -47,9 +47,8 @@ def climbed(
     rows: list[TrialRow] = []
     ran: list[tuple[str, ResolvedConfig]] = []
     while request := ladder.request("here", len(rows) + 1, rows, []):
-        config = ResolvedConfig.of_decided(config_from_json(request.config, "test"))
-        rows.append(made(request, config))
-        ran.append((request.key.rpartition("-")[0], config))
+        rows.append(made(request, request.config))
+        ran.append((request.key.rpartition("-")[0], request.config))
     assert ladder.is_finished(rows)
     return *ladder.replay_results(rows), ran
 
@@ -386,7 +385,7 @@ def test_a_micro_batch_that_is_left_open_is_decided_within_the_ladders_limit(
     ladder = ladder_of(suite, open_base, memory_limit=limit)
     request = ladder.request("here", 1, [], [])
     assert request
-    assert (request.config["micro_batch"], request.memory_limit) == (size, limit)
+    assert (request.config.batch.micro_batch, request.memory_limit) == (size, limit)
     controls, rungs, _ = climbed(ladder)
     assert sizes(controls) | sizes(rungs) == {"baseline": size, "control": size, "seed": size, "leaner": size}
     assert controls[0].batch == (f"{size} x {12 // size}" if size < 12 else "12")

@@ -40,7 +40,7 @@ def training(small_shards: Path, small_model: ModelConfig) -> ResolvedConfig:
 def attempt(training: ResolvedConfig, folder: Path, *, limit: float = 8e9, steps: int = 20) -> TrialRow:
     folder.mkdir(exist_ok=True)
     proposal = Proposal(Candidate(training.batch.micro_batch), "probe")
-    trial = training.replace(steps=steps, cycle=Cycle(1, 0)).to_json()
+    trial = training.replace(steps=steps, cycle=Cycle(1, 0))
     row, trace = run(TrialRequest("m1", 1, "m4", proposal, trial, "here", int(limit), StopRule(60.0, 0.001)))
     assert trace is None, "a traceback is for our bugs"
     write_row(folder, row)
@@ -222,7 +222,7 @@ def measured_row(config: ResolvedConfig, result: RunResult, watch: TrialMonitor 
 
 def row_of(outcome: TrialOutcome = "ok", reason: str = "") -> TrialRow:
     """The row of a trial of which nothing else is known."""
-    config = {"global_batch": 1, "micro_batch": 1}
+    config = ResolvedConfig.of(micro_batch=1, global_batch=1)
     request = TrialRequest("m1", 1, "m1", Proposal(Candidate(1), "probe"), config, "here")
     return unmeasured(request, outcome, reason, 0.0)
 
@@ -299,7 +299,7 @@ def test_the_row_of_a_trial_has_what_its_run_measured(training: ResolvedConfig, 
 
 
 def test_what_was_asked_of_a_trial_is_in_its_row_by_the_same_name(distinct: Callable[..., Any]) -> None:
-    request = distinct(TrialRequest, config={"global_batch": 24, "micro_batch": 4}, early=None)
+    request = distinct(TrialRequest, config=ResolvedConfig.of(micro_batch=4, global_batch=24), early=None)
     row = unmeasured(request, "failed", "for a reason", 2.5)
     asked = vars(request.proposal) | vars(request)
     shared = {field.name for field in fields(TrialRow)} & asked.keys()
@@ -313,7 +313,7 @@ def test_a_rung_is_measured_like_the_run_of_its_config(training: ResolvedConfig)
     config = training.replace(steps=9, cycle=Cycle(4, 1), seed=3)
     trainer = Trainer(config)
     expected = trainer.run()
-    request = TrialRequest("m4", 1, "rung", Proposal(Candidate(4), "rung"), config.to_json(), "here")
+    request = TrialRequest("m4", 1, "rung", Proposal(Candidate(4), "rung"), config, "here")
     row, _ = run(request)
     assert row.result
     assert (row.outcome, row.result.train_loss, row.result.val_loss) == ("ok", expected.train_loss, expected.val_loss)
