@@ -33,6 +33,7 @@ from tune.config import SearchConfig
 from tune.experiment.folder import write_record
 from tune.experiment.search_plan import make_search
 from tune.strategy.ranking import NEGLIGIBLE_LOSS
+from tune.trial.row import read_rows
 
 FLAGS = [
     "--model", "tiny,layers=2,heads=2,width=32,context_length=32,vocab_size=257,padded_vocab_size=320",
@@ -91,6 +92,23 @@ def searched(command: Callable[..., int], folder: Path, killed: dict[Path, int],
     with ray_session(cluster):
         assert command(search.main, "--resume", "one") == 0
     return folder / "runs" / "one"
+
+
+@pytest.mark.usefixtures("in_this_process")
+def test_the_next_search_completes_the_runs_of_a_killed_one(
+    command: Callable[..., int], folder: Path, killed: dict[Path, int], small_shards: Path
+) -> None:
+    """From its folder: the trial that ended before the kill has all its entries, and the search its settings."""
+    flags = ["--searcher", "grid", "--global-batch", "1", "--memory-limit", "8GB", "--confirm-rounds", "0"]
+    assert command(search.main, "--data", str(small_shards), *flags, *FLAGS, "--name", "next") == 0
+    parent, children = runs(folder, "one")
+    (row,) = read_rows(folder / "runs" / "one" / "trials")
+    assert (parent.info.status, parent.data.tags["fully_logged"]) == ("KILLED", "true")
+    assert parent.data.params["memory_limit"] == "8.00 GB"
+    (trial,) = [child for child in children if child.data.tags["trial"] == row.key]
+    assert (trial.info.status, trial.data.tags["fully_logged"]) == ("FINISHED", "true")
+    assert trial.data.metrics["result/tokens_per_second"] == row.tokens_per_second
+    assert {child.info.status for child in children if child is not trial} <= {"KILLED"}
 
 
 def test_a_killed_search_continues(folder: Path, killed: dict[Path, int], searched: Path) -> None:
@@ -212,7 +230,8 @@ def test_a_search_that_cannot_be_resumed_yet_keeps_its_folder(
     training = TrainConfig.of(data=str(small_shards), model=PRESETS["tiny"], global_batch=2, device="cpu")
     made = make_search(SearchConfig(training=training, name="early", memory_limit=8 * 10**9))
     made.folder.mkdir(parents=True)
-    write_record(made.workspace, made.config, made.identity(), RunRef("sqlite:////gone/mlflow.db", "1", "a"))
+    away = RunRef("sqlite:////gone/mlflow.db", "1", "a", made.directory.address)
+    write_record(made.workspace, made.record(away))
     assert "sqlite:////gone/mlflow.db" in refused(search.main, "--resume", "early")
     assert (folder / "runs" / "early" / "search.json").is_file()
 

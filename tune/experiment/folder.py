@@ -1,18 +1,19 @@
 """The folder of a search or a ladder: locked by one driver, and resumed only with the settings it was created with.
 
 ``OUT/NAME/`` contains ``search.json`` or ``ladder.json`` (:class:`ExperimentRecord`), ``trials/`` (a JSON file per
-finished trial) and, at the end, the report, tables and charts. If it is in object storage, the driver works in a local
-copy and uploads each file as it is written.
+finished trial) and, at the end, ``result.json`` (:class:`ExperimentResult`), the report, tables and charts. If it is in
+object storage, the driver works in a local copy and uploads each file as it is written.
 """
 
 import json
 from collections.abc import Iterator
 from contextlib import contextmanager
-from dataclasses import dataclass
+from dataclasses import dataclass, field
+from pathlib import Path
 from typing import Any, TypeVar
 
 from infra.errors import UserError, nearest
-from infra.schema import from_json, strict
+from infra.schema import from_json, strict, to_json
 from infra.storage.directory import StorageDir
 from infra.storage.files import clear_temporaries, write_json
 from infra.storage.workspace import Workspace
@@ -22,22 +23,56 @@ from tune.config import ExperimentConfig
 Config = TypeVar("Config", bound=ExperimentConfig)
 
 TRIALS = "trials"
+SUMMARY = "summary.md"
+RESULT = "result.json"
 
 
 @strict
 @dataclass(frozen=True)
 class ExperimentRecord:
-    """The stored settings of an experiment, by which it is resumed."""
+    """What an experiment starts with: it is resumed by it, and its runs in MLflow are filled from it."""
 
+    kind: str
+    """search or ladder."""
+    mlflow_experiment: str
+    """Name of the experiment in MLflow."""
     config: dict[str, Any]
     identity: dict[str, Any]
     """Settings that must be equal when the experiment is resumed."""
+    params: dict[str, Any]
+    """The params of the experiment's run in MLflow."""
+    data: str
+    """The token shards, as an absolute path or URI."""
+    fingerprint: str
+    """Fingerprint of the token shards."""
+    splits: dict[str, dict[str, int]]
+    """Totals of the token shards by split."""
+    limit: int | None
+    """Maximum memory of a trial's process in bytes."""
     mlflow_run: RunRef
     """The experiment's run in MLflow."""
 
+    @property
+    def name(self) -> str:
+        return StorageDir.of(self.mlflow_run.run_dir).name
+
+
+@strict
+@dataclass(frozen=True)
+class ExperimentResult:
+    """What a finished experiment adds to its run in MLflow."""
+
+    has_winner: bool
+    metrics: list[tuple[str, float]]
+    files: list[str]
+    """Names of the files of the report in the experiment's folder."""
+    tags: dict[str, str] = field(default_factory=dict)
+    ranks: dict[str, str] = field(default_factory=dict)
+    """Ranks by the trial's key, as texts that MLflow can sort."""
+
 
 def read_record(directory: StorageDir, kind: str) -> ExperimentRecord:
-    """The stored settings of the ``search`` or ``ladder`` in ``directory``, which :func:`write_record` wrote."""
+    """The record of the ``search`` or ``ladder`` in ``directory``, which :func:`write_record` wrote."""
     try:
         content = directory.read(f"{kind}.json")
     except OSError:
@@ -70,12 +105,22 @@ def open_workspace(directory: StorageDir, kind: str) -> Iterator[Workspace]:
         yield workspace
 
 
-def write_record(workspace: Workspace, config: ExperimentConfig, identity: dict[str, Any], parent: RunRef) -> None:
-    """Store the settings of a new experiment, so that it can be resumed."""
-    mlflow_run = parent.to_json_for(workspace.location.address)
-    file = workspace.path / f"{config.kind}.json"
-    write_json(file, {"config": config.to_json(), "identity": identity, "mlflow_run": mlflow_run})
+def write_record(workspace: Workspace, record: ExperimentRecord) -> None:
+    """Store the record of a new experiment."""
+    file = workspace.path / f"{record.kind}.json"
+    write_json(file, to_json(record))
     workspace.push(file)
+
+
+def read_result(folder: Path) -> ExperimentResult | None:
+    """The result of the experiment in the local ``folder``; None if it has not finished."""
+    file = folder / RESULT
+    if not file.exists():
+        return None
+    try:
+        return from_json(ExperimentResult, json.loads(file.read_text(encoding="utf-8")), file)
+    except ValueError as damage:
+        raise UserError(f"{file} is corrupt ({damage}).") from damage
 
 
 def resumed_parent(directory: StorageDir, kind: str, identity: dict[str, Any]) -> RunRef:

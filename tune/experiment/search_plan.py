@@ -90,7 +90,14 @@ class Search(Experiment):
             proposal.key(self.directory.name), number, self.space.short_label(proposal.candidate),
             proposal, trial,
             machine, self.limit, StopRule(seconds, config.speed_tolerance), config.compile_time + seconds,
+            self.labels(proposal.candidate),
         )  # fmt: skip
+
+    def labels(self, candidate: Candidate) -> dict[str, str]:
+        """Additional columns of a trial in MLflow's list of runs."""
+        knobs = without_accumulation(candidate.knobs)
+        batch = {"global_batch": str(self.space.global_batch(candidate))}
+        return batch | ({"knobs": self.space.knobs_label(knobs) or "same as control"} if knobs else {})
 
     def remaining(self, rows: Sequence[TrialRow]) -> int:
         return self.strategy.remaining(normalize_speeds(rows))
@@ -130,11 +137,6 @@ class Search(Experiment):
         return non_default_params(settings, defaults) | {
             "model": settings["model"], "data": str(self.data), "memory_limit": limit,
         }  # fmt: skip
-
-    def extra_columns(self, row: TrialRow) -> dict[str, str]:
-        knobs = without_accumulation(row.candidate.knobs)
-        batch = {"global_batch": str(self.space.global_batch(row.candidate))}
-        return batch | ({"knobs": self.space.knobs_label(knobs) or "same as control"} if knobs else {})
 
 
 def search_name(config: SearchConfig) -> str:

@@ -10,22 +10,23 @@ from infra.cli.progress import status
 from infra.cli.units import format_duration
 from infra.errors import UserError
 from infra.ray.cluster import ray_session
-from infra.tracking.store import open_store
+from infra.tracking.store import open_store, read_logged
 from infra.tracking.tracker import Tracker
 from infra.tracking.views import ui_link
+from train.reporting.report import memory_fact
 from train.run_files.run_folder import resume_command
 from tune.config import LadderConfig, SearchConfig
-from tune.experiment.folder import open_workspace, resumed_parent
+from tune.experiment.folder import RESULT, open_workspace, resumed_parent
 from tune.experiment.ray_tune import run_trials
-from tune.experiment.tracking import TrialRuns, log_start, open_parent
+from tune.experiment.tracking import TrialRuns, complete_orphaned_experiments, log_result, log_start, open_parent
 from tune.experiment.trials import Experiment
 from tune.trial.row import TrialRow, read_rows
 from tune.trial.run import TrialRequest
 
 Kind = TypeVar("Kind", bound=Experiment)
 
-Publish = Callable[[Kind, Sequence[TrialRow], Tracker], bool]
-"""Prints, writes and records the results of all trials; returns whether there is a winner."""
+Publish = Callable[[Kind, Sequence[TrialRow]], None]
+"""Prints and stores the results of all trials, from which MLflow is filled."""
 
 
 def run_experiment(
@@ -61,14 +62,17 @@ def _run(experiment: Kind, rows: list[TrialRow], publish: Publish[Kind]) -> int:
     """Run trials until none is left, add them to ``rows``, and publish the results; returns the exit code."""
     kind, resumed = experiment.config.kind, experiment.config.resume
     parent = resumed_parent(experiment.directory, kind, experiment.identity()) if resumed else open_parent(experiment)
-    trial_runs = TrialRuns(experiment, parent)
+    record = experiment.record(parent)
+    trial_runs = TrialRuns(record, resumed=bool(resumed))
     if resumed:
         console.print(f"resuming with {len(rows)} finished trial{'s' * (len(rows) != 1)}")
-    with Tracker(parent) as tracker:
-        log_start(tracker, experiment)
+    with Tracker(parent, read_logged(parent) if resumed else None) as tracker:
+        log_start(tracker, record)
+        complete_orphaned_experiments(record)
         try:
             trial_runs.fill(rows)
             if not experiment.is_finished(rows):
+                (experiment.folder / RESULT).unlink(missing_ok=True)  # Its trials run again.
                 _drive(experiment, rows, trial_runs)
             trial_runs.fill(rows)
         finally:
@@ -78,10 +82,10 @@ def _run(experiment: Kind, rows: list[TrialRow], publish: Publish[Kind]) -> int:
             console.print(f"stopped; resume with: {command}", markup=False)
             tracker.status = "KILLED"
             return EXIT_INTERRUPTED
-        has_winner = publish(experiment, rows, tracker)
-        tracker.status = "FINISHED" if has_winner else "FAILED"
+        publish(experiment, rows)
+        result = log_result(tracker, experiment.folder)
     console.print(ui_link(parent, children=True), markup=False)
-    return 0 if has_winner else 1
+    return 0 if result and result.has_winner else 1
 
 
 def _reusable_rows(experiment: Experiment) -> list[TrialRow]:
@@ -122,7 +126,7 @@ def format_trial(experiment: Experiment, row: TrialRow) -> str:
     parts = [
         f"{row.number:3d} {experiment.trial_label(row)}",
         f"{row.speed.middle:,.0f} tokens/s ±{row.speed.width / 2:.1%}" if row.speed else "no speed measured",
-        experiment.trial_columns(row).get("memory"),
+        row.memory is not None and memory_fact(row.memory, experiment.limit),
         result and result.mfu and f"MFU {result.mfu:.1%}",
         row.compile_seconds is not None and f"compile {row.compile_seconds:.1f} s",
         loss,

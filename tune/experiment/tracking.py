@@ -5,24 +5,38 @@ one is completed from the trial's row. An outage of MLflow stops no trial, becau
 """
 
 from collections.abc import Iterator, Sequence
-from contextlib import contextmanager
-from functools import partial
+from contextlib import contextmanager, suppress
 from itertools import zip_longest
+from pathlib import Path
 
 from infra.cli.console import errors
 from infra.cli.table import Report
+from infra.cli.units import GB
 from infra.device import provenance
 from infra.errors import UserError
 from infra.facts import Fact
+from infra.storage.directory import StorageDir
+from infra.storage.workspace import Workspace
 from infra.tracking.names import group_under_detail
+from infra.tracking.orphaned_runs import incomplete, is_complete, lock_run_dir
 from infra.tracking.run_ref import RunRef
-from infra.tracking.store import children, create_run, reopen_run
+from infra.tracking.saved_views import tag_ranks
+from infra.tracking.store import children, create_run, read_logged, reopen_run
 from infra.tracking.tracker import Tracker
 from pipeline.shards import producing_run
-from train.reporting.report import allocator_facts
-from tune.experiment import folder
+from train.reporting.report import allocator_facts, memory_fact, speed_fact
+from tune.experiment.folder import (
+    RESULT,
+    SUMMARY,
+    TRIALS,
+    ExperimentRecord,
+    ExperimentResult,
+    read_record,
+    read_result,
+    write_record,
+)
 from tune.experiment.trials import Experiment
-from tune.trial.row import TrialRow, flatten_row
+from tune.trial.row import TrialRow, flatten_row, read_rows
 from tune.trial.run import TrialRequest
 
 TRIAL_METRICS = (
@@ -36,14 +50,18 @@ TRIAL_METRICS = (
 class TrialRuns:
     """The child runs of an experiment's trials in MLflow, which are filled from the trials' rows."""
 
-    def __init__(self, experiment: Experiment, parent: RunRef) -> None:
-        self.experiment, self.parent = experiment, parent
-        existing = children(parent, "trial") if experiment.config.resume else {}
+    def __init__(self, record: ExperimentRecord, *, resumed: bool = False) -> None:
+        """Args:
+        resumed: Whether the experiment may have child runs already.
+        """
+        self.record, self.parent = record, record.mlflow_run
+        existing = children(self.parent, "trial") if resumed else {}
         self._refs = {trial: child for trial, (child, _) in existing.items()}
         """Child runs by the trial's key."""
         self._filled = {trial for trial, (_, is_complete) in existing.items() if is_complete}
         """Keys of trials whose child run has ended; all its entries are sent or queued."""
-        self._running: set[str] = set()
+        self._unfilled = self._refs.keys() - self._filled
+        """Keys of trials whose child run is open, or was closed without a row."""
 
     def open(self, request: TrialRequest) -> None:
         """Open the child run of a trial that is about to start, or reopen the one that a killed driver opened."""
@@ -53,7 +71,7 @@ class TrialRuns:
                 self._filled.discard(request.key)
             else:
                 self._child(request.key, f"{request.number:03d} {request.name}", request.proposal.stage)
-            self._running.add(request.key)
+            self._unfilled.add(request.key)
 
     def fill(self, rows: Sequence[TrialRow]) -> None:
         """Fill and close the child runs of all ended trials, including those that ended without the driver or
@@ -62,13 +80,13 @@ class TrialRuns:
             for row in rows:
                 if row.key not in self._filled:
                     child = self._child(row.key, f"{row.number:03d} {row.name}", row.stage)
-                    fill_trial(Tracker(child), self.experiment, row)
+                    fill_trial(Tracker(child), self.record, row)
                     self._filled.add(row.key)
-                    self._running.discard(row.key)
+                    self._unfilled.discard(row.key)
 
     def close(self) -> None:
-        """Close the child runs of running trials, which are reopened on resume."""
-        for trial in self._running:
+        """Close the child runs of trials without a row, which are reopened on resume."""
+        for trial in self._unfilled:
             Tracker(self._refs[trial]).finish("KILLED", wait=False)
 
     @contextmanager
@@ -77,46 +95,62 @@ class TrialRuns:
         try:
             yield
         except UserError as failure:
-            errors.print(
-                f"{failure} The {self.experiment.config.kind} continues; this trial is sent once MLflow responds again."
-            )
+            errors.print(f"{failure} The {self.record.kind} continues; this trial is sent once MLflow responds again.")
 
     def _child(self, key: str, name: str, stage: str) -> RunRef:
         """The child run of the trial ``key``; creates it if there is none. Raises ``UserError`` if that fails."""
         if key not in self._refs:
             tags = {"kind": "trial", "trial": key, "stage": stage}
-            self._refs[key] = create_run(self.experiment.mlflow_experiment, name, parent=self.parent, tags=tags)
+            self._refs[key] = create_run(self.record.mlflow_experiment, name, parent=self.parent, tags=tags)
         return self._refs[key]
 
 
-def fill_trial(tracker: Tracker, experiment: Experiment, row: TrialRow) -> None:
+def fill_trial(tracker: Tracker, record: ExperimentRecord, row: TrialRow) -> None:
     """Log all that the ``row`` of a trial has, and close its run."""
     tracker.log_params(
         {"micro_batch": row.candidate.micro_batch, "accumulation": row.accumulation}
         | dict(row.candidate.knobs)
         | {"stage": row.stage, "round": row.round}
     )
-    report = trial_report(experiment, row)
+    report = trial_report(record, row)
     tracker.log_metrics(group_under_detail(report.metrics(), TRIAL_METRICS))  # Step 0 has results, as of a run.
     for step, (seconds, loss) in enumerate(zip_longest(row.step_seconds, row.losses), 1):
         progress = {"progress/train_tokens": row.step_tokens * step}
         tracker.log_metrics({"time/step_seconds": seconds, "loss/train": loss} | progress, step)
-    log_data(tracker, experiment)
+    log_data(tracker, record)
     tracker.log_json(flatten_row(row), "trial.json")
     tracker.set_description(report.markdown())
-    columns = experiment.trial_columns(row) | {"node": row.node}
+    columns = trial_columns(row, record.limit) | {"node": row.node}
     tracker.set_tags({"outcome": row.outcome, "reason": row.reason} | columns)
     tracker.finish("FAILED" if row.outcome == "failed" else "FINISHED", wait=False)
 
 
-def trial_report(experiment: Experiment, row: TrialRow) -> Report:
+def trial_columns(row: TrialRow, limit: int | None) -> dict[str, str]:
+    """A trial's columns in MLflow's list of runs: batch, other settings, and speed and memory as texts.
+
+    ``limit`` is the maximum memory of its process in bytes.
+    """
+    columns = {"batch": f"{row.candidate.micro_batch} x {row.accumulation}"} | row.labels
+    if row.result and row.result.attention:
+        columns["attention"] = row.result.attention
+    if row.speed:
+        columns["tokens/s"] = speed_fact(row.speed)
+    if row.memory is not None:
+        columns["memory"] = memory_fact(row.memory, limit)
+    if row.predicted_memory:
+        error = f" ({row.predicted_memory / row.memory - 1:+.0%})" if row.memory else ""
+        columns["predicted_memory"] = Fact.of("memory/predicted_gb", row.predicted_memory / GB, f"{{:.2f}} GB{error}")
+    return columns
+
+
+def trial_report(record: ExperimentRecord, row: TrialRow) -> Report:
     """What a trial measured, as the description and the metrics of its run."""
     result = row.result
-    columns = experiment.trial_columns(row)
+    columns = trial_columns(row, record.limit)
     prediction = columns.get("predicted_memory", "")
     prediction = Fact.joined("predicted", prediction, separator=" ") if prediction else ""
     summary = [
-        ("Trial", f"{row.number} of {experiment.directory.name}: {row.stage}, {row.name}"),
+        ("Trial", f"{row.number} of {record.name}: {row.stage}, {row.name}"),
         ("Tokens/s", columns.get("tokens/s", "not measured")),
         ("Peak memory", Fact.joined(columns.get("memory", "not measured"), prediction)),
         ("Outcome", f"{row.outcome}: {row.reason}"),
@@ -134,26 +168,79 @@ def trial_report(experiment: Experiment, row: TrialRow) -> Report:
     return Report(summary, details=details)
 
 
-def log_data(tracker: Tracker, experiment: Experiment) -> None:
+def log_data(tracker: Tracker, record: ExperimentRecord) -> None:
     """Log the data set of an experiment or of one of its trials."""
-    data, manifest = experiment.data, experiment.manifest
-    tracker.log_dataset(data.name, manifest.fingerprint, str(data), manifest.splits, "training")
+    data = StorageDir.of(record.data)
+    tracker.log_dataset(data.name, record.fingerprint, record.data, record.splits, "training")
     maker = producing_run(data)
     tracker.set_tags({"data.run": maker.run_id} if maker else {})
 
 
-def log_start(tracker: Tracker, experiment: Experiment) -> None:
-    """Log the settings and the data of a new experiment. The params of a resumed one are not set again."""
-    if not experiment.config.resume:
-        tracker.log_params(experiment.params())
-    tracker.log_json(experiment.identity(), f"{experiment.config.kind}.json")
-    log_data(tracker, experiment)
+def log_start(tracker: Tracker, record: ExperimentRecord) -> None:
+    """Log the settings and the data of an experiment."""
+    tracker.log_params(record.params)
+    tracker.log_json(record.identity, f"{record.kind}.json")
+    log_data(tracker, record)
+
+
+def log_result(tracker: Tracker, folder: Path) -> ExperimentResult | None:
+    """Log the result and the report of the experiment in the local ``folder``; returns None if it has not finished."""
+    result = read_result(folder)
+    if result:
+        tracker.set_tags(result.tags)
+        if result.ranks:
+            tag_ranks(tracker.run_ref, result.ranks)
+        tracker.log_metrics(dict(result.metrics))
+        tracker.set_description((folder / SUMMARY).read_text(encoding="utf-8"))
+        for name in result.files:
+            tracker.log_file(folder / name)
+        tracker.status = "FINISHED" if result.has_winner else "FAILED"
+    return result
 
 
 def open_parent(experiment: Experiment) -> RunRef:
-    """Create the parent run of a new experiment, and store a reference to it in the experiment's folder."""
+    """Create the parent run of a new experiment, and store the record with a reference to it in the experiment's
+    folder."""
     return create_run(
         experiment.mlflow_experiment, experiment.directory.name, tracking_uri=experiment.config.tracking_uri,
         run_dir=experiment.directory.address, tags=provenance.collect() | {"kind": experiment.config.kind},
-        keep=partial(folder.write_record, experiment.workspace, experiment.config, experiment.identity()),
+        keep=lambda mlflow_run: write_record(experiment.workspace, experiment.record(mlflow_run)),
     )  # fmt: skip
+
+
+def complete_orphaned_experiments(record: ExperimentRecord) -> None:
+    """Send the missing entries of ended experiments of this machine and of the kind of ``record``. Never raises.
+
+    Stops at the first experiment whose entries cannot be sent.
+    """
+    with suppress(Exception):
+        for orphan in incomplete:
+            is_other = orphan.run_dir != record.mlflow_run.run_dir
+            if is_other and orphan.experiment_id == record.mlflow_run.experiment_id:
+                with suppress(UserError), lock_run_dir(orphan):
+                    if not is_complete(orphan) and not _complete_experiment(orphan, record.kind):
+                        return
+
+
+def _complete_experiment(orphan: RunRef, kind: str) -> bool:
+    """Fill the runs of an ended experiment, one of which is ``orphan``, from its folder, and close them.
+
+    Returns whether all entries were sent.
+    """
+    directory = StorageDir.of(orphan.run_dir)
+    record, folder = read_record(directory, kind), Workspace.of(directory).path
+    trial_runs = TrialRuns(record, resumed=True)
+    trial_runs.fill(read_rows(folder / TRIALS))
+    trial_runs.close()
+    tracker = Tracker(record.mlflow_run, read_logged(record.mlflow_run))
+    log_start(tracker, record)
+    if log_result(tracker, folder) is None:
+        tracker.status = "KILLED"
+    files = [folder / f"{kind}.json", folder / RESULT, *(folder / TRIALS).glob("*.json")]
+    ended = max(file.stat().st_mtime for file in files if file.exists())
+    tracker.finish(tracker.status, ended=ended, wait=False)
+    if not tracker.wait_until_sent():
+        return False
+    if not is_complete(orphan):  # The folder belongs to a new experiment by now.
+        Tracker(orphan).finish("KILLED", wait=False)
+    return True

@@ -2,24 +2,22 @@
 
 from abc import ABC, abstractmethod
 from collections.abc import Iterable, Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, ClassVar
 
 from infra.cli.console import console
 from infra.cli.table import Report
-from infra.cli.units import GB
-from infra.facts import Fact
 from infra.ray.machines import await_accelerator, eligible_nodes
+from infra.schema import to_json
 from infra.storage.directory import StorageDir
-from infra.storage.files import atomic_file, write_text
+from infra.storage.files import atomic_file, write_json, write_text
 from infra.storage.workspace import Workspace
-from infra.tracking.tracker import Tracker
+from infra.tracking.run_ref import RunRef
 from pipeline.shards import Manifest
 from train.config import ResolvedConfig
-from train.reporting.report import memory_fact, speed_fact
 from tune.config import ExperimentConfig
-from tune.experiment.folder import TRIALS
+from tune.experiment.folder import RESULT, SUMMARY, TRIALS, ExperimentRecord, ExperimentResult
 from tune.experiment.machines import Machine, trial_resources
 from tune.trial.row import TrialRow
 from tune.trial.run import TrialRequest
@@ -69,10 +67,6 @@ class Experiment(ABC):
         """The experiment's params in MLflow."""
 
     @abstractmethod
-    def extra_columns(self, row: TrialRow) -> dict[str, str]:
-        """Additional columns of a trial in MLflow's list of runs."""
-
-    @abstractmethod
     def remaining(self, rows: Sequence[TrialRow]) -> int:
         """The approximate number of trials that are left after ``rows``."""
 
@@ -81,6 +75,13 @@ class Experiment(ABC):
         resolved = {"data": self.manifest.fingerprint, "memory_limit": self.limit, "device": self.device}
         return self.config.identity() | resolved
 
+    def record(self, mlflow_run: RunRef) -> ExperimentRecord:
+        """What is stored of the experiment when it starts, with its run in MLflow."""
+        return ExperimentRecord(
+            self.config.kind, self.mlflow_experiment, self.config.to_json(), self.identity(), self.params(),
+            str(self.data), self.manifest.fingerprint, self.manifest.splits, self.limit, mlflow_run,
+        )  # fmt: skip
+
     def describe_best(self, rows: Sequence[TrialRow]) -> str:
         """The best result so far as the start of the progress line; empty if the experiment has no such result."""
         return ""
@@ -88,22 +89,6 @@ class Experiment(ABC):
     def trial_label(self, row: TrialRow) -> str:
         """The label of a trial in the line that is printed at its end."""
         return row.name
-
-    def trial_columns(self, row: TrialRow) -> dict[str, str]:
-        """A trial's columns in MLflow's list of runs: batch, other settings, and speed and memory as texts."""
-        columns = {"batch": f"{row.candidate.micro_batch} x {row.accumulation}"} | self.extra_columns(row)
-        if row.result and row.result.attention:
-            columns["attention"] = row.result.attention
-        if row.speed:
-            columns["tokens/s"] = speed_fact(row.speed)
-        if row.memory is not None:
-            columns["memory"] = memory_fact(row.memory, self.limit)
-        if row.predicted_memory:
-            error = f" ({row.predicted_memory / row.memory - 1:+.0%})" if row.memory else ""
-            columns["predicted_memory"] = Fact.of(
-                "memory/predicted_gb", row.predicted_memory / GB, f"{{:.2f}} GB{error}"
-            )
-        return columns
 
     def is_reusable(self, row: TrialRow) -> bool:
         """Whether ``row`` is reused when the experiment is resumed; otherwise its trial runs again."""
@@ -143,15 +128,14 @@ class Experiment(ABC):
         nodes = eligible_nodes(accelerator=execution.accelerator)
         return trial_resources(nodes.values(), dataset, execution, use_gpu=self.device == "cuda")
 
-    def publish(self, report: Report, files: Sequence[str], figures: Mapping[str, "Figure"], tracker: Tracker) -> None:
-        """Print the report, and store it with the folder's ``files`` and the ``figures``, also in MLflow."""
-        write_text(self.folder / "summary.md", report.markdown())
+    def publish(self, report: Report, figures: Mapping[str, "Figure"], result: ExperimentResult) -> None:
+        """Print the report, and store it with the ``figures`` and the ``result``, whose files are in the folder."""
+        write_text(self.folder / SUMMARY, report.markdown())
         for name, figure in figures.items():
             with atomic_file(self.folder / f"{name}.png") as file:
                 figure.savefig(file, format="png", dpi=120)
-        tracker.set_description(report.markdown())
-        for name in ("summary.md", *files, *(f"{name}.png" for name in figures)):
-            tracker.log_file(self.folder / name)
-            self.workspace.push(self.folder / name)
+        files = [SUMMARY, *result.files, *(f"{name}.png" for name in figures)]
+        write_json(self.folder / RESULT, to_json(replace(result, files=files)))
+        self.workspace.push(*(self.folder / name for name in (*files, RESULT)))
         report.show()
         console.print(f"report, charts and trials: {self.directory}", markup=False)

@@ -15,14 +15,13 @@ from infra.facts import Fact
 from infra.schema import to_json
 from infra.storage.files import write_json, write_text
 from infra.tracking.names import group_under_detail
-from infra.tracking.saved_views import tag_ranks
-from infra.tracking.tracker import Tracker
 from train.estimate.gpu_rates import GpuRates, load_gpu_rates
 from train.estimate.roofline import SOURCE, format_expected_range, roofline_speed
 from train.reporting.report import memory_fact, speed_fact
 from train.resolved import describe_execution, format_setting
 from train.run_files.lookup import format_run_command
 from train.search_reference import SearchReference
+from tune.experiment.folder import ExperimentResult
 from tune.experiment.search_plan import Search
 from tune.reporting import charts
 from tune.space import ACCUMULATION, Candidate, KnobValues, Space
@@ -61,22 +60,20 @@ SEARCH_METRICS = (
 """Metrics at the top level of a search's page in MLflow; its other metrics are under ``detail/``."""
 
 
-def publish(search: Search, rows: Sequence[TrialRow], tracker: Tracker) -> bool:
-    """Print the report of a finished search, write its files and charts, and record them in MLflow.
-
-    Returns whether there is a winner.
-    """
+def publish(search: Search, rows: Sequence[TrialRow]) -> None:
+    """Print the report of a finished search, and write its result, files and charts."""
     compared = normalize_speeds(rows)
-    tracker.set_tags({"space": search.space_label})
     ranks = {
         candidate: " ".join([f"{number:02d}", *notes])  # MLflow sorts tags as text, so numbers have two digits
         for number, (candidate, notes) in enumerate(candidate_notes(search.space, rank(compared)).items(), 1)
     }
-    tag_ranks(tracker.run_ref, {row.key: ranks.get(row.candidate, "unranked") for row in compared})
-    report, figures = search_report(search, rows), charts.draw(compared, search.memory)
-    tracker.log_metrics(group_under_detail(report.metrics(), SEARCH_METRICS))
-    search.publish(report, write_files(search, rows), figures, tracker)
-    return bool(rank(compared))
+    report = search_report(search, rows)
+    result = ExperimentResult(
+        has_winner=bool(ranks), metrics=[*group_under_detail(report.metrics(), SEARCH_METRICS).items()],
+        files=write_files(search, rows), tags={"space": search.space_label},
+        ranks={row.key: ranks.get(row.candidate, "unranked") for row in compared},
+    )  # fmt: skip
+    search.publish(report, charts.draw(compared, search.memory), result)
 
 
 def search_report(search: Search, rows: Sequence[TrialRow]) -> Report:

@@ -46,7 +46,8 @@ class Ladder(Experiment):
             peak = peak_if_known(run.config)
             memory = float(peak.total) if peak else None
             proposal = Proposal(Candidate(run.config.batch.micro_batch), run.stage, predicted_memory=memory)
-            return TrialRequest(run.key, number, run.name, proposal, run.config, machine, self.limit)
+            labels = {"rung": run.name}
+            return TrialRequest(run.key, number, run.name, proposal, run.config, machine, self.limit, labels=labels)
         return None
 
     def is_finished(self, rows: Sequence[TrialRow]) -> bool:
@@ -65,9 +66,6 @@ class Ladder(Experiment):
 
     def params(self) -> dict[str, object]:
         return {"suite": self.suite.name, "model": self.training.model.text, "data": str(self.data)}
-
-    def extra_columns(self, row: TrialRow) -> dict[str, str]:
-        return {"rung": row.name}
 
     def replay_results(self, rows: Sequence[TrialRow]) -> tuple[list[RungResult], list[RungResult]]:
         """Returns: (controls, rungs), with ``n + 1`` controls around ``n`` rungs that have a speed.

@@ -12,11 +12,11 @@ from infra.facts import Fact
 from infra.schema import to_json
 from infra.storage.directory import StorageDir
 from infra.storage.files import write_json
-from infra.tracking.tracker import Tracker
 from train.config import TrainConfig
 from train.data.sources import source_of
 from train.intervals import Estimate
 from train.search_reference import SearchReference
+from tune.experiment.folder import ExperimentResult
 from tune.reporting import charts
 from tune.suite import study
 from tune.suite.replay import Ladder
@@ -25,13 +25,8 @@ from tune.suite.runs import RungResult
 from tune.trial.row import TrialRow, flatten_row
 
 
-def publish(
-    ladder: Ladder, rows: Sequence[TrialRow], tracker: Tracker, *, reference: dict[str, Any] | str | None = None
-) -> bool:
-    """Print, write and record the results of a ladder; ``reference`` is a ladder to compare with, or the study.
-
-    Returns True, because a ladder whose baseline has no speed has ended with an error before.
-    """
+def publish(ladder: Ladder, rows: Sequence[TrialRow], *, reference: dict[str, Any] | str | None = None) -> None:
+    """Print and write the results of a ladder; ``reference`` is a ladder to compare with, or the study."""
     suite, folder, out = ladder.suite, ladder.folder, ladder.directory.parent
     controls, rungs = ladder.replay_results(rows)
     results = compare_rungs(controls, rungs, out)
@@ -71,9 +66,9 @@ def publish(
     best, gain = max(gains, default=(None, None))
     details = [Fact.of("result/best_tokens_per_second", best), Fact.of("result/speedup_over_baseline", gain)]
     report = Report(summary_fields(suite, results, device, ladder.directory / "best.json"), sections, details)
-    ladder.publish(report, ["rungs.json", "best.json"], figures, tracker)
-    tracker.log_metrics(report.metrics())
-    return True
+    # A ladder whose baseline has no speed has ended with an error before.
+    result = ExperimentResult(True, [*report.metrics().items()], ["rungs.json", "best.json"])
+    ladder.publish(report, figures, result)
 
 
 def as_json(rung: RungResult) -> dict[str, Any]:

@@ -75,6 +75,8 @@ class TrialRow:
     """Name of the machine that ran the trial."""
     name: str = field(default="", kw_only=True)
     """Label of the configuration."""
+    labels: dict[str, str] = field(default_factory=dict, kw_only=True)
+    """Additional columns of the trial in MLflow's list of runs."""
     result: RunResult | None = None
     """What the trial measured; None if it ended by an error or without a reply. Its speed is of the valid steps, and
     its process memory is what the limit applies to."""

@@ -59,6 +59,8 @@ class TrialRequest:
     """None for a rung: the config alone sets its length, because its losses are compared, too."""
     patience: float | None = None
     """Time after its start at which the trial's process is killed."""
+    labels: dict[str, str] = field(default_factory=dict)
+    """Additional columns of the trial in MLflow's list of runs."""
 
 
 def pending(request: TrialRequest) -> TrialRow:
@@ -72,7 +74,7 @@ def unmeasured(request: TrialRequest, outcome: TrialOutcome, reason: str, second
     return TrialRow(
         request.key, request.number, proposal.stage, proposal.round, proposal.candidate,
         request.config.batch.accumulation, outcome, reason, seconds, proposal.predicted_memory,
-        proposal.predicted_speed, node=request.node, name=request.name,
+        proposal.predicted_speed, node=request.node, name=request.name, labels=request.labels,
     )  # fmt: skip
 
 

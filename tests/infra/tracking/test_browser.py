@@ -30,7 +30,7 @@ from train.result import CycleReport, Memory, RunResult, Throughput
 from train.run_files.run_folder import RunFolder
 from tune.config import LadderConfig, SearchConfig
 from tune.experiment.search_plan import make_search
-from tune.experiment.tracking import TrialRuns, open_parent
+from tune.experiment.tracking import TrialRuns, log_result, open_parent
 from tune.reporting.report import publish
 from tune.space import Candidate
 from tune.suite.plan import make_ladder
@@ -147,7 +147,7 @@ def links(
         climb.folder.mkdir()
         ladder = open_parent(climb)
         rungs = [replace(trial(1, 1100.0), name="baseline"), replace(trial(2, 1650.0), name="compile")]
-        evidence = TrialRuns(climb, ladder)
+        evidence = TrialRuns(climb.record(ladder))
         evidence.fill([replace(rung, losses=[7.0, 6.5], step_seconds=[0.5] * 2, step_tokens=256) for rung in rungs])
         evidence.close()
         Tracker(ladder).finish()
@@ -160,11 +160,12 @@ def links(
         rows = [trial(1, 900.0), trial(2, 1400.0), trial(4, 1900.0), trial(8, None, "RuntimeError: no kernel")]
         larger = [replace(trial(8, 2500.0), key="m8-1", number=9), replace(trial(8, None), key="m8-2", outcome="oom")]
         rows += larger  # the fastest trial is of a candidate that did not fit when it ran again
-        evidence = TrialRuns(search, parent)
+        evidence = TrialRuns(search.record(parent))
         evidence.fill(rows)
         evidence.close()
         with Tracker(parent) as tracker:
-            publish(search, rows, tracker)
+            publish(search, rows)
+            log_result(tracker, search.folder)
         keys = {"data": made, "run": run, "ladder": ladder, "search": parent}
         printed = {name: ui_link(key, children=name in ("ladder", "search")) for name, key in keys.items()}
         yield printed | {"search's page": ui_link(parent)}

@@ -11,15 +11,20 @@ from infra.storage.files import TEMPORARY
 from infra.storage.workspace import Workspace
 from infra.tracking.run_ref import RunRef
 from tune.config import LadderConfig, SearchConfig
-from tune.experiment.folder import TRIALS, open_workspace, read_config, resumed_parent, write_record
+from tune.experiment.folder import TRIALS, ExperimentRecord, open_workspace, read_config, resumed_parent, write_record
 
 IDENTITY = {"confirm_rounds": 3, "memory_limit": 10**9, "knobs": "compile"}
 
 
+def record(directory: StorageDir, store: str) -> ExperimentRecord:
+    """The record of a search whose run is in ``store``."""
+    config, mlflow_run = SearchConfig(name="one").to_json(), RunRef(store, "1", "a", directory.address)
+    return ExperimentRecord("search", "tune", config, IDENTITY, {}, "/data", "f" * 64, {}, None, mlflow_run)
+
+
 def test_another_search_is_refused_by_what_differs(tmp_path: Path) -> None:
     place = StorageDir.of(tmp_path)
-    key = RunRef("sqlite:///none.db", "1", "a")
-    write_record(Workspace.of(place), SearchConfig(name="one"), IDENTITY, key)
+    write_record(Workspace.of(place), record(place, "sqlite:///none.db"))
     for now, said in (
         (IDENTITY | {"confirm_rounds": 2}, "confirm_rounds: 3 → 2"),
         (IDENTITY | {"searcher": "grid"}, "searcher: None → 'grid'"),
@@ -53,9 +58,8 @@ def test_a_search_in_object_storage_is_continued_from_what_was_sent(
     """By a machine that has nothing of it, and while no other driver here holds it."""
     set_scratch(tmp_path)
     place = StorageDir.of(f"s3://places/deep{bucket}", "one")
-    key = RunRef("sqlite:////of/another/machine.db", "1", "a")
     with open_workspace(place, "search") as workspace:
-        write_record(workspace, SearchConfig(name="one"), IDENTITY, key)
+        write_record(workspace, record(place, "sqlite:////of/another/machine.db"))
         (workspace.path / TRIALS / "m8.json").write_text("{}")
         (workspace.path / TRIALS / "m4.json").write_text("{}")
         workspace.push(workspace.path / TRIALS / "m8.json")

@@ -91,7 +91,7 @@ def test_a_search_that_is_continued_keeps_its_limit(small_shards: Path, tmp_path
 
     before = search_on(4, config)
     before.folder.mkdir()
-    write_record(before.workspace, config, before.identity(), RunRef("", "", ""))
+    write_record(before.workspace, before.record(RunRef("", "", "")))
     assert search_on(16, replace(config, name=None, resume="one")).limit == before.limit
 
 

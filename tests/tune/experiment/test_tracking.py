@@ -12,17 +12,27 @@ from mlflow.tracking import MlflowClient
 from trial_rows import changed, trial_row
 
 from infra.cli.units import GB
+from infra.tracking import orphaned_runs
 from infra.tracking.names import MAX_TOP_LEVEL_METRICS
+from infra.tracking.run_ref import RunRef
 from infra.tracking.saved_views import COLUMNS, FIRST, VIEWS
 from infra.tracking.tracker import Tracker
 from train.config import ResolvedConfig, TrainConfig
 from train.model_config import ModelConfig
 from tune.config import SearchConfig
 from tune.experiment.search_plan import Search, make_search
-from tune.experiment.tracking import TRIAL_METRICS, TrialRuns, log_start, open_parent, trial_report
+from tune.experiment.tracking import (
+    TRIAL_METRICS,
+    TrialRuns,
+    complete_orphaned_experiments,
+    log_result,
+    log_start,
+    open_parent,
+    trial_report,
+)
 from tune.reporting.report import SEARCH_METRICS, publish, search_report
 from tune.space import Candidate
-from tune.trial.row import Proposal, TrialRow
+from tune.trial.row import Proposal, TrialRow, write_row
 from tune.trial.run import TrialRequest
 
 
@@ -45,7 +55,7 @@ def finished(size: int, speed: float, **more: Any) -> TrialRow:
 
 def test_numbers_have_the_units_of_their_names(search: Search) -> None:
     row = finished(2, 100.0, memory=2 * GB, reserved=GB, allocated=GB // 2, predicted_memory=3.0 * GB)
-    found = trial_report(search, row).metrics()
+    found = trial_report(search.record(RunRef("", "", "", "/one")), row).metrics()
     assert {name: value for name, value in found.items() if name.endswith("_gb")} == {
         "memory/process_gb": 2.0, "memory/reserved_gb": 1.0, "memory/allocated_gb": 0.5,
         "memory/predicted_gb": 3.0,
@@ -79,12 +89,14 @@ def test_pages_of_trials_and_searches_begin_with_few_numbers(search: Search) -> 
     ]  # fmt: skip
     search.folder.mkdir()
     parent = open_parent(search)
-    evidence = TrialRuns(search, parent)
+    record = search.record(parent)
+    evidence = TrialRuns(record)
     with Tracker(parent) as tracker:
-        log_start(tracker, search)
-        evidence.fill(rows)
+        log_start(tracker, record)
+        evidence.fill([replace(row, labels=search.labels(row.candidate)) for row in rows])
         evidence.close()
-        publish(search, rows, tracker)
+        publish(search, rows)
+        log_result(tracker, search.folder)
     client = MlflowClient(parent.store)
     whole = client.get_run(parent.run_id).data
     trial, failed = (client.search_runs([parent.experiment_id], f"tags.trial = '{row.key}'")[0].data for row in rows)
@@ -132,7 +144,7 @@ def test_a_store_that_goes_away_between_trials_gets_them_later(
         return TrialRequest(row.key, row.number, "m1", Proposal(row.candidate, "probe"), ResolvedConfig(), "here")
 
     parent = open_parent(replace(search, config=replace(search.config, tracking_uri=database)))
-    evidence = TrialRuns(search, parent)
+    evidence = TrialRuns(search.record(parent))
     evidence.open(request(first))
     evidence.parent = replace(parent, store=server)
     evidence.fill([first])
@@ -157,7 +169,7 @@ def test_every_measurement_of_a_trial_is_a_metric_in_the_unit_of_its_name(
     """Each by itself, so that one in the place of another shows."""
     row = distinct(TrialRow, candidate=Candidate(2, (("checkpointing", "none"),)))
     result, speed, memory = row.result, row.result.throughput, row.result.memory
-    assert trial_report(search, row).metrics() == {
+    assert trial_report(search.record(RunRef("", "", "", "/one")), row).metrics() == {
         "result/tokens_per_second": speed.tokens_per_second, "result/tokens_per_second_low": speed.low,
         "result/tokens_per_second_high": speed.high, "result/mfu": result.mfu, "loss/val": result.val_loss,
         "memory/process_gb": memory.process / 1e9, "memory/allocated_gb": memory.allocated / 1e9,
@@ -166,3 +178,36 @@ def test_every_measurement_of_a_trial_is_a_metric_in_the_unit_of_its_name(
         "time/trial_seconds": row.seconds, "time/compile_seconds": row.compile_seconds,
         "time/data_wait_fraction": result.data_wait_fraction,
     }  # fmt: skip
+
+
+@pytest.mark.usefixtures("working_folder")
+def test_what_the_store_lacks_of_a_search_is_sent_by_the_next_one(search: Search) -> None:
+    """Of one that finished while the store was away: its trial, its settings, its result and its files."""
+    search.folder.mkdir()
+    parent = open_parent(search)
+    row = replace(finished(2, 100.0, step_seconds=[0.1] * 3), labels={"knobs": "same as control"})
+    pending = TrialRequest("m8", 2, "m8", Proposal(Candidate(8), "probe"), ResolvedConfig(), "here")
+    TrialRuns(search.record(parent)).open(pending)
+    search.trials.mkdir()
+    write_row(search.trials, row)
+    publish(search, [row])
+    later, last = (replace(search, directory=search.directory.parent / name) for name in ("two", "three"))
+    later.folder.mkdir()
+    last.folder.mkdir()
+    orphaned_runs.open_run_dirs.clear()  # as if its process had ended
+    record = later.record(open_parent(later))
+    complete_orphaned_experiments(record)
+    client = MlflowClient(parent.store)
+    whole = client.get_run(parent.run_id)
+    assert (whole.info.status, whole.data.tags["fully_logged"]) == ("FINISHED", "true")
+    assert whole.data.params["changed.knobs"] == "checkpointing=selective,full"
+    assert whole.data.metrics["result/tokens_per_second"] == pytest.approx(100.0)
+    assert whole.data.tags["mlflow.note.content"] == (search.folder / "summary.md").read_text()
+    assert "trials.csv" in {file.path for file in client.list_artifacts(parent.run_id)}
+    trials = client.search_runs([parent.experiment_id], f"tags.`mlflow.parentRunId` = '{parent.run_id}'")
+    found = {run.data.tags["trial"]: (run.info.status, run.data.tags.get("knobs")) for run in trials}
+    assert found == {"m2": ("FINISHED", "same as control"), "m8": ("KILLED", None)}
+    assert client.get_run(record.mlflow_run.run_id).info.status == "RUNNING"
+    orphaned_runs.open_run_dirs.clear()
+    open_parent(last)
+    assert [run.run_id for run in orphaned_runs.incomplete] == [record.mlflow_run.run_id], "the others are complete"

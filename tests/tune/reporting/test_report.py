@@ -301,7 +301,7 @@ def test_the_table_of_trials_has_every_field_of_a_row(distinct: Callable[..., An
     """And the measurements of its result, each by its name, but for what has a value for each step or metric."""
     row = distinct(TrialRow, candidate=Candidate(8, OWN))
     (line,) = csv.DictReader(io.StringIO(csv_text([row])))
-    nested = {"candidate", "result", "step_seconds", "losses"}
+    nested = {"candidate", "result", "step_seconds", "losses", "labels"}
     own = {field.name: getattr(row, field.name) for field in fields(row) if field.name not in nested}
     result, memory, speed = row.result, row.result.memory, row.result.throughput
     names = ("flops_per_second", "mfu", "hfu", "data_wait_fraction", "train_loss", "val_loss", "device", "attention")
