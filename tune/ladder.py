@@ -28,9 +28,9 @@ def run(config: LadderConfig) -> int:
     with status(IMPORTING):
         from tune.experiment.session import run_experiment
         from tune.suite.plan import introduce, make_ladder
-        from tune.suite.report import load, publish
+        from tune.suite.report import load_reference, publish
 
-    reference = load(config.compare, config.out) if config.compare else None
+    reference = load_reference(config.compare, config.out) if config.compare else None
     name = config.resume or config.name or f"{Path(config.suite).stem}-{time.strftime('%Y%m%d-%H%M%S')}"
     config = replace(config, name=name)
     print_introduction = partial(introduce, reference=reference)

@@ -42,15 +42,15 @@ class InThisProcess:
         from tune.experiment.ray_tune import ExperimentSearcher
 
         nodes = {socket.gethostname(): "its id"}
-        proposals = ExperimentSearcher(experiment, rows, lambda: nodes, on_started, on_ended)
+        searcher = ExperimentSearcher(experiment, rows, lambda: nodes, on_started, on_ended)
         for number in itertools.count():
-            parameters = proposals.suggest(str(number))
-            if proposals.failure:
-                raise proposals.failure
-            if parameters is None or parameters == proposals.FINISHED:
+            parameters = searcher.suggest(str(number))
+            if searcher.failure:
+                raise searcher.failure
+            if parameters is None or parameters == searcher.FINISHED:
                 return
             row, traceback = self.run_trial(parameters["request"])
-            proposals.on_trial_complete(str(number), {"row": row, "traceback": traceback})
+            searcher.on_trial_complete(str(number), {"row": row, "traceback": traceback})
 
 
 @pytest.fixture

@@ -32,7 +32,7 @@ from train.estimate.memory import peak_if_known, predict_peak
 from tune.space import Candidate, Space
 from tune.strategy.curves import Prior
 
-ANSWER_SECONDS = 60.0
+RESPONSE_TIMEOUT_SECONDS = 60.0
 """Time limit for the machines of a cluster to describe themselves; each must start a process that has its GPU."""
 
 
@@ -67,7 +67,7 @@ def describe_machine(
         socket.gethostname(),
         cpu_info() if state is None else gpu_info(state),
         state.memory_total if state else host.total_memory(),
-        tuple(_process(pid) for pid in state.other_processes if pid not in own_processes) if state else (),
+        tuple(_describe_process(pid) for pid in state.other_processes if pid not in own_processes) if state else (),
         fingerprint,
     )
 
@@ -129,14 +129,14 @@ def _describe_cluster(dataset: DatasetConfig, execution: ExecutionConfig) -> lis
     needs = {node: {"num_gpus": 1} for node in node_ids.values()} if gpu else None
     responses = run_on_nodes(
         list(node_ids.values()), describe_machine, StorageDir.of(dataset.data).address, cpu=not gpu,
-        seconds=ANSWER_SECONDS, needs=needs,
+        seconds=RESPONSE_TIMEOUT_SECONDS, needs=needs,
     )  # fmt: skip
     machines = [response for response in responses.values() if isinstance(response, Machine)]
     if not machines:
         reason = next((f" ({response})" for response in responses.values()), "")
         raise UserError(
-            f"{', '.join(node_ids)} did not {'report their GPUs' if gpu else 'respond'} within {ANSWER_SECONDS:.0f} s"
-            f"{reason}. Stop other work there, or use --device cpu."
+            f"{', '.join(node_ids)} did not {'report their GPUs' if gpu else 'respond'} within "
+            f"{RESPONSE_TIMEOUT_SECONDS:.0f} s{reason}. Stop other work there, or use --device cpu."
         )
     return sorted(machines, key=lambda machine: machine.name)
 
@@ -171,15 +171,15 @@ def trial_nodes(resources: dict[str, float]) -> dict[str, str]:
     }
 
 
-def _process(number: int) -> str:
+def _describe_process(pid: int) -> str:
     """A process by its number and its command, if this user and container may read it."""
     try:
-        return f"{number} ({' '.join(psutil.Process(number).cmdline())[:80]})"
+        return f"{pid} ({' '.join(psutil.Process(pid).cmdline())[:80]})"
     except psutil.Error:
-        return str(number)
+        return str(pid)
 
 
-def memory_limit(requested: int | None, available: int, smallest: MemoryBreakdown, model: str) -> int:
+def choose_memory_limit(requested: int | None, available: int, smallest: MemoryBreakdown, model: str) -> int:
     """The limit in bytes: as ``requested``, or all that is ``available``.
 
     Raises ``UserError`` if it is too small for the ``model``, whose ``smallest`` run has one sequence.

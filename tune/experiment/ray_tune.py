@@ -35,7 +35,7 @@ from tune.experiment.machines import trial_nodes
 from tune.experiment.trials import Experiment
 from tune.strategy.nodes import reference_row
 from tune.trial.row import TrialRow, write_row
-from tune.trial.run import TrialRequest, fetch_data, run, unmeasured
+from tune.trial.run import TrialRequest, fetch_data, run, unmeasured_row
 
 ATTEMPTS = 3
 """Maximum number of starts of a trial whose process dies or cannot start. Errors of its configuration are outcomes."""
@@ -43,7 +43,7 @@ ATTEMPTS = 3
 PLACEMENT_TIMEOUT_SECONDS = 10.0
 """Time limit for a trial to wait for resources on one machine while other machines could run it."""
 
-STORAGE_PAUSE, STORAGE_PATIENCE = 5.0, 600.0
+STORAGE_RETRY_SECONDS, STORAGE_TIMEOUT_SECONDS = 5.0, 600.0
 """Seconds between attempts to upload a row to storage that does not respond, and the time limit for all attempts."""
 
 
@@ -82,19 +82,19 @@ class RunningTrial:
 
         self.started = True
         self.oom_kills = oom_kills
-        if self.request.patience:
-            self._timer = threading.Timer(self.request.patience, end)
+        if self.request.timeout:
+            self._timer = threading.Timer(self.request.timeout, end)
             self._timer.daemon = True  # An interrupted driver must not wait for it.
             self._timer.start()
 
-    def ended(self) -> None:
+    def cancel_timeout(self) -> None:
         if self._timer:
             self._timer.cancel()
 
     def missing_row_reason(self, attempts: int) -> str:
         """The reason why the trial returned no row after this number of attempts."""
         if self.overdue:
-            limit = format_duration(round(self.request.patience or 0.0))
+            limit = format_duration(round(self.request.timeout or 0.0))
             return f"killed after {limit} (--compile-time plus the time for its steps)"
         times = "once" if attempts == 1 else f"{attempts} times"
         if not self.started:
@@ -107,19 +107,20 @@ class ExperimentSearcher(Searcher):
 
     def __init__(
         self, experiment: Experiment, rows: list[TrialRow], nodes: Callable[[], Mapping[str, str]],
-        started: Callable[[TrialRequest], None], ended: Callable[[TrialRow], None],
+        on_started: Callable[[TrialRequest], None], on_ended: Callable[[TrialRow], None],
         oom_kills: Callable[[str], int] = oom_kills_on,
     ) -> None:  # fmt: skip
         """Args:
         rows: The rows of all trials in the order of their starts; those of trials that end are added.
         nodes: Returns the ids by name of the machines with enough resources for a trial, in use or not.
-        started: Called when a trial is about to start.
-        ended: Called with the row of a trial that has ended.
+        on_started: Called when a trial is about to start.
+        on_ended: Called with the row of a trial that has ended.
         oom_kills: Returns the number of processes that a node's kernel has killed for memory.
         """
         super().__init__(metric="tokens_per_second", mode="max")
         self.experiment, self.rows = experiment, rows
-        self.nodes, self.started, self.ended, self.oom_kills = nodes, started, ended, oom_kills
+        self.nodes, self.oom_kills = nodes, oom_kills
+        self.on_started, self.on_ended = on_started, on_ended
         self.running: dict[str, RunningTrial] = {}
         self.attempts: Counter[str] = Counter()
         """Number of attempts without a row by the trial's key."""
@@ -129,18 +130,18 @@ class ExperimentSearcher(Searcher):
         """Whether Tune is restarted, because it can neither withdraw a trial nor wait for a machine."""
         self.avoided_machine = ""
         """Name of the machine that had no free resources for the last trial."""
-        self._nothing_to_do = False
+        self._is_waiting = False
 
     def suggest(self, trial_id: str) -> dict[str, Any] | None:
         """The parameters of the next trial, None while running trials must be waited for, or ``FINISHED``."""
-        is_ending = self.failure or self.restart_tuner or self._nothing_to_do
+        is_ending = self.failure or self.restart_tuner or self._is_waiting
         if not is_ending and len(self.running) < self.experiment.parallel:
             if decision := self._decide():
                 request, node = decision
                 self.running[trial_id] = RunningTrial(request, node)
-                self.started(request)
+                self.on_started(request)
                 return {"request": request, "node": node}
-            self._nothing_to_do = bool(self.running)
+            self._is_waiting = bool(self.running)
         # Ray documents FINISHED as a return value, but the annotation of the method lacks it.
         return None if self.running else cast(dict[str, Any], Searcher.FINISHED)
 
@@ -187,8 +188,8 @@ class ExperimentSearcher(Searcher):
         trial = self.running.pop(trial_id, None)
         if trial is None:
             return
-        trial.ended()
-        self._nothing_to_do = False
+        trial.cancel_timeout()
+        self._is_waiting = False
         request, result = trial.request, result or {}
         seconds = time.monotonic() - trial.requested_at
         if row := result.get("row"):
@@ -199,7 +200,7 @@ class ExperimentSearcher(Searcher):
             errors.print(f"Trial {request.number}: lost the machine {request.node}. Retrying.", markup=False)
             return
         elif trial.started and not trial.overdue and self.oom_kills(trial.node) > trial.oom_kills:
-            row = unmeasured(request, "oom", KILLED_FOR_MEMORY, seconds)  # A retry would be killed, too.
+            row = unmeasured_row(request, "oom", KILLED_FOR_MEMORY, seconds)  # A retry would be killed, too.
         else:
             self.attempts[request.key] += 1
             attempts = self.attempts[request.key]
@@ -207,15 +208,15 @@ class ExperimentSearcher(Searcher):
             if attempts < ATTEMPTS and not trial.overdue:
                 errors.print(f"Trial {request.number}: {reason}. Retrying.", markup=False)
                 return
-            row = unmeasured(request, "failed", reason, seconds)
+            row = unmeasured_row(request, "failed", reason, seconds)
         try:
-            self._keep(row, result.get("traceback"))
+            self._store(row, result.get("traceback"))
         except UserError as failure:
             self.failure = failure
             return
-        self.ended(row)
+        self.on_ended(row)
 
-    def _keep(self, row: TrialRow, traceback: str | None) -> None:
+    def _store(self, row: TrialRow, traceback: str | None) -> None:
         """Store ``row`` in the experiment's folder. Raises ``UserError`` if that fails."""
         trials = self.experiment.trials
         if traceback:
@@ -227,16 +228,16 @@ class ExperimentSearcher(Searcher):
             try:
                 return self.experiment.workspace.push(trials / f"{row.key}.txt", trials / f"{row.key}.json")
             except UserError as failure:
-                if time.monotonic() - started_at > STORAGE_PATIENCE:
+                if time.monotonic() - started_at > STORAGE_TIMEOUT_SECONDS:
                     raise
                 if interrupts.stop_requested:
                     raise KeyboardInterrupt from failure
                 errors.print(
-                    f"Cannot upload the result of trial {row.number}: {failure} Retrying every {STORAGE_PAUSE:.0f} s. "
-                    "Press Ctrl-C to exit.",
+                    f"Cannot upload the result of trial {row.number}: {failure} Retrying every "
+                    f"{STORAGE_RETRY_SECONDS:.0f} s. Press Ctrl-C to exit.",
                     markup=False,
                 )
-                time.sleep(STORAGE_PAUSE)
+                time.sleep(STORAGE_RETRY_SECONDS)
 
     def __getstate__(self) -> dict[str, Any]:
         """An empty state for Tune, which pickles its searcher in snapshots: the rows are the state."""
@@ -252,8 +253,8 @@ class ExperimentSearcher(Searcher):
 class PlacementStopper(ray.tune.Stopper):
     """Warns if a trial waits for resources, and restarts Tune if no other trial runs and another machine is free."""
 
-    def __init__(self, proposals: ExperimentSearcher, resources: dict[str, float]) -> None:
-        self.proposals, self.resources = proposals, resources
+    def __init__(self, searcher: ExperimentSearcher, resources: dict[str, float]) -> None:
+        self.searcher, self.resources = searcher, resources
         self.waiting_since: float | None = None
         self.has_warned = False
 
@@ -263,8 +264,8 @@ class PlacementStopper(ray.tune.Stopper):
 
     def stop_all(self) -> bool:
         """Whether to end Tune, which calls this several times per second."""
-        proposals, running = self.proposals, list(self.proposals.running.values())
-        if proposals.failure or interrupts.stop_requested:
+        searcher, running = self.searcher, list(self.searcher.running.values())
+        if searcher.failure or interrupts.stop_requested:
             return True
         if all(trial.started for trial in running) or not is_pending([self.resources]):
             self.waiting_since, self.has_warned = None, False
@@ -277,10 +278,10 @@ class PlacementStopper(ray.tune.Stopper):
         if waited < PLACEMENT_TIMEOUT_SECONDS or any(trial.started for trial in running):
             return False
         self.waiting_since = None
-        if set(proposals.machines().values()) - {trial.node for trial in running}:
-            proposals.avoided_machine = running[0].request.node
-            proposals.restart_tuner = True  # The trial is withdrawn, and proposed again for another machine.
-        return proposals.restart_tuner
+        if set(searcher.machines().values()) - {trial.node for trial in running}:
+            searcher.avoided_machine = running[0].request.node
+            searcher.restart_tuner = True  # The trial is withdrawn, and proposed again for another machine.
+        return searcher.restart_tuner
 
     def __getstate__(self) -> dict[str, Any]:
         return {}
@@ -314,7 +315,7 @@ def run_trials(
         run_tuner(ExperimentSearcher(experiment, rows, nodes, on_started, on_ended), resources)
 
 
-def run_tuner(proposals: ExperimentSearcher, resources: dict[str, float]) -> None:
+def run_tuner(searcher: ExperimentSearcher, resources: dict[str, float]) -> None:
     """Run trials with ``resources`` each until none is left or a stop is requested, which ends Tune between events."""
     os.environ.setdefault("TUNE_DISABLE_SIGINT_HANDLER", "1")
     os.environ.setdefault("RAY_AIR_NEW_OUTPUT", "0")  # Its console prints a box even with verbose=0.
@@ -323,7 +324,7 @@ def run_tuner(proposals: ExperimentSearcher, resources: dict[str, float]) -> Non
     logging.getLogger("ray.tune.tune").setLevel(logging.CRITICAL)
     # It prints one of Ray's tracebacks for each process that dies; the driver reports what it does about it instead.
     logging.getLogger("ray.tune.execution.tune_controller").setLevel(logging.CRITICAL)
-    folder = proposals.experiment.folder
+    folder = searcher.experiment.folder
 
     def placed_on(parameters: dict[str, Any]) -> ray.tune.PlacementGroupFactory:
         label = {"ray.io/node-id": parameters["node"]}
@@ -331,35 +332,35 @@ def run_tuner(proposals: ExperimentSearcher, resources: dict[str, float]) -> Non
 
     with temporary_ray_dir(folder) as ray_folder:
         for number in itertools.count():
-            _await_machine(proposals, resources)
+            _await_machine(searcher, resources)
             tuner = ray.tune.Tuner(
                 ray.tune.with_resources(trainable, placed_on),
                 tune_config=ray.tune.TuneConfig(
-                    search_alg=proposals, num_samples=-1, reuse_actors=False,
+                    search_alg=searcher, num_samples=-1, reuse_actors=False,
                     trial_dirname_creator=lambda trial: trial.trial_id,
                 ),
                 run_config=ray.tune.RunConfig(
                     name=f"{ray_folder.name}-{number}" if number else ray_folder.name, storage_path=str(folder),
-                    stop=PlacementStopper(proposals, resources), verbose=0,
+                    stop=PlacementStopper(searcher, resources), verbose=0,
                 ),
             )  # fmt: skip
             with interrupts.stop_requests("Stopping the running trials"):
                 tuner.fit()
-                is_finished = interrupts.stop_requested or not proposals.restart_tuner
-            if proposals.failure:
-                raise proposals.failure
+                is_finished = interrupts.stop_requested or not searcher.restart_tuner
+            if searcher.failure:
+                raise searcher.failure
             if is_finished:
                 return
 
 
-def _await_machine(proposals: ExperimentSearcher, resources: dict[str, float]) -> None:
+def _await_machine(searcher: ExperimentSearcher, resources: dict[str, float]) -> None:
     """Wait until there is a machine for trials, with a message."""
-    proposals.running.clear()
-    proposals.restart_tuner = False
+    searcher.running.clear()
+    searcher.restart_tuner = False
     has_warned = False
-    while not proposals.machines():
-        if proposals.failure:
-            raise proposals.failure
+    while not searcher.machines():
+        if searcher.failure:
+            raise searcher.failure
         if not has_warned:
             errors.print(resource_wait_message("a trial", [resources]), markup=False)
             has_warned = True

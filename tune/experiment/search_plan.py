@@ -18,7 +18,7 @@ from train.resolved import check_device_support, prepare, resolve
 from train.run_files.run_folder import new_directory
 from tune.config import SearchConfig
 from tune.experiment.folder import TRIALS, read_record
-from tune.experiment.machines import Machine, make_prior, memory_limit, trial_machines
+from tune.experiment.machines import Machine, choose_memory_limit, make_prior, trial_machines
 from tune.experiment.trials import Experiment
 from tune.space import ACCUMULATION, Candidate, Space, make_space, without_accumulation
 from tune.strategy.base import ConfirmBest, GridStrategy, RetryShortTrials, Strategy, trial_time_limit
@@ -26,7 +26,7 @@ from tune.strategy.memory_aware import MemorySearcher
 from tune.strategy.nodes import normalize_speeds, pending_control, reference_row, slowdown_factor
 from tune.strategy.ranking import rank
 from tune.trial.row import Proposal, TrialRow
-from tune.trial.run import StopRule, TrialRequest, pending
+from tune.trial.run import StopRule, TrialRequest, pending_row
 
 MAX_LIMIT_MULTIPLE = 1.25
 """Multiple of the memory limit up to which micro-batches are candidates, because predictions may be too high."""
@@ -64,7 +64,7 @@ class Search(Experiment):
             return None  # The first trial is the reference for all others.
         proposal = pending_control(machine, rows)
         if proposal is None:
-            proposal = self.strategy.propose(normalize_speeds([*rows, *map(pending, running)]))
+            proposal = self.strategy.propose(normalize_speeds([*rows, *map(pending_row, running)]))
             if proposal and proposal.stage == "confirm" and running:
                 return None  # Confirmations run one after another on one machine, so that they can be compared.
         return proposal and self.trial(proposal, machine, number, rows)
@@ -173,7 +173,7 @@ def make_search(config: SearchConfig, machines: tuple[Machine, ...] = ()) -> Sea
     source.check_lengths(context_length, TRIAL_CYCLE, manifest)
     source.check_enough_tokens(training.batch.global_batch, context_length, manifest)
     smallest_peak = predict_peak(training.replace(micro_batch=1))
-    limit = memory_limit(requested, available, smallest_peak, training.model.text)
+    limit = choose_memory_limit(requested, available, smallest_peak, training.model.text)
     sequences = manifest.splits["train"]["tokens"] // training.model.context_length
     space = make_space(training, config.knobs, config.accumulations, sequences)
     prior = make_prior(space)

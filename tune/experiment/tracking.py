@@ -65,7 +65,7 @@ class TrialRuns:
 
     def open(self, request: TrialRequest) -> None:
         """Open the child run of a trial that is about to start, or reopen the one that a killed driver opened."""
-        with self._patience():
+        with self._continue_without_store():
             if request.key in self._refs:
                 reopen_run(self._refs[request.key])
                 self._filled.discard(request.key)
@@ -76,7 +76,7 @@ class TrialRuns:
     def fill(self, rows: Sequence[TrialRow]) -> None:
         """Fill and close the child runs of all ended trials, including those that ended without the driver or
         MLflow."""
-        with self._patience():
+        with self._continue_without_store():
             for row in rows:
                 if row.key not in self._filled:
                     child = self._child(row.key, f"{row.number:03d} {row.name}", row.stage)
@@ -90,7 +90,7 @@ class TrialRuns:
             Tracker(self._refs[trial]).finish("KILLED", wait=False)
 
     @contextmanager
-    def _patience(self) -> Iterator[None]:
+    def _continue_without_store(self) -> Iterator[None]:
         """Continue if MLflow does not respond; the trial is sent when the next one ends or the experiment resumes."""
         try:
             yield

@@ -28,10 +28,10 @@ from tune.suite.suites import (
     check_applicable,
     choose,
     find_suite,
-    for_cpu,
+    replace_model,
     search_result_rung,
+    shorten_for_cpu,
     streaming_rung,
-    with_model,
 )
 
 
@@ -54,20 +54,20 @@ def make_ladder(config: LadderConfig) -> Ladder:
     device_info = machines[0].device
     training = resolve(start, device_info)
     if training.execution.device == "cpu":
-        suite = for_cpu(suite)
+        suite = shorten_for_cpu(suite)
         model = "" if config.model else " with the model tiny and"
         console.print(
             f"[yellow]No GPU is used: the suite runs in a short form,{model} batches one eighth of the size.[/]"
         )
-    best = (
+    searched = (
         [search_result_rung(resolve(load_config(config.search_result, "--search-result"), device_info).flat())]
         if config.search_result
         else []
     )
-    last = [streaming_rung(config.stream)] if config.stream else []
-    suite = replace(suite, rungs=(*suite.rungs, *best, *last))
+    streaming = [streaming_rung(config.stream)] if config.stream else []
+    suite = replace(suite, rungs=(*suite.rungs, *searched, *streaming))
     if config.model:
-        suite = with_model(suite, start.model)
+        suite = replace_model(suite, start.model)
     training = training.replace(stream=config.stream)  # Every trial then leaves cores for reading the books.
     ladder = Ladder(config, directory, machines, manifest, training, config.memory_limit, suite)
     ladder.request(machines[0].name, 1, [], [])  # A baseline that cannot run is rejected before anything is created.
@@ -117,7 +117,7 @@ def introduce(ladder: Ladder, reference: dict[str, Any] | str | None) -> None:
             console.print(f"{rung.name}: skipped; {rung.reason}.", markup=False)
     Table("", ("rung", "batch (sequences)", "predicted peak memory (GB)"), lines).show()
     if reference == study.NAME and suite.name in study.EFFECTS:
-        Report([], [study.effects(suite.name, []), study.STUDY_NOTES[suite.name]]).show()
+        Report([], [study.effects_table(suite.name, []), study.STUDY_NOTES[suite.name]]).show()
     elif reference == study.NAME:
-        Report([], [study.memory({}), study.MEMORY, study.rooflines(), study.ROOFLINES]).show()
+        Report([], [study.memory_table({}), study.MEMORY, study.rooflines_table(), study.ROOFLINES]).show()
     console.print("dry run: nothing was run")

@@ -20,7 +20,7 @@ from tune.experiment.folder import ExperimentResult
 from tune.reporting import charts
 from tune.suite import study
 from tune.suite.replay import Ladder
-from tune.suite.results import compare_rungs, legend, parts, results_table, summary_fields
+from tune.suite.results import compare_rungs, detail_tables, legend, results_table, summary_fields
 from tune.suite.runs import RungResult
 from tune.trial.row import TrialRow, flatten_row
 
@@ -37,14 +37,14 @@ def publish(ladder: Ladder, rows: Sequence[TrialRow], *, reference: dict[str, An
     control_speeds = [row.speed.middle for row in control_rows if row.speed]
     record = {
         "name": ladder.directory.name, "device": device, "commit": provenance.commit(), "suite": suite.name,
-        "controls": control_speeds, "rows": list(map(as_json, results)),
+        "controls": control_speeds, "rows": list(map(rung_json, results)),
     }  # fmt: skip
     write_json(folder / "rungs.json", record)
     write_json(folder / "best.json", best_json(ladder.directory.name, *fastest))
     sections = [
         results_table(suite, results),
         bullet_list(legend(suite, results, control_speeds)),
-        *parts(suite, results),
+        *detail_tables(suite, results),
     ]
     if reference == study.NAME:
         tables, notes = study.compare(suite.name, results)
@@ -71,7 +71,7 @@ def publish(ladder: Ladder, rows: Sequence[TrialRow], *, reference: dict[str, An
     ladder.publish(report, figures, result)
 
 
-def as_json(rung: RungResult) -> dict[str, Any]:
+def rung_json(rung: RungResult) -> dict[str, Any]:
     """A rung as rungs.json stores it."""
     values = {name: value for name, value in asdict(rung).items() if name not in ("row", "config")}
     values |= {"batch": rung.batch, "speed": rung.speed and rung.speed.middle, "ceiling": rung.ceiling}
@@ -92,7 +92,7 @@ def best_json(name: str, rung: RungResult, row: TrialRow, speed: Estimate) -> di
     return {"config": config.to_json(), "measured": to_json(reference)}
 
 
-def load(text: str, out: str) -> dict[str, Any] | str:
+def load_reference(text: str, out: str) -> dict[str, Any] | str:
     """The results of an earlier ladder, by its name or folder, or the name of the study."""
     if text == study.NAME:
         return text

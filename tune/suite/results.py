@@ -112,7 +112,7 @@ def legend(suite: Suite, rungs: Sequence[RungResult], controls: Sequence[float])
         ),
         "MFU is the fraction of the datasheet's peak FLOP/s at the rung's precision, HFU the same including "
         "recomputation. The matmul ceiling is the rate that infra.doctor measured on this machine.": bool(
-            utilisation(rungs).rows
+            utilization_table(rungs).rows
         ),
     }
     lines += [note for note, applies in notes.items() if applies]
@@ -151,7 +151,7 @@ def effects_table(rungs: Sequence[RungResult]) -> Table:
     return Table("Effect vs baseline", ("rung", "saves memory", "is faster"), lines)
 
 
-def equal_work(rungs: Sequence[RungResult], *, cumulative: bool) -> Table:
+def equal_work_table(rungs: Sequence[RungResult], *, cumulative: bool) -> Table:
     """A line for each rung that ran twice: its two batches, and the changes of peak memory and speed at each."""
     previous, lines = rungs[0], []
     for rung, following in zip(rungs, [*rungs[1:], None], strict=True):
@@ -177,7 +177,7 @@ def _gain(rung: RungResult, reference: RungResult, step: Difference | None) -> t
     return (rung.batch, growth, format_ratio(step) if reference.speed else "")
 
 
-def held_out(suite: Suite, rungs: Sequence[RungResult]) -> Table:
+def held_out_table(suite: Suite, rungs: Sequence[RungResult]) -> Table:
     """A line for each rung that ran with several seeds: its mean validation loss, and the change it makes.
 
     The change is the mean over the seeds with Student's 95% interval. A seed gives both runs the same weights and the
@@ -198,7 +198,7 @@ def held_out(suite: Suite, rungs: Sequence[RungResult]) -> Table:
     return Table(title, ("rung", "validation loss (nats/token)", f"change vs {reference} (95% CI)", "verdict"), lines)
 
 
-def utilisation(rungs: Sequence[RungResult]) -> Table:
+def utilization_table(rungs: Sequence[RungResult]) -> Table:
     """A line for each rung: model TFLOP/s and the fraction of the hardware's; empty if the hardware is unknown."""
     ran = [(rung, rung.row.result) for rung in rungs if rung.row and rung.row.result]
     ran = [(rung, result, result.flops_per_second) for rung, result in ran if result.flops_per_second]
@@ -221,10 +221,10 @@ def without_empty_columns(title: str, heading: Sequence[str], lines: Sequence[Se
     return Table(title, heading, lines)
 
 
-def parts(suite: Suite, rungs: Sequence[RungResult]) -> list[Table]:
+def detail_tables(suite: Suite, rungs: Sequence[RungResult]) -> list[Table]:
     """The tables below the results, without empty ones."""
-    batches, losses = equal_work(rungs, cumulative=suite.cumulative), held_out(suite, rungs)
-    tables = [*[effects_table(rungs)] * (not suite.cumulative), batches, losses, utilisation(rungs)]
+    batches, losses = equal_work_table(rungs, cumulative=suite.cumulative), held_out_table(suite, rungs)
+    tables = [*[effects_table(rungs)] * (not suite.cumulative), batches, losses, utilization_table(rungs)]
     return [part for part in tables if part.rows]
 
 

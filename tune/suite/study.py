@@ -14,7 +14,7 @@ from typing import Any
 from matplotlib.figure import Figure
 
 from infra.cli.table import Table
-from infra.device.hardware import A100 as CARD
+from infra.device.hardware import A100 as STUDY_GPU
 from train.config import HALF_PRECISIONS, ResolvedConfig, TrainConfig
 from train.estimate.breakdown import CONTEXT
 from train.estimate.gpu_rates import ACHIEVABLE_FRACTION, load_gpu_rates
@@ -47,12 +47,12 @@ class Published:
     """Tokens per second, including the tokens of validation: see :data:`VALIDATION`."""
     same_batch_gib: float | None = None
     """GPU memory in GiB at the batch of the previous rung, if the rung then raised the batch."""
-    seen: float | None = None
+    tokens_seen: float | None = None
     """Tokens seen after five minutes according to the study's log, if it is known; fewer than its speed implies."""
 
 
 STUDY: Mapping[str, Published] = {
-    "baseline": Published(28, 37.0, 16_950, seen=4.6e6),
+    "baseline": Published(28, 37.0, 16_950, tokens_seen=4.6e6),
     "tensor cores": Published(28, 37.0, 40_950),
     "no synchronization": Published(28, 37.0, 41_015),
     "mixed precision fp16": Published(32, 36.9, 43_700, same_batch_gib=32.4),
@@ -115,8 +115,8 @@ class RungNeeds:
     """Minimum time of a step of this project; None if the record has no line for the rung."""
 
 
-def textbook() -> dict[str, RungNeeds]:
-    """The record of ``make record-textbook`` by rung, with the names of the suite and of :func:`memory`.
+def read_textbook() -> dict[str, RungNeeds]:
+    """The record of ``make record-textbook`` by rung, with the names of the suite and of :func:`memory_table`.
 
     A rung that is missing in the record, such as one that changes data loading, has the needs of the previous rung.
     """
@@ -135,14 +135,14 @@ def textbook() -> dict[str, RungNeeds]:
 def study_rungs() -> Iterator[tuple[str, ResolvedConfig]]:
     """Name and config of each of the study's rungs at its final batch, resolved for an A100."""
     config = apply_changes(TrainConfig.of(device="cuda"), A100.base)
-    yield "baseline", resolve(config, CARD)
+    yield "baseline", resolve(config, STUDY_GPU)
     for rung in A100.rungs:
         if rung.name in STUDY:
             config = apply_changes(config, rung.changes)
-            yield rung.name, resolve(config, CARD)
+            yield rung.name, resolve(config, STUDY_GPU)
 
 
-def kinds() -> dict[str, str]:
+def matmul_precisions() -> dict[str, str]:
     """The precision of the matrix products in each of the study's rungs, with the names of infra.doctor."""
     return {
         name: "bf16" if config.execution.precision in HALF_PRECISIONS else config.execution.precision
@@ -162,7 +162,7 @@ def list_deviations(rung: str, settings: Mapping[str, Any]) -> list[str]:
     return [f"{name} {text}, not {study_texts[name]}" for name, text in texts.items() if text != study_texts[name]]
 
 
-def effects(suite: str, rows: Sequence[RungResult]) -> Table:
+def effects_table(suite: str, rows: Sequence[RungResult]) -> Table:
     """The published effects of the suite ``loop`` or ``memory``, and those that the ``rows`` measured."""
     by_name = {row.name: row for row in rows}
     base = by_name.get("baseline", RungResult("")).memory
@@ -172,7 +172,7 @@ def effects(suite: str, rows: Sequence[RungResult]) -> Table:
         memory = row.memory / base if row.memory and base else None
         time = 1 / row.total.ratio if row.total else None
         memory_cell, time_cell = (
-            _study_vs_here(published.memory, memory, "x{:.2f}"), _study_vs_here(published.time, time, "x{:.2f}")
+            _format_pair(published.memory, memory, "x{:.2f}"), _format_pair(published.time, time, "x{:.2f}")
         )  # fmt: skip
         lines.append((name, memory_cell, time_cell))
     title = 'Effect vs baseline: study / this machine ("-": not measured)'
@@ -182,7 +182,7 @@ def effects(suite: str, rows: Sequence[RungResult]) -> Table:
 def compare(suite: str, rows: Sequence[RungResult]) -> tuple[list[Table], list[str]]:
     """Returns: (tables that compare the ``rows`` with the study of ``suite``, notes below them)."""
     if suite in EFFECTS:
-        return [effects(suite, rows)], [STUDY_NOTES[suite]]
+        return [effects_table(suite, rows)], [STUDY_NOTES[suite]]
     configs = {row.name: row.config for row in rows if row.config}
     deviating = {
         name: settings
@@ -195,25 +195,25 @@ def compare(suite: str, rows: Sequence[RungResult]) -> tuple[list[Table], list[s
     first = STUDY["baseline"].speed
     lines: list[tuple[str, ...]] = []
     previous_speed = previous_total = None
-    scaled = expected(rows)
+    scaled = expected_speeds(rows)
     for name, published in STUDY.items():
         row = by_name.get(name, RungResult(name))
         speed, total = row.speed and row.speed.middle, _ratio(row)
         step = total / previous_total if total and previous_total else None
-        tokens = published.seen or published.speed * FIVE_MINUTES, speed and speed * FIVE_MINUTES
+        tokens = published.tokens_seen or published.speed * FIVE_MINUTES, speed and speed * FIVE_MINUTES
         study_tokens, row_tokens = (each and three_digits(each / 1e6) for each in tokens)
         lines.append((
             name,
-            _study_vs_here(published.speed, speed, "{:,.0f}"),
-            _study_vs_here(published.speed / previous_speed, step, "x{:.2f}") if previous_speed else "",
-            _study_vs_here(published.speed / first, total, "x{:.2f}"),
-            _study_vs_here(study_tokens, row_tokens, "{}"),
+            _format_pair(published.speed, speed, "{:,.0f}"),
+            _format_pair(published.speed / previous_speed, step, "x{:.2f}") if previous_speed else "",
+            _format_pair(published.speed / first, total, "x{:.2f}"),
+            _format_pair(study_tokens, row_tokens, "{}"),
             f"{speed / scaled[name]:.0%}" if speed and name in scaled else "-",
         ))  # fmt: skip
         previous_speed, previous_total = published.speed, total
     heading = ("rung", "tokens/s", "vs previous", "vs baseline", "tokens in 5 min (millions)", "% of expected")
     title = 'Speed: study / this machine ("-": not measured)'
-    tables = [memory(by_name), rooflines(), Table(title, heading, lines)]
+    tables = [memory_table(by_name), rooflines_table(), Table(title, heading, lines)]
     baseline = configs["baseline"]
     caveats = _caveats(baseline.model, baseline.batch.micro_batch, deviating)
     return tables, [MEMORY, ROOFLINES, *caveats, verdict(rows), _last(rows)]
@@ -224,16 +224,16 @@ MEMORY = (
     "with the loss outside the compiled model. It ran at each rung; its memory is what torch's allocator reserved plus "
     "the CUDA context. \"predicted\" is this project's rung at the study's batch."
 )
-"""Note that explains the columns of :func:`memory`."""
+"""Note that explains the columns of :func:`memory_table`."""
 
 
-def memory(rows: Mapping[str, RungResult]) -> Table:
+def memory_table(rows: Mapping[str, RungResult]) -> Table:
     """Memory of the study, of a textbook loop, as predicted and, if there are ``rows`` (by name), as measured.
 
     A rung whose batch the study raised has a line before it, at the batch of the previous rung.
     """
     lines: list[tuple[str, ...]] = []
-    needs, batch = textbook(), 0
+    needs, batch = read_textbook(), 0
     for name, config in study_rungs():
         published = STUDY[name]
         for rung, size, gib in (
@@ -260,13 +260,13 @@ ROOFLINES = (
     'a textbook loop; "expected" is the same percentage of this project\'s roofline: predicted, not measured. As in '
     "the study, all speeds count one batch of validation in eleven, which takes a third of a step."
 )
-"""Note that explains the columns of :func:`rooflines`."""
+"""Note that explains the columns of :func:`rooflines_table`."""
 
 
-def rooflines() -> Table:
+def rooflines_table() -> Table:
     """The study's speeds, the rooflines of a textbook loop and of this project, and the speeds to expect."""
     lines: list[tuple[str, ...]] = []
-    needs = textbook()
+    needs = read_textbook()
     for name, config in study_rungs():
         rung, published = needs[name], STUDY[name].speed
         assert rung.project_seconds, "each of the study's rungs has a line in the record"
@@ -289,8 +289,10 @@ PICTURED_RUNGS = ("baseline", "tensor cores", "mixed precision fp16", "compile",
 
 
 def draw_study() -> Figure:
-    """A chart of :func:`memory` and :func:`rooflines` for the rungs in which the study changed most."""
-    memory_lines, speed_lines = ({line[0]: line for line in table.rows} for table in (memory({}), rooflines()))
+    """A chart of :func:`memory_table` and :func:`rooflines_table` for the rungs in which the study changed most."""
+    memory_lines, speed_lines = (
+        {line[0]: line for line in table.rows} for table in (memory_table({}), rooflines_table())
+    )
 
     def column(lines: Mapping[str, Sequence[str]], number: int) -> list[float]:
         return [float(lines[name][number].replace(",", "")) for name in PICTURED_RUNGS]
@@ -309,9 +311,9 @@ def draw_study() -> Figure:
     return charts.grouped_bars([f"{name}\n{STUDY[name].batch} sequences" for name in PICTURED_RUNGS], panels)
 
 
-def expected(rows: Sequence[RungResult]) -> dict[str, float]:
+def expected_speeds(rows: Sequence[RungResult]) -> dict[str, float]:
     """The study's tokens/s without validation, scaled to this machine by the ratio of their matmul rates, by rung."""
-    precision = kinds()
+    precision = matmul_precisions()
     return {
         row.name: STUDY[row.name].speed / VALIDATION * row.matmul_rate / A100_MATMUL[precision[row.name]]
         for row in rows
@@ -321,7 +323,7 @@ def expected(rows: Sequence[RungResult]) -> dict[str, float]:
 
 def verdict(rows: Sequence[RungResult]) -> str:
     """A sentence with the first rung at which this machine is slower than the study, scaled by the matmul rates."""
-    scaled = expected(rows)
+    scaled = expected_speeds(rows)
     if not scaled:
         return (
             "The expected speed is unknown without this machine's matmul rate. Run 'python -m infra.doctor' before the "
@@ -370,5 +372,5 @@ def _ratio(row: RungResult) -> float | None:
     return 1.0 if row.name == "baseline" else row.total and row.total.ratio
 
 
-def _study_vs_here(study: object, here: object, template: str) -> str:
-    return " / ".join("-" if value is None else template.format(value) for value in (study, here))
+def _format_pair(study: object, ladder: object, template: str) -> str:
+    return " / ".join("-" if value is None else template.format(value) for value in (study, ladder))

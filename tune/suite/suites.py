@@ -220,7 +220,7 @@ def find_suite(text: str) -> Suite:
     path = Path(text)
     if path.suffix != ".py":
         raise UserError(f"--suite {text!r} is not a suite{nearest(text, SUITES)} The name of a file must end in .py.")
-    return _from_python(path)
+    return _load_suite(path)
 
 
 def check_applicable(suite: Suite, start: TrainConfig, file: str) -> None:
@@ -235,7 +235,7 @@ def check_applicable(suite: Suite, start: TrainConfig, file: str) -> None:
         state = config if suite.cumulative else state
 
 
-def _from_python(path: Path) -> Suite:
+def _load_suite(path: Path) -> Suite:
     """The ``SUITE`` of a file: a :class:`Suite`, or just a list of rungs."""
     if not path.is_file():
         raise UserError(f"--suite {path} does not exist. Use the name of a suite or the path of a Python file.")
@@ -290,7 +290,7 @@ def choose(suite: Suite, names: Iterable[str]) -> Suite:
     return replace(suite, rungs=tuple(rung for rung in suite.rungs if rung.name in names))
 
 
-def for_cpu(suite: Suite) -> Suite:
+def shorten_for_cpu(suite: Suite) -> Suite:
     """``suite`` for a CPU: with the model tiny and one eighth of each batch, in the baseline and in every rung."""
 
     def shorten(changes: Changes) -> Changes:
@@ -300,10 +300,10 @@ def for_cpu(suite: Suite) -> Suite:
 
     start = {"model": "tiny", "micro_batch": BATCH, "global_batch": BatchConfig.global_batch}
     rungs = tuple(replace(rung, changes=shorten(rung.changes)) for rung in suite.rungs)
-    return replace(suite, base=shorten(start | dict(with_model(suite, None).base)), rungs=rungs)
+    return replace(suite, base=shorten(start | dict(replace_model(suite, None).base)), rungs=rungs)
 
 
-def with_model(suite: Suite, model: ModelSpec | None) -> Suite:
+def replace_model(suite: Suite, model: ModelSpec | None) -> Suite:
     """``suite`` for another model than its own, without the context length and the settings that are not for it."""
     replaced = ("model", "model.context_length") if "model" in suite.base else ()
     base = {name: value for name, value in suite.base.items() if name not in replaced}
@@ -327,10 +327,10 @@ def apply_changes(config: TrainConfig, changes: Changes, source: str = "the suit
     for name, value in changes.items():
         if reason := model.unsupported_reason(name, value):
             raise UserError(f"{source}: {name}={value} does not apply to {model.text}: {reason}.")
-    parts = {name.removeprefix("model."): value for name, value in changes.items() if name.startswith("model.")}
+    model_changes = {name.removeprefix("model."): value for name, value in changes.items() if name.startswith("model.")}
     if multiple := changes.get("vocabulary_multiple"):
-        parts["padded_vocab_size"] = -(-model.vocab_size // multiple) * multiple
-    whole = {name: value for name, value in changes.items() if name in SETTING_TYPES}
+        model_changes["padded_vocab_size"] = -(-model.vocab_size // multiple) * multiple
+    run_changes = {name: value for name, value in changes.items() if name in SETTING_TYPES}
     if batch := changes.get("batch"):
-        whole |= {"micro_batch": batch, "global_batch": batch}
-    return config_from_json(config.to_json() | whole | {"model": to_json(model) | parts}, source)
+        run_changes |= {"micro_batch": batch, "global_batch": batch}
+    return config_from_json(config.to_json() | run_changes | {"model": to_json(model) | model_changes}, source)

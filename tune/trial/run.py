@@ -55,20 +55,20 @@ class TrialRequest:
     node: str
     """Name of the machine that runs the trial, for its row."""
     memory_limit: int | None = None
-    early: StopRule | None = None
+    stop_rule: StopRule | None = None
     """None for a rung: the config alone sets its length, because its losses are compared, too."""
-    patience: float | None = None
+    timeout: float | None = None
     """Time after its start at which the trial's process is killed."""
     labels: dict[str, str] = field(default_factory=dict)
     """Additional columns of the trial in MLflow's list of runs."""
 
 
-def pending(request: TrialRequest) -> TrialRow:
+def pending_row(request: TrialRequest) -> TrialRow:
     """A row without speed and memory for a running trial, so that strategies do not propose it again."""
-    return unmeasured(request, "ok", "running", 0.0)
+    return unmeasured_row(request, "ok", "running", 0.0)
 
 
-def unmeasured(request: TrialRequest, outcome: TrialOutcome, reason: str, seconds: float) -> TrialRow:
+def unmeasured_row(request: TrialRequest, outcome: TrialOutcome, reason: str, seconds: float) -> TrialRow:
     """The row of a trial without measurements."""
     proposal = request.proposal
     return TrialRow(
@@ -82,7 +82,7 @@ def unmeasured(request: TrialRequest, outcome: TrialOutcome, reason: str, second
 class TrialMonitor(Driver):
     """Monitors a running trial after each step and decides when it ends. A trial's cycle has one step."""
 
-    early: StopRule
+    stop_rule: StopRule
     speed_threshold: float | None
     """Tokens per second that the trial must reach to win."""
     step_tokens: int
@@ -117,12 +117,12 @@ class TrialMonitor(Driver):
         self.retries.append(self._allocator_retries())
         if self.limit and self.limit.device.type == "cpu" and self.limit.excess_message():
             self.verdict = "over the limit"
-        elif self.started_at and time.monotonic() - self.started_at > self.early.seconds:
+        elif self.started_at and time.monotonic() - self.started_at > self.stop_rule.seconds:
             self.verdict = "time"
         else:
             bar_seconds = self.step_tokens / self.speed_threshold if self.speed_threshold else None
-            precision = self.early.precision
-            self.verdict = early_stop.verdict(self.counted(), bar_seconds=bar_seconds, precision=precision) or ""
+            precision = self.stop_rule.precision
+            self.verdict = early_stop.verdict(self.valid_seconds(), bar_seconds=bar_seconds, precision=precision) or ""
         return bool(self.verdict)
 
     def _allocator_retries(self) -> int:
@@ -130,12 +130,12 @@ class TrialMonitor(Driver):
             return 0
         return torch.cuda.memory_stats(self.limit.device).get("num_alloc_retries", 0)
 
-    def counted(self) -> list[float]:
+    def valid_seconds(self) -> list[float]:
         """Durations of the valid steps in seconds."""
-        rejected = self.rejected()
-        return [seconds for step, seconds in enumerate(self.seconds) if step not in rejected]
+        rejected_steps = self.rejected_steps()
+        return [seconds for step, seconds in enumerate(self.seconds) if step not in rejected_steps]
 
-    def rejected(self) -> set[int]:
+    def rejected_steps(self) -> set[int]:
         """Steps from the third on in which the allocator freed its cache."""
         return {i for i in range(FIRST_STEPS, len(self.retries)) if self.retries[i] != self.retries[i - 1]}
 
@@ -152,8 +152,8 @@ def run(request: TrialRequest) -> tuple[TrialRow, str | None]:
     """
     started_at = time.monotonic()
     config, monitor = request.config, None
-    if request.early and request.memory_limit:
-        monitor = TrialMonitor(request.early, request.proposal.speed_threshold, config.step_tokens)
+    if request.stop_rule and request.memory_limit:
+        monitor = TrialMonitor(request.stop_rule, request.proposal.speed_threshold, config.step_tokens)
     session = WorkerSession(WorkerJob(config, request.memory_limit), folder=None, driver=monitor or Driver())
     result = trace = None
     try:
@@ -169,7 +169,7 @@ def run(request: TrialRequest) -> tuple[TrialRow, str | None]:
         else:
             outcome, reason = "failed", f"{type(failure).__name__}: {first_line(failure)}"
             trace = traceback.format_exc()
-    row = make_row(unmeasured(request, outcome, reason, 0.0), config.step_tokens, result, monitor, session.times)
+    row = make_row(unmeasured_row(request, outcome, reason, 0.0), config.step_tokens, result, monitor, session.times)
     return replace(row, seconds=time.monotonic() - started_at), trace
 
 
@@ -178,7 +178,7 @@ def as_trial_result(
 ) -> RunResult:
     """``result`` with the speed of the steps that count for a trial, and with the memory that its limit applies to."""
     if monitor:
-        throughput = None if result.implausible_reason else steady_state(monitor.counted(), config.step_tokens)
+        throughput = None if result.implausible_reason else steady_state(monitor.valid_seconds(), config.step_tokens)
         result = with_throughput(result, config, throughput)
     if limit:
         used, source = limit.used()
@@ -201,13 +201,13 @@ def classify_outcome(result: RunResult, monitor: TrialMonitor | None = None) -> 
             reason = f"{result.steps} steps are too few: the run did not get past warm-up; give it more time or steps"
             return "failed", reason
         return "ok", result.reason
-    rejected = len(monitor.rejected())
+    rejected = len(monitor.rejected_steps())
     if rejected >= THRASHING_STEPS:
         return "thrash", f"the allocator freed its cache in {rejected} steps"
     if result.throughput is None:
         in_time = " within the trial's time" if monitor.verdict == "time" else ""
         advice = "; increase --trial-time" if in_time else ""
-        return "failed", f"only {len(monitor.counted())} valid steps{in_time}, too few to measure a speed{advice}"
+        return "failed", f"only {len(monitor.valid_seconds())} valid steps{in_time}, too few to measure a speed{advice}"
     if monitor.verdict == "cannot win":
         steps = result.throughput.steps
         return "pruned", f"cannot reach {monitor.speed_threshold:,.0f} tokens/s after {steps} steps"
@@ -221,7 +221,7 @@ def make_row(
 ) -> TrialRow:
     """``row``, which has the outcome, with the ``result`` and with the steps up to it."""
     row = replace(
-        row, result=result, rejected_steps=len(monitor.rejected()) if monitor else 0, step_tokens=step_tokens,
+        row, result=result, rejected_steps=len(monitor.rejected_steps()) if monitor else 0, step_tokens=step_tokens,
         step_seconds=monitor.seconds if monitor else times.steps,
         losses=[loss for cycle in times.reports for loss in cycle.step_losses],
     )  # fmt: skip

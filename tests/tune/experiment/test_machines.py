@@ -60,10 +60,11 @@ def test_weights_gradients_and_optimizer_must_fit() -> None:
     training = resolve(search("cpu").training, cpu_info())
     smallest, model = predict_peak(training.replace(micro_batch=1)), training.model.text
     with pytest.raises(UserError, match=r"less than the 1\.99 GB"):
-        device.memory_limit(19 * 10**8, 10**12, smallest, model)
-    assert device.memory_limit(2 * 10**9, 10**12, smallest, model) == 2 * 10**9
-    assert device.memory_limit(None, 3 * 10**9, smallest, model) == 3 * 10**9
-    assert device.memory_limit(3 * 10**9, 25 * 10**8, smallest, model) == 3 * 10**9, "as asked, on whichever machine"
+        device.choose_memory_limit(19 * 10**8, 10**12, smallest, model)
+    assert device.choose_memory_limit(2 * 10**9, 10**12, smallest, model) == 2 * 10**9
+    assert device.choose_memory_limit(None, 3 * 10**9, smallest, model) == 3 * 10**9
+    limit = device.choose_memory_limit(3 * 10**9, 25 * 10**8, smallest, model)
+    assert limit == 3 * 10**9, "as requested, on whichever machine"
 
 
 def test_a_trial_gets_what_the_largest_node_has() -> None:

@@ -69,7 +69,7 @@ def test_a_trial_is_asked_for_as_the_search_says(search: Search, capfd: pytest.C
     proposal = Proposal(Candidate(2), "probe")
     request = search.trial(proposal, HERE, 1, [])
     assert (request.key, request.number, request.node) == (proposal.key("one"), 1, HERE)
-    assert (request.memory_limit, request.early, request.patience) == (search.limit, StopRule(60.0, 0.01), 61.0)
+    assert (request.memory_limit, request.stop_rule, request.timeout) == (search.limit, StopRule(60.0, 0.01), 61.0)
     trial = search.space.config(Candidate(2)).replace(data=str(search.data), steps=8, cycle=Cycle(1, 0))
     assert request.config == trial, "however long the training is"
     assert request.proposal.predicted_memory == search.memory.prior(Candidate(2)) > 0
@@ -79,7 +79,7 @@ def test_a_trial_is_asked_for_as_the_search_says(search: Search, capfd: pytest.C
         step_seconds=[9.0, 10.0],
     )  # fmt: skip
     again = search.trial(Proposal(Candidate(1), "probe", 1), HERE, 2, [row])
-    assert again.early == StopRule(140.0, 0.01)
+    assert again.stop_rule == StopRule(140.0, 0.01)
     assert "--trial-time was too short; this trial gets 2m20s" in capfd.readouterr().out
 
 
@@ -196,15 +196,15 @@ def test_no_trial_is_proposed_twice_and_each_machine_has_its_own_control(search:
 
 def test_a_process_is_killed_when_its_time_is_up_and_never_after_its_end() -> None:
     killed = {"late": threading.Event(), "in time": threading.Event()}
-    for name, patience in (("late", 0.05), ("in time", 2.0)):
+    for name, timeout in (("late", 0.05), ("in time", 2.0)):
         trial = RunningTrial(
-            TrialRequest("m1", 1, "m1", Proposal(Candidate(1), "probe"), ResolvedConfig(), HERE, patience=patience)
+            TrialRequest("m1", 1, "m1", Proposal(Candidate(1), "probe"), ResolvedConfig(), HERE, timeout=timeout)
         )
         time.sleep(0.1)  # waiting for a process does not count
         assert not trial.overdue
         trial.start_timeout(killed[name].set)
         if name == "in time":
-            trial.ended()
+            trial.cancel_timeout()
         assert killed[name].wait(60 if name == "late" else 2.5) == trial.overdue == (name == "late")
 
 
@@ -227,8 +227,8 @@ def test_a_trial_that_does_not_end_is_killed_and_one_that_was_killed_runs_again(
         def trial(self, proposal: Proposal, machine: str, number: int, rows: Sequence[TrialRow]) -> TrialRequest:
             request = super().trial(proposal, machine, number, rows)
             if proposal.candidate.micro_batch == 1:
-                return replace(request, config=request.config.replace(global_batch=10**6), patience=2.0)
-            return replace(request, patience=201.0)
+                return replace(request, config=request.config.replace(global_batch=10**6), timeout=2.0)
+            return replace(request, timeout=201.0)
 
     class Disturbed(ExperimentSearcher):
         def on_trial_result(self, trial_id: str, result: dict[str, Any]) -> None:

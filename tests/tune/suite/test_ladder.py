@@ -341,11 +341,11 @@ def test_two_ladders_are_compared_wherever_they_are(tmp_path: Path) -> None:
         (tmp_path / folder / "rungs.json").write_bytes(content)
     others = f"{tmp_path}/others"
     for text, out, speed in (("one", str(tmp_path), 5.0), (f"{tmp_path}/one", "runs", 5.0), ("one", others, 6.0)):
-        loaded = report.load(text, out)
+        loaded = report.load_reference(text, out)
         assert isinstance(loaded, dict)
         assert loaded["rows"] == [{"name": "baseline", "speed": speed}]
     with pytest.raises(UserError, match="--compare two: no finished ladder"):
-        report.load("two", "runs")
+        report.load_reference("two", "runs")
 
 
 def test_a_dry_run_says_what_would_run(

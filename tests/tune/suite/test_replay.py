@@ -23,9 +23,9 @@ from tune.suite.batches import largest_batch
 from tune.suite.checks import check_baseline_speed, check_suits_device
 from tune.suite.replay import Ladder
 from tune.suite.runs import RungResult
-from tune.suite.suites import AA, STREAMING, SUITES, Rung, Suite, for_cpu, streaming_rung
+from tune.suite.suites import AA, STREAMING, SUITES, Rung, Suite, shorten_for_cpu, streaming_rung
 from tune.trial.row import TrialRow
-from tune.trial.run import TrialRequest, unmeasured
+from tune.trial.run import TrialRequest, unmeasured_row
 
 Made = Callable[[TrialRequest, ResolvedConfig], TrialRow]
 
@@ -33,11 +33,11 @@ Made = Callable[[TrialRequest, ResolvedConfig], TrialRow]
 def well(request: TrialRequest, config: ResolvedConfig, **more: Any) -> TrialRow:
     """The row of a run of eight steps at 1,000 tokens per second."""
     speed = {"tokens_per_second": 1000.0, "low": 990.0, "high": 1010.0, "step_seconds": [1.0] * 8}
-    return changed(unmeasured(request, "ok", "reached 8 steps", 1.0), **speed | more)
+    return changed(unmeasured_row(request, "ok", "reached 8 steps", 1.0), **speed | more)
 
 
 def out_of_memory(request: TrialRequest) -> TrialRow:
-    return unmeasured(request, "oom", "more than that", 1.0)
+    return unmeasured_row(request, "oom", "more than that", 1.0)
 
 
 def climbed(
@@ -143,7 +143,7 @@ REFUSED = {
 def test_a_cpu_runs_every_rung_but_those_for_other_hardware(
     suite: Suite, native: bool, base: TrainConfig, ladder_of: Make
 ) -> None:
-    short = replace(for_cpu(suite), seeds=1)
+    short = replace(shorten_for_cpu(suite), seeds=1)
     short = replace(short, base={name: value for name, value in short.base.items() if name != "model"})
     base = base.replace(model=replace(base.model, width=48))  # which 6, 16 and 24 heads divide
     _, rungs, _ = climbed(ladder_of(short, base, DeviceInfo("cpu", "cpu", bf16=native)))
@@ -324,7 +324,7 @@ def test_a_ladder_is_continued_on_the_machine_of_its_first_run_from_what_did_not
     assert ladder.usable_machines({"here", "there"}, [row]) == {"here"}
     assert ladder.is_reusable(row)
     assert ladder.is_reusable(out_of_memory(request))
-    assert not ladder.is_reusable(unmeasured(request, "failed", "its process died", 1.0))
+    assert not ladder.is_reusable(unmeasured_row(request, "failed", "its process died", 1.0))
     other = ladder_of(ladder.suite, base.replace(seed=1)).request("here", 1, [row], [])
     assert other is not None
     assert other.proposal.stage == "baseline", "the row of another config does not count"
@@ -353,11 +353,11 @@ def test_a_baseline_without_a_speed_says_what_to_do(base: TrainConfig, ladder_of
     check(well(request, config))
     with pytest.raises(UserError, match=r"7 steps in 3\.0 s; a rung needs 8 .* --time-budget 4s or more"):
         check(well(request, config, step_seconds=[9.0, *[0.5] * 6]))
-    short = replace(unmeasured(request, "failed", "too few", 1.0), ended_too_early=True, step_seconds=[1.5])
+    short = replace(unmeasured_row(request, "failed", "too few", 1.0), ended_too_early=True, step_seconds=[1.5])
     with pytest.raises(UserError, match=r"--time-budget 12s or more"):
         check(short)
     with pytest.raises(UserError, match=r"baseline failed: no kernel"):
-        check(unmeasured(request, "failed", "no kernel", 1.0))
+        check(unmeasured_row(request, "failed", "no kernel", 1.0))
 
 
 def test_what_a_machine_cannot_show_is_refused() -> None:

@@ -15,16 +15,16 @@ from tune.reporting.charts import band
 from tune.space import Candidate
 from tune.suite.results import (
     compare_rungs,
+    detail_tables,
     effects_table,
-    equal_work,
+    equal_work_table,
     format_ratio,
-    held_out,
+    held_out_table,
     legend,
     loss_at,
-    parts,
     results_table,
     summary_fields,
-    utilisation,
+    utilization_table,
 )
 from tune.suite.runs import RungResult
 from tune.suite.suites import AA, SUITES, Rung, Suite
@@ -176,21 +176,21 @@ TWICE = [
 
 def test_a_rung_with_a_larger_batch_shows_both() -> None:
     """First the memory that the change frees and the speed that it gains at equal work, then what the batch adds."""
-    assert equal_work(TWICE, cumulative=True).rows == [
+    assert equal_work_table(TWICE, cumulative=True).rows == [
         ("compile", "28", "-50%", "x2.00 ±5%", "48", "+90%", "x1.10 ±9%"),
         ("flash", "48", "-50%", "x2.00 ±5%", "not run", "", ""),
     ]
     failed = [TWICE[0], RungResult("refused", "no such GPU"), *TWICE[1:]]
-    assert equal_work(failed, cumulative=True) == equal_work(TWICE, cumulative=True), "over what ran before"
-    (_, *over_baseline) = equal_work(TWICE, cumulative=False).rows[1]
+    assert equal_work_table(failed, cumulative=True) == equal_work_table(TWICE, cumulative=True), "over what ran before"
+    (_, *over_baseline) = equal_work_table(TWICE, cumulative=False).rows[1]
     assert over_baseline[:3] == ["48", "-52%", "x4.40 ±5%"]
     assert [tuple(line[:2]) for line in results_table(CUMULATIVE, TWICE).rows[1:4]] == [
         ("compile", "28"),
         ("compile*", "48"),
         ("flash", "48"),
     ]
-    assert parts(CUMULATIVE, TWICE) == [equal_work(TWICE, cumulative=True)]
-    assert equal_work(ROWS, cumulative=True) not in parts(CUMULATIVE, ROWS)
+    assert detail_tables(CUMULATIVE, TWICE) == [equal_work_table(TWICE, cumulative=True)]
+    assert equal_work_table(ROWS, cumulative=True) not in detail_tables(CUMULATIVE, ROWS)
 
 
 def test_a_precision_is_judged_by_the_held_out_losses_of_all_seeds() -> None:
@@ -203,25 +203,25 @@ def test_a_precision_is_judged_by_the_held_out_losses_of_all_seeds() -> None:
         RungResult("better", held_out=((3.0, 2.9), (3.1, 2.999), (3.2, 3.101))),
         RungResult("one seed", held_out=((3.0, 2.0),)),
     ]
-    assert held_out(FLAT, rows).rows == [
+    assert held_out_table(FLAT, rows).rows == [
         ("noise", "3.1033", "+0.0033 ±0.0287", "not significant"),
         ("close", "3.1200", "+0.0200 ±0.0248", "not significant"),
         ("worse", "3.2000", "+0.1000 ±0.0025", "higher"),
         ("better", "3.0000", "-0.1000 ±0.0025", "lower"),
     ]
-    (part,) = [part for part in parts(replace(FLAT, seeds=3), [*ROWS, *rows[1:2]]) if "3 seeds" in part.title]
-    assert part.rows == held_out(FLAT, rows[1:2]).rows
+    (part,) = [part for part in detail_tables(replace(FLAT, seeds=3), [*ROWS, *rows[1:2]]) if "3 seeds" in part.title]
+    assert part.rows == held_out_table(FLAT, rows[1:2]).rows
 
 
 def test_what_is_computed_again_counts_as_arithmetic_of_the_hardware() -> None:
     plain = measured("plain", 1.0, flops_per_second=100e12, mfu=0.4, matmul_rate=200e12)
     again = measured("checkpointing", 1.0, flops_per_second=80e12, mfu=0.32, hfu=0.4)
-    assert utilisation([plain, again, RungResult("refused", "oom")]).rows == [
+    assert utilization_table([plain, again, RungResult("refused", "oom")]).rows == [
         ("plain", "100", "40.0%", "-", "50.0%"),
         ("checkpointing", "80", "32.0%", "40.0%", "-"),
     ]
-    assert not utilisation([measured("plain", 1.0, flops_per_second=1e9)]).rows, "a CPU that the doctor has not seen"
-    arithmetic = parts(FLAT, [ROWS[0], plain])[-1]
+    assert not utilization_table([measured("plain", 1.0, flops_per_second=1e9)]).rows, "a CPU without a doctor file"
+    arithmetic = detail_tables(FLAT, [ROWS[0], plain])[-1]
     assert ("plain", "100", "40.0%", "50.0%") in arithmetic.rows, "without an empty column"
 
 
@@ -232,7 +232,7 @@ def test_what_helps_memory_and_what_helps_speed_is_said_with_its_number() -> Non
 
     rungs = [ROWS[0], rung("smaller", 6.0, 0.8, 0.1), rung("faster", 9.99, 1.5, 0.1), rung("noise", 10.5, 1.1, 0.2),
              rung("doubtful", 9.0, 3.81, 0.4, 1.7), RungResult("refused", "no such GPU")]  # fmt: skip
-    assert ("first", "yes (-10.0%)", "yes (+50.0%)") in parts(FLAT, ROWS)[0].rows
+    assert ("first", "yes (-10.0%)", "yes (+50.0%)") in detail_tables(FLAT, ROWS)[0].rows
     assert effects_table(rungs).rows == [
         ("smaller", "yes (-40.0%)", "no (-20.0%)"),
         ("faster", "no (-0.1%)", "yes (+50.0%)"),

@@ -21,12 +21,12 @@ from tune.suite.study import (
     STUDY,
     VALIDATION,
     compare,
-    effects,
-    kinds,
-    memory,
-    rooflines,
+    effects_table,
+    matmul_precisions,
+    memory_table,
+    read_textbook,
+    rooflines_table,
     study_rungs,
-    textbook,
     verdict,
 )
 from tune.suite.suites import A100, LOOP, MEMORY, apply_changes
@@ -40,7 +40,7 @@ CONFIGS = dict(study_rungs()) | {
 
 def row(name: str, *, faster: float = 1.0, card: float = 1.0, **changes: Any) -> RungResult:
     """The study's rung ``name`` on a card that multiplies ``card`` times as fast, ``faster`` than that makes it."""
-    published, rate = STUDY[name], card * A100_MATMUL[kinds()[name]]
+    published, rate = STUDY[name], card * A100_MATMUL[matmul_precisions()[name]]
     speed = published.speed / VALIDATION * card * faster
     total = published.speed * faster / STUDY["baseline"].speed
     trial = trial_row(
@@ -58,9 +58,9 @@ def test_the_studys_rungs_are_those_of_the_suite() -> None:
     assert {name: config.batch.micro_batch for name, config in configs.items()} == {
         name: published.batch for name, published in STUDY.items()
     }
-    assert kinds()["baseline"] == "fp32"
-    assert kinds()["no synchronization"] == "tf32"
-    assert kinds()["mixed precision fp16"] == kinds()["data-loading workers"] == "bf16"
+    assert matmul_precisions()["baseline"] == "fp32"
+    assert matmul_precisions()["no synchronization"] == "tf32"
+    assert matmul_precisions()["mixed precision fp16"] == matmul_precisions()["data-loading workers"] == "bf16"
 
 
 def test_the_study_agrees_with_itself() -> None:
@@ -123,18 +123,18 @@ def test_the_other_studies_figures_stand_beside_those_measured_here() -> None:
         ("max-autotune", "- / -", "x0.30 / -"),
     ]  # fmt: skip
     assert said
-    assert effects("memory", []).rows == [("all together", "x0.33 / -", "x1.00 / -")]
+    assert effects_table("memory", []).rows == [("all together", "x0.33 / -", "x1.00 / -")]
 
 
 def test_a_textbooks_loop_needs_what_the_study_says() -> None:
-    assert {name: needed.gib for name, needed in textbook().items()} == pytest.approx({
+    assert {name: needed.gib for name, needed in read_textbook().items()} == pytest.approx({
         "baseline": 37.0, "tensor cores": 37.0, "no synchronization": 37.0,
         "mixed precision fp16, same batch": 32.4, "mixed precision fp16": 36.8,
         "compile, same batch": 26.9, "compile": 37.2, "flash attention, same batch": 31.1, "flash attention": 37.9,
         "padded vocabulary": 37.9, "tied weights": 37.7, "data-loading workers": 37.7,
     }, abs=0.06)  # fmt: skip
-    lines = memory({}).rows
-    assert {line[0] for line in lines} == textbook().keys()
+    lines = memory_table({}).rows
+    assert {line[0] for line in lines} == read_textbook().keys()
     for _, batch, study, needed, predicted in lines:
         assert float(needed) == pytest.approx(float(study), rel=0.06)
         assert float(predicted) < 0.75 * float(needed), f"ours at a batch of {batch}"
@@ -142,7 +142,7 @@ def test_a_textbooks_loop_needs_what_the_study_says() -> None:
 
 def test_the_study_reached_a_share_of_its_textbooks_roofline() -> None:
     """The share that is expected of other cards and models is that of its compiled rungs."""
-    lines = {line[0]: line for line in rooflines().rows}
+    lines = {line[0]: line for line in rooflines_table().rows}
     assert list(lines) == list(STUDY)
     reached = {name: float(line[-1].rstrip("%")) / 100 for name, line in lines.items()}
     assert reached == pytest.approx({
@@ -162,7 +162,7 @@ def test_the_study_reached_a_share_of_its_textbooks_roofline() -> None:
 def test_the_picture_of_the_readme_has_these_numbers() -> None:
     """``python -P tests/benchmarks/study_picture.py tune/pictures/study.svg`` draws it anew."""
     drawn = (ROOT / "tune" / "pictures" / "study.svg").read_text(encoding="utf-8")
-    needs, speeds = ({line[0]: line for line in table.rows} for table in (memory({}), rooflines()))
+    needs, speeds = ({line[0]: line for line in table.rows} for table in (memory_table({}), rooflines_table()))
     for name in PICTURED_RUNGS:
         for number in (*needs[name][2:5], speeds[name][1], speeds[name][2], speeds[name][4]):
             assert f">{number}<" in drawn, (name, number)

@@ -21,28 +21,28 @@ from tune.suite.suites import (
     check_applicable,
     choose,
     find_suite,
-    for_cpu,
     search_result_rung,
+    shorten_for_cpu,
 )
 
 START = TrainConfig.of(device="cuda", micro_batch=32, compile="off", loss="plain", steps=10)
 
 
 def test_the_short_form_is_an_eighth_on_a_tiny_model() -> None:
-    state = apply_changes(START, for_cpu(A100).base)
+    state = apply_changes(START, shorten_for_cpu(A100).base)
     assert (cast(ModelConfig, state.model).layers, state.batch.micro_batch, state.batch.global_batch) == (2, 4, 4)
     assert state.model.context_length == PRESETS["tiny"].context_length, "not the study's"
-    for rung in for_cpu(A100).rungs:
+    for rung in shorten_for_cpu(A100).rungs:
         state = apply_changes(state, rung.changes)
     assert state.batch.global_batch == 8
-    batches = [rung.changes["batch"] for rung in for_cpu(SUITES["sizes"]).rungs if "batch" in rung.changes]
+    batches = [rung.changes["batch"] for rung in shorten_for_cpu(SUITES["sizes"]).rungs if "batch" in rung.changes]
     assert batches == [1, 1, 2, 4, 5, 8, 8, 9], "of 7, 8, 9, 31, 33, 63, 64 and 65, rounded up"
 
 
 def test_the_short_form_of_a_suite_without_a_model_or_batch_is_short_too() -> None:
-    state = apply_changes(START, for_cpu(Suite("mine", "Mine", {"attention": "manual"}, ())).base)
+    state = apply_changes(START, shorten_for_cpu(Suite("mine", "Mine", {"attention": "manual"}, ())).base)
     assert (state.model, state.batch.micro_batch, state.batch.global_batch) == (PRESETS["tiny"], 4, 60)
-    larger = for_cpu(Suite("mine", "Mine", {}, (Rung("larger", {"model": "gpt2-355m"}),)))
+    larger = shorten_for_cpu(Suite("mine", "Mine", {}, (Rung("larger", {"model": "gpt2-355m"}),)))
     assert apply_changes(state, larger.rungs[0].changes).model == PRESETS["tiny"]
 
 

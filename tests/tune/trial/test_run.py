@@ -28,7 +28,7 @@ from tune.trial.run import (
     classify_outcome,
     make_row,
     run,
-    unmeasured,
+    unmeasured_row,
 )
 
 
@@ -224,7 +224,7 @@ def row_of(outcome: TrialOutcome = "ok", reason: str = "") -> TrialRow:
     """The row of a trial of which nothing else is known."""
     config = ResolvedConfig.of(micro_batch=1, global_batch=1)
     request = TrialRequest("m1", 1, "m1", Proposal(Candidate(1), "probe"), config, "here")
-    return unmeasured(request, outcome, reason, 0.0)
+    return unmeasured_row(request, outcome, reason, 0.0)
 
 
 def watched(steps: Sequence[float], *, retries: Sequence[int], bar: float | None = None) -> TrialMonitor:
@@ -238,8 +238,8 @@ def watched(steps: Sequence[float], *, retries: Sequence[int], bar: float | None
 def test_a_step_in_which_the_allocator_freed_its_cache_is_left_out(eight_steps: RunResult) -> None:
     """But for the first two, in which it has to."""
     watch = watched([9.0, 8.0, 1.0, 1.0, 1.0, 1.0, 5.0, 1.0], retries=[1, 2, 2, 2, 2, 2, 3, 3, 3])
-    assert watch.rejected() == {6}
-    assert watch.counted() == [9.0, 8.0, 1.0, 1.0, 1.0, 1.0, 1.0]
+    assert watch.rejected_steps() == {6}
+    assert watch.valid_seconds() == [9.0, 8.0, 1.0, 1.0, 1.0, 1.0, 1.0]
     assert judged(eight_steps, watch) == ("ok", "completed 8 steps; 1 step excluded")
 
 
@@ -299,8 +299,8 @@ def test_the_row_of_a_trial_has_what_its_run_measured(training: ResolvedConfig, 
 
 
 def test_what_was_asked_of_a_trial_is_in_its_row_by_the_same_name(distinct: Callable[..., Any]) -> None:
-    request = distinct(TrialRequest, config=ResolvedConfig.of(micro_batch=4, global_batch=24), early=None)
-    row = unmeasured(request, "failed", "for a reason", 2.5)
+    request = distinct(TrialRequest, config=ResolvedConfig.of(micro_batch=4, global_batch=24), stop_rule=None)
+    row = unmeasured_row(request, "failed", "for a reason", 2.5)
     asked = vars(request.proposal) | vars(request)
     shared = {field.name for field in fields(TrialRow)} & asked.keys()
     assert len(shared) >= 9
