@@ -1,1 +1,1 @@
-"""What the three packages share: the command line, storage, tracking, devices. Imports none of them."""
+"""Infrastructure of pipeline, train and tune: command line, storage, tracking, devices. It imports none of them."""

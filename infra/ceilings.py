@@ -18,15 +18,15 @@ import torch
 from infra.errors import UserError
 from infra.storage.directory import StorageDir
 
-FILE = "doctor.json"
-"""Name of the doctor's file in the folder of runs."""
-SECONDS = 0.4
-"""Duration of the measurement of each rate; all together take well under a minute."""
-LAUNCHES = 8
-"""Consecutive repetitions on a GPU, so that launching adds little time to each."""
+DOCTOR_FILE = "doctor.json"
+"""Name of the file in the folder of runs that has the measured rates."""
+MEASUREMENT_SECONDS = 0.4
+"""Duration of the measurement of one rate; all measurements together take well under a minute."""
+REPETITIONS_PER_TIMING = 8
+"""Repetitions of the work on a GPU between two timing events, so that the launch adds little time to each."""
 
 Measure = Callable[[Callable[[], object], torch.device], float]
-"""Measures the seconds of some work on a device."""
+"""Function that runs work on a device and returns the seconds that it took."""
 
 
 def first_device() -> tuple[torch.device, str]:
@@ -41,10 +41,10 @@ def best_seconds(
     work: Callable[[], object],
     device: torch.device,
     *,
-    duration: float = SECONDS,
+    duration: float = MEASUREMENT_SECONDS,
     clock: Callable[[], float] = time.perf_counter,
 ) -> float:
-    """Seconds of the fastest of at least three repetitions of ``work`` within ``duration``, after one for warm-up."""
+    """Return the seconds of the fastest repetition of ``work``, of at least three in ``duration`` after a warm-up."""
     work()
     best = float("inf")
     end_time = clock() + duration
@@ -53,11 +53,11 @@ def best_seconds(
         if device.type == "cuda":
             start, end = torch.cuda.Event(enable_timing=True), torch.cuda.Event(enable_timing=True)
             start.record()
-            for _ in range(LAUNCHES):
+            for _ in range(REPETITIONS_PER_TIMING):
                 work()
             end.record()
             end.synchronize()
-            best = min(best, start.elapsed_time(end) / 1000 / LAUNCHES)
+            best = min(best, start.elapsed_time(end) / 1000 / REPETITIONS_PER_TIMING)
         else:
             started_at = clock()
             work()
@@ -69,11 +69,11 @@ def best_seconds(
 def matmul_rate(
     rows: int, inner: int, columns: int, precision: str, device: torch.device, measure: Measure = best_seconds
 ) -> float:
-    """FLOP/s of one matrix product. ``precision`` is fp32, tf32 or bf16."""
-    kind = torch.bfloat16 if precision == "bf16" else torch.float32
-    left = torch.randn(rows, inner, device=device, dtype=kind)
-    right = torch.randn(inner, columns, device=device, dtype=kind)
-    out = torch.empty(rows, columns, device=device, dtype=kind)
+    """Measure the FLOP/s of one matrix product. ``precision`` is fp32, tf32 or bf16."""
+    dtype = torch.bfloat16 if precision == "bf16" else torch.float32
+    left = torch.randn(rows, inner, device=device, dtype=dtype)
+    right = torch.randn(inner, columns, device=device, dtype=dtype)
+    out = torch.empty(rows, columns, device=device, dtype=dtype)
     previous_precision = torch.get_float32_matmul_precision()
     torch.set_float32_matmul_precision("high" if precision == "tf32" else "highest")
     try:
@@ -84,14 +84,20 @@ def matmul_rate(
 
 
 def matmul_rates(device: torch.device) -> dict[str, float]:
-    """FLOP/s of a large square product by precision; on a CPU only fp32, because the others may be emulated."""
+    """Measure the FLOP/s of a large square matrix product by precision.
+
+    A CPU is only measured in fp32, because it may emulate the other precisions.
+    """
     if device.type != "cuda":
         return {"fp32": matmul_rate(2048, 2048, 2048, "fp32", device)}
     return {precision: matmul_rate(8192, 8192, 8192, precision, device) for precision in ("bf16", "tf32", "fp32")}
 
 
 def copy_rates(device: torch.device, measure: Measure = best_seconds) -> dict[str, float]:
-    """Bytes/s read and written by a copy within the device, and copied to a GPU from pinned and pageable memory."""
+    """Measure memory copies by name, in bytes/s.
+
+    A copy within the device counts bytes read and written; a GPU also has copies from pinned and pageable host memory.
+    """
     size = 2**30 if device.type == "cuda" else 2**27
     source = torch.ones(size, dtype=torch.uint8, device=device)
     target = torch.empty_like(source)
@@ -110,9 +116,9 @@ DISK_BYTES = 2**28
 
 
 def disk_rate(folder: Path) -> float:
-    """Bytes/s of reading a new file in ``folder`` after the kernel was advised to drop it from the page cache.
+    """Measure the bytes/s of reading a new file in ``folder`` after the kernel was advised to uncache it.
 
-    If the kernel does not drop it (tmpfs), this is the speed of memory. Raises ``OSError`` on a full disk.
+    If the kernel keeps the file in memory (tmpfs), the result is the memory's speed. Raises ``OSError`` on a full disk.
     """
     with tempfile.NamedTemporaryFile(dir=folder, prefix=".disk-") as file:
         block = os.urandom(2**22)
@@ -130,9 +136,9 @@ def disk_rate(folder: Path) -> float:
 
 
 def read_record(file: str, option: str) -> dict[str, Any] | None:
-    """The doctor's record in ``file``; None if the file does not exist.
+    """Read the measured rates in the doctor's ``file``; return None if the file does not exist.
 
-    Raises ``UserError`` that names ``option``, the flag of the file, if it is not JSON.
+    If the file is not JSON, raises a ``UserError`` that begins with ``option``, the flag that names the file.
     """
     path = StorageDir.of(file)
     try:
@@ -141,18 +147,19 @@ def read_record(file: str, option: str) -> dict[str, Any] | None:
         return None
     except (OSError, ValueError) as damage:
         raise UserError(
-            f"{option} {file} is not readable as JSON: {damage}. Run 'python -m infra.doctor' again."
+            f"{option} {file} cannot be read as JSON: {damage}. Run 'python -m infra.doctor' again."
         ) from damage
     return record if isinstance(record, dict) else {}
 
 
 def read_matmul_rate(out: StorageDir, device: str, precision: str, machine: str) -> float | None:
-    """FLOP/s of a matrix product in ``precision`` on ``device`` by the doctor's file in ``out``; None if unknown.
+    """Read the FLOP/s of a matrix product in ``precision`` on ``device`` from the doctor's file in ``out``.
 
-    A GPU is identified by its name; a CPU has no unique one, so ``machine`` must be one that was measured.
+    Returns None if it was not measured. A GPU is identified by its name; CPUs share one name, so a CPU's rate must have
+    been measured on ``machine``.
     """
     try:
-        record = json.loads(out.read(FILE))
+        record = json.loads(out.read(DOCTOR_FILE))
     except (OSError, ValueError, UserError):  # A finished run must be saved even without the doctor's file.
         return None
     for measured in (record, *(rates for node in record.get("nodes", []) if (rates := node.get("rates")))):
@@ -162,6 +169,6 @@ def read_matmul_rate(out: StorageDir, device: str, precision: str, machine: str)
 
 
 def matmul_rate_of(record: Mapping[str, Any], precision: str) -> float | None:
-    """FLOP/s of a matrix product in a resolved ``precision`` by the ``record`` of a device; None if unknown."""
-    kind = precision if precision in ("fp32", "tf32") else "bf16"  # fp16 has the same rate as bf16.
-    return record.get("matmul", {}).get(kind)
+    """Return the FLOP/s of a matrix product in ``precision`` from a device's measured rates; None if unknown."""
+    measured_precision = precision if precision in ("fp32", "tf32") else "bf16"  # fp16 has the same rate as bf16.
+    return record.get("matmul", {}).get(measured_precision)

@@ -10,7 +10,7 @@ from itertools import chain
 from statistics import fmean
 from typing import NamedTuple
 
-from infra.device.telemetry import THROTTLED
+from infra.device.telemetry import THROTTLE_BITS
 from infra.errors import UserError
 from infra.schema import from_json, strict
 from infra.storage.directory import StorageDir
@@ -140,7 +140,7 @@ def _checks(result: RunResult, reference: SearchReference, missing: float) -> It
     telemetry, search_telemetry = result.telemetry, reference.telemetry
     if clock := telemetry.get("system/gpu_sm_clock_mhz"):
         search_clock = search_telemetry.get("system/gpu_sm_clock_mhz")
-        throttled = {cause: telemetry.get(f"system/gpu_throttled_by_{cause}_percent", 0.0) for cause in THROTTLED}
+        throttled = {cause: telemetry.get(f"system/gpu_throttled_by_{cause}_percent", 0.0) for cause in THROTTLE_BITS}
         text = f"GPU clock {clock:,.0f} MHz{_in_search(search_clock, ',.0f', ' MHz')}"
         text += "".join(
             f", throttled by {cause} {percent:.0f}% of the time" for cause, percent in throttled.items() if percent

@@ -1,1 +1,1 @@
-"""What every command has: flags, errors, interrupts, and what it prints on the terminal."""
+"""The command line that all commands share: flags, errors, interrupts, and output on the terminal."""

@@ -13,18 +13,17 @@ from rich.segment import Segment
 
 _VISIBLE = {code: 0x2400 + code for code in range(0x20) if chr(code) not in "\t\n"} | {0x7F: 0x2421}
 _VISIBLE |= dict.fromkeys(range(0x80, 0xA0), 0xFFFD)
-"""Pictures of the control characters: Unicode has them for those of ASCII."""
+"""Visible replacements of control characters: Unicode's pictures of those in ASCII, and U+FFFD for the others."""
 
-
-_ENDED = (errno.EPIPE, errno.EIO, errno.EBADF, errno.ENXIO)
-"""Errors of a stream that nobody will read again: a pipe whose reader has ended, a terminal that was closed."""
+_CLOSED_ERRORS = (errno.EPIPE, errno.EIO, errno.EBADF, errno.ENXIO)
+"""Errors of a stream that nobody will read again: a pipe whose reader has ended, or a closed terminal."""
 
 
 class _Stream:
-    """A standard stream whose errors do not reach those who print.
+    """A standard stream whose write errors do not reach the code that prints.
 
-    What a full disk does not take is lost, and what is printed once there is room again is not. A stream that nobody
-    reads any longer is replaced by one that discards everything.
+    Output that a full disk does not accept is lost; later output is written again once there is free space. A stream
+    without a reader is replaced by one that discards everything.
     """
 
     def __init__(self, stream: IO[str]) -> None:
@@ -43,15 +42,15 @@ class _Stream:
 
     def discard(self) -> None:
         """Discard all further output."""
-        with suppress(OSError, ValueError):  # a notebook's stream has no descriptor
-            nothing = os.open(os.devnull, os.O_WRONLY)
+        with suppress(OSError, ValueError):  # The stream of a notebook has no descriptor.
+            null_descriptor = os.open(os.devnull, os.O_WRONLY)
             try:
-                os.dup2(nothing, self._stream.fileno())
+                os.dup2(null_descriptor, self._stream.fileno())
             finally:
-                os.close(nothing)
+                os.close(null_descriptor)
 
     def _block(self) -> None:
-        """Wait for a slow reader: another program that has the same terminal or pipe may have chosen not to."""
+        """Make writes wait for a slow reader; another program on the same terminal or pipe may have disabled it."""
         with suppress(OSError, ValueError):
             if not os.get_blocking(self._stream.fileno()):
                 os.set_blocking(self._stream.fileno(), True)
@@ -61,7 +60,7 @@ class _Stream:
         try:
             yield
         except OSError as failure:
-            if failure.errno in _ENDED:
+            if failure.errno in _CLOSED_ERRORS:
                 self.discard()
 
     def __getattr__(self, name: str) -> Any:
@@ -69,56 +68,58 @@ class _Stream:
 
 
 class _Console(Console):
-    """A console whose reader may go away without ending the work: Ctrl-C also ends the ``tee`` of ``| tee log``.
+    """A console whose reader may exit without ending the command: Ctrl-C also ends the ``tee`` of ``| tee log``.
 
-    Control characters are shown and not sent: the name of a file or book could move the cursor or rename the window.
+    Control characters are printed as visible symbols. Otherwise the name of a file or book could move the cursor or
+    rename the window.
     """
 
-    _other: Console | None = None
+    _live_console: Console | None = None
 
-    def print(self, *objects: Any, **how: Any) -> None:
-        if self._other and self.is_terminal:
-            self._other.print(*objects, **how)
+    def print(self, *objects: Any, **options: Any) -> None:
+        if self._live_console and self.is_terminal:
+            self._live_console.print(*objects, **options)
             return
-        super().print(*(thing.translate(_VISIBLE) if isinstance(thing, str) else thing for thing in objects), **how)
+        visible = (item.translate(_VISIBLE) if isinstance(item, str) else item for item in objects)
+        super().print(*visible, **options)
 
     @property
     def file(self) -> IO[str]:
-        """The stream that this console writes to, whose errors stay there."""
+        """The stream that this console writes to; its write errors are not raised."""
         return _Stream(super().file)  # type: ignore[return-value]
 
     @file.setter
     def file(self, new_file: IO[str]) -> None:
         Console.file.__set__(self, new_file)
 
-    def render(self, *things: Any, **how: Any) -> Iterator[Segment]:
-        """What rich makes of tables, Markdown and live lines, which may contain such names, too."""
-        for segment in super().render(*things, **how):
+    def render(self, *renderables: Any, **options: Any) -> Iterator[Segment]:
+        """Render tables, Markdown and live lines with control characters replaced by visible symbols."""
+        for segment in super().render(*renderables, **options):
             yield segment if segment.control else Segment(segment.text.translate(_VISIBLE), segment.style)
 
-    def prose(self, text: str) -> None:
-        """Print a paragraph: on a terminal wrapped between words, in a pipe in one line."""
+    def print_paragraph(self, text: str) -> None:
+        """Print a paragraph, wrapped between words on a terminal, and as one line in a pipe."""
         self.print(text, markup=False, soft_wrap=not self.is_terminal)
 
     @contextmanager
-    def printed_by(self, other: Console) -> Iterator[None]:
-        """During the block, which shows a live line on ``other``, what would appear within that is printed above it."""
-        self._other = other
+    def redirected_to(self, live_console: Console) -> Iterator[None]:
+        """Print on ``live_console`` during the block, so that output appears above its live line and not within it."""
+        self._live_console = live_console
         try:
             yield
         finally:
-            self._other = None
+            self._live_console = None
 
     def show_cursor(self, show: bool = True) -> bool:
-        """Never hide the cursor: where a command exits at once, nothing would show it again."""
+        """Keep the cursor visible: a command that exits at once could not show a hidden cursor again."""
         return super().show_cursor(True)
 
     def on_broken_pipe(self) -> None:
-        """Discard all further output, where rich would exit."""
+        """Discard all further output; rich's own method would exit."""
         _Stream(super().file).discard()
 
     def end(self) -> None:
-        """Write what is still buffered, or discard it, so that Python does not fail with it when it exits."""
+        """Write the buffered output, or discard it if that fails, so that Python does not fail when it exits."""
         stream = super().file
         try:
             stream.flush()
@@ -127,20 +128,21 @@ class _Console(Console):
 
 
 console = _Console(highlight=False, emoji=False, soft_wrap=True)
-"""Where commands print their output."""
+"""The console for the output of commands, on stdout."""
 
 errors = _Console(stderr=True, highlight=False, emoji=False, soft_wrap=True)
-"""Where commands print errors and warnings."""
+"""The console for errors, warnings and progress, on stderr."""
 
 
 def open_streams() -> None:
-    """Open the standard streams that are closed, as by ``2>&-``, on a file that discards what is written to it.
+    """Open closed standard streams, as after ``2>&-``, on the null device.
 
-    Otherwise the next file to be opened, such as a database, would be what Ray's processes write their messages to.
+    Otherwise the next file that is opened, such as a database, would get the descriptor of stdout or stderr, and Ray's
+    processes would write their messages to it.
     """
     while (descriptor := os.open(os.devnull, os.O_RDWR)) <= 2:
         os.set_inheritable(descriptor, True)
     os.close(descriptor)
     for name, mode in (("stdin", "r"), ("stdout", "w"), ("stderr", "w")):
         if getattr(sys, name) is None:
-            setattr(sys, name, Path(os.devnull).open(mode, encoding="utf-8"))  # noqa: SIM115 for the process's life
+            setattr(sys, name, Path(os.devnull).open(mode, encoding="utf-8"))  # noqa: SIM115 open until the process ends

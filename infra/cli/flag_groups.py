@@ -1,16 +1,16 @@
 """The layout of ``--help``: first the flags that most runs use, then the others in groups with a heading.
 
-tyro shows flags in the order of a dataclass's fields, with a box for each nested dataclass, but a command's settings
-are nested by the package that owns them. So tyro gets a structure that is made for readers, by the documented rules of
-``tyro.constructors``, and the settings are built from its values.
+tyro shows flags in the order of a dataclass's fields, with a box for each nested dataclass. A command's settings,
+however, are nested by the package that owns them. This module therefore gives tyro a structure ordered for readers, by
+the documented rules of ``tyro.constructors``, and builds the settings from its values.
 
-A class of settings may have two class variables, which are all that it needs:
+A class of settings describes its layout with two optional class variables:
 
 - ``main_flags``: names of the eight to twelve fields that most runs set, including those of nested dataclasses.
   Without it, tyro's own layout is used.
-- ``flag_groups``: names of the other fields, by heading. A nested dataclass has groups of its own.
+- ``flag_groups``: names of the other fields, by heading. A nested dataclass has its own groups.
 
-A flag of the outer class hides a flag of the same name in a nested one, whose field keeps its default.
+A flag of the outer class hides a flag of the same name in a nested class, whose field keeps its default.
 """
 
 import re
@@ -31,7 +31,7 @@ from tyro.constructors import (
 
 
 def grouping_registry(kinds: Iterable[type], default: Any = None) -> ConstructorRegistry:
-    """Rules by which tyro shows the flags of the ``kinds`` in groups; ``default`` has their default values."""
+    """Return rules by which tyro shows the flags of the ``kinds`` in groups; ``default`` has the default values."""
     specs: dict[type, StructConstructorSpec] = {}
     for kind in kinds:
         specs |= _grouped(_Settings.of(kind, tyro.MISSING_NONPROP if default is None else default))
@@ -42,7 +42,7 @@ def grouping_registry(kinds: Iterable[type], default: Any = None) -> Constructor
 
 @dataclass(frozen=True)
 class _Settings:
-    """A dataclass of flags: how it is built, its own flags, and the dataclasses nested in it."""
+    """A dataclass of flags: its constructor, its own flags, and the dataclasses nested in it."""
 
     kind: type
     build: Callable[..., Any]
@@ -67,20 +67,20 @@ class _Settings:
         return self.flags | {name: flag for inner in self.nested.values() for name, flag in inner.all_flags.items()}
 
     def groups(self) -> Iterator[tuple[str, tuple[str, ...]]]:
-        """Headings with the names of their flags; those of nested dataclasses follow."""
+        """Yield headings with the names of their flags: first the dataclass's own, then those of nested dataclasses."""
         yield from getattr(self.kind, "flag_groups", {}).items()
         for inner in self.nested.values():
             yield from inner.groups()
 
     def instance(self, values: Mapping[str, Any]) -> Any:
-        """The dataclass with the ``values`` of all its flags."""
+        """Build the dataclass from the ``values`` of all its flags."""
         flags = {name: values[name] for name in self.flags}
         nested = {name: inner.instance(values) for name, inner in self.nested.items()}
         return self.build(**flags, **self.hidden, **nested)
 
 
 def _grouped(settings: _Settings) -> dict[type, StructConstructorSpec]:
-    """Structures that tyro shows instead of the ``settings``: the main flags, and one type for each group."""
+    """Return the structures that tyro shows instead of the ``settings``: the main flags, and one type per group."""
     flags = settings.all_flags
     main_flags = getattr(settings.kind, "main_flags", tuple(flags))
     fields = [flags[name] for name in main_flags]
@@ -105,7 +105,7 @@ def _grouped(settings: _Settings) -> dict[type, StructConstructorSpec]:
 
 
 def _with_layout(flag: StructFieldSpec) -> StructFieldSpec:
-    """The flag with a noun for its value, and without a default that means "no value"."""
+    """Return the flag with a noun for its value, and without a default that means "no value"."""
     kind: Any = flag.type
     annotations = kind.__metadata__ if get_origin(kind) is Annotated else ()
     if annotations:
@@ -113,14 +113,15 @@ def _with_layout(flag: StructFieldSpec) -> StructFieldSpec:
     layout = tyro.conf.arg(metavar=_metavar(flag.name, kind), help_behavior_hint=_format_default)
     if any(isinstance(annotation, PrimitiveConstructorSpec) for annotation in annotations):
         layout = tyro.conf.arg(help_behavior_hint=_format_default)
-    with_layout: Any = Annotated[(kind, layout, *annotations)]  # Of two layouts tyro uses the last, the flag's own.
+    # tyro uses the last of two layouts, so the flag's own layout overrides this one.
+    with_layout: Any = Annotated[(kind, layout, *annotations)]
     helptext = flag.helptext() if callable(flag.helptext) else flag.helptext
-    # A docstring is wrapped at the width of the code; a line ends where a sentence or an item of a list does.
+    # Docstrings are wrapped at the width of the code, so lines are joined unless a sentence or a list item ends there.
     return replace(flag, type=with_layout, helptext=helptext and re.sub(r"(?<![.:])\n(?!- )", " ", helptext))
 
 
 def _metavar(name: str, kind: Any) -> str | None:
-    """A noun for the value of the flag ``name``; None for a switch, which has no value."""
+    """Return a noun for the value of the flag ``name``; None for a switch, which has no value."""
     if kind is bool:
         return None
     arguments = [argument for argument in get_args(kind) if argument not in (NoneType, Ellipsis)]

@@ -1,4 +1,4 @@
-"""Flags of the command line: tyro parses them into a config, and invalid input becomes one sentence."""
+"""Parsing of flags: tyro turns the command line into a config, and invalid input into a short message."""
 
 import inspect
 import io
@@ -20,53 +20,62 @@ from infra.storage.credentials import has_secret
 
 Config = TypeVar("Config")
 
-MARKERS = (tyro.conf.OmitArgPrefixes, tyro.conf.PositionalMetavarFromFieldName)
-"""Flags have the names of their fields alone, and the help text groups those of a nested dataclass."""
+TYRO_MARKERS = (tyro.conf.OmitArgPrefixes, tyro.conf.PositionalMetavarFromFieldName)
+"""Settings of tyro: a flag has the name of its field, without the name of the dataclass that it is nested in."""
 
 
 def parse_flags(config: type[Config], program: str, default: Config | None = None) -> Config:
-    """``config`` from the command line, the rest from ``default``. Raises ``UserError``, a sentence, for a mistake."""
-    start: Any = {} if default is None else {"default": default}
+    """Parse ``config`` from the command line; fields without a flag have the values of ``default``.
+
+    Raises ``UserError`` for invalid input.
+    """
+    options: Any = {} if default is None else {"default": default}
     with tyro_errors_as_user_errors():
         return tyro.cli(
-            config, prog=program, description=inspect.cleandoc(config.__doc__ or ""), args=_words(), config=MARKERS,
-            registry=grouping_registry([config], default), **start,
+            config, prog=program, description=inspect.cleandoc(config.__doc__ or ""), args=_arguments(),
+            config=TYRO_MARKERS, registry=grouping_registry([config], default), **options,
         )  # fmt: skip
 
 
 def parse_only(config: type[Any], *names: str) -> Any:
-    """Only these fields of ``config``, from which the defaults of the others follow: ``--config`` names a file."""
-    some = make_dataclass("Some", [(f.name, f.type, f.default) for f in fields(config) if f.name in names])
+    """Parse only the fields ``names`` of ``config``, such as ``--config``, whose file has defaults of the others."""
+    selected = make_dataclass("Selected", [(f.name, f.type, f.default) for f in fields(config) if f.name in names])
     with tyro_errors_as_user_errors():
-        made, _ = tyro.cli(some, args=_words(), config=MARKERS, add_help=False, return_unknown_args=True)
-    if empty := [name for name, value in vars(made).items() if value == ""]:  # as of a shell's variable that is not set
-        raise UserError(f"--{empty[0]} is empty: give it a value, or leave it out.")
-    return made
+        values, _ = tyro.cli(selected, args=_arguments(), config=TYRO_MARKERS, add_help=False, return_unknown_args=True)
+    if empty := [name for name, value in vars(values).items() if value == ""]:  # such as an unset variable of the shell
+        raise UserError(f"--{empty[0]} is empty. Set a value, or remove the flag.")
+    return values
 
 
-def _words() -> list[str]:
-    """The command line. Raises ``UserError`` for a word that must not be used further.
+def _arguments() -> list[str]:
+    """Return the arguments of the command line. Raises ``UserError`` for one with a secret or invalid characters.
 
-    A file whose name begins with a dash, as a shell writes it for ``*.txt``, is marked as a file.
+    A file whose name begins with a dash, which a shell may insert for ``*.txt``, gets the prefix ``./``.
     """
-    for word in sys.argv[1:]:
-        if re.search("[\ud800-\udfff]", word):  # bytes that are not UTF-8
-            step = "rename it, or name the folder it is in"
+    for argument in sys.argv[1:]:
+        if re.search("[\ud800-\udfff]", argument):  # Python's surrogates stand for bytes that are not UTF-8.
+            advice = "Rename it, or name its folder."
             if sys.getfilesystemencoding() != "utf-8":
-                step = "the locale has another encoding, so set PYTHONUTF8=1"
-            raise UserError(f"{word!r} is not UTF-8, which Ray requires: {step}.")
-        if has_secret(word):
+                advice = "The locale has another encoding, so set PYTHONUTF8=1."
+            raise UserError(f"{argument!r} is not UTF-8, which Ray requires. {advice}")
+        if has_secret(argument):
             raise UserError(
-                "An address on the command line contains a password, token or key. The list of processes would show it "
-                "and results would store it. Remove it, and set environment variables instead, such as "
+                "A URL on the command line contains a password, token or key. It would be visible in the process list "
+                "and stored with the results. Remove it, and set environment variables instead, such as "
                 "MLFLOW_TRACKING_PASSWORD, PGPASSWORD, AWS_SECRET_ACCESS_KEY or HF_TOKEN."
             )
-    return [f"./{word}" if re.match("-[^-]", word) and os.path.lexists(word) else word for word in sys.argv[1:]]
+    return [
+        f"./{argument}" if re.match("-[^-]", argument) and os.path.lexists(argument) else argument
+        for argument in sys.argv[1:]
+    ]
 
 
 @contextmanager
 def tyro_errors_as_user_errors() -> Iterator[None]:
-    """Raise ``UserError`` for a mistake that tyro reports in the block, and end after help even if its reader left."""
+    """Raise ``UserError`` for invalid input that tyro reports in the block.
+
+    If the reader of ``--help`` has exited, such as ``head``, the process exits with code 0.
+    """
     stderr_buffer = io.StringIO()
     wide = {} if {"-h", "--help"} & set(sys.argv) else {"COLUMNS": "10000"}
     try:
@@ -78,18 +87,19 @@ def tyro_errors_as_user_errors() -> Iterator[None]:
     except BrokenPipeError:
         console.on_broken_pipe()
         sys.exit(0)
-    except SystemExit as leaving:
-        if leaving.code:
+    except SystemExit as tyro_exit:
+        if tyro_exit.code:
             raise UserError(summarize_tyro_error(stderr_buffer.getvalue())) from None
         raise
-    errors.print(stderr_buffer.getvalue(), markup=False, end="")  # warnings
+    errors.print(stderr_buffer.getvalue(), markup=False, end="")  # Without an error, tyro has printed only warnings.
 
 
 def summarize_tyro_error(message: str) -> str:
-    """What a message of tyro's says and suggests, without its frame, its title, and the help that it repeats."""
+    """Return the error and the suggestions in a message of tyro, without its frame, title and repeated help."""
     lines = [line[2:].rstrip(" │╯") for line in message.splitlines()[1:]]
-    text = "\n".join(line for line in lines if not line.startswith(" " * 8))  # where flags are described
-    first, *others = filter(None, (" ".join(part.split()) for part in re.split("^[─-]*$", text, flags=re.MULTILINE)))
-    first = re.sub(r"^Error parsing (\S+(?=: --)|(?!--)\S+): ", "", first)  # what names a flag itself
-    hints = [part[0].lower() + part[1:] for part in others if part.split()[0] in ("Perhaps", "Arguments", "Available")]
-    return re.sub(r"(?<![.?])$", ".", "; ".join([first, *hints]))
+    text = "\n".join(line for line in lines if not line.startswith(" " * 8))  # Such lines repeat the help of flags.
+    paragraphs = (" ".join(part.split()) for part in re.split("^[─-]*$", text, flags=re.MULTILINE))
+    error, *hints = filter(None, paragraphs)
+    error = re.sub(r"^Error parsing (\S+(?=: --)|(?!--)\S+): ", "", error)  # The text after it names the flag itself.
+    hints = [hint for hint in hints if hint.split()[0] in ("Perhaps", "Arguments", "Available")]
+    return " ".join(re.sub(r"(?<![.?])$", ".", sentence) for sentence in (error, *hints))

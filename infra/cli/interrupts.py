@@ -1,7 +1,8 @@
-"""The owner of Ctrl-C, SIGTERM (which schedulers send) and SIGHUP (sent when a terminal is closed) in this process.
+"""Interrupts of this process: Ctrl-C, SIGTERM (which schedulers send) and SIGHUP (sent when a terminal is closed).
 
-All three mean the same. The first raises ``KeyboardInterrupt`` in the main thread, once that is safe, or requests work
-to stop by itself. A second one exits at once. Both have a deadline, because schedulers often send SIGKILL 30 s later.
+All three signals are handled alike. The first one raises ``KeyboardInterrupt`` in the main thread, once that is safe,
+or requests the current work to stop and save. A second one exits at once. Stopping and exiting have a time limit,
+because schedulers often send SIGKILL 30 s later.
 """
 
 import os
@@ -21,31 +22,31 @@ EXIT_INTERRUPTED = 130
 
 SIGNALS = (signal.SIGINT, signal.SIGTERM, signal.SIGHUP)
 
-REPEAT_SECONDS = 0.01
-"""Delay of an interrupt that arrives where it cannot be raised."""
+REPEAT_DELAY_SECONDS = 0.01
+"""Delay after which an interrupt is sent again that arrived where it cannot be raised."""
 
-CHECK_SECONDS = 0.2
-"""Interval between two checks of the deadline of a requested stop."""
+CHECK_INTERVAL_SECONDS = 0.2
+"""Interval between two checks whether a requested stop has exceeded its time limit."""
 
 
 class Interrupts:
-    """The state of this process's interrupts. Its methods have no effect outside the main thread."""
+    """State of this process's interrupts. The methods have no effect outside the main thread."""
 
     def __init__(self) -> None:
         self.stop_timeout_seconds = 18.0
-        """Time limit for work to stop and save after a request."""
+        """Time limit for work to stop and save after an interrupt requested it."""
         self.exit_timeout_seconds = 28.0
         """Time limit for a command to exit after its first interrupt."""
         self._number = signal.SIGINT
-        """The last signal."""
+        """Number of the last signal."""
         self._is_delaying = False
         self._delayed: signal.Signals | None = None
         self._stop_message = ""
-        """Printed at a request to stop; empty where an interrupt is raised instead."""
+        """Message to print when a stop is requested; empty while interrupts are raised instead."""
         self._requested_at: float | None = None
-        self._exits = False
-        """Whether the process is a command's, which may be ended, and not that of a program which calls ours."""
-        self._report_lost = sys.unraisablehook
+        self._can_exit = False
+        """Whether this process runs one of the commands, and not a Python program that calls this package."""
+        self._report_unraisable = sys.unraisablehook
 
     @property
     def stop_requested(self) -> bool:
@@ -54,10 +55,10 @@ class Interrupts:
 
     @contextmanager
     def handled(self) -> Iterator[None]:
-        """Handle interrupts during the block, and then let the previous handlers do so.
+        """Handle interrupts during the block, and restore the previous handlers after it.
 
-        For Python callers, whose next Ctrl-C is their own, and for calls that replace handlers: Ray installs one for
-        SIGTERM that prints a stack and aborts.
+        Python programs that call this package keep their own handlers. Libraries may replace handlers during the block:
+        Ray installs one for SIGTERM that prints a stack trace and aborts.
         """
         if threading.current_thread() is not threading.main_thread():
             yield
@@ -70,15 +71,15 @@ class Interrupts:
         finally:
             sys.unraisablehook = previous_hook
             for number, handler in previous_handlers.items():
-                if handler is not None:  # None stands for one that was not installed from Python.
+                if handler is not None:  # None stands for a handler that was not installed from Python.
                     signal.signal(number, handler)
 
     @contextmanager
     def in_command(self) -> Iterator[None]:
-        """Handle interrupts from now on, and end this process if the block lasts too long after the first of them.
+        """Handle interrupts from now on, and end this process if the block takes too long after the first one.
 
-        Python writes the number of a signal to a descriptor even while the main thread is in a call that does not
-        return, and whatever handlers a library has installed.
+        The time limit holds even while the main thread is in a call that does not return, and with any handlers of
+        libraries, because Python writes the number of each signal to a descriptor that a thread reads.
         """
         if threading.current_thread() is not threading.main_thread():
             yield
@@ -95,15 +96,18 @@ class Interrupts:
                 while (number := numbers.read(1)) and number[0] not in SIGNALS:
                     pass
                 if number and not ended.wait(self.exit_timeout_seconds):
-                    errors.print("Interrupted; exiting without waiting any longer. Finished work is kept.")
+                    errors.print(
+                        f"Interrupted, and not stopped within {self.exit_timeout_seconds:.0f} s. Exiting; finished "
+                        "work is saved."
+                    )
                     os._exit(EXIT_INTERRUPTED)
 
         threading.Thread(target=watch, name="exit deadline", daemon=True).start()
-        self._exits = True
+        self._can_exit = True
         try:
             yield
         finally:
-            self._exits = False
+            self._can_exit = False
             ended.set()
             signal.set_wakeup_fd(previous)
             os.close(writer)
@@ -112,8 +116,8 @@ class Interrupts:
     def delayed(self) -> Iterator[None]:
         """Delay a first interrupt until the block or function ends; a second one is not delayed.
 
-        For what must not be left half done: creating a run, or calls into SQLAlchemy, which turns an interrupt into an
-        error of its own.
+        Use it for work that must not end halfway, such as creating a run, and for calls to SQLAlchemy, which would
+        raise its own error for an interrupt.
         """
         if self._is_delaying or threading.current_thread() is not threading.main_thread():
             yield
@@ -130,10 +134,10 @@ class Interrupts:
 
     @contextmanager
     def stop_requests(self, message: str) -> Iterator[None]:
-        """Print ``message`` and set :attr:`stop_requested` at the first interrupt during the block, which then ends.
+        """Print ``message`` and set :attr:`stop_requested` at the first interrupt, so that the block can save and end.
 
-        If it does not end in time, ``KeyboardInterrupt`` is raised. A second interrupt exits at once, also after the
-        block; in a program that calls ours it raises ``KeyboardInterrupt``.
+        If the block does not end in time, ``KeyboardInterrupt`` is raised. A second interrupt exits at once, also after
+        the block. In a Python program that calls this package it raises ``KeyboardInterrupt``.
         """
         if threading.current_thread() is not threading.main_thread():
             yield
@@ -141,10 +145,10 @@ class Interrupts:
         ended = threading.Event()
 
         def watch() -> None:
-            while not ended.wait(CHECK_SECONDS):
+            while not ended.wait(CHECK_INTERVAL_SECONDS):
                 if self._requested_at and time.monotonic() - self._requested_at >= self.stop_timeout_seconds:
                     errors.print(
-                        f"Not stopped within {self.stop_timeout_seconds:.0f} s. Exiting; finished work is kept."
+                        f"Not stopped within {self.stop_timeout_seconds:.0f} s. Exiting; finished work is saved."
                     )
                     self._stop_message, self._requested_at = "", None
                     self._interrupt_main()
@@ -161,11 +165,11 @@ class Interrupts:
 
     def _install(self) -> None:
         for number in SIGNALS:
-            if signal.getsignal(number) is not signal.SIG_IGN:  # set by nohup, and for work in the background
+            if signal.getsignal(number) is not signal.SIG_IGN:  # nohup and shells ignore signals of background work.
                 signal.signal(number, self._handle)
-        if sys.unraisablehook != self._handle_lost:
-            self._report_lost = sys.unraisablehook
-            sys.unraisablehook = self._handle_lost
+        if sys.unraisablehook != self._handle_unraisable:
+            self._report_unraisable = sys.unraisablehook
+            sys.unraisablehook = self._handle_unraisable
 
     def _handle(self, number: int, frame: FrameType | None) -> None:
         self._number = signal.Signals(number)
@@ -173,27 +177,27 @@ class Interrupts:
             self._delayed = self._number
         elif self._stop_message and not self.stop_requested:
             self._requested_at = time.monotonic()
-            errors.print(f"\n{self._stop_message}. Press Ctrl-C again to exit at once.")
-        elif self._requested_at and self._exits:
+            errors.print(f"\n{self._stop_message}. Press Ctrl-C again to exit immediately.")
+        elif self._requested_at and self._can_exit:
             os._exit(EXIT_INTERRUPTED)
         elif frame and frame.f_code.co_filename == "<frozen importlib._bootstrap>":
-            # An interrupted import would leave its lock taken, for which each thread that imports something then waits.
+            # An interrupted import would not release its lock, and every later import of the module would wait for it.
             self._repeat()
         else:
             raise KeyboardInterrupt
 
-    def _handle_lost(self, lost: Any) -> None:
-        """Repeat an interrupt in a finalizer or a weak reference's callback, out of which no exception propagates.
+    def _handle_unraisable(self, unraisable: Any) -> None:
+        """Repeat an interrupt that arrived in a finalizer or a weak reference's callback, where Python cannot raise it.
 
-        One Ctrl-C in ten was lost in this way, or by the lock of an import, while Ray was being imported.
+        One Ctrl-C in ten was lost there, or in an import, while Ray was imported.
         """
-        if issubclass(lost.exc_type, KeyboardInterrupt):
+        if issubclass(unraisable.exc_type, KeyboardInterrupt):
             self._repeat()
         else:
-            self._report_lost(lost)
+            self._report_unraisable(unraisable)
 
     def _repeat(self) -> None:
-        threading.Timer(REPEAT_SECONDS, self._interrupt_main).start()
+        threading.Timer(REPEAT_DELAY_SECONDS, self._interrupt_main).start()
 
     def _interrupt_main(self) -> None:
         signal.pthread_kill(threading.main_thread().ident or 0, self._number)

@@ -1,7 +1,7 @@
-"""The console script ``throughline``: every command under one name, as ``throughline run`` for ``python -m train.run``.
+"""The console script ``throughline``, which runs every command: ``throughline run`` is ``python -m train.run``.
 
-``python -m`` looks in the current folder first: where that holds a ``train.py``, as nanoGPT's does, ``python -m
-train.run`` runs that file. A console script does not look there.
+``python -m`` looks in the current folder first. If that folder has a ``train.py``, as nanoGPT's does, ``python -m
+train.run`` imports that file instead. A console script does not look there.
 """
 
 import importlib
@@ -30,16 +30,16 @@ COMMANDS = {
     "search": ("tune.search", "SearchConfig"),
     "doctor": ("infra.doctor.__main__", "DoctorOptions"),
 }
-"""The module that runs each command, and the class of its flags."""
+"""Module and class of flags of each command, by its short name."""
 
 
 def main() -> None:
-    """Run the command that the first word names; without one, tyro prints the help or writes a completion script."""
+    """Run the command named by the first argument; otherwise tyro prints help or writes a completion script."""
     open_streams()
-    name, *words = sys.argv[1:] or ["--help"]
-    if name in COMMANDS:  # and no other is imported
+    name, *arguments = sys.argv[1:] or ["--help"]
+    if name in COMMANDS:  # Only the module of this command is imported.
         command.program = f"throughline {name}"
-        sys.argv[1:] = words
+        sys.argv[1:] = arguments
         runpy.run_module(COMMANDS[name][0], run_name="__main__", alter_sys=True)
         return
     options = {name: getattr(importlib.import_module(module), kind) for name, (module, kind) in COMMANDS.items()}
@@ -47,17 +47,15 @@ def main() -> None:
     try:
         with flags.tyro_errors_as_user_errors():
             tyro.extras.subcommand_cli_from_dict(
-                options, prog="throughline", args=[name, *words], config=flags.MARKERS, registry=registry
+                options, prog="throughline", args=[name, *arguments], config=flags.TYRO_MARKERS, registry=registry
             )
     except SystemExit:
-        if name == "--tyro-write-completion" and (file := Path(words[1])).is_file():
-            # The script would offer every further line of a flag's description as a word of its own.
+        if name == "--tyro-write-completion" and (file := Path(arguments[1])).is_file():
+            # The shell would offer each further line of a flag's description as a completion.
             spec = re.compile("^COMPLETION_SPEC.*", re.MULTILINE)
             file.write_text(spec.sub(lambda line: line[0].replace("\\n", " "), file.read_text()))
         raise
-    except (UserError, AssertionError) as mistake:  # the latter is about shells that tyro does not know
+    except (UserError, AssertionError) as mistake:  # tyro raises AssertionError for a shell that it does not support.
         command.exit_with_error(mistake)
-    except OSError as refused:
-        command.exit_with_error(
-            UserError(f"{refused.filename} cannot be written ({refused.strerror}): name another file.")
-        )
+    except OSError as failure:
+        command.exit_with_error(UserError(f"Cannot write {failure.filename}: {failure.strerror}. Choose another file."))

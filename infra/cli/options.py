@@ -1,4 +1,4 @@
-"""Options that several commands have, described once."""
+"""Types and help texts of flags that several commands share."""
 
 import os
 from typing import Annotated
@@ -7,17 +7,18 @@ import tyro
 from typing_extensions import Doc
 
 Switch = Annotated[bool, tyro.conf.FlagCreatePairsOff]
-"""A flag without a value that holds for one command. Settings that ``--config`` may turn on also need ``--no-...``."""
+"""A flag without a value and without ``--no-...``; a setting that ``--config`` may turn on must be a plain ``bool``."""
 
 TrackingUri = Annotated[
-    str | None, Doc("MLflow store. By default the one in MLFLOW_TRACKING_URI, or else sqlite:///mlflow.db.")
+    str | None,
+    Doc("URI of the MLflow store. By default the value of MLFLOW_TRACKING_URI, or else sqlite:///mlflow.db."),
 ]
 
 Address = Annotated[
     str | None,
     Doc(
         "Address of the Ray cluster to join; local always starts Ray on this machine.\n"
-        "By default the cluster in RAY_ADDRESS, or else this machine."
+        "By default the address in RAY_ADDRESS, or else this machine."
     ),
 ]
 

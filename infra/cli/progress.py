@@ -1,7 +1,7 @@
-"""What a command is doing, while it does it: one live line on a terminal, and in a pipe or a file a line now and then.
+"""Progress of a command: one live line on a terminal, or a line every 30 s in a pipe or a file.
 
-All other output appears above the live line; the others go to stderr, so that a file gets nothing but what the command
-is for.
+All other output appears above the live line. The lines for pipes are printed on stderr, so that stdout has only the
+results of the command.
 """
 
 import threading
@@ -15,80 +15,81 @@ from rich.text import Text
 from infra.cli.console import console, errors
 from infra.cli.units import format_duration
 
-FIRST_SECONDS = 2.0
-"""How long something may take before a pipe is told that it is being done."""
+FIRST_LINE_SECONDS = 2.0
+"""Time after which an activity is printed to a pipe for the first time."""
 
 PIPE_INTERVAL_SECONDS = 30.0
-"""Between two lines in a pipe."""
+"""Interval between two progress lines in a pipe."""
 
 REFRESH_HZ = 2.0
-"""Of the live line, per second."""
+"""Refreshes of the live line per second."""
 
 
 class Status:
-    """Something that is being done. Other threads may show it at any time."""
+    """Current activity of a command. Other threads may read it at any time."""
 
-    def __init__(self, what: str, clock: Callable[[], float] = time.monotonic) -> None:
-        self._what = what
+    def __init__(self, activity: str, clock: Callable[[], float] = time.monotonic) -> None:
+        self._activity = activity
         self._details = ""
         self._clock = clock
-        self._since = clock()
+        self._started_at = clock()
 
-    def update(self, what: str, details: str = "") -> None:
-        """Do ``what`` from now on, with ``details`` to show beside it in the place of the seconds that it takes."""
-        if what != self._what:
-            self._since = self._clock()
-        self._what, self._details = what, details
+    def update(self, activity: str, details: str = "") -> None:
+        """Set the ``activity``, shown with ``details`` or, without them, with the seconds since it started."""
+        if activity != self._activity:
+            self._started_at = self._clock()
+        self._activity, self._details = activity, details
 
     @property
     def seconds(self) -> float:
-        return self._clock() - self._since
+        """Seconds since the activity started."""
+        return self._clock() - self._started_at
 
     def __str__(self) -> str:
         if self._details:
-            return f"{self._what}: {self._details}"
-        return f"{self._what} ({format_duration(int(self.seconds))})"
+            return f"{self._activity}: {self._details}"
+        return f"{self._activity} ({format_duration(int(self.seconds))})"
 
 
 _statuses: list[Status] = []
-"""What is being done, the innermost last, which is shown."""
+"""Activities of the nested blocks, the innermost last; that one is shown."""
 
 
 class PipeLines:
-    """The lines that a pipe gets: the first after seconds, and then seldom."""
+    """Progress lines for a pipe: the first after two seconds, and then one every 30 seconds."""
 
     def __init__(self, clock: Callable[[], float] = time.monotonic) -> None:
         self._clock = clock
         self._printed_at = float("-inf")
 
-    def due(self, task: Status) -> str:
-        """The line about ``task`` that is due now; empty if none is."""
-        if task.seconds < FIRST_SECONDS or self._clock() - self._printed_at < PIPE_INTERVAL_SECONDS:
+    def take_line(self, current: Status) -> str:
+        """Return the line to print now about the ``current`` activity; empty if it is too early for one."""
+        if current.seconds < FIRST_LINE_SECONDS or self._clock() - self._printed_at < PIPE_INTERVAL_SECONDS:
             return ""
         self._printed_at = self._clock()
-        return f"... {task}"
+        return f"... {current}"
 
 
 _pipe_lines = PipeLines()
 
 
 @contextmanager
-def status(what: str) -> Iterator[Status]:
-    """Show that ``what`` is being done until the block ends, and for how long. Blocks may be nested, in one thread."""
-    task = Status(what)
-    _statuses.append(task)
+def status(activity: str) -> Iterator[Status]:
+    """Show the ``activity``, a gerund, and its duration until the block ends. Blocks of one thread may be nested."""
+    current = Status(activity)
+    _statuses.append(current)
     try:
-        with nullcontext() if len(_statuses) > 1 else _shown():
-            yield task
+        with nullcontext() if len(_statuses) > 1 else _progress_display():
+            yield current
     finally:
-        _statuses.remove(task)
+        _statuses.remove(current)
 
 
 @contextmanager
-def _shown() -> Iterator[None]:
+def _progress_display() -> Iterator[None]:
     if console.is_interactive:
-        live = Live(console=console, get_renderable=_line, refresh_per_second=REFRESH_HZ, transient=True)
-        with live, errors.printed_by(console):
+        live = Live(console=console, get_renderable=_live_line, refresh_per_second=REFRESH_HZ, transient=True)
+        with live, errors.redirected_to(console):
             yield
         return
     ended = threading.Event()
@@ -102,14 +103,14 @@ def _shown() -> Iterator[None]:
 
 
 IMPORTING = "importing torch and MLflow"
-"""What takes commands seconds before they can say more."""
+"""Activity of a command in its first seconds."""
 
 
-def _line() -> Text:
+def _live_line() -> Text:
     return Text(str(_statuses[-1]) if _statuses else "", style="dim", no_wrap=True, overflow="ellipsis")
 
 
 def _print_periodically(ended: threading.Event) -> None:
-    while not ended.wait(FIRST_SECONDS / 4):
-        if _statuses and (line := _pipe_lines.due(_statuses[-1])):
+    while not ended.wait(FIRST_LINE_SECONDS / 4):
+        if _statuses and (line := _pipe_lines.take_line(_statuses[-1])):
             errors.print(line, markup=False)

@@ -11,7 +11,7 @@ from infra.cli.console import console
 from infra.facts import Fact
 
 GAP = 2
-"""Spaces between two columns."""
+"""Number of spaces between two columns."""
 
 MIN_WRAP_WIDTH = 10
 """Minimum width of a wrapped column in characters, however narrow the terminal is."""
@@ -22,7 +22,7 @@ Column = Sequence[str]
 
 @dataclass(frozen=True)
 class Table:
-    """One table of a report, with cells of plain text below a heading."""
+    """Table of a report, with headings and cells of plain text."""
 
     title: str
     columns: Sequence[str]
@@ -34,7 +34,10 @@ class Table:
             console.print(table)
 
     def markdown(self) -> str:
-        """The table below its title. Cells are escaped, so that they cannot end the table or contain links or HTML."""
+        """Return the title and the table as Markdown.
+
+        Cells are escaped, so that they cannot end the table or contain links or HTML.
+        """
         rows = (self.columns, ["---"] * len(self.columns), *self.rows)
         lines = [f"| {' | '.join(map(_cell, row))} |" for row in rows]
         return "\n".join([f"#### {self.title}", "", *lines] if self.title else lines)
@@ -42,49 +45,49 @@ class Table:
 
 @dataclass(frozen=True)
 class Report:
-    """The results of a command, which are the same on the terminal, in ``summary.md`` and in MLflow."""
+    """Results of a command, printed on the terminal and written to ``summary.md`` and MLflow."""
 
     summary: Sequence[tuple[str, str]]
-    """The most important results by name, and the next step at the end. A text may contain Markdown."""
+    """Most important results as (name, text), the next step last. A text may contain Markdown."""
     sections: Sequence[str | Table] = ()
     """Paragraphs in Markdown, and tables."""
     details: Sequence[Fact] = ()
-    """Quantities that are metrics only."""
+    """Quantities that become metrics without being printed."""
 
     def metrics(self) -> dict[str, float]:
-        """The quantities of the report by the names of their metrics."""
+        """Return the report's quantities by the names of their MLflow metrics."""
         tables = [section for section in self.sections if isinstance(section, Table)]
         cells = (cell for table in tables for row in table.rows for cell in row)
         return dict(Fact.joined(*(text for _, text in self.summary), *cells, *self.details).metrics)
 
     def show(self) -> None:
-        """Print the report: sections first and the summary last, where it remains visible."""
-        for piece in self.sections:
-            if isinstance(piece, Table):
-                piece.show()
+        """Print the sections, and then the summary, which remains visible at the bottom of the terminal."""
+        for section in self.sections:
+            if isinstance(section, Table):
+                section.show()
             else:
-                console.prose(piece)
+                console.print_paragraph(section)
             console.print()
         width = max((len(name) for name, _ in self.summary), default=0)
         for name, text in self.summary:
             console.print(f"[bold]{escape(name):{width}}[/bold]  {escape(text.replace('`', ''))}")
 
     def markdown(self) -> str:
-        """The report as Markdown: the summary first, then the sections."""
-        pieces = [piece.markdown() if isinstance(piece, Table) else piece for piece in self.sections]
-        return "\n\n".join([summary(self.summary), *pieces] if self.summary else pieces) + "\n"
+        """Return the report as Markdown: the summary first, then the sections."""
+        sections = [section.markdown() if isinstance(section, Table) else section for section in self.sections]
+        return "\n\n".join([format_summary(self.summary), *sections] if self.summary else sections) + "\n"
 
 
 def bullet_list(sentences: Iterable[str]) -> str:
-    """A bullet list in Markdown."""
+    """Return a bullet list in Markdown."""
     return "\n".join(f"- {sentence}" for sentence in sentences)
 
 
-def summary(rows: Sequence[tuple[str, str]]) -> str:
-    """A paragraph of ``**name:** text``; a text may contain Markdown but no HTML.
+def format_summary(rows: Sequence[tuple[str, str]]) -> str:
+    """Return a Markdown paragraph of ``**name:** text``; a text may contain Markdown but no HTML.
 
-    The first and the last row each have a line, and the rows between them share one, because MLflow shows only the
-    first 100 pixels of a run's description: five lines, of which the last two are faded.
+    The first and the last row each have a line, and the other rows share one. MLflow shows only the first 100 pixels of
+    a run's description, which are five lines, and fades the last two.
     """
     lines = [f"**{name}:** {' '.join(text.replace('<', '&lt;').split())}" for name, text in rows]
     if len(lines) > 3:
@@ -93,12 +96,13 @@ def summary(rows: Sequence[tuple[str, str]]) -> str:
 
 
 def tables(columns: Sequence[str], rows: Sequence[Sequence[str]], title: str, width: int) -> Iterator[RichTable]:
-    """The table for a terminal. Columns that do not fit follow in further parts, each of which repeats the first
-    column.
+    """Yield the table for a terminal of ``width`` characters, split into parts if its columns do not fit.
 
-    Columns of text, in which a cell begins with a letter or contains "=", are aligned to the left and wrapped between
-    words if that saves a part, and within a word that does not fit beside the first column. Columns of numbers are
-    aligned to the right and only wrapped in their heading, so that no number is cut off. All parts have similar widths.
+    Each part repeats the first column, and all parts have similar widths.
+
+    - Columns of text, in which a cell begins with a letter or contains "=", are aligned to the left. They are wrapped
+      between words if that saves a part, and within a word that does not fit beside the first column.
+    - Columns of numbers are aligned to the right. Only their heading is wrapped, so that numbers stay complete.
     """
     cells_by_column = list(zip(columns, *rows, strict=True))
     parts = _parts(cells_by_column, width)
@@ -122,10 +126,10 @@ def tables(columns: Sequence[str], rows: Sequence[Sequence[str]], title: str, wi
 
 
 def _parts(columns: Sequence[Column], width: int) -> list[list[Column]]:
-    """The columns in parts of at most ``width`` if that is possible, each with the first column."""
-    first, *others = columns
+    """Return the columns in parts of at most ``width`` characters if possible, each with the first column."""
+    first, *remaining = columns
     parts: list[list[Column]] = [[first]]
-    for column in others:
+    for column in remaining:
         if len(parts[-1]) > 1 and sum(_min_width(each) + GAP for each in (*parts[-1], column)) - GAP > width:
             parts.append([first])
         parts[-1].append(column)
@@ -133,7 +137,7 @@ def _parts(columns: Sequence[Column], width: int) -> list[list[Column]]:
 
 
 def _widths(columns: Sequence[Column], width: int) -> list[int]:
-    """The width of each column: its longest cell if there is space, else a fair share of it."""
+    """Return the width of each column in characters: its longest cell if there is space, else an equal share of it."""
     widths = [_min_width(column) for column in columns]
     if len(columns) == 2 and _is_text(columns[1]):
         widths[1] = min(widths[1], max(MIN_WRAP_WIDTH, width - widths[0] - GAP))
@@ -155,14 +159,14 @@ def _max_width(column: Column) -> int:
 
 
 def _min_width(column: Column) -> int:
-    """The width of the longest word or, for numbers, of the longest cell or word of the heading."""
+    """Return the width of the longest word or, for numbers, of the longest cell or word of the heading."""
     heading, *cells = column
     words = [word for text in (column if _is_text(column) else [heading]) for word in text.split()]
     return max(map(len, [*words, *([] if _is_text(column) else cells)]), default=0)
 
 
 def _cell(text: str) -> str:
-    """A cell with ``text`` from any source; links and images in it are escaped."""
-    for sign, shown in (("\\", "\\\\"), ("[", "\\["), ("|", "\\|"), ("<", "&lt;")):
-        text = text.replace(sign, shown)
+    """Return ``text`` from any source as a Markdown cell; links, images and HTML in it are escaped."""
+    for character, escaped in (("\\", "\\\\"), ("[", "\\["), ("|", "\\|"), ("<", "&lt;")):
+        text = text.replace(character, escaped)
     return " ".join(text.split())

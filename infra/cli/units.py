@@ -1,6 +1,6 @@
-"""Sizes and durations as people write them: ``40GB`` is 40 x 10^9 bytes, ``40GiB`` 40 x 2^30, ``5m`` 300 seconds.
+"""Sizes and durations with units: ``40GB`` is 40 x 10^9 bytes, ``40GiB`` is 40 x 2^30 bytes, ``5m`` is 300 seconds.
 
-There are two kinds of gigabytes, so a flag always names the unit.
+A flag requires the unit, because gigabytes have two definitions.
 """
 
 import math
@@ -15,7 +15,7 @@ from tyro.constructors import PrimitiveConstructorSpec
 from infra.errors import UserError
 
 GB = 10**9
-"""Memory and storage are shown in it throughout, as limits and data sheets name them (torch prints GiB, 2^30)."""
+"""Bytes per gigabyte, the unit in which memory and storage are printed, as in data sheets (torch prints GiB, 2^30)."""
 
 _SIZES = {
     "b": 1,
@@ -25,27 +25,27 @@ _SIZES = {
 _SECONDS = {"s": 1, "m": 60, "h": 3600, "d": 86400}
 
 MAX_NUMBER = 2**63
-"""All settings are below it."""
+"""Exclusive upper limit of every number in the settings."""
 
 MAX_SECONDS = 36_500 * 86_400
-"""The longest duration of a setting; a wait takes no more than three times as long."""
+"""Longest duration in the settings, 100 years. Some waits take up to three times a setting, which must not overflow."""
 
 
 def parse_size(text: str) -> int:
-    """Bytes in ``40GB``, ``512MiB`` or ``1000B``. Raises ``ValueError`` for a bare number, whose unit is a guess."""
+    """Return the bytes in ``40GB``, ``512MiB`` or ``1000B``. Raises ``ValueError``, also for a missing unit."""
     match = re.fullmatch(r"\s*(\d+(?:\.\d+)?)\s*([a-zA-Z]+)\s*", text)
     if not match or match[2].lower() not in _SIZES:
-        raise ValueError(f"{text!r} is not a size; write for example 40GB (10^9) or 40GiB (2^30)")
+        raise ValueError(f"{text!r} is not a size with a unit; use for example 40GB (10^9 bytes) or 40GiB (2^30 bytes)")
     size = int(Fraction(match[1]) * _SIZES[match[2].lower()])
     if not size:
-        raise ValueError(f"{text!r} is less than one byte; give more than 0")
+        raise ValueError(f"{text!r} is less than one byte; use at least 1B")
     if size >= MAX_NUMBER:
-        raise ValueError(f"{text!r} is more than any machine has; give less than {MAX_NUMBER >> 40:,}TiB")
+        raise ValueError(f"{text!r} is too large; use less than {MAX_NUMBER >> 40:,}TiB")
     return size
 
 
 def format_size(size: int) -> str:
-    """``size`` in the largest unit that divides it, so that :func:`parse_size` returns the same number."""
+    """Return ``size`` in the largest unit that divides it, so that :func:`parse_size` returns the same number."""
     for unit in ("TiB", "TB", "GiB", "GB", "MiB", "MB", "KiB", "kB"):
         if size and size % _SIZES[unit.lower()] == 0:
             return f"{size // _SIZES[unit.lower()]}{unit}"
@@ -53,22 +53,22 @@ def format_size(size: int) -> str:
 
 
 def parse_duration(text: str) -> float:
-    """Seconds in ``90s``, ``5m``, ``1.5h``, ``1h30m``. Raises ``ValueError`` for a bare number."""
+    """Return the seconds in ``90s``, ``5m``, ``1.5h`` or ``1h30m``. Raises ``ValueError``, also for a missing unit."""
     parts = re.findall(r"(\d+(?:\.\d+)?)([smhd])", text.strip().lower())
     if not parts or "".join(n + u for n, u in parts) != text.strip().lower():
-        raise ValueError(f"{text!r} is not a duration; write for example 90s, 5m or 1h30m")
+        raise ValueError(f"{text!r} is not a duration with a unit; use for example 90s, 5m or 1h30m")
     seconds = float(sum(float(number) * _SECONDS[unit] for number, unit in parts))
     if not seconds:
-        raise ValueError(f"{text!r} is zero; give more than 0")
+        raise ValueError(f"{text!r} must be longer than 0 s")
     if seconds > MAX_SECONDS:
-        raise ValueError(f"{text!r} is longer than 100 years; give at most {MAX_SECONDS // 86400}d")
+        raise ValueError(f"{text!r} is longer than 100 years; use at most {MAX_SECONDS // 86400}d")
     return seconds
 
 
 def check_numbers(settings: Any) -> None:
-    """Raise ``UserError`` for a number in the dataclass ``settings`` that is infinite, not a number, or 2^63 or more.
+    """Raise ``UserError`` for a number in the dataclass ``settings`` that is infinite, NaN, or 2^63 or more.
 
-    Nothing that counts or measures has such values, and C libraries do not take them.
+    C libraries do not accept such values.
     """
     for field in fields(settings):
         value = getattr(settings, field.name)
@@ -78,33 +78,36 @@ def check_numbers(settings: Any) -> None:
 
 
 def format_count(number: int, noun: str) -> str:
-    """``number`` with ``noun``, which gets an s unless the number is 1: ``1 file``, ``2,000 files``."""
+    """Return ``number`` with ``noun``, which gets an s unless the number is 1: ``1 file``, ``2,000 files``."""
     return f"{number:,} {noun}{'s' * (number != 1)}"
 
 
 def format_duration(seconds: float) -> str:
-    """``seconds`` for a person and for :func:`parse_duration`: ``42s``, ``5m``, ``1h30m``."""
+    """Return ``seconds`` as text that :func:`parse_duration` accepts: ``42s``, ``5m``, ``1h30m``."""
     if not math.isfinite(seconds):
         return "unknown"
     if seconds < 59.95:
         return f"{seconds:g}s" if seconds == int(seconds) else f"{seconds:.1f}s"
     whole = round(seconds)
     hours, remainder = divmod(whole, 3600)
-    minutes, left = divmod(remainder, 60)
-    parts = [(hours, "h"), (minutes, "m"), (left, "s")]
+    minutes, whole_seconds = divmod(remainder, 60)
+    parts = [(hours, "h"), (minutes, "m"), (whole_seconds, "s")]
     return "".join(f"{n}{unit}" for n, unit in parts if n)
 
 
 def single_value_flag(
     metavar: str, kind: type | tuple[type, ...], parse: Callable[[str], Any], write: Callable[[Any], str]
 ) -> PrimitiveConstructorSpec[Any]:
-    """How a flag's value of ``kind`` is read from one word of the command line, and shown as its default in --help."""
+    """Return tyro's rules for a flag whose value of ``kind`` is one argument.
 
-    def read(words: list[str]) -> Any:
+    ``parse`` reads the value from the argument, and ``write`` formats the default for ``--help``.
+    """
+
+    def read(arguments: list[str]) -> Any:
         try:
-            return parse(words[0])
+            return parse(arguments[0])
         except UserError as mistake:
-            raise ValueError(str(mistake)) from mistake  # to which tyro adds the flag, where the sentence has none
+            raise ValueError(str(mistake)) from mistake  # tyro adds the flag to the message of a ValueError.
 
     return PrimitiveConstructorSpec(
         nargs=1,
@@ -116,7 +119,7 @@ def single_value_flag(
 
 
 def optional_flag(spec: PrimitiveConstructorSpec[Any]) -> PrimitiveConstructorSpec[Any]:
-    """``spec`` for a flag that may be left out; with a union, tyro's error would show the parsers' internals."""
+    """Return ``spec`` for an optional flag; for a union with None, tyro's errors would show the parsers' internals."""
     return PrimitiveConstructorSpec(
         nargs=1,
         metavar=spec.metavar,

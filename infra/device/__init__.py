@@ -1,1 +1,1 @@
-"""The machine and its GPUs: what they are, what they do now, and who made a result on them."""
+"""The machine and its GPUs: capabilities, telemetry, and the provenance of results."""

@@ -1,6 +1,6 @@
-"""What NVML reports about a GPU: its name, its memory by process, its clocks. The only file that imports pynvml.
+"""State of a GPU as reported by NVML: name, memory by process, clocks. Only this file imports pynvml.
 
-Everything here also works on a machine without a GPU or a driver; there is simply nothing to read then.
+On a machine without a GPU or a driver, the functions return None.
 """
 
 import os
@@ -12,20 +12,21 @@ import pynvml
 
 @dataclass(frozen=True)
 class GpuState:
-    """One reading of one GPU. Memory in bytes, clocks in MHz, power in watts, temperature in Celsius."""
+    """State of one GPU. Memory is in bytes, clocks in MHz, power in watts, and temperature in Celsius."""
 
     name: str
     driver: str
     memory_total: int
     memory_used: int
     process_memory: int | None
-    """Bytes in use by this process; None where the driver does not report it (many containers)."""
+    """Bytes in use by this process; None where the driver does not report them, as in many containers."""
     other_processes: tuple[int, ...]
+    """Ids of the other processes that use the GPU."""
     sm_clock: int | None
     power_limit: float | None
     temperature: int | None
     throttle_reasons: int | None
-    """NVML's bit mask of reasons for lowered clocks; 0 is none, 1 is idle."""
+    """NVML's bit mask of reasons for lowered clocks; 0 means full clocks, and 1 means an idle GPU."""
     ecc: bool | None = None
     """Whether memory errors are corrected."""
     capability: tuple[int, int] | None = None
@@ -33,7 +34,7 @@ class GpuState:
 
 
 def read_gpu(index: int = 0) -> GpuState | None:
-    """Read the GPU ``index`` among those visible to this process; None when there is none."""
+    """Read the state of GPU ``index`` of those visible to this process; return None if there is no such GPU."""
     try:
         pynvml.nvmlInit()
     except pynvml.NVMLError:
@@ -67,31 +68,31 @@ def read_gpu(index: int = 0) -> GpuState | None:
 
 @dataclass(frozen=True)
 class GpuReading:
-    """One of many readings of a GPU. None stands for what the board, its driver or the container does not report."""
+    """One of many readings of a GPU; a value is None if the board, its driver or the container does not report it."""
 
     utilization: float | None
-    """Percent of the time since the last reading in which a kernel ran."""
+    """Percentage of the time since the last reading in which a kernel ran."""
     memory: int | None
-    """Bytes in use, by all processes."""
+    """Bytes in use by all processes."""
     watts: float | None
     celsius: int | None
     sm_clock: int | None
-    """MHz."""
+    """Clock of the streaming multiprocessors in MHz."""
     throttle_reasons: int | None
-    """NVML's bit mask, as in :class:`GpuState`."""
+    """NVML's bit mask of reasons for lowered clocks, as in :class:`GpuState`."""
     joules: float | None
-    """Energy since the driver was loaded."""
+    """Energy in joules used since the driver was loaded."""
 
 
 class GpuMeter:
-    """Reads this machine's first visible GPU often: NVML stays open, and only what is cheap is read."""
+    """Frequent readings of this machine's first visible GPU, with NVML kept open and only cheap values read."""
 
     def __init__(self) -> None:
         self._handle = None
         try:
             pynvml.nvmlInit()
             self._handle = _visible_handle(0)
-        except (pynvml.NVMLError, ValueError):  # no driver, or a CUDA_VISIBLE_DEVICES that names no GPU
+        except (pynvml.NVMLError, ValueError):  # The driver is missing, or CUDA_VISIBLE_DEVICES is invalid.
             return
 
     def read(self) -> GpuReading | None:
@@ -119,20 +120,21 @@ def _visible_handle(index: int):
 
 
 def visible_gpu(index: int, visible: str | None, count: int) -> int | str | None:
-    """NVML's index or UUID of the process's device ``index``; None if there is no such device.
+    """Return NVML's index or UUID of this process's device ``index``; None if there is no such device.
 
-    NVML has ``count`` GPUs and ignores CUDA_VISIBLE_DEVICES, which is ``visible``: None if it is not set.
+    NVML ignores CUDA_VISIBLE_DEVICES. ``visible`` is the value of that variable, None if it is not set; ``count`` is
+    the number of GPUs in NVML.
     """
     if visible is None:
         return index if index < count else None
-    names = [name.strip() for name in visible.split(",") if name.strip()]  # set to nothing, it hides every GPU
+    names = [name.strip() for name in visible.split(",") if name.strip()]  # An empty variable hides every GPU.
     if index >= len(names):
         return None
     return int(names[index]) if names[index].isdigit() else names[index]
 
 
 def _attempt(read, *arguments):
-    """A value that some boards and containers refuse to report; None then, because it must not hide the rest."""
+    """Read one value; return None if the board or container does not report it, so that the others are still read."""
     try:
         return read(*arguments)
     except pynvml.NVMLError:
@@ -140,7 +142,7 @@ def _attempt(read, *arguments):
 
 
 def _flag(modes: list[int] | None) -> bool | None:
-    return None if modes is None else bool(modes[0])  # the current mode; the second applies after a reboot
+    return None if modes is None else bool(modes[0])  # The first mode is the current one, the second the next boot's.
 
 
 def _pair(version: Sequence[int] | None) -> tuple[int, int] | None:

@@ -1,9 +1,9 @@
-"""What a device can do: its capabilities, and its peak rate from the datasheet, for MFU.
+"""Capabilities of devices, and their peak rates from datasheets, which MFU needs.
 
-Unknown hardware has no peak and therefore no MFU; it is never guessed.
+The peak of unknown hardware is not guessed; its MFU is unknown.
 
-Dense rates without sparsity, in FLOP/s, from NVIDIA's datasheets (A100: 2020, H100 SXM, PCIe and NVL: 2022, H200 and
-its NVL: 2023, L4 and L40S: 2023) and, of the RTX cards, its architecture papers. V100 has neither bf16 nor TF32.
+The rates are dense, without sparsity, in FLOP/s. They are from NVIDIA's datasheets (A100: 2020; H100 SXM, PCIe and NVL:
+2022; H200 and its NVL: 2023; L4 and L40S: 2023) and architecture papers (RTX). A V100 has neither bf16 nor TF32.
 """
 
 import importlib
@@ -35,13 +35,13 @@ _PEAKS: tuple[tuple[str, float, float | None, float], ...] = (
     ("RTX 3090", 71e12, 35.6e12, 35.6e12),
     ("V100", 125e12, None, 15.7e12),
 )
-"""Peaks in 16 bits by tensor cores, in TF32 by tensor cores, and in fp32 without them."""
+"""(name, peak FLOP/s in 16 bits, in TF32, in fp32); 16 bits and TF32 run on tensor cores, fp32 does not."""
 
 
 def peak_flops(gpu_name: str | None, precision: str = "bf16") -> float | None:
-    """Dense peak in FLOP/s of the GPU that torch or NVML calls ``gpu_name``, in ``precision``; None if unknown.
+    """Return the dense peak in FLOP/s in ``precision`` of the GPU with torch's or NVML's ``gpu_name``; None if unknown.
 
-    Every precision but fp32 and tf32 has the peak of 16 bits; without TF32 such a product is computed in fp32.
+    Every precision except fp32 and tf32 has the peak of 16 bits. A GPU without TF32 computes it in fp32.
     """
     words = (gpu_name or "").replace("-", " ")
     for name, sixteen_bits, tf32, fp32 in _PEAKS:
@@ -52,53 +52,53 @@ def peak_flops(gpu_name: str | None, precision: str = "bf16") -> float | None:
 
 @dataclass(frozen=True)
 class DeviceInfo:
-    """The facts about a device that decide settings that are left open."""
+    """Properties of a device, from which ``auto`` settings are resolved."""
 
     kind: Literal["cuda", "cpu"]
     name: str
     capability: tuple[int, int] = (0, 0)
     """CUDA compute capability; (0, 0) for a CPU."""
     bf16: bool = False
-    """Whether it multiplies bf16 matrices in hardware."""
+    """Whether the device multiplies bf16 matrices in hardware."""
     memory: int = field(default=sys.maxsize, compare=False)
-    """Bytes that this process can use there; without a bound where that is not known."""
+    """Bytes of the device's memory that this process can use; ``sys.maxsize`` if unknown."""
     compile_blocker: str = field(default="", compare=False)
-    """Why torch.compile cannot work there, and what to install; empty where it can."""
+    """Reason why torch.compile cannot work on the device, and the package to install; empty if it works."""
 
     def with_memory_limit(self, limit: int | None) -> "DeviceInfo":
-        """The same device for a process that may use ``limit`` bytes; all that is free if that is None."""
+        """Return the device for a process that may use ``limit`` bytes; None means all available memory."""
         return self if limit is None else replace(self, memory=min(self.memory, limit))
 
 
 A100 = DeviceInfo("cuda", "NVIDIA A100", (8, 0), bf16=True, memory=40 * 2**30)
-"""Used where something is planned for a GPU that this machine does not have: the one with 40 GB."""
+"""The A100 with 40 GB, for plans on a machine without a GPU."""
 
 KNOWN_GPUS = {
     "A100": A100,
     "H100": DeviceInfo("cuda", "NVIDIA H100", (9, 0), bf16=True, memory=80 * 2**30),
     "H200": DeviceInfo("cuda", "NVIDIA H200", (9, 0), bf16=True, memory=141 * 10**9),
 }
-"""GPUs that can be planned for without one."""
+"""GPUs by name that a run can be planned for on a machine without them."""
 
 
 def device_info() -> DeviceInfo:
-    """Describe this machine's first visible GPU, or its CPU. Asks NVML, so that CUDA need not be initialized."""
+    """Describe this machine's first visible GPU, or its CPU, without initializing CUDA."""
     state = read_gpu()
     return cpu_info() if state is None else gpu_info(state)
 
 
 def gpu_info(state: GpuState) -> DeviceInfo:
-    """Describe the GPU of this machine that is in ``state``."""
+    """Describe this machine's GPU from its ``state`` in NVML."""
     capability = state.capability or (0, 0)
-    others = state.memory_used - (state.process_memory or 0)
+    used_by_others = state.memory_used - (state.process_memory or 0)
     return DeviceInfo(
-        "cuda", state.name, capability, bf16=capability >= (8, 0), memory=state.memory_total - others,
+        "cuda", state.name, capability, bf16=capability >= (8, 0), memory=state.memory_total - used_by_others,
         compile_blocker=compile_blocker(capability),
     )  # fmt: skip
 
 
 def cpu_info(cpuinfo: Path = Path("/proc/cpuinfo")) -> DeviceInfo:
-    """Describe this machine's CPU; where ``cpuinfo`` is missing, bf16 counts as emulated."""
+    """Describe this machine's CPU. If the file ``cpuinfo`` is missing, bf16 counts as emulated."""
     try:
         flags = set(cpuinfo.read_text(encoding="utf-8").split())
     except OSError:
@@ -106,14 +106,14 @@ def cpu_info(cpuinfo: Path = Path("/proc/cpuinfo")) -> DeviceInfo:
     compiler = os.environ.get("CXX") or any(map(shutil.which, ("g++", "clang++", "c++")))
     return DeviceInfo(
         "cpu", "cpu", bf16=bool(flags & {"avx512_bf16", "amx_tile"}), memory=host.available_memory(),
-        compile_blocker="" if compiler else "there is no C++ compiler: install g++",
+        compile_blocker="" if compiler else "the C++ compiler is missing; install g++",
     )  # fmt: skip
 
 
 def compile_blocker(capability: tuple[int, int], headers: Path | None = None) -> str:
-    """The reason why torch.compile cannot work on a GPU, and what to install; empty if it can.
+    """Return the reason why torch.compile cannot work on a GPU, and the package to install; empty if it works.
 
-    It writes kernels in Triton, which builds their launchers in C with Python's ``headers``.
+    torch.compile generates kernels for Triton, which compiles their launchers from C with Python's ``headers``.
     """
     if capability < (7, 0):
         return "Triton needs a GPU of compute capability 7.0 or later"
@@ -121,12 +121,12 @@ def compile_blocker(capability: tuple[int, int], headers: Path | None = None) ->
         importlib.import_module("triton")
     except ModuleNotFoundError as missing:
         if missing.name == "triton":
-            return "Triton is not installed: 'pip install triton'"
-        return f"Triton cannot be imported ({missing}): 'pip install --force-reinstall triton'"
-    except Exception as broken:  # noqa: BLE001 whatever a broken installation raises
-        return f"Triton cannot be imported ({first_line(broken)}): 'pip install --force-reinstall triton'"
+            return "Triton is not installed; run 'pip install triton'"
+        return f"Triton cannot be imported ({missing}); run 'pip install --force-reinstall triton'"
+    except Exception as error:  # noqa: BLE001 a broken installation may raise any exception
+        return f"Triton cannot be imported ({first_line(error)}); run 'pip install --force-reinstall triton'"
     if not (os.environ.get("CC") or any(map(shutil.which, ("gcc", "clang")))):
-        return "there is no C compiler: install gcc"
+        return "the C compiler is missing; install gcc"
     if not ((headers or Path(sysconfig.get_path("include"))) / "Python.h").exists():
-        return "Python's headers are missing: install python3-dev"
+        return "the Python headers are missing; install python3-dev"
     return ""

@@ -1,8 +1,8 @@
-"""The processor cores and the memory of this machine that this process may use.
+"""CPU cores and memory of this machine that this process may use.
 
-A container or a batch job has a part of its machine, by a control group (cgroups(7), of version 1 or 2). The system's
-usual calls tell of the whole machine, and the kernel kills what uses more memory than its group has. A group is limited
-by the groups above it, too, as far as they can be seen from inside.
+A control group (cgroups(7), version 1 or 2) limits a container or a batch job to a part of its machine. The usual
+system calls describe the whole machine, but the kernel kills a process if its group exceeds its memory. The limits of
+the groups above apply, too, as far as they are visible inside the container.
 
 Every function takes the ``root`` of the file system that describes the machine.
 """
@@ -19,7 +19,7 @@ ROOT = Path("/")
 
 
 def cpu_count(root: Path = ROOT, affinity: int | None = None) -> int:
-    """Cores that this process may keep busy: those of its affinity, or as many as its time on them is worth."""
+    """Return the number of cores that this process may keep busy, by its affinity and its group's CPU time quota."""
     cores = affinity or (len(os.sched_getaffinity(0)) if hasattr(os, "sched_getaffinity") else os.cpu_count() or 1)
     quotas = [
         *(_ratio(_text(group / "cpu.max")) for group in _groups("cpu", 2, root)),
@@ -32,19 +32,19 @@ def cpu_count(root: Path = ROOT, affinity: int | None = None) -> int:
 
 
 def total_memory(root: Path = ROOT) -> int:
-    """Bytes of memory that all processes of this one's control group may use together."""
+    """Return the bytes of memory that all processes of this process's control group may use together."""
     return min([psutil.virtual_memory().total, *(limit for limit, _ in _memory(root))])
 
 
 def available_memory(root: Path = ROOT) -> int:
-    """Bytes that can be used in addition to what is in use now; the cache of files counts as free, as it gives way."""
+    """Return the bytes of free memory. The page cache counts as free, because the kernel shrinks it when needed."""
     return min([psutil.virtual_memory().available, *(max(0, limit - used) for limit, used in _memory(root))])
 
 
 def count_oom_kills(root: Path = ROOT) -> int:
-    """How many processes of this one's control group the kernel has killed because memory ran out.
+    """Return the number of processes that the kernel killed because this process's control group ran out of memory.
 
-    Where the group does not count them, it is the number for the whole machine.
+    If the group does not count them, returns the number for the whole machine.
     """
     files = [
         *(group / "memory.events" for group in _groups("memory", 2, root)),
@@ -55,21 +55,21 @@ def count_oom_kills(root: Path = ROOT) -> int:
 
 
 def _memory(root: Path) -> Iterator[tuple[int, int]]:
-    """(limit, use without cached files) in bytes of each control group with a limit, from this process's upwards."""
+    """Yield (limit, bytes in use without the page cache) of each control group with a limit, the innermost first."""
     names = {
         2: ("memory.max", "memory.current", "inactive_file", "active_file"),
         1: ("memory.limit_in_bytes", "memory.usage_in_bytes", "total_inactive_file", "total_active_file"),
     }
     for version, (limit, use, *cached) in names.items():
         for group in _groups("memory", version, root):
-            with suppress(ValueError):  # of a group without a file, or with "max" in it
+            with suppress(ValueError):  # The file is missing, or contains "max".
                 statistics = _numbers(group / "memory.stat")
                 in_use = int(_text(group / use)) - sum(statistics.get(name, 0) for name in cached)
                 yield int(_text(group / limit)), in_use
 
 
 def _groups(controller: str, version: int, root: Path) -> Iterator[Path]:
-    """The folders of this process's control group of ``controller`` and of those above it that can be seen."""
+    """Yield the folders of this process's control group of ``controller`` and of the visible groups above it."""
     lines = (line.split(":", 2) for line in _text(root / "proc/self/cgroup").splitlines())
     paths = {name: path for _, names, path in lines for name in names.split(",")}
     path = paths.get(controller if version == 1 else "")
@@ -79,7 +79,7 @@ def _groups(controller: str, version: int, root: Path) -> Iterator[Path]:
         if kind != ("cgroup2" if version == 2 else "cgroup") or (version == 1 and controller not in options.split(",")):
             continue
         top, folder = mount.split(" ")[3:5]
-        # Without a namespace of its own, a container reads the path on its host, of which it sees the lower part.
+        # A container without a cgroup namespace reads the host's path, of which only the lower part exists in it.
         group = PurePosixPath(path or "/")
         is_below = group.is_relative_to(top) and ".." not in group.parts
         below = group.relative_to(top) if is_below else PurePosixPath()
@@ -88,7 +88,7 @@ def _groups(controller: str, version: int, root: Path) -> Iterator[Path]:
 
 
 def _text(file: Path) -> str:
-    """The content of ``file``; empty where it cannot be read."""
+    """Read the text of ``file``; empty if it cannot be read."""
     try:
         return file.read_text(encoding="utf-8", errors="replace").strip()
     except OSError:
@@ -96,13 +96,13 @@ def _text(file: Path) -> str:
 
 
 def _numbers(file: Path) -> dict[str, int]:
-    """The numbers of a ``file`` of lines with a name and a number."""
+    """Read the numbers by name from a ``file`` whose lines are a name and a number."""
     words = (line.split() for line in _text(file).splitlines())
     return {pair[0]: int(pair[1]) for pair in words if len(pair) == 2 and pair[1].isdecimal()}
 
 
 def _ratio(text: str) -> float | None:
-    """The quotient of two numbers; None where they are not two positive ones, as in "max 100000" and "-1 100000"."""
+    """Return the quotient of two positive numbers in ``text``; None for other texts, such as "max 100000"."""
     words = text.split()
     if len(words) != 2 or not all(word.isdecimal() for word in words) or "0" in words:
         return None

@@ -1,4 +1,4 @@
-"""Where a result comes from: code, versions, machine and command line, recorded once by the driver."""
+"""Provenance of a result: code, versions, machine and command line, recorded once by the driver."""
 
 import getpass
 import os
@@ -19,17 +19,17 @@ _PACKAGES = ("torch", "ray", "mlflow", "pyarrow", "gigatoken", "tiktoken")
 
 
 def collect() -> dict[str, str]:
-    """Tags that describe how to reproduce this process's work; values that are not available are left out."""
-    spec = getattr(sys.modules.get("__main__"), "__spec__", None)  # of a process started with python -m
-    module, started = (spec.name, ["-m", spec.name]) if spec else (Path(sys.argv[0]).name, ["-P", sys.argv[0]])
+    """Return tags that describe how to reproduce this process's results; unavailable values are omitted."""
+    spec = getattr(sys.modules.get("__main__"), "__spec__", None)  # Only a process of python -m has a spec.
+    module, target = (spec.name, ["-m", spec.name]) if spec else (Path(sys.argv[0]).name, ["-P", sys.argv[0]])
     tags = {
-        "command": shlex.join([*(command.program.split() or ["python", *started]), *sys.argv[1:]]),
-        "mlflow.source.name": module,  # MLflow shows the part after the last slash
+        "command": shlex.join([*(command.program.split() or ["python", *target]), *sys.argv[1:]]),
+        "mlflow.source.name": module,  # MLflow shows the part after the last slash.
         "python": platform.python_version(),
         "user": user(),
     }
-    if here := commit():
-        tags["commit"] = here
+    if revision := commit():
+        tags["commit"] = revision
         tags["commit_is_dirty"] = str(bool(_git("status", "--porcelain"))).lower()
     for package in _PACKAGES:
         try:
@@ -40,7 +40,7 @@ def collect() -> dict[str, str]:
 
 
 def machine(read_gpu: Callable[[], GpuState | None] = read_gpu) -> dict[str, str]:
-    """Tags that describe this machine, which for a training is that of its worker."""
+    """Return tags that describe this machine."""
     tags = {"host": platform.node(), "platform": platform.platform()}
     if gpu := read_gpu():
         tags |= {"gpu": gpu.name, "driver": gpu.driver}
@@ -50,9 +50,9 @@ def machine(read_gpu: Callable[[], GpuState | None] = read_gpu) -> dict[str, str
 
 
 def commit() -> str:
-    """The commit of this source; empty when it is not a git checkout of this project.
+    """Return the commit of this project's git checkout; empty if the package is installed elsewhere.
 
-    The package may be installed below the folder of another repository, whose commit says nothing about this code.
+    An installed package may be inside the folder of another repository, whose commit does not describe this code.
     """
     file = Path(__file__)
     tracked = _git("ls-files", "--full-name", "--", file.name) == "/".join(file.parts[-3:])
@@ -60,7 +60,7 @@ def commit() -> str:
 
 
 def user() -> str:
-    """The user's name, or their numeric id where the system has no name, as in many containers."""
+    """Return the user's name, or the numeric id if the system has no name for it, as in many containers."""
     try:
         return getpass.getuser()
     except (KeyError, OSError):
@@ -68,14 +68,14 @@ def user() -> str:
 
 
 def _git(*arguments: str) -> str:
-    """Output of a git command in the folder of this source; empty when it fails there, as outside of a repository."""
-    # A hook or alias of git's that runs a command names its own repository in these variables.
+    """Return the output of a git command in the folder of this file; empty if it fails, as outside of a repository."""
+    # If a git hook or alias started this process, these variables name the repository of the hook.
     environment = {name: value for name, value in os.environ.items() if name not in _GIT_VARIABLES}
     try:
-        done = subprocess.run(
+        process = subprocess.run(
             ["git", *arguments], cwd=Path(__file__).parent, env=environment, capture_output=True, text=True,
             timeout=10, check=True,
         )  # fmt: skip
     except (OSError, subprocess.SubprocessError):
         return ""
-    return done.stdout.strip()
+    return process.stdout.strip()

@@ -1,8 +1,8 @@
-"""What a machine does while it trains: its GPU, and the processor and memory of this process and of the machine.
+"""Telemetry of a machine while it trains: its GPU, and CPU time and memory of this process and of the machine.
 
-In: readings of NVML and psutil, once a second, on a thread of its own. Out: points, each the mean over an interval, as
-metrics ``system/...``, which MLflow shows in a tab of their own; and the GPU's energy. What cannot be
-read is left out and tried again: nothing here may end the work that it watches.
+A thread reads NVML and psutil once a second. It sends points, each the mean over an interval, as metrics
+``system/...``, which MLflow shows in a separate tab. It also records the GPU's energy. A value that cannot be read is
+omitted and tried again, because a failure of telemetry must not end the training.
 """
 
 import threading
@@ -17,28 +17,35 @@ from infra.cli.units import GB
 from infra.device.downsampling import sampling_interval
 from infra.device.gpu import GpuMeter, GpuReading
 
-PERIOD = 1.0
+READING_PERIOD_SECONDS = 1.0
 """Seconds between two readings."""
 
-POINTS = 60
-"""Points of each length of the interval, 1 s at first: an hour has 354 points of each metric, a day 624."""
+POINTS_PER_INTERVAL = 60
+"""Points after which the interval doubles from 1 s; an hour has 354 points of each metric, and a day 624."""
 
-THROTTLED = {"power": 0x84, "heat": 0x60, "hardware": 0x8}
-"""NVML's reasons for lowered clocks, by what one would change: the power limit or supply (software's cap, power brake),
-cooling (software's and hardware's thermal slowdown); or hardware's slowdown, which has one of these causes."""
+THROTTLE_BITS = {"power": 0x84, "heat": 0x60, "hardware": 0x8}
+"""Bits of NVML's throttle reasons by cause.
+
+- power: the power limit (software's cap) or the power supply (power brake)
+- heat: software's or hardware's thermal slowdown
+- hardware: hardware's slowdown, which is caused by heat or by the power supply
+"""
 
 
 def prefix_node(name: str, metrics: dict[str, float]) -> dict[str, float]:
-    """``metrics`` under names with that of their machine, as MLflow's own system metrics have it where there are
-    several: ``system/NAME/...``."""
+    """Return ``metrics`` named ``system/NAME/...`` with the machine's ``name``, like MLflow's own system metrics."""
     return {metric.replace("system/", f"system/{name}/", 1): value for metric, value in metrics.items()}
 
 
 class Telemetry:
-    """Reads this process's machine in the background until :meth:`stop`, or while its block runs.
+    """Background readings of this process's machine until :meth:`stop`, or until the ``with`` block ends.
 
-    ``send`` is called on the thread with each point's second and metrics. Seconds count on from ``second``, for a run
-    that an earlier process has begun. A second has one reading, of the ``host`` and of its GPU.
+    Args:
+        send: called on the background thread with the second and the metrics of each point.
+        second: second at which to continue the count, for a resumed run.
+        period: seconds between two readings.
+        host: reader of CPU time and memory; by default of this process.
+        gpu: meter of the GPU; by default of the first visible one.
     """
 
     def __init__(
@@ -46,18 +53,18 @@ class Telemetry:
         send: Callable[[int, dict[str, float]], object],
         second: int = 0,
         *,
-        period: float = PERIOD,
+        period: float = READING_PERIOD_SECONDS,
         host: "HostReader | None" = None,
         gpu: GpuMeter | None = None,
     ) -> None:
         self._send = send
-        self._last = second
+        self._last_second = second
         self._period = period
         self._host = host or HostReader()
         self._gpu = gpu or GpuMeter()
         self._energy = Energy()
         self._points: list[tuple[float, dict[str, list[float]]]] = []
-        """When each point's first reading was taken, and the sum and number of its readings."""
+        """(time of the first reading, (sum, number) of the readings by metric) of each point."""
         self._ended = threading.Event()
         self._thread = threading.Thread(target=self._watch, name="telemetry", daemon=True)
 
@@ -69,90 +76,95 @@ class Telemetry:
         self.stop()
 
     def stop(self) -> None:
-        """Send what has been read since the last point, and read no more."""
+        """Send the mean of the readings since the last point, and stop reading."""
         self._ended.set()
         self._thread.join()
 
     def joules(self, since: float, until: float) -> float | None:
-        """Energy of the GPU between two times of ``time.perf_counter``; None where it is not known."""
+        """Return the GPU's energy in joules between two times of ``time.perf_counter``; None if unknown."""
         return self._energy.between(since, until)
 
     def averages_since(self, since: float) -> dict[str, float]:
-        """The mean of each metric after a time of ``time.perf_counter``, and the number of processors.
+        """Return the mean of each metric over the points that began after ``since``, a time of ``time.perf_counter``.
 
-        Of whole points, until :meth:`stop`; empty when none began after that time.
+        The result also has the number of processors. It is empty if no point began after ``since``.
         """
-        readings: dict[str, list[float]] = {}
-        for began, sums in self._points:
-            if began >= since:
+        totals: dict[str, list[float]] = {}
+        for start, sums in self._points:
+            if start >= since:
                 for name, (total, count) in sums.items():
-                    so_far = readings.setdefault(name, [0.0, 0.0])
-                    readings[name] = [so_far[0] + total, so_far[1] + count]
-        averages = {name: total / count for name, (total, count) in readings.items()}
+                    old_total, old_count = totals.get(name, (0.0, 0.0))
+                    totals[name] = [old_total + total, old_count + count]
+        averages = {name: total / count for name, (total, count) in totals.items()}
         return averages | {"system/processors": float(psutil.cpu_count() or 1)} if averages else {}
 
     def _watch(self) -> None:
-        began, first = time.perf_counter(), self._last
-        due, sums, opened = began, dict[str, list[float]](), began
+        start_time, start_second = time.perf_counter(), self._last_second
+        next_reading = point_start = start_time
+        readings: dict[str, list[float]] = {}
         while True:
-            ended = self._ended.wait(max(0.0, due - time.perf_counter()))
-            now = time.perf_counter()
-            due = max(due + self._period, now)  # after a pause of the process, not once for every second of it
-            second = first + round((now - began) / self._period)
-            opened = opened if sums else now
-            for name, value in self._read(now).items():
-                sums.setdefault(name, []).append(value)
-            if second - self._last >= sampling_interval(self._last, POINTS) or (ended and second > self._last):
-                self._last = second
+            ended = self._ended.wait(max(0.0, next_reading - time.perf_counter()))
+            time_read = time.perf_counter()
+            next_reading = max(next_reading + self._period, time_read)  # A paused process must not catch up.
+            second = start_second + round((time_read - start_time) / self._period)
+            point_start = point_start if readings else time_read
+            for name, value in self._read(time_read).items():
+                readings.setdefault(name, []).append(value)
+            seconds_since_point = second - self._last_second
+            is_full = seconds_since_point >= sampling_interval(self._last_second, POINTS_PER_INTERVAL)
+            if is_full or (ended and seconds_since_point > 0):
+                self._last_second = second
                 self._energy.checkpoint()
-                self._points.append((opened, {name: [sum(values), len(values)] for name, values in sums.items()}))
-                self._send(second, {name: sum(values) / len(values) for name, values in sums.items()})
-                sums.clear()
+                sums = {name: [sum(values), len(values)] for name, values in readings.items()}
+                self._points.append((point_start, sums))
+                self._send(second, {name: total / count for name, (total, count) in sums.items()})
+                readings.clear()
             if ended:
                 self._energy.checkpoint()
                 return
 
-    def _read(self, now: float) -> dict[str, float]:
+    def _read(self, time_read: float) -> dict[str, float]:
         values: dict[str, float] = {}
         try:
-            values |= self._host.read(now)
-        except Exception:  # noqa: BLE001 /proc may be hidden or a process may be out of files: the run continues
+            values |= self._host.read(time_read)
+        except Exception:  # noqa: BLE001 a hidden /proc or a lack of file descriptors must not end the training
             values.clear()
         try:
             reading = self._gpu.read()
             if reading is not None:
-                self._energy.add(now, reading)
+                self._energy.add(time_read, reading)
                 values |= gpu_metrics(reading)
-        except Exception:  # noqa: BLE001 a GPU that has fallen off the bus raises where it did not before
+        except Exception:  # noqa: BLE001 a GPU that has fallen off the bus must not end the training here
             return values
         return values
 
 
 class HostReader:
-    """The processor time and memory of this process and of the machine."""
+    """Reader of the CPU time and memory of this process and of the machine."""
 
     def __init__(self) -> None:
         self._process = psutil.Process()
         self._previous: tuple[float, float] | None = None
 
-    def read(self, now: float) -> dict[str, float]:
-        """Metrics at ``now``: memory, and the share of processor time since the last reading."""
+    def read(self, time_read: float) -> dict[str, float]:
+        """Read metrics at ``time_read``: memory, and the percentage of CPU time since the last reading."""
         values = {
             "system/worker_memory_gb": self._process.memory_info().rss / GB,
             "system/machine_memory_percent": psutil.virtual_memory().percent,
         }
-        times, machine = self._process.cpu_times(), psutil.cpu_percent()
-        used = times.user + times.system
-        if self._previous is not None and now > self._previous[0]:
-            previous_time, then = self._previous
-            values["system/worker_cpu_percent"] = 100 * (used - then) / (now - previous_time)  # of one core
-            values["system/machine_cpu_percent"] = machine
-        self._previous = now, used
+        times, machine_percent = self._process.cpu_times(), psutil.cpu_percent()
+        cpu_seconds = times.user + times.system
+        if self._previous is not None and time_read > self._previous[0]:
+            previous_time, previous_cpu_seconds = self._previous
+            cores_used = (cpu_seconds - previous_cpu_seconds) / (time_read - previous_time)
+            values["system/worker_cpu_percent"] = 100 * cores_used
+            values["system/machine_cpu_percent"] = machine_percent
+        self._previous = time_read, cpu_seconds
         return values
 
 
 def gpu_metrics(reading: GpuReading) -> dict[str, float]:
-    """The metrics of one reading; the mean of those about throttling is a share of time, in percent."""
+    """Return the metrics of one reading; the mean of a throttling metric is the percentage of time throttled."""
     metrics = {
         "system/gpu_utilization_percent": reading.utilization,
         "system/gpu_memory_gb": None if reading.memory is None else reading.memory / GB,
@@ -161,34 +173,34 @@ def gpu_metrics(reading: GpuReading) -> dict[str, float]:
         "system/gpu_sm_clock_mhz": reading.sm_clock,
     }
     if reading.throttle_reasons is not None:
-        for cause, bits in THROTTLED.items():
+        for cause, bits in THROTTLE_BITS.items():
             metrics[f"system/gpu_throttled_by_{cause}_percent"] = 100.0 * bool(reading.throttle_reasons & bits)
     return {name: float(value) for name, value in metrics.items() if value is not None}
 
 
 class Energy:
-    """The energy of a GPU over time, by NVML's counter, which all boards since Volta have."""
+    """Energy of a GPU over time, from NVML's counter, which all boards since Volta have."""
 
     def __init__(self) -> None:
         self._times: list[float] = []
         self._joules: list[float] = []
         self._latest: tuple[float, float] | None = None
 
-    def add(self, now: float, reading: GpuReading) -> None:
-        """Take a reading; the first one is kept."""
+    def add(self, time_read: float, reading: GpuReading) -> None:
+        """Record a reading as the latest one; the first reading also becomes a checkpoint."""
         if reading.joules is not None:
-            self._latest = now, reading.joules
+            self._latest = time_read, reading.joules
             if not self._times:
                 self.checkpoint()
 
     def checkpoint(self) -> None:
-        """Keep the latest reading: as many as there are points are enough to interpolate between."""
+        """Store the latest reading. One per point is enough, because energies between them are interpolated."""
         if self._latest is not None and self._latest[0] not in self._times[-1:]:
             self._times.append(self._latest[0])
             self._joules.append(self._latest[1])
 
     def between(self, since: float, until: float) -> float | None:
-        """Joules between two times, which were not both before or both after the readings; None if that is so."""
+        """Return the joules between two times; None if both are before the first or after the last reading."""
         if len(self._times) < 2 or since >= until or until <= self._times[0] or since >= self._times[-1]:
             return None
         start, end = np.interp([since, until], self._times, self._joules)

@@ -1,1 +1,1 @@
-"""The command ``python -m infra.doctor``: check whether this machine is ready, and measure its maximum speed."""
+"""The command ``python -m infra.doctor``, which checks whether a machine is ready and measures its maximum rates."""

@@ -1,7 +1,7 @@
-"""Entry: ``python -m infra.doctor`` checks whether this machine is ready, and measures its maximum speed.
+"""Entry of ``python -m infra.doctor``, which checks whether this machine is ready and measures its maximum rates.
 
-With ``--address`` it also checks and measures the machines of a Ray cluster. Runs and ladders use the measured rates in
-``runs/doctor.json`` to compute their utilization.
+With ``--address`` it also checks and measures the machines of a Ray cluster. Runs and ladders compute their utilization
+from the measured rates in ``runs/doctor.json``.
 """
 
 import socket
@@ -29,19 +29,19 @@ if TYPE_CHECKING:
 
 @dataclass(frozen=True)
 class DoctorOptions:
-    """Check whether this machine is ready to train, and measure its maximum speed."""
+    """Check whether this machine is ready to train, and measure its maximum rates."""
 
     workers: int = 1
-    """Number of Ray Train workers between which to measure all-reduce, on GPUs if available (1: do not measure it)."""
+    """Number of Ray Train workers between which to measure all-reduce, on GPUs if available (1: not measured)."""
     out: Annotated[str, tyro.conf.arg(metavar="DIR")] = "runs"
-    """Folder for doctor.json, whose disk is also measured: local, or s3://bucket/runs (gs://, az://).
-    With object storage the disk of temporary files is measured and, with --address, each machine's speed to the
-    storage."""
+    """Folder for doctor.json, local or in object storage (s3://bucket/runs, gs://, az://).
+    The disk of a local folder is measured; with object storage, the disk of temporary files is measured and, with
+    --address, the speed between each machine and the storage."""
     quick: Switch = False
     """Only check whether the machine is ready, without measurements."""
     tracking_uri: TrackingUri = None
     address: str | None = None
-    """Address of a Ray cluster whose machines to check and measure, too; also runs the all-reduce there.
+    """Address of a Ray cluster; its machines are checked and measured, too, and the all-reduce runs there.
     By default the all-reduce runs on the cluster in RAY_ADDRESS, or else on this machine."""
 
     def __post_init__(self) -> None:
@@ -54,11 +54,8 @@ def main() -> None:
 
 
 def examine(options: DoctorOptions) -> int:
-    """Check and measure; returns 1 if a problem prevents training.
-
-    torch and MLflow are imported here, so that invalid flags are reported at once.
-    """
-    with status(IMPORTING):
+    """Check and measure this machine and a cluster's machines; return 1 if a problem prevents training."""
+    with status(IMPORTING):  # inside the function, so that invalid flags are reported before the slow imports
         from infra import ceilings
         from infra.device import provenance
         from infra.doctor import checks, nodes
@@ -118,8 +115,8 @@ def examine(options: DoctorOptions) -> int:
         metrics |= {f"allreduce/{size}": rate for size, rate in all_reduce.bus_bytes_per_second.items()}
     outcome = "nothing measured (--quick); doctor.json unchanged"
     if not options.quick:
-        out.write_json(ceilings.FILE, record)
-        outcome = f"saved in {out / ceilings.FILE}"
+        out.write_json(ceilings.DOCTOR_FILE, record)
+        outcome = f"saved in {out / ceilings.DOCTOR_FILE}"
         if options.workers > 1:
             outcome += f"; 'python -m train.plan --workers {options.workers}' uses it to predict the network's effect"
     key = create_run("doctor", name, tracking_uri=options.tracking_uri, tags=provenance.collect() | {"kind": "doctor"})
@@ -165,7 +162,7 @@ def nodes_part(machines: "list[nodes.NodeReport]") -> Table:
 
 
 def rates_part(rates: dict[str, dict[str, float]]) -> Table:
-    """The maximum measured rates, in TFLOP/s and GB/s."""
+    """Return the table of the maximum measured rates, in TFLOP/s and GB/s."""
     lines: list[tuple[str, str]] = []
     for group, values in rates.items():
         for key, rate in values.items():

@@ -1,7 +1,7 @@
 """The speed at which workers average gradients: all-reduce between Ray Train workers, by size.
 
-Bus bandwidth does not depend on the number of workers (NCCL tests' convention: each byte crosses the bus
-2 (n - 1) / n times). ``train.plan`` predicts its effect for a model.
+By the convention of the NCCL tests, each byte crosses the bus 2 (n - 1) / n times, so that the bus bandwidth does not
+depend on the number of workers n. ``train.plan`` predicts the effect of the bandwidth on the speed of a model.
 """
 
 import socket
@@ -14,22 +14,22 @@ from infra.errors import UserError
 from infra.ray.cluster import ray_session
 from infra.ray.machines import wait_for_resources
 
-SIZES = (2**18, 2**22, 2**26)
-"""Bytes reduced at once; DDP's buckets are 25 MiB."""
+BUFFER_BYTES = (2**18, 2**22, 2**26)
+"""Sizes of the reduced buffers in bytes; DDP's buckets are 25 MiB."""
 
 
 @dataclass(frozen=True)
 class AllReduceResult:
-    """Measurements of several workers."""
+    """Measured all-reduce between several workers, and the matmul rate of one of them."""
 
     workers: int
     backend: str
     bus_bytes_per_second: dict[str, float]
-    """Bus bandwidth by the number of bytes reduced."""
+    """Bus bandwidth in bytes/s by the number of reduced bytes."""
     device: str
     """Name of the first worker's GPU in torch, or cpu."""
     matmul: dict[str, float]
-    """FLOP/s of the first worker's matrix products by precision, while all workers multiply."""
+    """FLOP/s of the first worker's matrix products by precision, measured while all workers multiply."""
     machines: list[str]
     """Names of the workers' machines, by rank."""
 
@@ -48,23 +48,26 @@ def measure(workers: int, address: str | None = None) -> AllReduceResult:
                 "workers, or --address of a larger cluster."
             )
         use_gpu = resources.get("GPU", 0) >= workers
-        each = {"GPU": 1.0} if use_gpu else {"CPU": 1.0}
+        resources_per_worker = {"GPU": 1.0} if use_gpu else {"CPU": 1.0}
         with tempfile.TemporaryDirectory() as folder:
             trainer = ray.train.torch.TorchTrainer(
                 benchmark_all_reduce,
                 scaling_config=ray.train.ScalingConfig(
-                    num_workers=workers, use_gpu=use_gpu, resources_per_worker=each, placement_strategy="SPREAD"
+                    num_workers=workers,
+                    use_gpu=use_gpu,
+                    resources_per_worker=resources_per_worker,
+                    placement_strategy="SPREAD",
                 ),
                 run_config=ray.train.RunConfig(name="allreduce", storage_path=folder),
             )
-            wait_for_resources("the all-reduce", [each] * workers)
+            wait_for_resources("the all-reduce", [resources_per_worker] * workers)
             measurements = trainer.fit().return_value
     assert measurements is not None
     return AllReduceResult(workers, **measurements)
 
 
 def benchmark_all_reduce() -> dict[str, Any]:
-    """Measure this worker's matrix products, and the fastest of several reductions of each size."""
+    """Measure this worker's matrix products and, for each size, the fastest of several reductions."""
     import torch
     import torch.distributed as dist
 
@@ -76,7 +79,7 @@ def benchmark_all_reduce() -> dict[str, Any]:
     dist.all_gather_object(machines, socket.gethostname())
     matmul = ceilings.matmul_rates(device)
     rates = {}
-    for size in SIZES:
+    for size in BUFFER_BYTES:
         values = torch.ones(size // 4, device=device)
         best = float("inf")
         for _ in range(8):

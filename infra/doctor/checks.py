@@ -1,4 +1,4 @@
-"""Checks whether this machine is ready to train, each with a fix for the problem that it detects.
+"""Checks of whether this machine is ready to train, each with a fix for the problem that it detects.
 
 The checks change nothing on the machine.
 """
@@ -19,7 +19,7 @@ from infra.cli.units import GB
 from infra.device.gpu import GpuState, read_gpu
 from infra.device.hardware import device_info, peak_flops
 from infra.device.host import cpu_count
-from infra.device.telemetry import THROTTLED
+from infra.device.telemetry import THROTTLE_BITS
 
 MIN_FREE_BYTES = 20 * 10**9
 """Minimum free disk space in bytes for checkpoints and traces."""
@@ -27,7 +27,7 @@ MIN_FREE_BYTES = 20 * 10**9
 
 @dataclass(frozen=True)
 class Check:
-    """The result of one check. ``fix`` is empty without a problem; a ``fatal`` problem prevents training."""
+    """Result of one check. ``fix`` is empty if there is no problem; a ``fatal`` problem prevents training."""
 
     name: str
     value: str
@@ -40,7 +40,7 @@ class Check:
 
 
 def run_checks(device: torch.device, out: Path) -> list[Check]:
-    """All checks for ``device``; ``out`` is the folder of runs."""
+    """Run all checks for ``device``; ``out`` is the folder of runs."""
     results = [*software(), *disk(out)]
     if device.type == "cuda":
         return [*results, *gpu(read_gpu(), torch.cuda.get_device_name(device)), *attention_kernels(device)]
@@ -49,7 +49,7 @@ def run_checks(device: torch.device, out: Path) -> list[Check]:
 
 
 def check_missing_gpu(state: GpuState | None) -> Check:
-    """The check of the GPU if torch has none: there is none, or torch cannot use the one that NVML reports."""
+    """Check a GPU that torch does not find: either the machine has none, or torch cannot use the one in NVML."""
     if state is None:
         return Check("GPU", "no GPU found, training runs on the CPU")
     build = f"CUDA {torch.version.cuda}" if torch.version.cuda else "CPU only"
@@ -62,7 +62,7 @@ def check_missing_gpu(state: GpuState | None) -> Check:
 
 
 def software(find_version: Callable[[str], str] = version) -> list[Check]:
-    """Versions of Python and of the packages that determine the speed, and whether torch can compile."""
+    """Check Python, the packages that determine the speed, and whether torch can compile."""
     results = [Check("Python", platform.python_version())]
     for package in ("torch", "ray", "mlflow"):
         try:
@@ -76,7 +76,7 @@ def software(find_version: Callable[[str], str] = version) -> list[Check]:
 
 
 def disk(out: Path) -> list[Check]:
-    """Free disk space in the folder of runs, and shared memory for Ray."""
+    """Check free disk space in the folder of runs, and shared memory for Ray."""
     free = shutil.disk_usage(out).free
     results = [
         Check(f"disk of {out}", f"{free / 1e9:,.0f} GB free", "" if free > MIN_FREE_BYTES else "free disk space")
@@ -90,7 +90,7 @@ def disk(out: Path) -> list[Check]:
 
 
 def cpu(cores: int, load: float) -> list[Check]:
-    """Cores of the CPU and the ``load`` of other work, in cores."""
+    """Check the CPU's cores and the ``load`` of other work, in cores."""
     fix = (
         f"{load:.1f} of {cores} cores are busy with other work; stop it before measuring" if load > 0.5 * cores else ""
     )
@@ -101,7 +101,7 @@ def cpu(cores: int, load: float) -> list[Check]:
 
 
 def gpu(state: GpuState | None, name: str) -> list[Check]:
-    """The GPU with torch's ``name``, its state in NVML, and other processes on it."""
+    """Check the GPU with torch's ``name``, its state in NVML, and other processes that use it."""
     peak_fix = "no peak FLOP/s listed in infra/device/hardware.py, so MFU cannot be computed; add the GPU there"
     results = [Check("GPU", name, "" if peak_flops(name) else peak_fix)]
     if state is None:
@@ -120,13 +120,13 @@ def gpu(state: GpuState | None, name: str) -> list[Check]:
         results.append(Check("SM clock", f"{state.sm_clock} MHz at {state.temperature} °C"))
     if state.ecc is not None:
         results.append(Check("ECC", "on" if state.ecc else "off"))
-    reasons = [cause for cause, bits in THROTTLED.items() if (state.throttle_reasons or 0) & bits]
+    reasons = [cause for cause, bits in THROTTLE_BITS.items() if (state.throttle_reasons or 0) & bits]
     fix = "improve cooling or raise the power limit (nvidia-smi -pl); a throttled GPU distorts all speeds"
     return [*results, Check("throttling", ", ".join(reasons) or "none", fix if reasons else "")]
 
 
 def attention_kernels(device: torch.device) -> list[Check]:
-    """The fused attention kernels of torch that work on the device, forward and backward."""
+    """Check which fused attention kernels of torch work on the device, forward and backward."""
     if device.type != "cuda":
         works = _runs([SDPBackend.FLASH_ATTENTION], device)
         return [Check("fused attention", "available" if works else "unavailable; torch uses plain operations")]

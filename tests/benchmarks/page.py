@@ -28,7 +28,7 @@ from typing import Any
 from playwright.sync_api import Browser, Page, sync_playwright
 
 from infra.device.downsampling import sampling_interval
-from infra.device.telemetry import POINTS
+from infra.device.telemetry import POINTS_PER_INTERVAL
 from infra.storage.files import write_json
 from infra.tracking.run_ref import RunRef
 from infra.tracking.saved_views import OURS
@@ -104,7 +104,7 @@ def write_run(store: str, steps: int) -> tuple[RunRef, int]:
             }  # fmt: skip
             points += sum(write(values, position) for position, values in cycle_metrics(cycle))
         second = 0
-        while (second := second + sampling_interval(second, POINTS)) <= steps:
+        while (second := second + sampling_interval(second, POINTS_PER_INTERVAL)) <= steps:
             points += write(dict.fromkeys(TELEMETRY, float(second % 100)), second)
         tracker.log_metrics({"result/tokens_per_second": 1024.0})
         tracker.set_tags({"outcome": "finished", "tokens/s": "1,024 (1,020 to 1,030)"})

@@ -1,13 +1,13 @@
 #!/bin/bash
-# Creates the passwords that compose.yaml reads, as files in the folder secrets next to this file. Keeps existing ones.
+# Creates the passwords for compose.yaml as files in the folder "secrets" beside this script. Keeps existing passwords.
 set -euo pipefail
 cd "$(dirname "$0")"
 umask 077
 mkdir -p secrets
 
-# Compose mounts these files with their permissions, for processes that are not root. So all users may read the files,
-# but only you can enter their folder.
-make() { # NAME: stdin becomes the file
+# Compose mounts these files with their permissions into containers whose processes are not root. All users may
+# therefore read the files, but only you can enter their folder.
+make() { # Write stdin to the file NAME unless it exists.
     if [[ -s secrets/$1 ]]; then
         cat >/dev/null
     else

@@ -235,5 +235,5 @@ def test_no_control_character_reaches_the_terminal() -> None:
 @pytest.mark.parametrize(("terminal", "widest"), [(False, 7 * 30 - 1), (True, 7 * 5 - 1)])
 def test_a_paragraph_is_wrapped_on_a_terminal_and_one_line_in_a_pipe(terminal: bool, widest: int) -> None:
     file = io.StringIO()
-    _Console(file=file, force_terminal=terminal, width=40, highlight=False).prose(" ".join(["[word]"] * 30))
+    _Console(file=file, force_terminal=terminal, width=40, highlight=False).print_paragraph(" ".join(["[word]"] * 30))
     assert max(len(line.rstrip()) for line in file.getvalue().splitlines()) == widest

@@ -8,7 +8,7 @@ import sys
 from contextlib import suppress
 from pathlib import Path
 
-from infra.cli.progress import FIRST_SECONDS, PIPE_INTERVAL_SECONDS, PipeLines, Status
+from infra.cli.progress import FIRST_LINE_SECONDS, PIPE_INTERVAL_SECONDS, PipeLines, Status
 
 ROOT = Path(__file__).resolve().parents[3]
 
@@ -58,9 +58,9 @@ def test_a_pipe_gets_a_line_after_seconds_and_then_seldom() -> None:
 
     def after(seconds: float) -> str:
         now[0] += seconds
-        return lines.due(task)
+        return lines.take_line(task)
 
-    assert [after(FIRST_SECONDS - 1), after(1), after(1)] == ["", "... starting Ray (2s)", ""]
+    assert [after(FIRST_LINE_SECONDS - 1), after(1), after(1)] == ["", "... starting Ray (2s)", ""]
     task.update("training", "step 1 of 9")
     assert [after(PIPE_INTERVAL_SECONDS - 2), after(1)] == ["", "... training: step 1 of 9"]
 

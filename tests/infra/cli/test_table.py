@@ -3,7 +3,7 @@
 import pytest
 
 from infra.cli.console import console
-from infra.cli.table import Report, Table, summary, tables
+from infra.cli.table import Report, Table, format_summary, tables
 
 HEADING = ("rung", "tokens/s", "step", "GB", "[loss]")
 LINES = [("baseline", "1,000", "", "10.00", "3.250"), ("[fast] one", "123,456,789", "1.50x ±7%", "9.00", "3.249")]
@@ -65,8 +65,12 @@ ROWS = [("What", "tiny"), ("Speed", "1 <b>"), ("Loss", "2"), ("Next", "`go`")]
 
 
 def test_facts_are_three_lines_of_markdown_or_as_many_as_they_are() -> None:
-    assert summary(ROWS).split("  \n") == ["**What:** tiny", "**Speed:** 1 &lt;b> · **Loss:** 2", "**Next:** `go`"]
-    assert [summary(ROWS[:number]).count("  \n") for number in (1, 2, 3)] == [0, 1, 2]
+    assert format_summary(ROWS).split("  \n") == [
+        "**What:** tiny",
+        "**Speed:** 1 &lt;b> · **Loss:** 2",
+        "**Next:** `go`",
+    ]
+    assert [format_summary(ROWS[:number]).count("  \n") for number in (1, 2, 3)] == [0, 1, 2]
 
 
 def test_a_report_is_told_alike_with_its_facts_first_on_a_page_and_last_on_a_terminal(
@@ -77,7 +81,7 @@ def test_a_report_is_told_alike_with_its_facts_first_on_a_page_and_last_on_a_ter
     shown = [line.rstrip() for line in capsys.readouterr().out.splitlines()]
     assert shown == ["- a [b] note", "", "books  66", "", "What   tiny", "Speed  1 <b>", "Loss   2", "Next   go"]
     page = report.markdown()
-    assert page.startswith(summary(ROWS))
+    assert page.startswith(format_summary(ROWS))
     assert page.endswith("\n\n- a [b] note\n\n|  |  |\n| --- | --- |\n| books | 66 |\n")
 
 

@@ -11,7 +11,7 @@ from hypothesis import strategies as st
 
 from infra.device.downsampling import sampling_interval
 from infra.device.gpu import GpuMeter, GpuReading
-from infra.device.telemetry import POINTS, Energy, HostReader, Telemetry, gpu_metrics, prefix_node
+from infra.device.telemetry import POINTS_PER_INTERVAL, Energy, HostReader, Telemetry, gpu_metrics, prefix_node
 
 CARD = GpuReading(97.0, 30 * 10**9, 690.0, 61, 1980, 0, 1000.0)
 SILENT = GpuReading(None, None, None, None, None, None, None)
@@ -19,7 +19,7 @@ SILENT = GpuReading(None, None, None, None, None, None, None)
 
 def points(begin: int, end: int) -> Iterator[int]:
     """The seconds of the points between two seconds of a run."""
-    while (begin := begin + sampling_interval(begin, POINTS)) <= end:
+    while (begin := begin + sampling_interval(begin, POINTS_PER_INTERVAL)) <= end:
         yield begin
 
 
@@ -34,7 +34,7 @@ def test_a_day_stays_under_ten_thousand_points() -> None:
 @settings(max_examples=30)
 @given(st.integers(0, 10**7), st.integers(0, 10**7))
 def test_an_interval_is_short_against_the_run_and_a_resumed_run_has_no_more_points(begin: int, end: int) -> None:
-    assert sampling_interval(begin, POINTS) <= begin / 60 + 1
+    assert sampling_interval(begin, POINTS_PER_INTERVAL) <= begin / 60 + 1
     cut = len(list(points(0, min(begin, end)))) + len(list(points(min(begin, end), max(begin, end))))
     assert cut <= len(list(points(0, max(begin, end)))) + 1
 
@@ -81,7 +81,7 @@ def test_memory_is_in_units_of_ten_to_the_ninth_bytes() -> None:
 
 def test_what_was_read_since_the_last_point_is_sent_at_the_end(monkeypatch: pytest.MonkeyPatch) -> None:
     """After twelve days, the next point is not due for hours."""
-    assert sampling_interval(10**6, POINTS) > 8000
+    assert sampling_interval(10**6, POINTS_PER_INTERVAL) > 8000
     ((second, metrics),) = watched(monkeypatch, 0.2, begin=10**6)
     assert 10**6 < second < 10**6 + 100
     assert metrics["system/worker_cpu_percent"] > 0
