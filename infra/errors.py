@@ -1,22 +1,23 @@
-"""The exception for a user's mistake, and the first line of any other exception."""
+"""The exception for invalid input and failing storage, and texts for error messages."""
 
 import difflib
 from collections.abc import Iterable
 
 
 class UserError(Exception):
-    """A mistake in what was asked for: one sentence that names the file or flag and the next step.
+    """An error that the user can fix: its message names the file or flag, and the next step.
 
-    Of no other kind, so that only code that knows of it can catch it: storage that fails raises it, too.
+    Failing storage raises it, too. It has no other base class, so that code cannot catch it by accident.
     """
 
 
 def first_line(failure: BaseException) -> str:
+    """Return the first line of an exception's message, or the name of its type if the message is empty."""
     return (str(failure) or type(failure).__name__).splitlines()[0]
 
 
-def nearest(text: str, known: Iterable[str]) -> str:
-    """The end of a sentence that suggests the ``known`` names most like ``text``, or lists all of them."""
-    known = list(known)
-    close = difflib.get_close_matches(text.lower(), known, n=3, cutoff=0.5)
-    return f"; did you mean {' or '.join(close)}?" if close else f"; there are {', '.join(known)}."
+def nearest(text: str, names: Iterable[str]) -> str:
+    """Return the end of a message that suggests the ``names`` most similar to ``text``, or lists all of them."""
+    names = list(names)
+    matches = difflib.get_close_matches(text.lower(), names, n=3, cutoff=0.5)
+    return f". Did you mean {' or '.join(matches)}?" if matches else f". Choose from {', '.join(names)}."

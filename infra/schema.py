@@ -1,4 +1,4 @@
-"""Dataclasses to JSON and back, by pydantic: strict, so that a damaged file is refused instead of half understood."""
+"""Conversion of dataclasses to JSON and back with pydantic, strict, so that a damaged file is rejected."""
 
 import json
 from dataclasses import fields
@@ -12,24 +12,24 @@ from infra.errors import UserError
 T = TypeVar("T")
 
 strict = with_config(ConfigDict(extra="forbid", strict=True, ser_json_inf_nan="constants"))
-"""For a dataclass that is kept in files: refuse unknown fields, and values that are not of their field's type."""
+"""Decorator of a dataclass that is stored in files; unknown fields and values of other types are rejected."""
 
 
 def to_json(value: Any) -> Any:
-    """The dataclass instance ``value`` as JSON values; :func:`from_json` reads them back."""
+    """Convert the dataclass instance ``value`` to JSON values, which :func:`from_json` reads."""
     return _adapter(type(value)).dump_python(value, mode="json")
 
 
 def from_json(kind: type[T], values: Any, source: object) -> T:
-    """The dataclass ``kind`` that the JSON ``values`` describe.
+    """Create an instance of the dataclass ``kind`` from JSON ``values``.
 
-    Raises ``UserError`` that names ``source``, where they come from, and the first field that is wrong.
+    If a field is invalid, raises a ``UserError`` that names it and the ``source`` of the values, such as a file.
     """
     try:
         return _adapter(kind).validate_json(json.dumps(values))
     except ValidationError as mistake:
         raise UserError(f"{source}{_fault(kind, mistake)}") from None
-    except UserError as mistake:  # of the dataclass itself
+    except UserError as mistake:  # The dataclass itself raises it.
         raise UserError(f"{source}: {mistake}") from None
 
 
@@ -39,15 +39,15 @@ def _adapter(kind: type[T]) -> TypeAdapter[T]:
 
 
 def _fault(kind: type, mistake: ValidationError) -> str:
-    """What is wrong, as the end of a sentence that begins with the file's name."""
+    """Describe the first invalid field, as the end of a message that begins with the file's name."""
     first = mistake.errors(include_url=False)[0]
     name, message = ".".join(map(str, first["loc"])), first["msg"]
     match first["type"]:
         case "unexpected_keyword_argument" if len(first["loc"]) == 1:
-            known = ", ".join(field.name for field in fields(kind))  # type: ignore[arg-type]
-            return f" has the unknown setting {name!r}; the settings are {known}."
+            settings = ", ".join(field.name for field in fields(kind))  # type: ignore[arg-type]
+            return f" has an unknown setting {name!r}. Valid settings are {settings}."
         case "missing":
-            return f" lacks {name!r}."
-        case "value_error":  # raised by the dataclass itself, as a whole sentence
+            return f" is missing the setting {name!r}."
+        case "value_error":  # The dataclass itself raises it with a whole message.
             return f": {first.get('ctx', {})['error']}"
-    return f": {name or 'it'} is {first['input']!r}; {message[0].lower()}{message[1:]}."
+    return f": {name or 'the value'} is {first['input']!r}. {message}."

@@ -1,4 +1,4 @@
-"""Checks of the machines of a Ray cluster, each described by a process on it and compared with the driver's machine."""
+"""Checks of the machines of a Ray cluster: a process on each describes it, for comparison with the driver's machine."""
 
 import os
 import platform
@@ -19,25 +19,25 @@ from infra.ray.machines import run_on_nodes
 from infra.storage.directory import StorageDir
 from infra.storage.files import TEMPORARY, scratch
 
-ANSWER_SECONDS = 45.0
-"""Time limit for a machine to describe itself; a process must start there."""
-STORAGE_SECONDS = 60.0
+RESPONSE_TIMEOUT_SECONDS = 45.0
+"""Time limit for a machine to start a process and describe itself."""
+STORAGE_TIMEOUT_SECONDS = 60.0
 """Time limit for a machine to write to and read from the storage, including retries."""
-STORAGE_BYTES = 4 << 20
+STORAGE_FILE_BYTES = 4 << 20
 """Size of the file with which the storage is measured."""
 MIN_FREE_BYTES = 20 * 10**9
 """Minimum free scratch space in bytes for copies of data sets and runs."""
-MEASURE_SECONDS = 120.0
+MATMUL_TIMEOUT_SECONDS = 120.0
 """Time limit for a machine to start a process with torch and to measure its matrix products."""
 CLOCK_TIMEOUT_SECONDS = 5.0
 """Time limit for a machine to return the time of its clock."""
-CLOCK_SECONDS = 1.0
-"""Maximum offset of a clock in seconds; with a larger one, times of a run and of a machine's logs do not match."""
+MAX_CLOCK_OFFSET_SECONDS = 1.0
+"""Maximum offset of a clock; beyond it, times of a run do not match the logs of the machine."""
 
 
 @dataclass(frozen=True)
 class MachineReport:
-    """A machine as described by a process on it. Memory in bytes."""
+    """Description of a machine by a process on it. Memory and free scratch space are in bytes."""
 
     python: str
     versions: dict[str, str]
@@ -50,65 +50,65 @@ class MachineReport:
 
 @dataclass(frozen=True)
 class Rates:
-    """A machine's speed of matrix products on one GPU or, without a GPU, on all cores."""
+    """Measured rates of matrix products of a machine, on one GPU or, without a GPU, on all cores."""
 
     machine: str
     device: str
     """Name of the GPU in torch, or cpu."""
     matmul: dict[str, float]
-    """FLOP/s by precision."""
+    """FLOP/s of matrix products by precision."""
 
 
 @dataclass
 class NodeReport:
-    """The checks and measurements of one machine of the cluster."""
+    """Results of the checks and measurements of one machine of the cluster."""
 
     name: str
     cores: int
     machine: MachineReport | None = None
-    """None if the machine did not respond."""
+    """Description of the machine; None if the machine did not respond."""
     clock: float | None = None
     """Seconds by which the machine's clock is ahead of the driver's; None if it was not measured."""
     storage: dict[str, float] = field(default_factory=dict)
-    """Bytes/s written (``up``) and read (``down``)."""
+    """Speed of the storage in bytes/s, for writing (``up``) and reading (``down``)."""
     rates: Rates | None = None
-    """None if nothing was measured."""
+    """Rates of matrix products; None if they were not measured."""
     problems: dict[str, bool] = field(default_factory=dict)
-    """Problems, each with whether it prevents training."""
+    """Problems of the machine, each with whether it prevents training."""
 
     def to_json(self) -> dict[str, Any]:
         return asdict(self)
 
 
 def measure_storage(directory: StorageDir) -> dict[str, float]:
-    """Bytes/s of writing and reading a file of a few MB in ``directory``."""
+    """Measure the bytes/s of writing and reading a file of a few MB in ``directory``."""
     name = f"{TEMPORARY}{socket.gethostname()}-{os.getpid()}"
-    content = os.urandom(STORAGE_BYTES)
+    content = os.urandom(STORAGE_FILE_BYTES)
     started_at = time.perf_counter()
     directory.write(name, content)
     written_at = time.perf_counter()
     try:
         if directory.read(name) != content:
-            raise UserError(f"{directory / name} has other content than was written. Check the storage.")
+            raise UserError(f"{directory / name} differs from the content that was written. Check the storage.")
         read_seconds = time.perf_counter() - written_at
-        return {"up": STORAGE_BYTES / (written_at - started_at), "down": STORAGE_BYTES / read_seconds}
+        return {"up": STORAGE_FILE_BYTES / (written_at - started_at), "down": STORAGE_FILE_BYTES / read_seconds}
     finally:
         directory.remove([name])
 
 
 def clock() -> float:
-    """The time of this machine's clock."""
+    """Return the time of this machine's clock."""
     return time.time()
 
 
 def describe_node() -> MachineReport:
     """Describe this machine."""
-    hidden = os.environ.pop("CUDA_VISIBLE_DEVICES", None)  # Ray hides all GPUs from a task that requests none.
+    visible_devices = os.environ.pop("CUDA_VISIBLE_DEVICES", None)  # Ray hides all GPUs from a task without a GPU.
     try:
         gpus = [state for index in range(16) if (state := read_gpu(index))]
     finally:
-        if hidden is not None:
-            os.environ["CUDA_VISIBLE_DEVICES"] = hidden
+        if visible_devices is not None:
+            os.environ["CUDA_VISIBLE_DEVICES"] = visible_devices
     versions = {}
     for package in ("ray", "torch"):
         try:
@@ -131,7 +131,7 @@ def rates() -> Rates:
 
 
 def examine(address: str, out: StorageDir, *, measure: bool = False) -> list[NodeReport]:
-    """Check each live machine of the cluster at ``address``, and its access to ``out`` if that is object storage.
+    """Check each live machine of the cluster at ``address`` and, if ``out`` is object storage, its access to it.
 
     With ``measure``, each machine also measures matrix products on a free GPU, or on all its cores. Raises
     ``UserError`` if no cluster responds.
@@ -144,52 +144,53 @@ def examine(address: str, out: StorageDir, *, measure: bool = False) -> list[Nod
             node: NodeReport(entry["NodeManagerHostname"], int(entry["Resources"].get("CPU", 0)))
             for node, entry in sorted(nodes.items(), key=lambda item: item[1]["NodeManagerHostname"])
         }
-        driver, responses = describe_node(), run_on_nodes(list(reports), describe_node, seconds=ANSWER_SECONDS)
+        driver = describe_node()
+        responses = run_on_nodes(list(reports), describe_node, seconds=RESPONSE_TIMEOUT_SECONDS)
         for node, report in reports.items():
             if isinstance(response := responses.get(node), MachineReport):
                 report.machine = response
                 report.problems |= compare(response, driver)
             else:
-                report.problems[f"does not respond: {_failure_reason(response, ANSWER_SECONDS)}"] = True
+                report.problems[f"does not respond: {_failure_reason(response, RESPONSE_TIMEOUT_SECONDS)}"] = True
         reachable = {node: report for node, report in reports.items() if report.machine}
         for node, report in reachable.items():
             report.clock = clock_offset(
                 lambda node=node: run_on_nodes([node], clock, seconds=CLOCK_TIMEOUT_SECONDS).get(node)
             )
-            if report.clock is not None and abs(report.clock) > CLOCK_SECONDS:
+            if report.clock is not None and abs(report.clock) > MAX_CLOCK_OFFSET_SECONDS:
                 problem = f"its clock differs from this machine's by {report.clock:+.1f} s; synchronize it with NTP"
                 report.problems[problem] = False
         if out.local_path is None:
-            responses = run_on_nodes(list(reachable), measure_storage, out, seconds=STORAGE_SECONDS)
+            responses = run_on_nodes(list(reachable), measure_storage, out, seconds=STORAGE_TIMEOUT_SECONDS)
             for node, report in reachable.items():
                 if isinstance(response := responses.get(node), dict):
                     report.storage = response
                 else:
-                    report.problems[f"cannot use {out}: {_failure_reason(response, STORAGE_SECONDS)}"] = True
+                    report.problems[f"cannot use {out}: {_failure_reason(response, STORAGE_TIMEOUT_SECONDS)}"] = True
         if measure:
             _measure(reachable, {node: "GPU" in nodes[node]["Resources"] for node in reachable})
         return list(reports.values())
 
 
 def _measure(reports: Mapping[str, NodeReport], has_gpu: Mapping[str, bool]) -> None:
-    """Measure the matrix products of the machines, given by their node ids, that have a GPU or cores."""
+    """Measure matrix products on the machines, by node id, that have a GPU or cores."""
     needs = {
         node: {"num_gpus": 1} if has_gpu[node] else {"num_cpus": report.cores}
         for node, report in reports.items()
         if has_gpu[node] or report.cores
     }
-    responses = run_on_nodes(list(needs), rates, seconds=MEASURE_SECONDS, needs=needs)
+    responses = run_on_nodes(list(needs), rates, seconds=MATMUL_TIMEOUT_SECONDS, needs=needs)
     for node in needs:
         if isinstance(response := responses.get(node), Rates):
             reports[node].rates = response
         else:
-            reason = _failure_reason(response, MEASURE_SECONDS)
+            reason = _failure_reason(response, MATMUL_TIMEOUT_SECONDS)
             problem = f"matmul rate not measured ({reason}); its GPU or cores may be in use"
             reports[node].problems[problem] = False
 
 
 def compare(machine: MachineReport, driver: MachineReport) -> dict[str, bool]:
-    """The problems of ``machine`` in comparison with the ``driver``'s, each with whether it prevents training."""
+    """Return problems of ``machine`` compared with the ``driver``'s machine, each with whether it prevents training."""
     problems = {}
     for name, node_version, driver_version in [
         ("Python", machine.python, driver.python),
@@ -197,27 +198,27 @@ def compare(machine: MachineReport, driver: MachineReport) -> dict[str, bool]:
     ]:
         # The part after "+" is the build; builds for CUDA and for the CPU work together.
         if node_version.partition("+")[0] != driver_version.partition("+")[0]:
-            same_minor = node_version.split(".")[:2] == driver_version.split(".")[:2]
-            is_fatal = name == "ray" or node_version == "missing" or not same_minor
+            is_same_minor = node_version.split(".")[:2] == driver_version.split(".")[:2]
+            is_fatal = name == "ray" or node_version == "missing" or not is_same_minor
             problems[f"{name} is {node_version}, but {driver_version} on this machine; install the same version"] = (
                 is_fatal
             )
     if machine.scratch_free < MIN_FREE_BYTES:
-        free = machine.scratch_free / 1e9
+        free_gb = machine.scratch_free / 1e9
         advice = "free disk space for data and checkpoints, or set TMPDIR"
-        problems[f"{machine.scratch} has only {free:.1f} GB free; {advice}"] = False
+        problems[f"{machine.scratch} has only {free_gb:.1f} GB free; {advice}"] = False
     return problems
 
 
 def _failure_reason(response: Exception | None, seconds: float) -> str:
-    """The error of a machine, or that it did not respond within ``seconds``."""
+    """Return the error of a machine, or a text that it did not reply within ``seconds``."""
     return first_line(getattr(response, "cause", response)) if response else f"no reply within {seconds:.0f} s"
 
 
 def clock_offset(read_clock: Callable[[], Any]) -> float | None:
-    """Seconds by which the clock of a machine is ahead of this one's, by the fastest of three readings.
+    """Return the seconds by which another machine's clock is ahead of this one's, by the fastest of three readings.
 
-    None if ``read_clock`` returns no time.
+    Returns None if ``read_clock``, which reads the other clock, does not return a time.
     """
     best: tuple[float, float] | None = None
     for _ in range(3):

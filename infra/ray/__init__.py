@@ -1,1 +1,1 @@
-"""Starting or joining Ray, and the machines that it has."""
+"""Ray: starting or joining a cluster, and the machines of the cluster."""

@@ -1,6 +1,6 @@
-"""The machines of the connected Ray: what they have, what they answer, and waiting for room on them.
+"""Machines of the connected Ray cluster: their resources, calls on each of them, and waiting for free resources.
 
-What is waited for is said in one sentence, with what there is; Ctrl-C ends every wait.
+A wait prints which resources it waits for and which are available. Ctrl-C ends every wait.
 """
 
 import ipaddress
@@ -19,26 +19,26 @@ from infra.errors import UserError
 from infra.storage.directory import StorageDir
 from infra.storage.files import TEMPORARY
 
-ASKING_SECONDS = 20.0
-"""How long a machine of the cluster may take to answer a question: a process must start there."""
+RESPONSE_TIMEOUT_SECONDS = 20.0
+"""Time limit for a machine of the cluster to start a process and return its result."""
 
 LOSS_POLL_SECONDS = 2.0
-"""Between two looks at which machines there are."""
+"""Interval between two checks of the live machines."""
 
-PLACING_SECONDS = 1.0
-"""How long Ray may look for free resources before we report it; it takes milliseconds where there are some."""
+WARN_AFTER_SECONDS = 1.0
+"""Time after which a wait for free resources is reported; available resources are found in milliseconds."""
 
 RESOURCE_POLL_SECONDS = 0.2
-"""Between two looks at whether to wait any longer for room."""
+"""Interval between two checks for free resources."""
 
 T = TypeVar("T")
 
 Node = Mapping[str, float]
-"""A machine's resources by Ray's names for them."""
+"""Resources of a machine by the names that Ray uses."""
 
 
 def eligible_nodes(*, accelerator: str | None = None) -> dict[str, Node]:
-    """The live machines of the connected Ray by their node ids, or only those with GPUs of the type ``accelerator``."""
+    """Return the live machines of the connected Ray by node id; with ``accelerator``, only machines with this GPU."""
     import ray
 
     nodes: dict[str, Node] = {node["NodeID"]: node["Resources"] for node in ray.nodes() if node["Alive"]}
@@ -50,46 +50,49 @@ def eligible_nodes(*, accelerator: str | None = None) -> dict[str, Node]:
 def await_accelerator(accelerator: str) -> None:
     """Wait until the connected Ray has a machine with an accelerator of this type, which an autoscaler may add.
 
-    Raises ``UserError`` on a Ray of our own, which no machine joins.
+    Raises ``UserError`` on a local Ray without the accelerator, because other machines cannot join it.
     """
     import ray.util
 
     if eligible_nodes(accelerator=accelerator):
         return
     if ipaddress.ip_address(ray.util.get_node_ip_address()).is_loopback:
-        raise UserError(f"--accelerator {accelerator} is not in this machine: leave it out, or name an --address.")
+        raise UserError(
+            f"This machine has no {accelerator} (--accelerator). Remove the flag, or join a cluster with --address."
+        )
     wait_for_resources(f"--accelerator {accelerator}", [accelerator_resource(accelerator)])
 
 
 def accelerator_resource(accelerator: str | None) -> dict[str, float]:
-    """What work asks Ray for to be placed on a machine with an accelerator of this type; nothing if it needs none."""
+    """Return the resource request that places work on a machine with this accelerator; empty for None."""
     return {f"accelerator_type:{accelerator}": 0.001} if accelerator else {}
 
 
 def is_this_machine_alone() -> bool:
-    """Whether the connected Ray has no other live machine than this one."""
+    """Whether this machine is the only live machine of the connected Ray."""
     import ray
 
     return [node["NodeManagerHostname"] for node in ray.nodes() if node["Alive"]] == [socket.gethostname()]
 
 
 def max_cores_per_worker(nodes: Collection[Node], workers: int, *, gpu: bool) -> int:
-    """The most cores that each of ``workers`` can have on ``nodes`` at the same time; 0 where they do not fit.
+    """Return the maximum number of cores that each of ``workers`` can have on ``nodes`` at once; 0 if they do not fit.
 
-    A worker runs on one machine, so the sum of the cluster's cores does not matter. With ``gpu`` each worker has a GPU,
-    and no more than that GPU's share of its machine's cores: workers on the other GPUs need some too.
+    A worker runs on one machine, so the sum of the cluster's cores does not matter. With ``gpu`` each worker has a GPU
+    and at most that GPU's share of its machine's cores, because workers on the other GPUs need cores, too.
     """
-    room = [(int(node.get("CPU", 0)), int(node.get("GPU", 0))) for node in nodes]
-    room = [(cores, gpus) for cores, gpus in room if cores and (gpus or not gpu)]
-    sizes = {max(1, cores // max(count, gpus * gpu)) for cores, gpus in room for count in range(1, workers + 1)}
-    for size in sorted(sizes, reverse=True):
-        if sum(min(cores // size, gpus) if gpu else cores // size for cores, gpus in room) >= workers:
-            return size
+    machines = [(int(node.get("CPU", 0)), int(node.get("GPU", 0))) for node in nodes]
+    machines = [(cores, gpus) for cores, gpus in machines if cores and (gpus or not gpu)]
+    options = {max(1, cores // max(count, gpus * gpu)) for cores, gpus in machines for count in range(1, workers + 1)}
+    for per_worker in sorted(options, reverse=True):
+        capacities = (min(cores // per_worker, gpus) if gpu else cores // per_worker for cores, gpus in machines)
+        if sum(capacities) >= workers:
+            return per_worker
     return 0
 
 
 def pin_to_driver_node() -> Any:
-    """The scheduling strategy of what must be on the driver's machine: a file there, or its end with the driver's."""
+    """Return the scheduling strategy of work that must run on the driver's machine, to use its files or end with it."""
     import ray
     from ray.util.scheduling_strategies import NodeAffinitySchedulingStrategy
 
@@ -98,45 +101,51 @@ def pin_to_driver_node() -> Any:
 
 def run_on_nodes(
     nodes: Sequence[str],
-    question: Callable[..., Any],
+    function: Callable[..., Any],
     *arguments: Any,
     seconds: float,
     needs: Mapping[str, Mapping[str, float]] | None = None,
-    **named: Any,
+    **keyword_arguments: Any,
 ) -> dict[str, Any]:
-    """The answers of ``question(*arguments, **named)`` on the machines of the connected Ray with these node ids.
+    """Call ``function`` on machines of the connected Ray and return the results by node id.
 
-    It runs without cores, so also where other work has them all, unless a machine has ``needs``: ``num_cpus`` and
-    ``num_gpus``. An exception is an answer, too; a machine that does not answer within ``seconds`` is missing.
+    A machine that raises has the exception as its result. A machine without a result within ``seconds`` is missing.
+
+    Args:
+        nodes: node ids of the machines.
+        function: function to call with ``arguments`` and ``keyword_arguments``.
+        seconds: time limit for all machines together.
+        needs: required ``num_cpus`` and ``num_gpus`` by node id; by default none, so that a machine responds even if
+            other work uses all its cores.
     """
     import ray
     from ray.util.scheduling_strategies import NodeAffinitySchedulingStrategy
 
-    ask: Any = ray.remote(num_cpus=0, max_retries=0)(question)
+    remote_function: Any = ray.remote(num_cpus=0, max_retries=0)(function)
     node_by_task: dict[Any, str] = {}
     for node in nodes:
-        there = NodeAffinitySchedulingStrategy(node, soft=False)
-        task = ask.options(scheduling_strategy=there, **(needs or {}).get(node, {}))
-        node_by_task[task.remote(*arguments, **named)] = node
-    done, waiting = (
+        strategy = NodeAffinitySchedulingStrategy(node, soft=False)
+        task = remote_function.options(scheduling_strategy=strategy, **(needs or {}).get(node, {}))
+        node_by_task[task.remote(*arguments, **keyword_arguments)] = node
+    finished_tasks, pending_tasks = (
         ray.wait(list(node_by_task), num_returns=len(node_by_task), timeout=seconds) if node_by_task else ([], [])
     )
-    answers: dict[str, Any] = {}
-    for answer in done:
+    results: dict[str, Any] = {}
+    for task in finished_tasks:
         try:
-            answers[node_by_task[answer]] = ray.get(answer)
-        except Exception as failure:  # noqa: BLE001 whatever the machine's process fails with
-            answers[node_by_task[answer]] = failure
-    for late in waiting:
-        ray.cancel(late, force=True)
-    return answers
+            results[node_by_task[task]] = ray.get(task)
+        except Exception as failure:  # noqa: BLE001 the process of a machine may raise any exception
+            results[node_by_task[task]] = failure
+    for task in pending_tasks:
+        ray.cancel(task, force=True)
+    return results
 
 
 def check_shared(flag: str, directory: StorageDir) -> None:
-    """Raise ``UserError`` when a machine of the connected Ray, where work may be placed, does not share ``directory``.
+    """Raise ``UserError`` if a machine of the connected Ray that may get work does not share ``directory``.
 
-    Each is asked for a file that this one has just made there, because nothing else tells a shared disk from another
-    disk at the same path. Those that do not answer in ``ASKING_SECONDS`` are not waited for: they take no work either.
+    Each machine looks for a file that this one has just created there, because a different disk may have the same path.
+    Machines that do not respond within ``RESPONSE_TIMEOUT_SECONDS`` are ignored, because they cannot get work either.
     """
     folder = directory.local_path
     if folder is None or is_this_machine_alone():
@@ -145,111 +154,119 @@ def check_shared(flag: str, directory: StorageDir) -> None:
     descriptor, probe = tempfile.mkstemp(prefix=TEMPORARY, dir=folder)
     os.close(descriptor)
     try:
-        missing_on = sorted(name for name, sees in run_on_other_nodes(os.path.exists, probe) if not sees)
+        missing_on = sorted(name for name, has_probe in run_on_other_nodes(os.path.exists, probe) if not has_probe)
     finally:
         Path(probe).unlink()
     if missing_on:
         raise UserError(
-            f"{flag} {folder} is on this machine's disk, which {', '.join(missing_on)} of the cluster cannot see: give "
-            f"object storage, such as {flag} s3://bucket/folder, or a folder on a disk that all machines share."
+            f"{flag} {folder} is on this machine's disk, which {', '.join(missing_on)} cannot read. Use object "
+            f"storage, such as {flag} s3://bucket/folder, or a folder on a disk that all machines share."
         )
 
 
-def run_on_other_nodes(question: Callable[..., T], *arguments: Any) -> list[tuple[str, T]]:
-    """What ``question(*arguments)`` returns on each other machine of the connected Ray where work may be placed.
+def run_on_other_nodes(function: Callable[..., T], *arguments: Any) -> list[tuple[str, T]]:
+    """Call ``function(*arguments)`` on each other machine of the connected Ray that may get work.
 
-    With each answer comes its machine's name. Those that do not answer in ``ASKING_SECONDS`` are left out.
+    Machines that fail or do not respond within ``RESPONSE_TIMEOUT_SECONDS`` are omitted.
+
+    Returns:
+        (name of the machine, result) of each machine.
     """
     import ray
 
-    own = ray.get_runtime_context().get_node_id()
-    others = {
+    driver_node = ray.get_runtime_context().get_node_id()
+    names = {
         node["NodeID"]: node["NodeManagerHostname"]
         for node in ray.nodes()
-        if node["Alive"] and node["NodeID"] != own and _has_room(node)
+        if node["Alive"] and node["NodeID"] != driver_node and _has_compute(node)
     }
-    answers = run_on_nodes(list(others), question, *arguments, seconds=ASKING_SECONDS)
-    return [(others[node], answer) for node, answer in answers.items() if not isinstance(answer, Exception)]
+    results = run_on_nodes(list(names), function, *arguments, seconds=RESPONSE_TIMEOUT_SECONDS)
+    return [(names[node], result) for node, result in results.items() if not isinstance(result, Exception)]
 
 
-def _has_room(node: Mapping[str, Any]) -> bool:
+def _has_compute(node: Mapping[str, Any]) -> bool:
     return any(node["Resources"].get(name) for name in ("CPU", "GPU"))
 
 
-def wait_for_resources(what: str, bundles: Sequence[Node]) -> None:
-    """Wait until Ray has free resources for the ``bundles`` of ``what``, with a message.
+def wait_for_resources(purpose: str, bundles: Sequence[Node]) -> None:
+    """Wait until Ray has free resources for ``bundles``, and print a message with the ``purpose`` if that takes long.
 
-    For work whose own request would outlive it: the placement group of an actor that asks for one while its driver
-    ends is kept for ever by Ray 2.60, with what it reserves. This one is the driver's, and Ray removes it. A run that
-    has lost a machine and looks for another one still depends on Ray Train's own request.
+    The driver itself requests a placement group here, so that Ray removes it if the driver ends. Ray 2.60 never removes
+    a placement group that an actor requests while its driver ends. A run that has lost a machine still depends on Ray
+    Train's own request.
     """
     from ray.util import placement_group, remove_placement_group
 
-    group, began, has_reported = placement_group([dict(bundle) for bundle in bundles]), time.monotonic(), False
+    group, started_at, has_reported = placement_group([dict(bundle) for bundle in bundles]), time.monotonic(), False
     try:
         while not group.wait(RESOURCE_POLL_SECONDS):
-            if not has_reported and time.monotonic() - began >= PLACING_SECONDS:
+            if not has_reported and time.monotonic() - started_at >= WARN_AFTER_SECONDS:
                 has_reported = True
-                errors.print(resource_wait_message(what, bundles), markup=False)
+                errors.print(resource_wait_message(purpose, bundles), markup=False)
     finally:
         remove_placement_group(group)
 
 
 def is_pending(bundles: Sequence[Node]) -> bool:
-    """Whether a placement group of these ``bundles`` is pending; Ray does not tell whose."""
+    """Whether any placement group with these ``bundles`` is pending; Ray does not report its owner."""
     from ray.util import placement_group_table
 
     def amounts(requests: Iterable[Node]) -> list[tuple[float, float]]:
         return sorted((bundle.get("CPU", 0.0), bundle.get("GPU", 0.0)) for bundle in requests)
 
     groups = placement_group_table().values()
-    waiting = [group["bundles"].values() for group in groups if group["state"] in ("PENDING", "RESCHEDULING")]
-    return any(amounts(request) == amounts(bundles) for request in waiting)
+    pending = [group["bundles"].values() for group in groups if group["state"] in ("PENDING", "RESCHEDULING")]
+    return any(amounts(request) == amounts(bundles) for request in pending)
 
 
-def resource_wait_message(what: str, bundles: Sequence[Node]) -> str:
-    """A sentence: which resources the ``bundles`` of ``what`` wait for, and what the cluster has."""
+def resource_wait_message(purpose: str, bundles: Sequence[Node]) -> str:
+    """Return a message with the resources that ``purpose`` waits for, and the resources of the cluster."""
     import ray
 
-    def amounts(resources: Node, nothing: str) -> str:
+    def describe(resources: Node) -> str:
         types = [name.partition(":")[2] for name in resources if name.startswith("accelerator_type:")]
         counts = [f"{resources[name]:g} {name}" for name in ("CPU", "GPU") if resources.get(name)]
-        return (" and ".join(counts) or nothing) + "".join(f" with {name}" for name in types)
+        return ", ".join([*counts, *types]) or "0 CPU"
 
     alive = [(node["NodeManagerHostname"], node["Resources"]) for node in ray.nodes() if node["Alive"]]
-    machines = ", ".join(f"{name} {amounts(resources, '0 CPU')}" for name, resources in alive)
-    times = f"{len(bundles)} times " if len(bundles) > 1 else ""
+    machines = "; ".join(f"{name}: {describe(resources)}" for name, resources in alive)
+    request = describe(bundles[0])
+    if not any(bundles[0].get(name) for name in ("CPU", "GPU")):
+        request = f"a machine with {request}"
+    request = f"{len(bundles)} x ({request})" if len(bundles) > 1 else request
+    free = ray.available_resources()
     return (
-        f"Waiting for {times}{amounts(bundles[0], 'a machine')} for {what}. Ray has {machines}, of which "
-        f"{amounts(ray.available_resources(), '0 CPU')} is free: stop other work there, or add machines; Ctrl-C exits."
+        f"Waiting for {request} for {purpose}. The cluster has {machines}; free: "
+        f"{describe({name: free[name] for name in ('CPU', 'GPU') if name in free})}. Stop other work or add machines. "
+        "Press Ctrl-C to exit."
     )
 
 
 @contextmanager
 def report_lost_nodes(consequence: str) -> Iterator[None]:
-    """While the block runs, say which machine has left the connected Ray, and what follows from that.
+    """Print a message during the block for each machine that the connected Ray loses, with the ``consequence``.
 
-    Ray repeats a lost machine's tasks by itself and says nothing; where no machine is left it waits for one.
+    Ray repeats the tasks of a lost machine without a message. If no machine is left, it waits for a new one.
     """
     import ray
 
-    def machines() -> dict[str, str]:
+    def live_machines() -> dict[str, str]:
         return {
-            node["NodeID"]: node["NodeManagerHostname"] for node in ray.nodes() if node["Alive"] and _has_room(node)
+            node["NodeID"]: node["NodeManagerHostname"] for node in ray.nodes() if node["Alive"] and _has_compute(node)
         }
 
     ended = threading.Event()
 
     def watch() -> None:
-        known: dict[str, str] | None = None
+        previous: dict[str, str] | None = None
         while not ended.wait(LOSS_POLL_SECONDS):
-            with suppress(Exception):  # Ray is shutting down or unreachable, which is reported elsewhere
-                now = machines()
-                for gone in (known or {}).keys() - now.keys():
-                    errors.print(f"{(known or {})[gone]} has left the cluster: {consequence}.", markup=False)
-                if not now and known != now:
-                    errors.print("The cluster has no machine for the work: waiting until one joins; Ctrl-C exits.")
-                known = now
+            with suppress(Exception):  # An unreachable Ray is reported elsewhere.
+                current = live_machines()
+                for node in (previous or {}).keys() - current.keys():
+                    errors.print(f"Lost {(previous or {})[node]}: {consequence}.", markup=False)
+                if not current and previous != current:
+                    errors.print("No machine is left for the work. Waiting for one to join. Press Ctrl-C to exit.")
+                previous = current
 
     thread = threading.Thread(target=watch, name="losses", daemon=True)
     thread.start()

@@ -1,4 +1,4 @@
-"""Secrets in URLs, which results, messages and the list of processes would reveal."""
+"""Detection of secrets in URLs, which results, messages and the process list would reveal."""
 
 import re
 
@@ -11,7 +11,7 @@ _IN_QUERY = re.compile(
 def has_secret(text: str) -> bool:
     """Whether ``text`` contains a URL with a password, a token or a key.
 
-    A user name counts in a web address, because some services take a token there, but not in the address of a database
-    or a bucket (``gs://anonymous@bucket``).
+    A user name in a web address counts as a secret, because some services accept a token there. In the address of a
+    database or a bucket (``gs://anonymous@bucket``) it does not.
     """
     return bool(_USER_AND_PASSWORD.search(text) or _IN_QUERY.search(text))

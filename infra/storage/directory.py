@@ -1,7 +1,7 @@
-"""The interface to a directory of data, runs or experiments, with one implementation for each kind of storage.
+"""Interface to a directory of data, runs or experiments, with one implementation for each kind of storage.
 
-Machines of a cluster share object storage and nothing else. A new kind of storage is one module with a subclass of
-:class:`StorageDir`, imported by ``infra.storage``.
+Machines of a cluster only share object storage. To add a kind of storage, write a module with a subclass of
+:class:`StorageDir` and import it in ``infra.storage``.
 """
 
 import hashlib
@@ -30,8 +30,8 @@ CONCURRENT_REQUESTS = 32
 class StorageDir(ABC):
     """A directory with an absolute path or a URI (``s3://bucket/folder``, ``gs://...``, ``az://...``).
 
-    File names are relative to it, with ``/`` between their parts. Every method raises ``UserError`` if object storage
-    keeps failing or does not respond.
+    File names are relative to the directory, with ``/`` between their parts. Every method raises ``UserError`` if
+    object storage keeps failing or does not respond.
     """
 
     LOCK: ClassVar[str] = ".command"
@@ -40,15 +40,15 @@ class StorageDir(ABC):
     _by_scheme: ClassVar[dict[str, type["StorageDir"]]] = {}
 
     address: str
-    """The path or the URI."""
+    """Absolute path or URI of the directory."""
 
     def __init_subclass__(cls, *, schemes: Iterable[str]) -> None:
-        """Register the implementation for URIs with these ``schemes``; the empty one stands for paths."""
+        """Register the implementation for URIs with these ``schemes``; the empty scheme stands for paths."""
         StorageDir._by_scheme.update(dict.fromkeys(schemes, cls))
 
     @staticmethod
     def of(location: "StorageDir | Path | str", name: str = "") -> "StorageDir":
-        """The directory at ``location``, or ``name`` in it, with an address for all processes of this machine.
+        """Return the directory at ``location``, or ``name`` in it, with an absolute address.
 
         As with ``pathlib``, an absolute path or a URI as ``name`` replaces ``location``.
         """
@@ -62,30 +62,30 @@ class StorageDir(ABC):
     @classmethod
     @abstractmethod
     def parse(cls, text: str, name: str) -> Self:
-        """The directory ``name`` in the one that a user calls ``text``; that one itself if ``name`` is empty."""
+        """Return the directory ``name`` in the location ``text``, or the location itself if ``name`` is empty."""
 
     @property
     @abstractmethod
     def local_path(self) -> Path | None:
-        """The folder on this machine; None if all machines reach the directory by its address."""
+        """The directory as a folder on this machine; None if it is in object storage, which all machines share."""
 
     @property
     @abstractmethod
     def name(self) -> str:
-        """The last part of the address."""
+        """The last part of the directory's address."""
 
     @property
     @abstractmethod
     def parent(self) -> "StorageDir":
-        """The directory that contains this one."""
+        """The directory that contains this directory."""
 
     @abstractmethod
     def __truediv__(self, name: str) -> "StorageDir":
-        """The file or directory ``name`` in this one."""
+        """Return the file or directory ``name`` in this directory."""
 
     @property
     def digest(self) -> str:
-        """A short name that no other directory has."""
+        """Short hash of the address, which identifies the directory."""
         return hashlib.sha256(self.address.encode()).hexdigest()[:16]
 
     def __str__(self) -> str:
@@ -93,13 +93,13 @@ class StorageDir(ABC):
 
     @abstractmethod
     def check_writable(self, flag: str) -> None:
-        """Raise ``UserError`` naming ``flag`` if this machine cannot write here. Leaves nothing behind."""
+        """Raise a ``UserError`` that names ``flag`` if this machine cannot write to the directory."""
 
     @abstractmethod
     def create(self, message: str) -> AbstractContextManager[None]:
-        """Create a directory and hold it as :meth:`exclusive_use` does.
+        """Create the directory and hold it as :meth:`exclusive_use` does.
 
-        Raises ``UserError`` if it exists or cannot be created.
+        Raises ``UserError`` if the directory exists or cannot be created.
         """
 
     @property
@@ -111,7 +111,7 @@ class StorageDir(ABC):
     def lock(self, message: str) -> Iterator[None]:
         """Lock the directory against other commands of this machine. The lock ends with the block or the process.
 
-        Raises ``UserError`` with ``message`` if another process has the lock, or with the reason why it cannot be made.
+        Raises ``UserError`` with ``message`` if another process has the lock, or with the reason if it cannot be created.
         """
         try:
             self.lock_path.parent.mkdir(parents=True, exist_ok=True)
@@ -125,29 +125,30 @@ class StorageDir(ABC):
     def lock_orphaned(self) -> AbstractContextManager[None]:
         """Lock a directory whose command may have died. Do nothing if the directory was removed.
 
-        Raises ``UserError`` if a command of this machine is using it, or that cannot be known.
+        Raises ``UserError`` if a command of this machine is using the directory, or may be using it.
         """
 
     @abstractmethod
     def exclusive_use(self, message: str) -> AbstractContextManager[None]:
-        """Hold the directory against other commands on every machine that can reach it.
+        """Hold the directory against other commands on every machine that can write to it.
 
-        Raises ``UserError`` if another command uses it: with ``message``, or naming that command's machine and process.
+        Raises ``UserError`` if another command holds it: with ``message`` on this machine, otherwise with the name of
+        the other command's machine and process.
         """
 
     @abstractmethod
     def exists(self, name: str) -> bool:
-        """Whether there is a file with this name."""
+        """Whether the directory has a file with this name."""
 
     @abstractmethod
     def entries(self) -> set[str] | None:
-        """Names of the files and directories directly in this one; None if it does not exist."""
+        """Return the names of the files and directories directly in this one; None if it does not exist."""
 
     @abstractmethod
     def list_files(self, *folders: str) -> dict[str, int]:
-        """The size in bytes of every file by name, at any depth; with ``folders``, only of files in these.
+        """Return the size in bytes of every file by name, at any depth; with ``folders``, only of files in these.
 
-        Missing folders have no files.
+        Missing folders count as empty.
         """
 
     @abstractmethod
@@ -156,26 +157,29 @@ class StorageDir(ABC):
 
     @abstractmethod
     def read(self, name: str) -> bytes:
-        """The content of a file. Raises ``FileNotFoundError`` if it is missing."""
+        """Return the content of a file. Raises ``FileNotFoundError`` if it is missing."""
 
     @abstractmethod
     def map(self, name: str) -> bytes | mmap.mmap:
-        """The content of a file as a read-only buffer; a local file is memory-mapped. Raises as :meth:`read`."""
+        """Return the content of a file as a read-only buffer; a local file is memory-mapped.
+
+        Raises ``FileNotFoundError`` if the file is missing.
+        """
 
     @abstractmethod
     def write(self, name: str, content: bytes | memoryview) -> None:
-        """Replace a file atomically and durably."""
+        """Write or replace a file atomically and durably."""
 
     def write_json(self, name: str, value: Any) -> None:
-        """Replace a file by ``value`` as JSON; equal values give equal bytes."""
+        """Write ``value`` as JSON to a file; equal values give equal bytes."""
         self.write(name, json_text(value).encode())
 
     @abstractmethod
     def upload(self, file: Path, name: str) -> None:
-        """Replace the file ``name`` by a copy of a local ``file``, atomically and durably."""
+        """Copy a local ``file`` to the file ``name`` of the directory, atomically and durably."""
 
     def download(self, name: str, file: Path, checksum: str | None = None) -> None:
-        """Copy a file to a local ``file``, atomically and durably.
+        """Copy the file ``name`` of the directory to a local ``file``, atomically and durably.
 
         Raises ``FileNotFoundError`` if it is missing, and ``UserError`` if its xxh3-128 is not ``checksum``.
         """
@@ -191,7 +195,7 @@ class StorageDir(ABC):
                 )
 
     def checksum(self, name: str) -> str:
-        """The xxh3-128 of a file in hexadecimal. Raises ``FileNotFoundError`` if it is missing."""
+        """Return the xxh3-128 hash of a file in hexadecimal. Raises ``FileNotFoundError`` if it is missing."""
         hasher = xxhash.xxh3_128()
         with self.open(name) as file:
             while block := file.read(BLOCK_BYTES):
@@ -200,25 +204,25 @@ class StorageDir(ABC):
 
     @abstractmethod
     def remove(self, names: Iterable[str]) -> None:
-        """Remove files durably, those of a local directory in the given order; missing ones are skipped."""
+        """Remove files durably, and skip missing ones. A local directory removes them in the order of ``names``."""
 
     @abstractmethod
     def remove_on_own_disk(self, names: Iterable[str]) -> None:
-        """Remove files from a local directory, which may be on another disk than the driver's.
+        """Remove files from a local directory, which may be on a different disk than the driver's directory.
 
         Do nothing in storage that all machines share.
         """
 
     @abstractmethod
     def remove_temporaries(self, *folders: str) -> None:
-        """Remove files in ``folders`` that killed writers did not finish. No writer may be alive."""
+        """Remove unfinished files of killed writers in ``folders``. Other writers must not be running."""
 
     @abstractmethod
     def remove_empty(self, *folders: str) -> None:
-        """Remove those of ``folders`` that contain nothing."""
+        """Remove the empty folders among ``folders``."""
 
 
 def _scheme(text: str) -> str:
-    """The scheme of a URI that an implementation is registered for; empty for a path."""
+    """Return the scheme of a URI if an implementation is registered for it; empty for a path."""
     scheme = urlsplit(text).scheme if "://" in text else ""
     return scheme if scheme in StorageDir._by_scheme else ""

@@ -1,7 +1,7 @@
-"""Files on this machine's disk: written atomically, locked, and temporary ones.
+"""Files on this machine's disk: atomic writes, locks, and temporary files.
 
-Data is written to a temporary name in the same folder, fsynced, and renamed to the final name, so that a reader never
-sees an incomplete file.
+A file is written under a temporary name in the same folder, fsynced, and renamed to its final name, so that a reader
+never sees an incomplete file.
 """
 
 import json
@@ -25,9 +25,8 @@ TEMPORARY = ".partial-"
 def atomic_file(path: Path) -> Iterator[BinaryIO]:
     """Open a temporary file that becomes ``path``, durably, if the block ends without an error.
 
-    The umask decides who can read it. The file is always new: a link with its name, which another user may have planted
-    in a shared folder, is removed and not followed. Raises ``UserError`` if it cannot be written, for example because
-    the disk is full.
+    The umask decides who can read the file. A link at the temporary name, which another user may have planted in a
+    shared folder, is removed and not followed. Raises ``UserError`` if writing fails, for example on a full disk.
     """
     temporary = path.with_name(f"{TEMPORARY}{os.getpid()}-{path.name}")
     try:
@@ -58,13 +57,13 @@ def _write_error(path: Path, failure: OSError) -> UserError:
 
 @contextmanager
 def lock(path: Path, message: str, *, timeout: float = 0.0) -> Iterator[None]:
-    """Hold the lock file ``path``. The operating system releases it however the process ends.
+    """Hold the lock file ``path`` during the block. The operating system also releases it if the process is killed.
 
-    Raises ``UserError`` with ``message`` if another process still holds it after ``timeout`` seconds, and ``OSError``
-    if its folder does not exist.
+    Raises ``UserError`` with ``message`` if another process still holds the lock after ``timeout`` seconds, and
+    ``OSError`` if the folder of ``path`` does not exist.
     """
-    os.scandir(path.parent).close()  # The library would create the folder.
-    # A soft lock, which the library uses on file systems without flock, would outlive a process that is killed.
+    os.scandir(path.parent).close()  # Raise for a missing folder, because filelock would create it.
+    # A soft lock, which filelock uses on file systems without flock, would outlive a killed process.
     file_lock = FileLock(path, timeout=timeout, thread_local=False, fallback_to_soft=False)
     try:
         file_lock.acquire()
@@ -102,16 +101,16 @@ def write_json(path: Path, value: Any) -> None:
 
 
 def clear_temporaries(folder: Path) -> None:
-    """Remove temporary files that killed writers left in ``folder``. No writer may be alive."""
+    """Remove temporary files of killed writers in ``folder``. Other writers must not be running."""
     for leftover in folder.glob(f"{TEMPORARY}*"):
         leftover.unlink(missing_ok=True)
 
 
 def scratch(*parts: str, within: str | None = None) -> Path:
-    """A folder for temporary files of this user, on this machine's own disk, which no other user can read.
+    """Create a private folder for temporary files of this user on this machine's disk, and return it.
 
-    It is in the folder ``within``, by default TMPDIR. Raises ``UserError`` if another user owns a folder of its name,
-    or could have written to it.
+    ``parts`` are its path in the scratch folder, which is in the folder ``within``, by default TMPDIR. Raises
+    ``UserError`` if another user owns the scratch folder, or could have written to it.
     """
     top = Path(within or tempfile.gettempdir()) / f"throughline-{os.getuid()}"
     with suppress(FileExistsError):

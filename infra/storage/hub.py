@@ -1,4 +1,4 @@
-"""Files on the Hugging Face Hub, read as if it were an object storage of obstore."""
+"""Files on the Hugging Face Hub, with the interface of an obstore store."""
 
 from collections.abc import Iterator
 from dataclasses import dataclass
@@ -8,7 +8,7 @@ from infra.errors import UserError
 
 
 class Hub:
-    """The Hugging Face Hub with the interface of an obstore store, as far as reading needs it."""
+    """The Hugging Face Hub with the methods of an obstore store that reading needs."""
 
     def __init__(self, bucket: str) -> None:
         try:
@@ -16,14 +16,13 @@ class Hub:
         except ImportError as failure:
             raise UserError("hf:// needs the package huggingface_hub. Run 'pip install huggingface_hub'.") from failure
         self._system, self._bucket = HfFileSystem(), bucket
-
         self._commits: dict[str, str | None] = {}
 
     def _commit(self, path: str) -> str | None:
-        """The newest commit of the repository of ``path`` when this process first read from it.
+        """Return the newest commit of the repository of ``path`` when this process first read from it.
 
-        All reads use it, because the Hub has no request for a version of one file. None if the path contains a
-        revision, or the repository has no commits.
+        All reads use this commit, because the Hub cannot return a version of a single file. Returns None if the path
+        contains a revision, or the repository has no commits.
         """
         repository = "/".join(path.split("/")[:2])
         if repository not in self._commits:
@@ -51,7 +50,7 @@ class Hub:
         return {"path": path, "size": info["size"], "last_modified": None, "e_tag": info.get("blob_id")}
 
     def get(self, path: str, *, options: Any) -> "HubRange":
-        """A range of the file as it was when this process first read from its repository."""
+        """Read a range of the file, at the commit of this process's first read from the repository."""
         start, end = options["range"]
         whole = f"{self._bucket}/{path}"
         content: Any = self._system.cat_file(whole, start=start, end=end, revision=self._commit(path))

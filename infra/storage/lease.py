@@ -1,7 +1,8 @@
-"""Leases: exclusive use of a directory in object storage among machines that share nothing else.
+"""Leases: exclusive use of a directory in object storage by one of several machines.
 
-A lease is a file that is only written conditionally: created if it is missing, and replaced if it is still the version
-that was read. Its owner renews it. A lease that was not renewed for ``LeaseTiming.stale_seconds`` is taken over.
+A lease is a file that is only written conditionally: it is created if it is missing, and replaced if it still has the
+version that was read. The owner renews it. Another command may take over a lease that was not renewed for
+``LeaseTiming.stale_seconds``.
 """
 
 import json
@@ -23,18 +24,18 @@ from infra.storage import object_storage
 from infra.storage.directory import StorageDir
 from infra.storage.files import scratch, write_text
 
-LEASE = ".lease"
-"""Name of the file that is a directory's lease."""
+LEASE_FILE = ".lease"
+"""Name of the file that is the lease of its directory."""
 
 
 @dataclass(frozen=True)
 class LeaseTiming:
-    """The intervals and time limits of a lease."""
+    """Intervals and time limits of a lease."""
 
     renew_seconds: float = 10.0
     """Interval between renewals, and the longest time until a command notices that another one took its lease."""
     stale_seconds: float = 45.0
-    """Time without renewal after which a lease is taken over; the storage may be unavailable for most of it."""
+    """Time without renewal after which a lease may be taken over; shorter outages of the storage do no harm."""
     poll_seconds: float = 2.0
     """Interval between reads of the lease of a command that may have been killed."""
     release_timeout_seconds: float = 5.0
@@ -44,19 +45,18 @@ class LeaseTiming:
 DEFAULT_TIMING = LeaseTiming()
 
 Write = Callable[[str, bytes, Any], dict[str, Any]]
-"""A function that writes a file by URI, content and expected version, and returns its new version."""
+"""Function that writes a file by URI, content and expected version, and returns the new version."""
 
 
 @contextmanager
 def hold_lease(
     directory: StorageDir, timing: LeaseTiming = DEFAULT_TIMING, write: Write = object_storage.write
 ) -> Iterator[None]:
-    """Hold the lease of a directory that this process has locked, hardly longer than this process lives.
+    """Hold the lease of a directory, which this process has locked, during the block.
 
-    A lease that a killed command left is taken over at once on the same machine, and on another one after
-    ``stale_seconds``. A process that was suspended for longer, and lost its lease, exits with code 1 within
-    ``renew_seconds`` after it continues. Raises ``UserError`` if another command holds the lease, naming its machine
-    and process.
+    The lease of a killed command is taken over at once on the same machine, and after ``stale_seconds`` on other
+    machines. A process that was suspended for longer and lost its lease exits with code 1 within ``renew_seconds``
+    after it continues. If another command holds the lease, raises a ``UserError`` that names its machine and process.
     """
     lease = _Lease(directory, timing, write)
     lease.take()
@@ -70,21 +70,21 @@ def hold_lease(
 
 
 class _Lease:
-    """The lease of ``directory``. A file on this machine has the id of the last command here that wanted it."""
+    """Lease of ``directory``. A local file has the id of the last command on this machine that requested the lease."""
 
     def __init__(self, directory: StorageDir, timing: LeaseTiming, write: Write) -> None:
         self.stopped = threading.Event()
         self._directory = directory
         self._timing = timing
         self._write_file = write
-        self._uri = str(directory / LEASE)
+        self._uri = str(directory / LEASE_FILE)
         self._owner = {"host": socket.gethostname(), "process": os.getpid(), "id": uuid.uuid4().hex}
         self._version: Any = "create"
 
     def take(self) -> None:
-        """Write the lease, over one that an earlier command of this machine left, or when another one is stale.
+        """Write the lease, and replace a stale lease or the lease of a killed command of this machine.
 
-        Raises ``UserError`` if another command renews it, or takes it first.
+        Raises ``UserError`` if another command renews the lease, or takes it first.
         """
         owner_file = scratch("leases") / self._directory.digest
         previous_id = owner_file.read_text(encoding="utf-8") if owner_file.exists() else None
@@ -95,7 +95,7 @@ class _Lease:
         except AlreadyExistsError:
             pass
         owner, self._version = self._read()
-        # The previous command of this machine was killed, because its lock is free. The lease may also be this
+        # This process has the lock, so the previous command of this machine has died. The lease may also be this
         # command's own, if the response to its first write was lost.
         if owner.get("id", "") not in (previous_id, self._owner["id"]):
             self._wait_until_stale(owner)
@@ -126,9 +126,9 @@ class _Lease:
                 raise UserError(f"{self._directory} is in use by {process}. Wait for it to finish, or stop it.")
 
     def renew_until_stopped(self) -> None:
-        """Renew the lease until ``stopped``, then remove it. Exit if another command has taken it meanwhile."""
+        """Renew the lease until ``stopped``, then remove it. Exit this process if another command took the lease."""
         while not self.stopped.wait(self._timing.renew_seconds):
-            with suppress(UserError):  # Whatever writes to the directory reports storage that is unavailable.
+            with suppress(UserError):  # Writes to the directory report unavailable storage.
                 self._renew()
         with suppress(UserError):
             if self._is_owner():
@@ -137,7 +137,7 @@ class _Lease:
     def _renew(self) -> None:
         try:
             self._write()
-        except (PreconditionError, AlreadyExistsError):  # Perhaps the response to this command's last write was lost.
+        except (PreconditionError, AlreadyExistsError):  # The response to this command's last write may have been lost.
             if not self._is_owner():
                 errors.print(
                     f"Lost the lock on {self._directory}: this command was suspended for more than "
@@ -153,12 +153,12 @@ class _Lease:
         return owner.get("id") == self._owner["id"]
 
     def _write(self) -> None:
-        # S3 derives a version from the content, which must therefore change.
+        # The content must change, because S3 derives the version from it.
         content = json.dumps(self._owner | {"renewed": time.time_ns()})
         self._version = self._write_file(self._uri, content.encode(), self._version)
 
     def _read(self) -> tuple[dict[str, Any], Any]:
-        """The owner of the lease and the version to replace; an empty owner and "create" if there is no lease."""
+        """Return (owner of the lease, version to replace); an empty owner and "create" if there is no lease."""
         try:
             content, version = object_storage.read_version(self._uri)
         except FileNotFoundError:

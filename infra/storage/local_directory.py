@@ -1,4 +1,4 @@
-"""A directory on a disk of this machine, or on one that several machines share."""
+"""A directory on a disk of this machine, or on a disk that several machines share."""
 
 import mmap
 import os
@@ -14,7 +14,7 @@ from infra.storage.files import TEMPORARY, atomic_file, clear_temporaries, sync_
 
 
 class LocalDir(StorageDir, schemes=("",)):
-    """A folder, by its absolute path."""
+    """Directory on a local or shared disk, by its absolute path."""
 
     @classmethod
     def parse(cls, text: str, name: str) -> Self:
@@ -36,9 +36,9 @@ class LocalDir(StorageDir, schemes=("",)):
         return LocalDir(str(self.local_path / name))
 
     def check_writable(self, flag: str) -> None:
-        """Raise ``UserError`` naming ``flag`` if this machine cannot write here.
+        """Raise a ``UserError`` that names ``flag`` if this machine cannot write to the folder.
 
-        Writes and removes a small file, in the closest parent if the folder does not exist.
+        Writes and removes a small file, in the nearest existing parent if the folder does not exist.
         """
         folder = self.local_path
         while not folder.exists() and folder != folder.parent:
@@ -68,7 +68,7 @@ class LocalDir(StorageDir, schemes=("",)):
     def lock_orphaned(self) -> AbstractContextManager[None]:
         if self.lock_path.exists():
             return self.lock(f"A command is running in {self}.")
-        if self.local_path.parent.is_dir():  # The folder was removed, and not the disk that contained it.
+        if self.local_path.parent.is_dir():  # The disk is present, so the folder was removed.
             return nullcontext()
         raise UserError(f"{self} may be in use.")
 
@@ -88,7 +88,7 @@ class LocalDir(StorageDir, schemes=("",)):
         for folder in folders or ("",):
             for parent, _, names in os.walk(self.local_path / folder):
                 for path in (Path(parent) / name for name in names):
-                    with suppress(OSError):  # Temporary files may be removed meanwhile, and links may lead nowhere.
+                    with suppress(OSError):  # A temporary file may be removed meanwhile, and a link may be broken.
                         sizes[path.relative_to(self.local_path).as_posix()] = path.stat().st_size
         return sizes
 
@@ -130,5 +130,5 @@ class LocalDir(StorageDir, schemes=("",)):
 
     def remove_empty(self, *folders: str) -> None:
         for folder in folders:
-            with suppress(OSError):  # It does not exist, or contains files.
+            with suppress(OSError):  # The folder does not exist, or contains files.
                 (self.local_path / folder).rmdir()

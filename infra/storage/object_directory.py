@@ -1,4 +1,4 @@
-"""A directory in object storage: files whose names begin with its path."""
+"""A directory in object storage, which consists of the files whose names begin with its path."""
 
 import os
 from collections.abc import Iterable, Iterator
@@ -12,12 +12,12 @@ from infra.errors import UserError
 from infra.storage import object_storage
 from infra.storage.directory import CONCURRENT_REQUESTS, StorageDir
 from infra.storage.files import TEMPORARY, scratch
-from infra.storage.lease import DEFAULT_TIMING, LEASE, LeaseTiming, hold_lease
+from infra.storage.lease import DEFAULT_TIMING, LEASE_FILE, LeaseTiming, hold_lease
 from infra.storage.object_storage import SCHEMES, error_reason
 
 
 class ObjectDir(StorageDir, schemes=SCHEMES):
-    """A directory in a bucket, by its URI, whose query may name an endpoint."""
+    """Directory in a bucket, by its URI; the query of the URI may set an endpoint."""
 
     @classmethod
     def parse(cls, text: str, name: str) -> Self:
@@ -26,7 +26,7 @@ class ObjectDir(StorageDir, schemes=SCHEMES):
 
     @property
     def _path(self) -> str:
-        """The address without its query."""
+        """The URI without its query."""
         return self.address.partition("?")[0]
 
     def _with_path(self, path: str) -> "ObjectDir":
@@ -51,7 +51,10 @@ class ObjectDir(StorageDir, schemes=SCHEMES):
         return self._with_path(f"{self._path}/{quote(name)}")
 
     def check_writable(self, flag: str) -> None:
-        """Raise ``UserError`` naming ``flag`` if this machine cannot write here. Writes and removes a small file."""
+        """Raise a ``UserError`` that names ``flag`` if this machine cannot write to the directory.
+
+        Writes and removes a small file.
+        """
         probe = f"{TEMPORARY}probe-{os.getpid()}"
         try:
             self.write(probe, b"probe")
@@ -69,7 +72,7 @@ class ObjectDir(StorageDir, schemes=SCHEMES):
 
     @property
     def lock_path(self) -> Path:
-        """A file in the scratch folder, because object storage has no locks that end with a process."""
+        """Lock file in the scratch folder; object storage cannot release a lock when a process ends."""
         return scratch("locks") / self.digest
 
     def lock_orphaned(self) -> AbstractContextManager[None]:
@@ -92,13 +95,13 @@ class ObjectDir(StorageDir, schemes=SCHEMES):
         return {name.partition("/")[0] for name in self.list_files()} or None
 
     def list_files(self, *folders: str) -> dict[str, int]:
-        """The size in bytes of every file by name, except leases."""
+        """Return the size in bytes of every file by name, except leases."""
         _, bucket, path = object_storage.locate(self.address)
         prefix = f"{bucket}/{path}".rstrip("/") + "/"
-        starts = [self / folder for folder in folders] or [self]
-        files = [file for start in starts for file in object_storage.list_files(start.address)]
+        directories = [self / folder for folder in folders] or [self]
+        files = [file for directory in directories for file in object_storage.list_files(directory.address)]
         sizes = {file.path.removeprefix(prefix): file.size for file in files}
-        return {name: size for name, size in sizes.items() if LEASE not in name.split("/")}
+        return {name: size for name, size in sizes.items() if LEASE_FILE not in name.split("/")}
 
     def open(self, name: str) -> BinaryIO:
         return object_storage.open_file(self._uri(name))
@@ -120,10 +123,13 @@ class ObjectDir(StorageDir, schemes=SCHEMES):
             list(pool.map(lambda name: object_storage.remove(self._uri(name)), names))
 
     def remove_on_own_disk(self, names: Iterable[str]) -> None:
-        """Do nothing: the driver has removed them, and a machine that was cut off must not remove its successors'."""
+        """Do nothing, because the driver removes the files.
+
+        A machine that lost its connection must not remove files of the machine that took over its work.
+        """
 
     def remove_temporaries(self, *folders: str) -> None:
-        """Do nothing: object storage shows complete files only."""
+        """Do nothing, because object storage only has complete files."""
 
     def remove_empty(self, *folders: str) -> None:
-        """Do nothing: object storage has no folders."""
+        """Do nothing, because object storage has no folders."""

@@ -49,10 +49,10 @@ def test_a_loss_that_is_nan_is_read_back() -> None:
 @pytest.mark.parametrize(
     ("values", "sentence"),
     [
-        ({"colour": 1}, "^a.json has the unknown setting 'colour'"),
+        ({"colour": 1}, "^a.json has an unknown setting 'colour'"),
         ({"parts": [{"size": "3"}]}, "^a.json: parts.0.size is '3'"),
-        ({"parts": [{}]}, "^a.json lacks 'parts.0.size'.$"),
-        ({"parts": [{"size": 1, "weight": 2}]}, "^a.json: parts.0.weight is 2; unexpected"),
+        ({"parts": [{}]}, "^a.json is missing the setting 'parts.0.size'.$"),
+        ({"parts": [{"size": 1, "weight": 2}]}, "^a.json: parts.0.weight is 2. Unexpected"),
         ({"parts": [{"size": True}]}, "size is True"),
         ({"losses": ["nan"]}, "losses.0 is 'nan'"),
         ({"place": 3}, "place is 3"),

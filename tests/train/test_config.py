@@ -97,7 +97,7 @@ def test_the_batch_arithmetic() -> None:
     [
         ({"global_batch": "8"}, "global_batch is '8'"), ({"mask_books": 1}, "mask_books is 1"),
         ({"ablate": [1]}, "ablate.0 is 1"), ({"compile": None}, "compile is None"),
-        ({"stream": "books"}, "stream is 'books'"), ({"model": {"depth": 2}}, "model has the unknown setting"),
+        ({"stream": "books"}, "stream is 'books'"), ({"model": {"depth": 2}}, "model has an unknown setting"),
         ({"model": 3}, "model is 3"), ({"cycle": 3}, "--cycle '3'"), ({"cycle": "²+1"}, "--cycle '².1'"),
         ({"cycle": "0+1"}, "--cycle '0.1'"),
         ({"reading": {"languages": "en"}}, "languages is 'en'"), ({"reading": None}, "reading is None"),

@@ -29,7 +29,13 @@ from infra.cli.units import format_duration
 from infra.device.host import count_oom_kills
 from infra.errors import UserError
 from infra.ray.cluster import ray_session, temporary_ray_dir
-from infra.ray.machines import ASKING_SECONDS, PLACING_SECONDS, is_pending, resource_wait_message, run_on_nodes
+from infra.ray.machines import (
+    RESPONSE_TIMEOUT_SECONDS,
+    WARN_AFTER_SECONDS,
+    is_pending,
+    resource_wait_message,
+    run_on_nodes,
+)
 from infra.storage.files import write_text
 from tune.experiment.machines import trial_nodes
 from tune.experiment.trials import Experiment
@@ -53,7 +59,7 @@ KILLED_FOR_MEMORY = "the system killed its process because memory ran out"
 
 def oom_kills_on(node: str) -> int:
     """Number of processes that the kernel of a node has killed for memory; 0 if the node does not respond."""
-    response = run_on_nodes([node], count_oom_kills, seconds=ASKING_SECONDS).get(node)
+    response = run_on_nodes([node], count_oom_kills, seconds=RESPONSE_TIMEOUT_SECONDS).get(node)
     return response if isinstance(response, int) else 0
 
 
@@ -272,7 +278,7 @@ class PlacementStopper(ray.tune.Stopper):
             return False
         self.waiting_since = self.waiting_since or time.monotonic()
         waited = time.monotonic() - self.waiting_since
-        if waited >= PLACING_SECONDS and not self.has_warned:
+        if waited >= WARN_AFTER_SECONDS and not self.has_warned:
             self.has_warned = True
             errors.print(resource_wait_message("a trial", [self.resources]), markup=False)
         if waited < PLACEMENT_TIMEOUT_SECONDS or any(trial.started for trial in running):

@@ -201,7 +201,7 @@ def test_a_name_cannot_control_the_terminal() -> None:
     [
         (["--do", "mistake"], ["books[1].txt", "run something else"]),
         (["--do", "long"], ["x" * 60 + "...", "too long", "shorter"]),
-        (["--do", b"caf\xe9".decode("utf-8", "surrogateescape")], ["caf\\udce9", "UTF-8", "rename it"]),
+        (["--do", b"caf\xe9".decode("utf-8", "surrogateescape")], ["caf\\udce9", "UTF-8", "Rename it"]),
         (["--do", "http://me:canary@host/books"], ["password", "MLFLOW_TRACKING_PASSWORD"]),
         (["--do=pg://host/db?password=canary"], ["password", "PGPASSWORD"]),
         (["--do", "contradict"], ["--do contradict"]),

@@ -90,7 +90,7 @@ def test_the_width_and_the_encoding_of_the_terminal_make_no_difference(
     encoding: str,
 ) -> None:  # fmt: skip
     monkeypatch.setenv("COLUMNS", columns)
-    for words, said in ((["--count", "0"], COUNT), (["--room", "40"], "Error parsing --room: '40' is not a size; ")):
+    for words, said in ((["--count", "0"], COUNT), (["--room", "40"], "Error parsing --room: '40' is not a size ")):
         with redirect_stdout(io.TextIOWrapper(io.BytesIO(), encoding)), pytest.raises(UserError) as mistake:
             read(*words)
         assert str(mistake.value).startswith(said)

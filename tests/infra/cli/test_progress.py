@@ -74,7 +74,7 @@ def test_a_pipe_is_told_while_the_work_goes_on() -> None:
 
 def test_the_seconds_are_those_of_what_is_done_now() -> None:
     task = Status("training")
-    task._since -= 3600
+    task._started_at -= 3600
     task.update("training", "step 1 of 2")
     assert task.seconds >= 3600
     task.update("saving")

@@ -42,8 +42,8 @@ def test_the_two_gigabytes_differ() -> None:
 @pytest.mark.parametrize(
     ("parse", "texts", "said"),
     [
-        (parse_size, ("0GB",), "more than 0"), (parse_duration, ("0s", "0h0m"), "more than 0"),
-        (parse_size, ("9000000TiB", f"{10**30}B"), "more than any machine"),
+        (parse_size, ("0GB",), "at least 1B"), (parse_duration, ("0s", "0h0m"), "longer than 0 s"),
+        (parse_size, ("9000000TiB", f"{10**30}B"), "too large; use less than"),
         (parse_duration, ("36501d", "9" * 400 + "s"), "100 years"),
         (parse_size, ("40", "GB", "-1GB", "40 parsecs", ""), "not a size"),
         (parse_duration, ("90", "m", "5 minutes", "1m2", ""), "not a duration"),

@@ -46,7 +46,7 @@ def test_what_others_use_of_a_gpu_is_not_free() -> None:
     [
         ("", ("gcc",), (8, 0), ""),
         ("", ("clang",), (7, 0), ""),
-        (None, ("gcc",), (8, 0), "Triton is not installed: 'pip install triton'"),
+        (None, ("gcc",), (8, 0), "Triton is not installed; run 'pip install triton'"),
         ("import libtriton_that_is_missing", ("gcc",), (8, 0), "cannot be imported .*libtriton_that_is_missing"),
         ("raise OSError('libcuda.so')", ("gcc",), (8, 0), r"cannot be imported \(libcuda.so\)"),
         ("", ("c++",), (8, 0), "install gcc"),
@@ -77,7 +77,7 @@ def test_what_compiling_for_a_gpu_lacks_is_named(
     reason = compile_blocker(capability, headers)
     assert re.search(named, reason) if named else not reason
     (headers / "Python.h").unlink()
-    assert compile_blocker(capability, headers) == (reason or "Python's headers are missing: install python3-dev")
+    assert compile_blocker(capability, headers) == (reason or "the Python headers are missing; install python3-dev")
     sys.modules.pop("triton", None)
 
 

@@ -16,7 +16,7 @@ import ray
 from mlflow.tracking import MlflowClient
 
 from infra.errors import UserError
-from infra.ray.cluster import PROJECT, _runtime_env, ray_session
+from infra.ray.cluster import PROJECT_DIR, _runtime_env, ray_session
 from infra.ray.machines import max_cores_per_worker, wait_for_resources
 from pipeline.config import TokenizeConfig
 from pipeline.tokenize import main
@@ -56,7 +56,7 @@ def test_an_address_at_which_something_else_listens_is_refused_after_one_attempt
         )
         short = {"RAY_py_gcs_connect_timeout_s": "1", "RAY_gcs_rpc_server_connect_timeout_s": "1"}
         done = subprocess.run(
-            [sys.executable, "-c", program], cwd=PROJECT, env=os.environ | short, capture_output=True, text=True,
+            [sys.executable, "-c", program], cwd=PROJECT_DIR, env=os.environ | short, capture_output=True, text=True,
             timeout=60,
         )  # fmt: skip
     assert "UserError: --address 127.0.0.1:" in done.stderr
@@ -81,7 +81,7 @@ def test_a_ray_of_our_own_is_the_only_one_that_gets_its_search_path(monkeypatch:
     for module in ("/one/model.py", "/two/model.py"):
         with ray_session(code=[module]):
             found = ray.get(ray.remote(lambda: os.environ["PYTHONPATH"]).remote())
-        assert found == os.pathsep.join([str(PROJECT), str(Path(module).parent), "/nowhere"])
+        assert found == os.pathsep.join([str(PROJECT_DIR), str(Path(module).parent), "/nowhere"])
         assert os.environ["PYTHONPATH"] == "/nowhere"
 
 
@@ -99,7 +99,7 @@ except KeyboardInterrupt:
 """
     with tempfile.TemporaryDirectory(dir="/tmp", ignore_cleanup_errors=True) as folder:  # which is short, for sockets
         environment = os.environ | {"RAY_TMPDIR": folder}
-        starting = subprocess.Popen([sys.executable, "-c", program], cwd=PROJECT, env=environment)
+        starting = subprocess.Popen([sys.executable, "-c", program], cwd=PROJECT_DIR, env=environment)
         log = "ray/session_*/logs/python-core-driver-*.log"  # the first thing that Ray's own part makes
         while starting.poll() is None and not any(Path(folder).glob(log)):
             time.sleep(0.005)
@@ -185,7 +185,7 @@ def test_work_that_cannot_be_placed_is_reported_and_ends_on_ctrl_c(
         assert waiting.stderr
         said = next(line for line in waiting.stderr if not line.startswith("... "))
         assert said.startswith(f"Waiting for {cores} CPU for ")
-        assert f"Ray has {socket.gethostname()} {cores} CPU, of which 0 CPU is free" in said
+        assert f"The cluster has {socket.gethostname()}: {cores} CPU; free: 0 CPU." in said
         waiting.send_signal(signal.SIGTERM)
         asked = time.monotonic()
         waiting.communicate(timeout=60)
@@ -211,7 +211,7 @@ def test_a_machine_that_an_autoscaler_may_bring_is_waited_for(
     )  # fmt: skip
     assert waiting.stderr
     said = next(line for line in waiting.stderr if not line.startswith("..."))
-    assert said.startswith("Waiting for a machine with A100 for --accelerator A100. Ray has ")
+    assert said.startswith("Waiting for a machine with A100 for --accelerator A100. The cluster has ")
     waiting.send_signal(signal.SIGTERM)
     waiting.communicate(timeout=30)
     assert waiting.returncode == 130
@@ -247,5 +247,5 @@ def test_our_code_and_the_users_travel_to_other_machines(tmp_path: Path) -> None
     mine = tmp_path / "mine.py"
     environment = _runtime_env({"PYTHONPATH": "there"}, [str(mine)])
     assert environment["env_vars"] == {"PYTHONPATH": "there"}
-    ours = [str(PROJECT / package) for package in ("infra", "pipeline", "train", "tune")]
+    ours = [str(PROJECT_DIR / package) for package in ("infra", "pipeline", "train", "tune")]
     assert sorted(environment["py_modules"]) == sorted([*ours, str(mine)])

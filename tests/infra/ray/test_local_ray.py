@@ -18,13 +18,13 @@ from ray import _raylet
 from ray._private import node, ray_constants, services
 
 from infra.errors import UserError
-from infra.ray.cluster import PROJECT, ray_session
+from infra.ray.cluster import PROJECT_DIR, ray_session
 from infra.ray.local_ray import (
+    choose_temporary_folder,
     on_loopback,
     only_needed_processes,
     own_process_group,
     same_interpreter,
-    temporary_folder,
 )
 
 UV = str(Path(sys.executable).with_name("uv"))
@@ -70,7 +70,7 @@ def local_ray(tmp_path_factory: pytest.TempPathFactory) -> tuple[list[Any], str,
     unset = {name: value for name, value in os.environ.items() if name != "RAY_AUTH_MODE"}
     done = subprocess.run(
         [UV, "run", "--no-project", "--offline", "--python", sys.executable, "python", str(script)],
-        cwd=folder, capture_output=True, text=True, timeout=120, env=unset | {"PYTHONPATH": str(PROJECT)},
+        cwd=folder, capture_output=True, text=True, timeout=120, env=unset | {"PYTHONPATH": str(PROJECT_DIR)},
     )  # fmt: skip
     assert done.returncode == 0, done.stderr
     return tuple(json.loads(done.stdout))
@@ -93,7 +93,7 @@ def test_a_local_ray_has_no_idle_processes_imports_our_packages_and_has_no_accel
 ) -> None:
     """One Python waits in place of the dashboard's agent; the current folder has a ``train`` of its own."""
     (_, *rays), imported, refused, *_ = local_ray
-    assert imported == str(PROJECT / "train" / "__init__.py")
+    assert imported == str(PROJECT_DIR / "train" / "__init__.py")
     assert "--accelerator A100 is not in this machine" in refused
     names = [name for name, _, _ in rays if name != "ray::IDLE"]
     assert sorted(names) == sorted(["gcs_server", "raylet", "ray::RuntimeEnvAgent", Path(sys.executable).name])
@@ -115,13 +115,13 @@ def test_ray_has_its_files_where_it_can_make_sockets(name: str, foreign: bool, u
         program = """
 import os, tempfile
 import infra.storage.directory
-from infra.ray.local_ray import temporary_folder
+from infra.ray.local_ray import choose_temporary_folder
 if os.getuid() == 0:
     os.setuid(65534)
-print(temporary_folder(), os.getuid())
+print(choose_temporary_folder(), os.getuid())
 """
         done = subprocess.run(
-            [sys.executable, "-c", program], cwd=PROJECT, env=os.environ | {"TMPDIR": str(folder)},
+            [sys.executable, "-c", program], cwd=PROJECT_DIR, env=os.environ | {"TMPDIR": str(folder)},
             check=True, capture_output=True, text=True,
         )  # fmt: skip
         found, user = done.stdout.split()
@@ -136,12 +136,12 @@ def test_a_folder_that_was_named_for_ray_and_does_not_do_is_refused(
         Path(top, "file").touch()
         monkeypatch.setenv("RAY_TMPDIR", f"{top}/{name}")
         with pytest.raises(UserError, match=f"^RAY_TMPDIR {top}/{name[:4]}.*{reason}.*unset it"):
-            temporary_folder()
+            choose_temporary_folder()
         monkeypatch.setenv("RAY_TMPDIR", f"{top}/new")
-        assert temporary_folder() == f"{top}/new"
+        assert choose_temporary_folder() == f"{top}/new"
         monkeypatch.chdir(top)
         monkeypatch.setenv("RAY_TMPDIR", "here")
-        assert temporary_folder() == f"{top}/here", "Ray's processes run in other folders"
+        assert choose_temporary_folder() == f"{top}/here", "Ray's processes run in other folders"
 
 
 @pytest.mark.slow
@@ -155,7 +155,7 @@ with ray_session(cpus=1):
     print(ray.get(ray.remote(lambda: 3).remote()))
 """
     done = subprocess.run(
-        [sys.executable, "-c", program], cwd=PROJECT, env=os.environ | {"TMPDIR": str(folder)},
+        [sys.executable, "-c", program], cwd=PROJECT_DIR, env=os.environ | {"TMPDIR": str(folder)},
         capture_output=True, text=True,
     )  # fmt: skip
     assert done.stdout.split() == ["3"], done.stderr

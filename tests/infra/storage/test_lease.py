@@ -19,7 +19,7 @@ from infra.errors import UserError
 from infra.ray.cluster import PROJECT
 from infra.storage import object_storage
 from infra.storage.directory import StorageDir
-from infra.storage.lease import LEASE, LeaseTiming, Write, hold_lease
+from infra.storage.lease import LEASE_FILE, LeaseTiming, Write, hold_lease
 
 S3 = tuple[str, Callable[[float], None]]
 TIMING = LeaseTiming(renew_seconds=0.2, poll_seconds=0.1)
@@ -85,7 +85,7 @@ def process(place: StorageDir, machine: Path, renew: float = 0.2) -> Iterator[su
 
 def held_by(place: StorageDir) -> dict[str, Any]:
     """Who has the lease of ``place``; nobody where there is none."""
-    return json.loads(place.read(LEASE)) if place.exists(LEASE) else {}
+    return json.loads(place.read(LEASE_FILE)) if place.exists(LEASE_FILE) else {}
 
 
 def test_a_place_is_held_against_another_machine_until_its_command_ends(place: StorageDir, held: Held, s3: S3) -> None:
@@ -133,12 +133,12 @@ def test_a_killed_command_delays_other_machines_for_a_limited_time_and_its_own_n
     with process(place, tmp_path / "one") as killed:
         pass
     assert killed.returncode == -signal.SIGKILL
-    content = place.read(LEASE)
+    content = place.read(LEASE_FILE)
     began = time.monotonic()
     with held("one"):
         assert held_by(place)["process"] == os.getpid()
     assert time.monotonic() - began < 5, "its lock was free, so it had been killed"
-    place.write(LEASE, content)
+    place.write(LEASE_FILE, content)
     began = time.monotonic()
     with held("two", stale_seconds=2.0):
         assert time.monotonic() - began >= 2.0
@@ -149,12 +149,12 @@ def test_what_another_command_has_just_written_is_not_overlooked(
     place: StorageDir, held: Held, capfd: pytest.CaptureFixture[str]
 ) -> None:
     """It ends while this one, which has looked at the place before, waits for it."""
-    place.write(LEASE, b"{}")
+    place.write(LEASE_FILE, b"{}")
 
     def end() -> None:
         while not capfd.readouterr().err:  # that this one waits
             time.sleep(0.01)
-        place.remove([LEASE])
+        place.remove([LEASE_FILE])
 
     ending = threading.Thread(target=end, daemon=True)
     ending.start()

@@ -168,6 +168,6 @@ def test_ctrl_c_ends_a_command_that_waits_for_storage(unanswered: str) -> None:
         process.send_signal(signal.SIGINT)
         began = time.monotonic()
         _, said = process.communicate(timeout=60)
-    assert "Interrupted. Finished work is kept" in said
+    assert "Interrupted. Finished work is saved" in said
     assert process.returncode == 130
     assert time.monotonic() - began < 10.0

@@ -22,7 +22,7 @@ from mlflow.tracking import MlflowClient
 from infra.errors import UserError
 from infra.storage.directory import StorageDir
 from infra.storage.files import write_json
-from infra.storage.lease import LEASE
+from infra.storage.lease import LEASE_FILE
 from infra.storage.local_directory import LocalDir
 from infra.tracking.run_ref import RunRef
 from train.config import Cycle, ResolvedConfig
@@ -153,7 +153,7 @@ def test_mlflow_has_the_whole_curve_of_a_run_whose_machine_was_lost(
     shutil.rmtree(scratch, ignore_errors=True)
     scratch.mkdir(exist_ok=True)
     (here / "mlflow.db").unlink()
-    place.remove([LEASE])  # else it would be waited for until it is stale
+    place.remove([LEASE_FILE])  # else it would be waited for until it is stale
 
     progress = read_progress(find_run(place.address, "runs")[1])
     known, end = progress.last_reported_step, progress.step + 30

@@ -74,7 +74,7 @@ def test_a_search_in_object_storage_is_continued_from_what_was_sent(
         read_config(StorageDir.of(f"s3://places/deep{bucket}", "two"), SearchConfig)
     (tmp_path / "first").mkdir()
     (tmp_path / "first/ladder.json").write_text("{")
-    with pytest.raises(UserError, match=r"there is no ladder in .*/frist; did you mean first\?"):
+    with pytest.raises(UserError, match=r"there is no ladder in .*/frist\. Did you mean first\?"):
         read_config(StorageDir.of(str(tmp_path), "frist"), LadderConfig)
     with pytest.raises(UserError, match=r"ladder\.json is corrupt"):
         read_config(StorageDir.of(str(tmp_path), "first"), LadderConfig)

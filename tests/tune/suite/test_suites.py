@@ -109,7 +109,7 @@ def from_file(path: Path, text: str, start: TrainConfig = START) -> Suite:
 @pytest.mark.parametrize(
     ("text", "named"),
     [
-        ("[Rung('a', {'precison': 'bf16'})]", "rung 'a' .*did you mean precision"),
+        ("[Rung('a', {'precison': 'bf16'})]", "rung 'a' .*Did you mean precision"),
         ("[Rung('a', {'model.head': 3})]", r"rung 'a' .*model\.heads"),
         ("Suite('s', 'S', {'model': 'tyni'}, (Rung('a'),))", "the base: .*'tyni'"),
         ("Suite('s', 'S', {'steps': 'many'}, (Rung('a'),))", "steps is 'many'"),
