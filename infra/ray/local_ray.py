@@ -70,9 +70,7 @@ def choose_temporary_folder() -> str:
         with suppress(OSError):
             folder.mkdir(parents=True, exist_ok=True)
         if not _is_writable_for_ray(folder):
-            raise UserError(
-                f"Ray cannot write to RAY_TMPDIR {ray_tmpdir}. Set it to a folder of your own, or unset it."
-            )
+            raise UserError(f"Ray cannot write to RAY_TMPDIR {ray_tmpdir}. Set it to your own folder, or unset it.")
         return str(folder)
     tmpdir = Path(tempfile.gettempdir())
     if len(os.fsencode(tmpdir)) <= _MAX_FOLDER_BYTES and _is_writable_for_ray(tmpdir):

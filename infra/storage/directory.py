@@ -111,7 +111,7 @@ class StorageDir(ABC):
     def lock(self, message: str) -> Iterator[None]:
         """Lock the directory against other commands of this machine. The lock ends with the block or the process.
 
-        Raises ``UserError`` with ``message`` if another process has the lock, or with the reason if it cannot be created.
+        Raises ``UserError`` with ``message`` if another process has the lock, or if it cannot be created.
         """
         try:
             self.lock_path.parent.mkdir(parents=True, exist_ok=True)

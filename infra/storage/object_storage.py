@@ -58,16 +58,16 @@ _last_warning = [float("-inf")]
 
 @dataclass(frozen=True)
 class FileInfo:
-    """A file in a listing."""
+    """File in a listing of object storage."""
 
     path: str
-    """The bucket and the path in it."""
+    """Name of the bucket and path in the bucket."""
     size: int
-    """Size in bytes."""
+    """Size of the file in bytes."""
     modified: int
     """Time of modification in nanoseconds since the epoch; 0 if it is unknown."""
     version: str
-    """The entity tag; empty if the storage has none."""
+    """Entity tag of the file; empty if the storage has none."""
 
 
 def is_remote(uri: str) -> bool:
@@ -78,8 +78,11 @@ def is_remote(uri: str) -> bool:
 def locate(uri: str) -> tuple[Any, str, str]:
     """Resolve a ``uri`` in object storage.
 
-    Returns: (store, bucket, path in the bucket with percent-encoding decoded). Raises ``UserError`` for a URI that is
-    malformed or contains a secret key, which the manifest and MLflow would store.
+    Raises ``UserError`` for a URI that is malformed, or that contains a secret key, because the manifest and MLflow
+    store URIs.
+
+    Returns:
+        (store, bucket, path in the bucket with percent-encoding decoded).
     """
     parts = urlsplit(uri)
     user, _, bucket = parts.netloc.rpartition("@")
@@ -96,7 +99,7 @@ def locate(uri: str) -> tuple[Any, str, str]:
 
 @cache
 def _store(bucket: str, query: str) -> Any:
-    """The store of a bucket. There is one per bucket, so that connections are reused."""
+    """Create the store of a bucket; the result is cached, so that connections are reused."""
     if bucket.startswith("hf://"):
         return Hub(bucket.removeprefix("hf://"))
     settings: dict[str, Any] = dict(parse_qsl(query))
@@ -116,7 +119,7 @@ def _store(bucket: str, query: str) -> Any:
 
 
 def _credentials() -> dict[str, Any]:
-    """Credentials of a profile in ``~/.aws``, which only boto3 reads, if the environment has none.
+    """Return the credentials of a profile in ``~/.aws``, which only boto3 reads, if the environment has none.
 
     Raises ``ValueError`` if the profile does not exist.
     """
@@ -127,14 +130,14 @@ def _credentials() -> dict[str, Any]:
 
     try:
         return {"credential_provider": Boto3CredentialProvider()}
-    except ValueError:  # There are none, but the machine may have a role.
+    except ValueError:  # Without credentials, obstore tries the machine's role.
         return {}
     except BotoCoreError as failure:
         raise ValueError(str(failure)) from failure
 
 
 def run_request(uri: str, action: Callable[[], T], action_name: str = "read") -> T:
-    """Run ``action``, which makes requests, in a thread, because Ctrl-C cannot interrupt obstore's calls.
+    """Run ``action``, which calls obstore, in a thread, because Ctrl-C cannot interrupt obstore's calls.
 
     Raises ``FileNotFoundError``, obstore's errors of conditional writes, and ``UserError`` with the ``action_name`` if
     the storage denies access or keeps failing.
@@ -174,7 +177,7 @@ def _warn_slow(uri: str) -> None:
     if time.monotonic() - _last_warning[0] < RETRY_TIMEOUT_SECONDS:
         return
     _last_warning[0] = time.monotonic()
-    from infra.cli.console import errors  # Tokenizing workers do not need a terminal otherwise.
+    from infra.cli.console import errors  # Imported late, because most tokenizer processes never print.
 
     errors.print(
         f"No response from {uri} after {WARN_AFTER_SECONDS:.0f} s; retrying for up to "
@@ -184,23 +187,23 @@ def _warn_slow(uri: str) -> None:
 
 
 def error_reason(failure: BaseException) -> str:
-    """The storage's own message in an error, without the XML around it and the details of the request."""
+    """Return the storage's own message in an error, without the XML around it and the details of the request."""
     if message := re.search(r"<Message>(.*?)</Message>", str(failure), re.S):
         return message[1].rstrip(".")
     return re.sub(r"^Generic \w+ error: |, max_retries: \d+, retry_timeout: \w+", "", first_line(failure)).rstrip(".")
 
 
 def _failures(uri: str) -> tuple[type[Exception], ...]:
-    """The exceptions that failing storage at ``uri`` raises. The Hugging Face Hub also raises those of its client."""
+    """Return the exceptions that failing storage at ``uri`` raises, for the Hugging Face Hub also its HTTP client's."""
     if urlsplit(uri).scheme != "hf":
         return (BaseError, OSError)
-    from huggingface_hub.errors import HTTPError  # type: ignore[reportPrivateImportUsage] of its HTTP client
+    from huggingface_hub.errors import HTTPError  # type: ignore[reportPrivateImportUsage]
 
     return (OSError, HTTPError)
 
 
 def list_files(uri: str) -> list[FileInfo]:
-    """List the file at ``uri``, or all files in the folder ``uri``. Raises ``UserError`` if that fails."""
+    """List the file at ``uri``, or all files in the folder ``uri``. Raises ``UserError`` if the request fails."""
     store, bucket, path = locate(uri)
 
     def list_entries() -> list[Any]:
@@ -222,12 +225,12 @@ def list_files(uri: str) -> list[FileInfo]:
 
 
 def _entity_tag(meta: Any) -> str:
-    """The entity tag of a file without quotes, which Azure's listings omit; empty if there is none."""
+    """Return the entity tag of a file without quotes, which Azure's listings omit; empty if the file has none."""
     return (meta["e_tag"] or "").removeprefix("W/").strip('"')
 
 
 def file_size(uri: str) -> int:
-    """The size of a file in bytes. Raises ``FileNotFoundError`` if it is missing."""
+    """Return the size of a file in bytes. Raises ``FileNotFoundError`` if it is missing."""
     return _head(uri)["size"]
 
 
@@ -237,14 +240,15 @@ def _head(uri: str) -> Any:
 
 
 def read(uri: str) -> bytes:
-    """The content of a file. Raises ``FileNotFoundError`` if it is missing."""
+    """Return the content of a file. Raises ``FileNotFoundError`` if it is missing."""
     return open_file(uri).read() if isinstance(locate(uri)[0], Hub) else read_version(uri)[0]
 
 
 def read_version(uri: str) -> tuple[bytes, dict[str, Any]]:
     """Read a file that is to be replaced by a conditional write. Raises ``FileNotFoundError`` if it is missing.
 
-    Returns: (content, version for the ``mode`` of :func:`write`).
+    Returns:
+        (content, version for the ``mode`` of :func:`write`).
     """
     store, _, path = locate(uri)
 
@@ -256,13 +260,13 @@ def read_version(uri: str) -> tuple[bytes, dict[str, Any]]:
 
 
 def write(uri: str, content: bytes | memoryview | Path, mode: Any = "overwrite") -> dict[str, Any]:
-    """Replace a file by ``content``, which may be the path of a local file, and return its new version.
+    """Write ``content``, or the local file at that path, to a file and return the new version.
 
     ``mode`` is obstore's: with ``create`` the file must not exist; with a version, the file must have that version.
     """
     store, bucket, path = locate(uri)
     if isinstance(mode, dict):
-        mode = {name: value for name, value in mode.items() if value}  # S3 has a tag, but no version.
+        mode = {name: value for name, value in mode.items() if value}  # S3 has tags only, and the version is None.
     if isinstance(store, Hub):
         raise UserError(f"{uri} is read-only. Write to a local folder, or to s3://, gs:// or az://.")
     try:
@@ -270,7 +274,7 @@ def write(uri: str, content: bytes | memoryview | Path, mode: Any = "overwrite")
             uri, lambda: store.put(path, content, mode=mode, chunk_size=_BLOCK_BYTES, max_concurrency=4), "written"
         )
     except FileNotFoundError as failure:
-        raise UserError(f"{uri} cannot be written: there is no bucket {bucket}. Check the address.") from failure
+        raise UserError(f"{uri} cannot be written: the bucket {bucket} does not exist. Check the address.") from failure
 
 
 def remove(uri: str) -> None:
@@ -283,8 +287,8 @@ def remove(uri: str) -> None:
 def open_file(uri: str, version: str = "") -> BinaryIO:
     """Open a local file, or one in object storage, for reading. Raises ``FileNotFoundError`` if it is missing.
 
-    All reads from object storage are of one version: that of ``FileInfo.version`` if it is given, else the newest. If
-    another one replaces it, they raise ``UserError``.
+    All reads from object storage use one ``version`` (:attr:`FileInfo.version`), by default the newest. They raise
+    ``UserError`` if another version replaces it.
     """
     if not is_remote(uri):
         return open(uri, "rb")  # noqa: PTH123 Path would be slow for thousands of names.
@@ -292,7 +296,7 @@ def open_file(uri: str, version: str = "") -> BinaryIO:
 
 
 class _RemoteFile(io.RawIOBase):
-    """A seekable file in object storage, of which only the requested parts are read."""
+    """Seekable file in object storage; only the requested parts are transferred."""
 
     def __init__(self, uri: str, version: str) -> None:
         self._uri = uri
@@ -338,5 +342,5 @@ class _RemoteFile(io.RawIOBase):
         return end - begin
 
     def readall(self) -> bytes:
-        """Read the remaining file in large parts; Python's own method makes a request for every 8 KiB."""
+        """Read the rest of the file in large parts; Python's own method would make a request for every 8 KiB."""
         return b"".join(iter(lambda: self.read(_BLOCK_BYTES), b""))

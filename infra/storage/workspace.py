@@ -1,4 +1,4 @@
-"""The local folder in which a process works on a directory, wherever that is."""
+"""Local folders in which a process works on directories, which may be in object storage."""
 
 import shutil
 from collections.abc import Callable, Iterator
@@ -13,22 +13,22 @@ from infra.storage.files import lock, scratch
 
 @dataclass(frozen=True)
 class Workspace:
-    """The local folder for the files of ``location``: that folder itself, or a private copy of object storage.
+    """Local folder for the files of a directory: the directory itself, or a private copy of object storage.
 
-    What is written to a copy is in its location only after :meth:`push`. Where there is no copy, methods that transfer
-    files do nothing.
+    Changes of a copy are in object storage only after :meth:`push`. Without a copy, methods that transfer files do
+    nothing.
     """
 
     path: Path
     copy_of: StorageDir | None = None
-    """The directory of which ``path`` is a private copy; None if ``path`` is the location itself."""
+    """Directory in object storage of which ``path`` is a private copy; None if ``path`` is the directory itself."""
 
     @classmethod
     def of(cls, location: StorageDir | Path | str, *scratch_path: str) -> Self:
-        """The workspace of ``location``, without reading anything.
+        """Return the workspace of ``location`` without reading files.
 
-        A copy is at ``scratch_path`` in the scratch folder. By default it is that of the command that writes to
-        ``location``; other processes of the same machine need copies of their own.
+        A copy is at ``scratch_path`` in the scratch folder. The default path is for the command that writes to
+        ``location``; other processes of the same machine need separate copies.
         """
         directory = StorageDir.of(location)
         if directory.local_path:
@@ -37,18 +37,18 @@ class Workspace:
 
     @property
     def location(self) -> StorageDir:
-        """The directory that this is the workspace of."""
+        """The directory whose files the workspace has."""
         return self.copy_of or StorageDir.of(self.path)
 
     def exclusive_use(self, message: str) -> AbstractContextManager[None]:
-        """Hold the location as :meth:`StorageDir.exclusive_use` does."""
+        """Hold the directory as :meth:`StorageDir.exclusive_use` does."""
         return self.location.exclusive_use(message)
 
     @contextmanager
     def lock_copy(self, message: str, timeout: float) -> Iterator[None]:
-        """Lock a copy that several processes fill, waiting up to ``timeout`` seconds for another one.
+        """Lock a copy that several processes fill, so that one of them downloads at a time.
 
-        Raises ``UserError`` with ``message`` after that.
+        Raises ``UserError`` with ``message`` if another process still has the lock after ``timeout`` seconds.
         """
         if not self.copy_of:
             yield
@@ -57,9 +57,9 @@ class Workspace:
             yield
 
     def refresh(self, include: Callable[[str], bool] = lambda name: True) -> None:
-        """Make the copy anew from the files of the location whose names ``include`` accepts.
+        """Replace the copy by the files of the directory whose names ``include`` accepts.
 
-        What an earlier command left is removed, because another machine may have continued its work.
+        Files of an earlier command are removed, because another machine may have continued its work.
         """
         if not self.copy_of:
             return
@@ -70,11 +70,11 @@ class Workspace:
                 self.copy_of.download(name, self.path / name)
 
     def sees(self, file: Path) -> bool:
-        """Whether a ``file`` that another process made in its workspace is visible here, unless that is a copy."""
+        """Whether another process's new ``file`` in its workspace exists in this one; always true for copies."""
         return self.copy_of is not None or file.exists()
 
     def is_missing(self, name: str, size: int) -> bool:
-        """Whether a file of ``size`` bytes is still to be downloaded to the copy."""
+        """Whether a file of ``size`` bytes has not been downloaded to the copy yet."""
         file = self.path / name
         return bool(self.copy_of) and not (file.is_file() and file.stat().st_size == size)
 
@@ -84,19 +84,19 @@ class Workspace:
             self.copy_of.download(name, self.path / name, checksum)
 
     def push(self, *files: Path) -> None:
-        """Upload these files of ``path``, in this order; missing ones are skipped."""
+        """Upload ``files`` of the copy in this order; missing files are skipped."""
         if self.copy_of:
             for file in files:
                 if file.is_file():
                     self.copy_of.upload(file, file.relative_to(self.path).as_posix())
 
     def discard_copy(self) -> None:
-        """Remove the copy; its location keeps what was pushed."""
+        """Remove the copy; pushed files remain in object storage."""
         if self.copy_of:
             shutil.rmtree(self.path, ignore_errors=True)
 
     def remove(self) -> None:
-        """Remove all files, here and in the location."""
+        """Remove all files, both in the copy and in the directory."""
         shutil.rmtree(self.path, ignore_errors=True)
         if self.copy_of:
             self.copy_of.remove(self.copy_of.list_files())

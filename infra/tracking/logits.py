@@ -1,8 +1,8 @@
-"""An exported model as MLflow serves it: token ids in, logits out. MLflow keeps a copy of this file with the
-weights, so that loading a registered model needs transformers and torch, but not this program.
+"""An exported model for MLflow's model serving, with token ids as input and logits as output.
 
-MLflow's own flavour for transformers does not serve as well: it stores a pipeline from text to text, refuses a model
-without a tokenizer, which data sets with ids of their own do not have, and gives no logits.
+MLflow stores a copy of this file with the weights, so that loading a registered model needs transformers and torch, but
+not this program. MLflow's own flavor for transformers stores a pipeline from text to text. It does not return logits,
+and it rejects a model without a tokenizer, such as a model of a data set with its own token ids.
 """
 
 import mlflow.models
@@ -13,15 +13,15 @@ from transformers import GPT2LMHeadModel
 
 
 class Logits(PythonModel):
-    """A GPT-2 in the Hugging Face format."""
+    """Predictions of a GPT-2 in the Hugging Face format."""
 
     def load_context(self, context) -> None:
-        """Load the weights."""
+        """Load the weights of the model."""
         self.model = GPT2LMHeadModel.from_pretrained(context.artifacts["model"]).eval()
 
     @torch.no_grad()
-    def predict(self, context, model_input, params=None):  # MLflow would take type hints for a schema
-        """Logits (batch, tokens, vocabulary), float32, of token ids (batch, tokens)."""
+    def predict(self, context, model_input, params=None):  # without type hints, which MLflow would use as a schema
+        """Return float32 logits of shape (batch, tokens, vocab_size) for token ids of shape (batch, tokens)."""
         return self.model(torch.as_tensor(np.asarray(model_input))).logits.numpy()
 
 

@@ -1,4 +1,4 @@
-"""Register a trained model in MLflow, with its signature and an input example."""
+"""Registration of a trained model in MLflow, with its signature and an input example."""
 
 import logging
 import os
@@ -18,13 +18,14 @@ from mlflow.types import Schema, TensorSpec
 from infra.errors import UserError, first_line
 from infra.tracking.run_ref import RunRef
 
-SERVED = Path(__file__).with_name("logits.py")
+SERVING_CODE = Path(__file__).with_name("logits.py")
+"""File of the Python model that MLflow stores with the weights."""
 
 
 def register(run_ref: RunRef, name: str, folder: Path, vocab_size: int, description: str = "") -> str:
-    """Log the model in ``folder`` to the run of ``run_ref``, register it as ``name``, and return its version there.
+    """Log the model in ``folder`` to a run, register it as ``name``, and return its version in the registry.
 
-    Token ids are below ``vocab_size``; the version's page shows ``description``, which is Markdown.
+    The signature has token ids below ``vocab_size``. The page of the version shows ``description`` in Markdown.
     """
     logging.getLogger("mlflow").setLevel(logging.WARNING)
     ids, logits = np.dtype(np.int64), np.dtype(np.float32)
@@ -35,21 +36,22 @@ def register(run_ref: RunRef, name: str, folder: Path, vocab_size: int, descript
     mlflow.set_tracking_uri(run_ref.store)
     client = MlflowClient(run_ref.store)
     try:
-        # Not within mlflow.start_run, which would set the run to RUNNING, where an interrupt would leave it.
+        # mlflow.start_run would set the run to RUNNING, and an interrupt would leave it in this state.
         model = client.create_logged_model(run_ref.experiment_id, name="model", source_run_id=run_ref.run_id)
         client.log_outputs(run_ref.run_id, [LoggedModelOutput(model.model_id, step=0)])
-        made = mlflow.pyfunc.log_model(
+        model_info = mlflow.pyfunc.log_model(
             model_id=model.model_id,
-            python_model=str(SERVED),
+            python_model=str(SERVING_CODE),
             artifacts={"model": str(folder.resolve())},
             signature=signature,
             input_example=np.array([[vocab_size - 1]]),
             pip_requirements=[f"{package}=={version(package)}" for package in ("torch", "transformers")],
             registered_model_name=name,
         )
-        client.update_model_version(name, str(made.registered_model_version), description)
+        client.update_model_version(name, str(model_info.registered_model_version), description)
     except MlflowException as failure:
         raise UserError(
-            f"--register {name}: {run_ref.store} rejects the model: {first_line(failure).rstrip('.')}."
+            f"--register {name}: the MLflow store {run_ref.store} rejected the model. "
+            f"{first_line(failure).rstrip('.')}. Fix this, or remove --register."
         ) from failure
-    return str(made.registered_model_version)
+    return str(model_info.registered_model_version)

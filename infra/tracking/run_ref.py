@@ -1,7 +1,6 @@
-"""The key to a run in MLflow, which a command saves for the one that continues its work.
+"""A reference to a run in MLflow, which a command saves for the command that resumes its work.
 
-Separate from ``infra.tracking.tracker``, because importing MLflow takes two seconds that ``--help`` and error messages
-need not wait for.
+This module does not import MLflow, whose import would delay ``--help`` and error messages by two seconds.
 """
 
 from dataclasses import dataclass, replace
@@ -12,52 +11,54 @@ from infra.errors import UserError
 from infra.schema import strict, to_json
 from infra.storage.directory import StorageDir
 
-SQLITE = "sqlite:///"
+SQLITE_PREFIX = "sqlite:///"
 
 
 def sqlite_store(file: Path) -> str:
-    """The address of the SQLite store in ``file``, as SQLAlchemy reads it."""
-    return f"{SQLITE}{str(file).replace('%', '%25').replace('?', '%3F')}"
+    """Return the URI of the SQLite store in ``file``, as SQLAlchemy reads it."""
+    return f"{SQLITE_PREFIX}{str(file).replace('%', '%25').replace('?', '%3F')}"
 
 
 def sqlite_file(store: str) -> Path | None:
-    """The file of a SQLite store; None for another store."""
-    return Path(unquote(store.removeprefix(SQLITE).partition("?")[0])) if store.startswith(SQLITE) else None
+    """Return the file of a SQLite store; None for other stores."""
+    if not store.startswith(SQLITE_PREFIX):
+        return None
+    return Path(unquote(store.removeprefix(SQLITE_PREFIX).partition("?")[0]))
 
 
 @strict
 @dataclass(frozen=True)
 class RunRef:
-    """All that is needed to write to an existing run."""
+    """Reference to an existing MLflow run, with the values that writing to it needs."""
 
     store: str
     experiment_id: str
     run_id: str
     run_dir: str = ""
-    """The folder that has what the run records, and that its command holds: an absolute path or an address."""
+    """Address of the run folder, which has all entries of the run, and which the run's command locks."""
 
     def to_json_for(self, run_dir: str) -> dict[str, str]:
-        """The key as JSON values for a file in ``run_dir``, an absolute path or an address."""
+        """Return the reference as JSON values for a file in the folder with the address ``run_dir``."""
         return to_json(replace(self, run_dir=run_dir))
 
     @property
     def is_reachable(self) -> bool:
-        """Whether its store can be asked from this machine: it is not a file that is missing here."""
+        """Whether the run's store can be used on this machine; a SQLite store must exist on its disk."""
         file = sqlite_file(self.store)
         return file is None or file.exists()
 
-    def check_belongs_to(self, directory: StorageDir, instead: str) -> "RunRef":
-        """This reference, which was read in ``directory``.
+    def check_belongs_to(self, directory: StorageDir, advice: str) -> "RunRef":
+        """Check that the reference was saved in ``directory``, from which it was read, and return it.
 
-        Raises ``UserError`` if that is not the folder it was saved in, because two folders must not continue one run,
-        and if its store is not on this machine. The message ends with ``instead``, a sentence without its period.
+        Raises ``UserError`` if the folder was copied or moved, because two folders must not continue one run, or if the
+        store is not on this machine. The message ends with ``advice``, a sentence without its period.
         """
         if self.run_dir != directory.address:
             raise UserError(
-                f"{directory} was copied or moved from {self.run_dir}, to which its MLflow run belongs. {instead}."
+                f"{directory} was copied or moved from {self.run_dir}, which owns its MLflow run. {advice}."
             )
         if not self.is_reachable:
             raise UserError(
-                f"The MLflow store {self.store} of {directory} is not on this machine. Restore it. {instead}."
+                f"The MLflow store {self.store} of {directory} is not on this machine. Restore it. {advice}."
             )
         return self

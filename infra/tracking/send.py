@@ -1,4 +1,4 @@
-"""Send a run's entries to MLflow in as few calls as its limits allow."""
+"""Sending a run's entries to MLflow in as few calls as its limits allow."""
 
 import json
 from pathlib import Path
@@ -14,21 +14,26 @@ from infra.errors import first_line
 from infra.tracking.orphaned_runs import FULLY_LOGGED
 
 METRICS_PER_BATCH = 500
+"""Number of metrics in one call; MLflow rejects more than 1,000."""
 
-ITEMS_PER_BATCH = 90  # MLflow refuses more than 1,000 metrics, 100 params or 100 tags in one call
+ITEMS_PER_BATCH = 90
+"""Number of params or tags in one call; MLflow rejects more than 100 of each."""
 
-UNREACHABLE = (ErrorCode.Name(INTERNAL_ERROR), ErrorCode.Name(TEMPORARILY_UNAVAILABLE))
-"""Codes of a store that cannot be asked now, as against one that refuses what it is sent."""
+UNREACHABLE_CODES = (ErrorCode.Name(INTERNAL_ERROR), ErrorCode.Name(TEMPORARILY_UNAVAILABLE))
+"""Error codes of a store that is temporarily unavailable, and does not reject an entry."""
 
 Entry = dict[str, Any]
+"""Queued metric, param, tag, data set, text, file, or end of a run, by its ``kind``."""
 
 
 def send(client: MlflowClient, run_id: str, entries: list[Entry]) -> None:
     """Write ``entries`` to a run in as few calls as MLflow's limits allow.
 
-    Raises when the store does not answer, and when the run was deleted, which can be undone; entries that are sent
-    twice are stored once. An entry that the store rejects is reported and dropped, since sending it again would fail
-    forever.
+    Entries may be sent twice; the store has them once. An entry that the store rejects is reported and dropped, because
+    sending it again would always fail.
+
+    Raises:
+        MlflowException: if the store does not respond, or if the run was deleted, because it may be restored.
     """
     metrics = [Metric(e["key"], e["value"], e["time"], e["step"]) for e in entries if e["kind"] == "metric"]
     params = [Param(e["key"], e["value"]) for e in entries if e["kind"] == "param"]
@@ -51,14 +56,14 @@ def send(client: MlflowClient, run_id: str, entries: list[Entry]) -> None:
                 if Path(entry["path"]).exists():
                     _call(client, client.log_artifact, run_id, entry["path"], entry["folder"])
                 else:
-                    errors.print(f"{entry['path']} no longer exists and was not uploaded to MLflow")
+                    errors.print(f"{entry['path']} no longer exists and was not uploaded to MLflow.")
             case "finish":
                 _call(client, client.set_terminated, run_id, entry["status"], entry["time"])
                 _call(client, client.set_tag, run_id, FULLY_LOGGED, "true")
 
 
 def _log(client: MlflowClient, run_id: str, **items: Any) -> None:
-    """Write a batch or, where the store rejects it, its items one by one: a rejected one takes no other with it."""
+    """Write a batch; if the store rejects it, write each item separately, so that only invalid items are dropped."""
     try:
         client.log_batch(run_id, **items)
     except MlflowException as failure:
@@ -68,19 +73,19 @@ def _log(client: MlflowClient, run_id: str, **items: Any) -> None:
                 _call(client, client.log_batch, run_id, **{kind: [value]})
 
 
-def _call(client: MlflowClient, method: Any, run_id: str, *arguments: Any, **named: Any) -> None:
+def _call(client: MlflowClient, method: Any, run_id: str, *arguments: Any, **keyword_arguments: Any) -> None:
     try:
-        method(run_id, *arguments, **named)
+        method(run_id, *arguments, **keyword_arguments)
     except MlflowException as failure:
         _raise_if_temporary(client, run_id, failure)
-        errors.print(f"MLflow rejected an entry: {first_line(failure)}")
+        errors.print(f"MLflow rejected an entry: {first_line(failure)}", markup=False)
 
 
 def _raise_if_temporary(client: MlflowClient, run_id: str, failure: MlflowException) -> None:
-    if failure.error_code in UNREACHABLE or is_deleted(client, run_id):
+    if failure.error_code in UNREACHABLE_CODES or is_deleted(client, run_id):
         raise failure
 
 
 def is_deleted(client: MlflowClient, run_id: str) -> bool:
-    """Whether the run, or its experiment, was deleted in MLflow's pages and can be restored."""
+    """Whether the run or its experiment is marked as deleted in MLflow, and can be restored."""
     return client.get_run(run_id).info.lifecycle_stage == LifecycleStage.DELETED

@@ -1,4 +1,4 @@
-"""The MLflow store: open it, create experiments and runs in it, and look them up."""
+"""The MLflow store: opening it, and creating and finding experiments and runs."""
 
 import logging
 import os
@@ -20,25 +20,26 @@ from infra.device.provenance import user
 from infra.errors import UserError, first_line
 from infra.storage.credentials import has_secret
 from infra.tracking import orphaned_runs, saved_views
-from infra.tracking.run_ref import SQLITE, RunRef, sqlite_file, sqlite_store
+from infra.tracking.run_ref import SQLITE_PREFIX, RunRef, sqlite_file, sqlite_store
 from infra.tracking.send import is_deleted
-from infra.tracking.tracker import NOTE, Logged
+from infra.tracking.tracker import DESCRIPTION_TAG, Logged
 
-os.environ.setdefault("MLFLOW_SUPPRESS_PRINTING_URL_TO_STDOUT", "true")  # commands print one link, at their end
-for verbose in ("mlflow.store.db.utils", "alembic.runtime.migration"):
-    logging.getLogger(verbose).setLevel(logging.WARNING)  # they print a page about new tables on first use
+os.environ.setdefault("MLFLOW_SUPPRESS_PRINTING_URL_TO_STDOUT", "true")  # Commands print their own link.
+for logger_name in ("mlflow.store.db.utils", "alembic.runtime.migration"):
+    logging.getLogger(logger_name).setLevel(logging.WARNING)  # They print many lines when a database is created.
 
 EXPERIMENTS = ("pipeline", "train", "ladder", "tune", "doctor")
+"""Names of this project's MLflow experiments, one for each kind of command."""
 
-FILES = "mlartifacts"
-"""The folder next to a SQLite store that holds the files of its runs."""
+ARTIFACTS_FOLDER = "mlartifacts"
+"""Name of the folder beside a SQLite store that has the artifacts of its runs."""
 
 
 def store_uri(tracking_uri: str | None = None) -> str:
-    """The store to use: the flag, else ``MLFLOW_TRACKING_URI``, else ``mlflow.db`` in this folder, as absolute path.
+    """Return the URI of the store: the flag, else MLFLOW_TRACKING_URI, else ``mlflow.db`` in the current folder.
 
-    Raises ``UserError`` when it contains a password, which would be kept with the results, printed with every link,
-    and readable in the list of processes.
+    Paths become absolute. Raises ``UserError`` if the URI contains a password, because results, links and the process
+    list would reveal it.
     """
     uri = tracking_uri or os.environ.get("MLFLOW_TRACKING_URI") or "sqlite:///mlflow.db"
     if has_secret(uri):
@@ -52,13 +53,13 @@ def store_uri(tracking_uri: str | None = None) -> str:
 
 @interrupts.delayed()
 def open_store(tracking_uri: str | None = None) -> None:
-    """Open the store, and create its database if it is new, which takes seconds."""
+    """Open the store; create its database if it does not exist, which takes seconds."""
     store = store_uri(tracking_uri)
     file = sqlite_file(store)
     if file and file.is_dir():
         raise UserError(f"The MLflow store {store} is a folder. Use a file in it, such as sqlite:///mlflow.db.")
     if file and file.exists() and not all(os.access(path, os.W_OK) for path in (file, file.parent)):
-        # MLflow opens it, and fails with ninety lines when the first run is created.
+        # MLflow would open the store, and fail with ninety lines when it creates the first run.
         raise UserError(
             f"The MLflow store {store} is not writable. Allow writing to the file and its folder, or use another store "
             "with --tracking-uri."
@@ -67,25 +68,28 @@ def open_store(tracking_uri: str | None = None) -> None:
         if file and not file.exists():
             _create_database(file)
         _open(store)
-    except Exception as failure:  # a damaged database, a missing driver: each library raises classes of its own
-        raise _unusable(store, failure) from failure
+    except (
+        Exception
+    ) as failure:  # The libraries below MLflow raise their own classes, for example for a missing driver.
+        raise _store_error(store, failure) from failure
 
 
 def _create_database(file: Path) -> None:
-    """Create the database of a store, whole or not at all: MLflow cannot repair one that is incomplete."""
+    """Create the database of a store atomically, because MLflow cannot repair an incomplete one."""
     file.parent.mkdir(parents=True, exist_ok=True)
     with tempfile.TemporaryDirectory(dir=file.parent, prefix=f".{file.name}-") as temporary_dir:
         _open(sqlite_store(Path(temporary_dir) / file.name))
-        with suppress(OSError):  # another command was first; or there are no links here and MLflow creates it in place
+        # Linking fails if another command was faster, or on a disk without links, where MLflow then creates the file.
+        with suppress(OSError):
             os.link(f"{temporary_dir}/{file.name}", file)
 
 
 def _open(store: str) -> None:
-    """Have MLflow open a store, whose database is created by the first call."""
+    """Open a store in MLflow, which creates the database at the first call."""
     MlflowClient(store).get_experiment_by_name("Default")
-    if store.startswith(SQLITE) and "%" in store:
-        with suppress(OSError):  # it also makes the folder that the address names where nothing is unquoted
-            os.removedirs(Path(store.removeprefix(SQLITE)).parent)
+    if store.startswith(SQLITE_PREFIX) and "%" in store:
+        with suppress(OSError):  # MLflow also creates a folder with the percent-encoded name, which is removed here.
+            os.removedirs(Path(store.removeprefix(SQLITE_PREFIX)).parent)
 
 
 def create_run(
@@ -98,23 +102,27 @@ def create_run(
     tags: Mapping[str, str] | None = None,
     keep: Callable[[RunRef], None] | None = None,
 ) -> RunRef:
-    """Create a run (and the store and experiment when they are new), pass its key to ``keep``, and return it.
+    """Create a run, and the store and experiment if they do not exist.
 
-    ``run_dir`` is the folder that this command holds (:meth:`StorageDir.lock`), by its absolute path or address;
-    that of the ``parent`` if there is one. While it is held the run is known to be alive: if this process is killed,
-    the next command closes it. ``keep`` writes the key to disk for a command that continues the run. Ctrl-C and SIGTERM
-    are delayed until it has.
+    Raises ``UserError`` if the store cannot be reached, so that the user learns it before hours of work.
 
-    Raises ``UserError`` when the store cannot be reached: nothing has been computed yet, so the user is told now
-    rather than after hours.
+    Args:
+        experiment: name of the experiment, one of :data:`EXPERIMENTS`.
+        name: name of the run.
+        tracking_uri: URI of the store; by default as in :func:`store_uri`. Ignored if there is a ``parent``.
+        parent: run of which the new one is a child.
+        run_dir: address of the folder that this command has locked (:meth:`StorageDir.lock`), by default the parent's.
+            The next command closes the run if it can lock the folder, because this process was killed then.
+        tags: tags of the run.
+        keep: saves the reference for a command that resumes the run; interrupts are delayed until it has returned.
     """
     store = parent.store if parent else store_uri(tracking_uri)
     run_dir = run_dir or (parent.run_dir if parent else "")
-    labels = {"mlflow.user": user(), "mlflow.source.type": "LOCAL", "mlflow.source.name": experiment}
-    labels |= ({"mlflow.parentRunId": parent.run_id} if parent else {}) | (
+    system_tags = {"mlflow.user": user(), "mlflow.source.type": "LOCAL", "mlflow.source.name": experiment}
+    system_tags |= ({"mlflow.parentRunId": parent.run_id} if parent else {}) | (
         orphaned_runs.open_run_tags(run_dir) if run_dir else {}
     )
-    ours: dict[str, Experiment] = {}
+    experiments: dict[str, Experiment] = {}
     with interrupts.delayed():
         if not parent:
             open_store(tracking_uri)
@@ -123,44 +131,44 @@ def create_run(
             if parent:
                 experiment_id = parent.experiment_id
             else:
-                ours = _experiments(client)
-                experiment_id = _experiment(client, store, experiment, ours.get(experiment))
-            run = client.create_run(experiment_id, run_name=name, tags=labels | dict(tags or {}))
+                experiments = _find_experiments(client)
+                experiment_id = _experiment_id(client, store, experiment, experiments.get(experiment))
+            run = client.create_run(experiment_id, run_name=name, tags=system_tags | dict(tags or {}))
         except MlflowException as failure:
-            raise _unusable(store, failure) from failure
+            raise _store_error(store, failure) from failure
         run_ref = RunRef(store, experiment_id, run.info.run_id, run_dir)
         orphaned_runs.open_run_dirs[run_ref.run_id] = run_dir
         if keep:
             keep(run_ref)
     if not parent:
-        known = ours.get(experiment)
-        saved_views.save_views(client, experiment, run_ref, known.tags if known else {})
-        orphaned_runs.close_orphaned_runs(client, [each.experiment_id for each in ours.values()])
+        existing = experiments.get(experiment)
+        saved_views.save_views(client, experiment, run_ref, existing.tags if existing else {})
+        orphaned_runs.close_orphaned_runs(client, [each.experiment_id for each in experiments.values()])
     return run_ref
 
 
-def _restoring(store: str, command: str) -> str:
+def _restore_command(store: str, command: str) -> str:
     return f"'mlflow {command}' with MLFLOW_TRACKING_URI={store}"
 
 
-def _unusable(store: str, failure: Exception) -> UserError:
+def _store_error(store: str, failure: Exception) -> UserError:
     return UserError(
-        f"The MLflow store {store} cannot be used: {first_line(failure).rstrip('.')}. "
-        "Start its server, or use another store with --tracking-uri (for example sqlite:///mlflow.db)."
+        f"The MLflow store {store} cannot be used: {first_line(failure).rstrip('.')}. Start its server, or use another "
+        "store with --tracking-uri, for example sqlite:///mlflow.db."
     )
 
 
 @interrupts.delayed()
 def reopen_run(run_ref: RunRef) -> None:
-    """Set a run that has ended to RUNNING again. Raises ``UserError`` when it is not in its store, or deleted."""
+    """Set an ended run to RUNNING again. Raises ``UserError`` if the run is not in its store, or was deleted."""
     open_store(run_ref.store)
     try:
         client = MlflowClient(run_ref.store)
         if is_deleted(client, run_ref.run_id):
+            command = _restore_command(run_ref.store, f"runs restore --run-id {run_ref.run_id}")
             raise UserError(
-                f"The MLflow run {run_ref.run_id} in {run_ref.store} was deleted. Restore it, and its experiment if "
-                f"that was deleted too ({_restoring(run_ref.store, f'runs restore --run-id {run_ref.run_id}')}), or "
-                f"start a new MLflow run with --tracking-uri {run_ref.store}."
+                f"The MLflow run {run_ref.run_id} in {run_ref.store} was deleted. Restore it, and its experiment if that "
+                f"was deleted, too ({command}), or start a new MLflow run with --tracking-uri {run_ref.store}."
             )
         client.update_run(run_ref.run_id, status="RUNNING")
         orphaned_runs.open_run_dirs[run_ref.run_id] = run_ref.run_dir
@@ -169,18 +177,18 @@ def reopen_run(run_ref: RunRef) -> None:
                 run_ref.run_id, tags=[RunTag(*tag) for tag in orphaned_runs.open_run_tags(run_ref.run_dir).items()]
             )
         orphaned_runs.close_orphaned_runs(
-            client, [each.experiment_id for each in _experiments(client).values()], run_ref
+            client, [each.experiment_id for each in _find_experiments(client).values()], run_ref
         )
     except MlflowException as failure:
         raise UserError(
             f"The MLflow run {run_ref.run_id} in {run_ref.store} cannot be resumed: {first_line(failure).rstrip('.')}. "
-            "Restore its store, or use another with --tracking-uri."
+            "Restore its store, or use another store with --tracking-uri."
         ) from failure
 
 
 @interrupts.delayed()
 def read_logged(run_ref: RunRef) -> Logged:
-    """What the run has already, from which it is continued."""
+    """Read which params and steps the run already has, so that resuming it does not send them again."""
     try:
         client = MlflowClient(run_ref.store)
         data = client.get_run(run_ref.run_id).data
@@ -195,20 +203,21 @@ def read_logged(run_ref: RunRef) -> Logged:
 
 @interrupts.delayed()
 def has_run(run_ref: RunRef) -> bool:
-    """Whether the run is in its store and not deleted."""
+    """Whether the run is in its store and was not deleted."""
     try:
         return not is_deleted(MlflowClient(run_ref.store), run_ref.run_id)
     except MlflowException as failure:
         if failure.error_code == ErrorCode.Name(RESOURCE_DOES_NOT_EXIST):
             return False
-        raise _unusable(run_ref.store, failure) from failure
+        raise _store_error(run_ref.store, failure) from failure
 
 
 @interrupts.delayed()
-def children(parent: RunRef, tag: str) -> dict[str, tuple[RunRef, bool]]:
-    """The children of ``parent`` (but deleted ones) by their value of ``tag``.
+def find_children(parent: RunRef, tag: str) -> dict[str, tuple[RunRef, bool]]:
+    """Find the children of ``parent`` that have ``tag`` and were not deleted.
 
-    With each is whether it has ended by itself, and has all its entries.
+    Returns:
+        (child run, whether it has all entries and was not killed) by the value of the tag.
     """
     try:
         runs = MlflowClient(parent.store).search_runs(
@@ -216,7 +225,7 @@ def children(parent: RunRef, tag: str) -> dict[str, tuple[RunRef, bool]]:
             max_results=SEARCH_MAX_RESULTS_THRESHOLD,
         )  # fmt: skip
     except MlflowException as failure:
-        raise _unusable(parent.store, failure) from failure
+        raise _store_error(parent.store, failure) from failure
     return {
         run.data.tags[tag]: (
             replace(parent, run_id=run.info.run_id),
@@ -228,52 +237,53 @@ def children(parent: RunRef, tag: str) -> dict[str, tuple[RunRef, bool]]:
 
 
 @interrupts.delayed()
-def add_to_page(run_ref: RunRef, paragraph: str, tags: Mapping[str, str]) -> None:
-    """Add a ``paragraph`` below the first one of a run's description, and tags; the run may have ended.
+def add_to_description(run_ref: RunRef, paragraph: str, tags: Mapping[str, str]) -> None:
+    """Add a ``paragraph`` below the first one of a run's description, and set ``tags``; the run may have ended.
 
-    Never raises: a link is a convenience, and its store may be away.
+    Never raises, because the paragraph is a convenience, and the store may be unavailable.
     """
     with suppress(Exception):
         client = MlflowClient(run_ref.store)
-        first, mark, remainder = client.get_run(run_ref.run_id).data.tags.get(NOTE, "").partition("\n\n")
-        client.set_tag(run_ref.run_id, NOTE, f"{first}\n\n{paragraph}{mark}{remainder}")
+        description = client.get_run(run_ref.run_id).data.tags.get(DESCRIPTION_TAG, "")
+        first, separator, remainder = description.partition("\n\n")
+        client.set_tag(run_ref.run_id, DESCRIPTION_TAG, f"{first}\n\n{paragraph}{separator}{remainder}")
         for name, value in tags.items():
             client.set_tag(run_ref.run_id, name, value)
 
 
-def _experiments(client: MlflowClient) -> dict[str, Experiment]:
+def _find_experiments(client: MlflowClient) -> dict[str, Experiment]:
     return {experiment.name: experiment for experiment in client.search_experiments() if experiment.name in EXPERIMENTS}
 
 
-def _experiment(client: MlflowClient, store: str, name: str, experiment: Experiment | None) -> str:
-    """The experiment's id, if it was ``experiment``, or of a new one. In SQLite it keeps its files next to the
-    database.
+def _experiment_id(client: MlflowClient, store: str, name: str, experiment: Experiment | None) -> str:
+    """Return the id of ``experiment``, or create an experiment ``name`` if that is None.
 
-    Raises ``UserError`` when it keeps them elsewhere, because the store was copied or moved: MLflow keeps their
-    absolute path, and would write into the original's folder.
+    A SQLite store has the artifacts in a folder beside the database. MLflow stores the absolute path of that folder, so
+    a copied or moved store would write to the original folder; this raises ``UserError``.
     """
-    files = None
+    artifacts = None
     if file := sqlite_file(store):
-        files = (file.parent / FILES / name).as_uri()
+        artifacts = (file.parent / ARTIFACTS_FOLDER / name).as_uri()
     if not experiment:
         try:
-            return client.create_experiment(name, artifact_location=files)
-        except MlflowException:  # another command created it meanwhile, it is not ours to be listed, or deleted
+            return client.create_experiment(name, artifact_location=artifacts)
+        except MlflowException:  # Another command may have created it meanwhile, or it was deleted.
             experiment = client.get_experiment_by_name(name)
             if experiment is None:
                 raise
     if experiment.lifecycle_stage == LifecycleStage.DELETED:
-        restoring = _restoring(store, f"experiments restore --experiment-id {experiment.experiment_id}")
+        command = _restore_command(store, f"experiments restore --experiment-id {experiment.experiment_id}")
         raise UserError(
-            f"The experiment {name} of the MLflow store {store} was deleted. Restore it ({restoring}), or use another "
+            f"The experiment {name} of the MLflow store {store} was deleted. Restore it ({command}), or use another "
             "store with --tracking-uri."
         )
     location = experiment.artifact_location
-    if file and location != files and location.startswith("file:") and location.endswith(f"/{FILES}/{name}"):
-        old = Path(unquote(urlsplit(location).path))
-        if old.resolve() != file.parent / FILES / name:
+    is_standard_location = location.startswith("file:") and location.endswith(f"/{ARTIFACTS_FOLDER}/{name}")
+    if file and location != artifacts and is_standard_location:
+        original = Path(unquote(urlsplit(location).path))
+        if original.resolve() != file.parent / ARTIFACTS_FOLDER / name:
             raise UserError(
-                f"The MLflow store {store} was copied or moved from {old.parents[1]} and would still write files "
-                "there. Move it back, or use another store with --tracking-uri."
+                f"The MLflow store {store} was copied or moved from {original.parents[1]} and would still write "
+                "artifacts there. Move it back, or use another store with --tracking-uri."
             )
     return experiment.experiment_id

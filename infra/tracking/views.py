@@ -1,4 +1,4 @@
-"""Links to what is in MLflow."""
+"""Links to pages of MLflow."""
 
 import shlex
 from pathlib import Path
@@ -8,13 +8,14 @@ from infra.tracking.run_ref import RunRef, sqlite_file, sqlite_store
 
 
 def children_view(run_id: str) -> str:
+    """Return the key of the saved view that lists the children of a run."""
     return f"of-{run_id[:10]}"
 
 
 def page_link(run: RunRef, text: str, *, store: str) -> str:
-    """A Markdown link with ``text`` to the page of ``run``, for a description in ``store``.
+    """Return a Markdown link with ``text`` to the page of ``run``, for a description in ``store``.
 
-    Its address is relative to MLflow's own; the run of another store is named instead.
+    The link is relative to MLflow's address. For a run in another store, the text names the run and its store instead.
     """
     if run.store != store:
         return f"{text} (MLflow run `{run.run_id}` in {run.store})"
@@ -22,15 +23,16 @@ def page_link(run: RunRef, text: str, *, store: str) -> str:
 
 
 def model_link(name: str, version: str) -> str:
-    """A Markdown link to the page of a version of a registered model, for a description in the same store."""
+    """Return a Markdown link to the page of a registered model's version, for a description in the same store."""
     return f"[{name}, version {version}](#/models/{quote(name, safe='')}/versions/{version})"
 
 
 def ui_link(run_ref: RunRef, *, children: bool = False) -> str:
-    """What to run and open to see a run in MLflow, or its ``children`` as a table, such as the trials of a search.
+    """Return the link to a run in MLflow or, with ``children``, to a table of its children, such as a search's trials.
 
-    The link opens MLflow's model-training pages, because its first page is the one for GenAI. The children have a view
-    of their own (see ``infra.tracking.saved_views``), because in the list of runs they are collapsed.
+    A local store also needs the command that starts MLflow's server, on the line before the link. The link opens the
+    pages for model training, because MLflow's start page is for GenAI. The children have a separate view (see
+    ``infra.tracking.saved_views``), because the list of runs shows them collapsed.
     """
     file = sqlite_file(run_ref.store)
     server = "http://127.0.0.1:5000" if file else run_ref.store.rstrip("/")
@@ -41,5 +43,5 @@ def ui_link(run_ref: RunRef, *, children: bool = False) -> str:
         link += f"/{run_ref.run_id}?workflowType=machine_learning"
     if not file:
         return link
-    shown = sqlite_store(Path(file.name) if file.parent == Path.cwd() else file)
-    return f"mlflow ui --backend-store-uri {shlex.quote(shown)}\n{link}"
+    backend = sqlite_store(Path(file.name) if file.parent == Path.cwd() else file)
+    return f"mlflow ui --backend-store-uri {shlex.quote(backend)}\n{link}"

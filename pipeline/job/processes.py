@@ -15,7 +15,7 @@ from selectors import EVENT_READ, DefaultSelector
 from typing import Any
 
 from infra.errors import UserError
-from infra.ray.cluster import PROJECT
+from infra.ray.cluster import PROJECT_DIR
 from infra.storage.directory import StorageDir
 from pipeline.job.crash_guard import MAX_CRASHES
 from pipeline.job.plan import Partition
@@ -26,7 +26,7 @@ class _Worker:
     """A process that runs :func:`pipeline.job.worker.serve`."""
 
     def __init__(self) -> None:
-        path = os.pathsep.join(filter(None, [str(PROJECT), os.environ.get("PYTHONPATH", "")]))
+        path = os.pathsep.join(filter(None, [str(PROJECT_DIR), os.environ.get("PYTHONPATH", "")]))
         self.process = subprocess.Popen(
             # -P, because a file in the current folder may have the name of one of our packages.
             [sys.executable, "-P", "-c", "from pipeline.job.worker import serve; serve()"],

@@ -31,7 +31,7 @@ from infra.device.downsampling import sampling_interval
 from infra.device.telemetry import POINTS_PER_INTERVAL
 from infra.storage.files import write_json
 from infra.tracking.run_ref import RunRef
-from infra.tracking.saved_views import OURS
+from infra.tracking.saved_views import VIEW_KEY
 from infra.tracking.store import create_run
 from infra.tracking.tracker import Tracker
 from train.config import Cycle
@@ -143,7 +143,7 @@ def opened(browser: Browser, server: str, key: RunRef) -> Iterator[dict[str, Any
         "description": (f"{runs}/{key.run_id}?workflowType=machine_learning", "text=a long run"),
         "charts": (f"{runs}/{key.run_id}/model-metrics?workflowType=machine_learning", ".js-plotly-plot .trace"),
         "Curves": (
-            f"{runs}?workflowType=machine_learning&viewStateShareKey={OURS}-curves&compareRunsMode=CHART",
+            f"{runs}?workflowType=machine_learning&viewStateShareKey={VIEW_KEY}-curves&compareRunsMode=CHART",
             ".js-plotly-plot .trace",
         ),
     }

@@ -16,7 +16,7 @@ from transformers import GPT2LMHeadModel, PreTrainedTokenizerFast
 
 from infra.errors import UserError
 from infra.tracking.store import create_run
-from infra.tracking.tracker import NOTE, Tracker
+from infra.tracking.tracker import DESCRIPTION_TAG, Tracker
 from pipeline.encoding.tokenizer import GPT2_SHA256, gpt2
 from pipeline.shards import checksum
 from train.config import Cycle, ResolvedConfig, config_from_json
@@ -94,7 +94,7 @@ def test_a_registered_model_has_a_signature_and_the_same_logits(
     (version,) = MlflowClient(key.store).search_model_versions("name='books'")
     assert version.run_id == key.run_id
     assert f"runs/{key.run_id}" in str(version.description)
-    assert "#/models/books/versions/1" in run.data.tags[NOTE]
+    assert "#/models/books/versions/1" in run.data.tags[DESCRIPTION_TAG]
     mlflow.set_tracking_uri(key.store)
     loaded = mlflow.pyfunc.load_model("models:/books/1")
     assert str(loaded.metadata.signature.inputs.inputs[0].type) == "int64"
@@ -117,7 +117,7 @@ def test_an_exported_model_and_its_run_name_each_other(saved: Path, tmp_path: Pa
     assert str(tmp_path) not in card
     tags = MlflowClient(key.store).get_run(key.run_id).data.tags
     assert tags["exported.to"] == str(tmp_path / "exported")
-    assert f"`{tmp_path}/exported`" in tags[NOTE].split("\n\n")[1], "above the table"
+    assert f"`{tmp_path}/exported`" in tags[DESCRIPTION_TAG].split("\n\n")[1], "above the table"
     (tmp_path / "mlflow.db").unlink()
     assert export(ExportConfig(checkpoint=str(saved), to=tmp_path / "again")) == 0, "also without the store"
 

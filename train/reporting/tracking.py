@@ -17,9 +17,9 @@ from infra.schema import from_json, strict, to_json
 from infra.storage.directory import StorageDir
 from infra.storage.files import write_text
 from infra.tracking.names import group_under_detail, non_default_params
-from infra.tracking.orphaned_runs import incomplete, is_complete, lock_run_dir
+from infra.tracking.orphaned_runs import incomplete_runs, is_complete, lock_run_dir
 from infra.tracking.run_ref import RunRef
-from infra.tracking.store import add_to_page, read_logged
+from infra.tracking.store import add_to_description, read_logged
 from infra.tracking.tracker import Tracker
 from infra.tracking.views import model_link, page_link
 from train.config import DatasetConfig, ResolvedConfig, TrainConfig, config_from_json, load_config
@@ -149,7 +149,7 @@ def link_search(tracker: Tracker, name: str, config_file: str) -> None:
         return
     tracker.set_tags({"search.run": search.run_id})
     link = page_link(tracker.run_ref, name, store=search.store)
-    add_to_page(search, f"Trained with its winner: {link}", {"trained.run": tracker.run_ref.run_id})
+    add_to_description(search, f"Trained with its winner: {link}", {"trained.run": tracker.run_ref.run_id})
 
 
 def link_export(run_ref: RunRef, step: int, folder: Path, model: tuple[str, str] | None) -> None:
@@ -159,7 +159,7 @@ def link_export(run_ref: RunRef, step: int, folder: Path, model: tuple[str, str]
     """
     registered = f" and registered as {model_link(*model)}" if model else ""
     paragraph = f"Exported after {step:,} steps to `{folder}`{registered}"
-    add_to_page(run_ref, paragraph, {"exported.to": str(folder)})
+    add_to_description(run_ref, paragraph, {"exported.to": str(folder)})
 
 
 def cycle_metrics(cycle: dict[str, Any]) -> Iterator[tuple[int, dict[str, float | None]]]:
@@ -236,7 +236,7 @@ def complete_orphaned_runs(run_ref: RunRef) -> None:
     Stops at the first run whose entries cannot be sent.
     """
     with suppress(Exception):
-        for orphan in incomplete:
+        for orphan in incomplete_runs:
             run_folder = RunFolder.of(orphan.run_dir)
             if orphan.experiment_id == run_ref.experiment_id:
                 with suppress(UserError), lock_run_dir(orphan):

@@ -18,10 +18,10 @@ from infra.facts import Fact
 from infra.storage.directory import StorageDir
 from infra.storage.workspace import Workspace
 from infra.tracking.names import group_under_detail
-from infra.tracking.orphaned_runs import incomplete, is_complete, lock_run_dir
+from infra.tracking.orphaned_runs import incomplete_runs, is_complete, lock_run_dir
 from infra.tracking.run_ref import RunRef
 from infra.tracking.saved_views import tag_ranks
-from infra.tracking.store import children, create_run, read_logged, reopen_run
+from infra.tracking.store import create_run, find_children, read_logged, reopen_run
 from infra.tracking.tracker import Tracker
 from pipeline.shards import producing_run
 from train.reporting.report import allocator_facts, memory_fact, speed_fact
@@ -50,12 +50,8 @@ TRIAL_METRICS = (
 class TrialRuns:
     """The child runs of an experiment's trials in MLflow, which are filled from the trials' rows."""
 
-    def __init__(self, record: ExperimentRecord, *, resumed: bool = False) -> None:
-        """Args:
-        resumed: Whether the experiment may have child runs already.
-        """
-        self.record, self.parent = record, record.mlflow_run
-        existing = children(self.parent, "trial") if resumed else {}
+from infra.tracking.saved_views import tag_ranks
+from infra.tracking.store import create_run, find_children, read_logged, reopen_run
         self._refs = {trial: child for trial, (child, _) in existing.items()}
         """Child runs by the trial's key."""
         self._filled = {trial for trial, (_, is_complete) in existing.items() if is_complete}
@@ -214,7 +210,7 @@ def complete_orphaned_experiments(record: ExperimentRecord) -> None:
     Stops at the first experiment whose entries cannot be sent.
     """
     with suppress(Exception):
-        for orphan in incomplete:
+        for orphan in incomplete_runs:
             is_other = orphan.run_dir != record.mlflow_run.run_dir
             if is_other and orphan.experiment_id == record.mlflow_run.experiment_id:
                 with suppress(UserError), lock_run_dir(orphan):

@@ -12,7 +12,7 @@ from contextlib import nullcontext
 import pytest
 
 from infra.cli.interrupts import SIGNALS, Interrupts
-from infra.ray.cluster import PROJECT
+from infra.ray.cluster import PROJECT_DIR
 
 PROGRAM = """
 import importlib, os, signal, sys, threading, time, weakref
@@ -32,7 +32,7 @@ def main(options):
 def run(work: str, stderr: int = subprocess.PIPE) -> subprocess.CompletedProcess[str]:
     """Run a command whose function has the lines ``work``."""
     program = PROGRAM + textwrap.indent(textwrap.dedent(work), "    ") + "\ncommand.run(main, Options, module='test')\n"
-    return subprocess.run([sys.executable, "-c", program], stderr=stderr, text=True, timeout=60, cwd=PROJECT)
+    return subprocess.run([sys.executable, "-c", program], stderr=stderr, text=True, timeout=60, cwd=PROJECT_DIR)
 
 
 def handlers() -> list[object]:

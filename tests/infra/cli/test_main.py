@@ -87,7 +87,7 @@ def test_zsh_gets_a_completion_too(script: Path, tmp_path: Path) -> None:
 @pytest.mark.parametrize(
     ("words", "said"),
     [
-        (["trane"], "trane"), ([COMPLETION, "tash", "completion"], "tash"), ([COMPLETION, "zsh", "."], "Cannot write .:"),
+        (["trane"], "trane"), ([COMPLETION, "tash", "completion"], "tash"), ([COMPLETION, "zsh", "."], "write .:"),
         ([COMPLETION, "bash", "none/completion"], "none/completion"), ([COMPLETION, "bash"], COMPLETION),
     ],
 )  # fmt: skip

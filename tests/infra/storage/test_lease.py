@@ -16,7 +16,7 @@ from typing import Any, Protocol
 import pytest
 
 from infra.errors import UserError
-from infra.ray.cluster import PROJECT
+from infra.ray.cluster import PROJECT_DIR
 from infra.storage import object_storage
 from infra.storage.directory import StorageDir
 from infra.storage.lease import LEASE_FILE, LeaseTiming, Write, hold_lease
@@ -72,7 +72,7 @@ def process(place: StorageDir, machine: Path, renew: float = 0.2) -> Iterator[su
     machine.mkdir(exist_ok=True)
     with subprocess.Popen(
         [sys.executable, "-c", HOLD, place.address, str(renew)],
-        cwd=PROJECT, env=os.environ | {"TMPDIR": str(machine)}, text=True,
+        cwd=PROJECT_DIR, env=os.environ | {"TMPDIR": str(machine)}, text=True,
         stdin=subprocess.PIPE, stdout=subprocess.PIPE, stderr=subprocess.PIPE,
     ) as holder:  # fmt: skip
         try:
@@ -116,7 +116,7 @@ def test_of_commands_that_start_together_one_holds_the_place(place: StorageDir, 
         environment = os.environ | {"TMPDIR": str(tmp_path / str(number))}
         commands.append(
             subprocess.Popen(
-                [sys.executable, "-c", HOLD, place.address, "0.2"], cwd=PROJECT, env=environment, text=True,
+                [sys.executable, "-c", HOLD, place.address, "0.2"], cwd=PROJECT_DIR, env=environment, text=True,
                 stdin=subprocess.PIPE, stdout=subprocess.PIPE, stderr=subprocess.PIPE,
             )
         )  # fmt: skip

@@ -22,7 +22,7 @@ from infra.errors import UserError
 from infra.storage.directory import StorageDir
 from infra.storage.files import write_json
 from infra.tracking import orphaned_runs
-from infra.tracking.orphaned_runs import incomplete, lock_run_dir
+from infra.tracking.orphaned_runs import incomplete_runs, lock_run_dir
 from infra.tracking.run_ref import RunRef
 from infra.tracking.store import children, create_run, reopen_run, store_uri
 from infra.tracking.tracker import Tracker
@@ -204,17 +204,17 @@ def test_runs_that_lack_something_are_found_until_they_are_closed_with_all_they_
     for name, experiment in (("first", "train"), ("other", "tune")):
         killed(lambda name=name, experiment=experiment: command(name, experiment, work=die))
     command("whole")
-    assert [StorageDir.of(left.run_dir).name for left in incomplete] == ["other", "first"]
+    assert [StorageDir.of(left.run_dir).name for left in incomplete_runs] == ["other", "first"]
     with (
-        lock_run_dir(incomplete[1]),
+        lock_run_dir(incomplete_runs[1]),
         pytest.raises(UserError, match="in use"),
-        StorageDir.of(incomplete[1].run_dir).lock("in use"),
+        StorageDir.of(incomplete_runs[1].run_dir).lock("in use"),
     ):
         pass
-    with Tracker(incomplete[1]) as tracker:
+    with Tracker(incomplete_runs[1]) as tracker:
         tracker.set_tags({"more": "of it"})
     command("next")
-    assert [StorageDir.of(left.run_dir).name for left in incomplete] == ["other"]
+    assert [StorageDir.of(left.run_dir).name for left in incomplete_runs] == ["other"]
 
 
 def test_a_childs_end_tells_a_resumed_command_what_it_need_not_do_again(project: Path) -> None:

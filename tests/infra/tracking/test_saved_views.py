@@ -13,11 +13,11 @@ from mlflow.tracking import MlflowClient
 
 from infra.tracking import saved_views
 from infra.tracking.run_ref import RunRef
-from infra.tracking.saved_views import PREFIX, RUNS, VIEWS
+from infra.tracking.saved_views import RUN_FILTERS, TAG_PREFIX, VIEWS
 from infra.tracking.store import create_run
 from infra.tracking.views import children_view, ui_link
 
-LEADERBOARD = f"{PREFIX}throughline-leaderboard"
+LEADERBOARD = f"{TAG_PREFIX}throughline-leaderboard"
 
 
 @pytest.fixture(autouse=True)
@@ -53,7 +53,9 @@ def test_the_first_command_saves_the_view_that_later_ones_leave_as_it_is() -> No
 def test_the_charts_of_a_view_stand_in_its_own_section() -> None:
     """Before those that MLflow adds, and with losses by tokens."""
     saved = tags_of(create_run("train", "first"))
-    curves, memory = (page(json.loads(saved[f"{PREFIX}throughline-{name}"])["state"]) for name in ("curves", "memory"))
+    curves, memory = (
+        page(json.loads(saved[f"{TAG_PREFIX}throughline-{name}"])["state"]) for name in ("curves", "memory")
+    )
     for shown in (curves, memory):
         (section,) = shown["compareRunSections"]
         assert {chart["metricSectionId"] for chart in shown["compareRunCharts"]} == {section["uuid"]}
@@ -61,7 +63,7 @@ def test_the_charts_of_a_view_stand_in_its_own_section() -> None:
     loss = next(chart for chart in curves["compareRunCharts"] if chart["metricKey"] == "loss/train")
     assert (loss["type"], loss["selectedXAxisMetricKey"]) == ("LINE", "progress/train_tokens")
     assert [chart["type"] for chart in memory["compareRunCharts"]] == ["SCATTER"]
-    assert "compareRunCharts" not in page(json.loads(saved[f"{PREFIX}throughline-runs"])["state"])
+    assert "compareRunCharts" not in page(json.loads(saved[f"{TAG_PREFIX}throughline-runs"])["state"])
 
 
 def test_a_users_view_remains_the_only_one_of_its_name() -> None:
@@ -69,10 +71,10 @@ def test_a_users_view_remains_the_only_one_of_its_name() -> None:
     client = MlflowClient(key.store)
     client.delete_experiment_tag(key.experiment_id, LEADERBOARD)
     own = json.dumps({"name": "Leaderboard", "createdAt": 1, "state": "{}"})
-    client.set_experiment_tag(key.experiment_id, f"{PREFIX}17954", own)
+    client.set_experiment_tag(key.experiment_id, f"{TAG_PREFIX}17954", own)
     create_run("tune", "second")
     assert LEADERBOARD not in tags_of(key)
-    assert tags_of(key)[f"{PREFIX}17954"] == own
+    assert tags_of(key)[f"{TAG_PREFIX}17954"] == own
 
 
 def test_the_link_of_a_search_is_short_and_opens_its_trials_alone() -> None:
@@ -81,7 +83,7 @@ def test_the_link_of_a_search_is_short_and_opens_its_trials_alone() -> None:
     create_run("tune", "001 m8", parent=other, tags={"kind": "trial"})
     link = ui_link(key, children=True).splitlines()[-1]
     assert len(link) < 110
-    shown = page(tags_of(key)[f"{PREFIX}{link.partition('viewStateShareKey=')[2]}"])
+    shown = page(tags_of(key)[f"{TAG_PREFIX}{link.partition('viewStateShareKey=')[2]}"])
     found = MlflowClient(key.store).search_runs([key.experiment_id], shown["searchFilter"])
     assert [run.info.run_id for run in found] == [trial.run_id]
 
@@ -91,13 +93,13 @@ def test_the_trials_of_a_finished_search_are_in_the_order_of_their_places() -> N
     key, other = (create_run("tune", name, tags={"kind": "search"}) for name in ("first", "second"))
     trials = [create_run("tune", name, parent=key, tags={"trial": name}) for name in ("m4", "m8")]
     stranger = create_run("tune", "m4", parent=other, tags={"trial": "m4"})
-    before = tags_of(key)[f"{PREFIX}{children_view(other.run_id)}"]
+    before = tags_of(key)[f"{TAG_PREFIX}{children_view(other.run_id)}"]
     saved_views.tag_ranks(key, {"m4": "02", "m8": "01 winner"})
     client = MlflowClient(key.store)
     assert [client.get_run(trial.run_id).data.tags["rank"] for trial in trials] == ["02", "01 winner"]
     assert "rank" not in client.get_run(stranger.run_id).data.tags
-    assert tags_of(key)[f"{PREFIX}{children_view(other.run_id)}"] == before
-    shown = page(tags_of(key)[f"{PREFIX}{children_view(key.run_id)}"])
+    assert tags_of(key)[f"{TAG_PREFIX}{children_view(other.run_id)}"] == before
+    shown = page(tags_of(key)[f"{TAG_PREFIX}{children_view(key.run_id)}"])
     order = f"{shown['orderByKey']} {'ASC' if shown['orderByAsc'] else 'DESC'}"
     found = client.search_runs([key.experiment_id], shown["searchFilter"], order_by=[order])
     assert [run.info.run_id for run in found] == [trials[1].run_id, trials[0].run_id]
@@ -113,7 +115,7 @@ def test_a_trial_without_a_place_does_not_keep_the_others_from_theirs() -> None:
     client = MlflowClient(key.store)
     places = [client.get_run(run.run_id).data.tags.get("rank") for run in (ranked, control, untagged)]
     assert places == ["01 winner", None, None]
-    assert "rank" in str(page(tags_of(key)[f"{PREFIX}{children_view(key.run_id)}"])["orderByKey"])
+    assert "rank" in str(page(tags_of(key)[f"{TAG_PREFIX}{children_view(key.run_id)}"])["orderByKey"])
 
 
 @pytest.mark.parametrize(("experiment", "shown"), [("pipeline", 2), ("train", 1), ("ladder", 1), ("tune", 1)])
@@ -127,7 +129,9 @@ def test_mlflow_takes_the_filter_and_the_order_of_each_view(experiment: str, sho
     keys = [create_run(experiment, "a run", tags={"kind": kind}) for kind in kinds[experiment]]
     for view in VIEWS[experiment]:
         order = f"{view.order} {'ASC' if view.ascending else 'DESC'}"
-        found = MlflowClient(keys[0].store).search_runs([keys[0].experiment_id], RUNS[experiment], order_by=[order])
+        found = MlflowClient(keys[0].store).search_runs(
+            [keys[0].experiment_id], RUN_FILTERS[experiment], order_by=[order]
+        )
         assert len(found) == shown
         assert keys[0].run_id in [run.info.run_id for run in found]
 

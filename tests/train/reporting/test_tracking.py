@@ -21,7 +21,7 @@ from infra.storage.directory import StorageDir
 from infra.storage.files import write_json
 from infra.tracking import orphaned_runs
 from infra.tracking.names import MAX_TOP_LEVEL_METRICS
-from infra.tracking.orphaned_runs import incomplete
+from infra.tracking.orphaned_runs import incomplete_runs
 from infra.tracking.run_ref import RunRef
 from infra.tracking.saved_views import COLUMNS, VIEWS
 from infra.tracking.store import create_run
@@ -135,7 +135,7 @@ def test_a_page_begins_with_few_numbers_and_keeps_the_others(config: ResolvedCon
     for column in COLUMNS["train"]:
         kind, _, name = column.partition(".")
         assert name.strip("`") in getattr(run.data, kind), column
-    drawn = {metric for view in VIEWS["train"] if view.charts for metric in (*view.charts, view.over)}
+    drawn = {metric for view in VIEWS["train"] if view.charts for metric in (*view.charts, view.x_metric)}
     assert drawn <= run.data.metrics.keys()
 
 
@@ -263,7 +263,7 @@ def test_what_the_store_lacks_of_a_run_is_sent_by_the_next_command(
     assert runs[0].info.end_time == 2_000_000_000_000
     assert runs[0].data.params["changed.micro_batch"] == "2", "although the store was away from the start"
     create_run("train", "last")
-    assert incomplete == []
+    assert incomplete_runs == []
 
 
 def test_a_cycle_in_mlflow_has_each_steps_loss_at_its_step() -> None:

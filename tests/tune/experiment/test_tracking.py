@@ -15,7 +15,7 @@ from infra.cli.units import GB
 from infra.tracking import orphaned_runs
 from infra.tracking.names import MAX_TOP_LEVEL_METRICS
 from infra.tracking.run_ref import RunRef
-from infra.tracking.saved_views import COLUMNS, FIRST, VIEWS
+from infra.tracking.saved_views import COLUMNS, FIRST_COLUMNS, VIEWS
 from infra.tracking.tracker import Tracker
 from train.config import ResolvedConfig, TrainConfig
 from train.model_config import ModelConfig
@@ -114,12 +114,14 @@ def test_pages_of_trials_and_searches_begin_with_few_numbers(search: Search) -> 
     assert (trial.tags["knobs"], failed.tags["knobs"]) == ("same as control", "checkpointing=full")
     assert (trial.tags["batch"], failed.tags["batch"]) == ("2 x 4", "4 x 2")
     before = itertools.takewhile(lambda column: column != "tags.`reason`", COLUMNS["tune"])
-    widths = FIRST | COLUMNS["tune"]
-    assert sum(widths[column] for column in (*FIRST, *before)) <= 1140, "it is in sight in a window of 1,500 pixels"
+    widths = FIRST_COLUMNS | COLUMNS["tune"]
+    assert sum(widths[column] for column in (*FIRST_COLUMNS, *before)) <= 1140, (
+        "it is in sight in a window of 1,500 pixels"
+    )
     for column in COLUMNS["tune"]:
         kind, _, name = column.partition(".")
         assert name.strip("`") in getattr(trial, kind), column
-    drawn = {metric for view in VIEWS["tune"] if view.charts for metric in (*view.charts, view.over)}
+    drawn = {metric for view in VIEWS["tune"] if view.charts for metric in (*view.charts, view.x_metric)}
     assert drawn <= trial.metrics.keys()
     assert whole.params["changed.knobs"] == "checkpointing=selective,full"
     assert whole.params["memory_limit"].endswith(" GB")
@@ -210,4 +212,4 @@ def test_what_the_store_lacks_of_a_search_is_sent_by_the_next_one(search: Search
     assert client.get_run(record.mlflow_run.run_id).info.status == "RUNNING"
     orphaned_runs.open_run_dirs.clear()
     open_parent(last)
-    assert [run.run_id for run in orphaned_runs.incomplete] == [record.mlflow_run.run_id], "the others are complete"
+    assert [run.run_id for run in orphaned_runs.incomplete_runs] == [record.mlflow_run.run_id], "the others are complete"
