@@ -167,8 +167,8 @@ def reopen_run(run_ref: RunRef) -> None:
         if is_deleted(client, run_ref.run_id):
             command = _restore_command(run_ref.store, f"runs restore --run-id {run_ref.run_id}")
             raise UserError(
-                f"The MLflow run {run_ref.run_id} in {run_ref.store} was deleted. Restore it, and its experiment if that "
-                f"was deleted, too ({command}), or start a new MLflow run with --tracking-uri {run_ref.store}."
+                f"The MLflow run {run_ref.run_id} in {run_ref.store} was deleted. Restore it, and its experiment if "
+                f"that was deleted, too ({command}), or start a new MLflow run with --tracking-uri {run_ref.store}."
             )
         client.update_run(run_ref.run_id, status="RUNNING")
         orphaned_runs.open_run_dirs[run_ref.run_id] = run_ref.run_dir

@@ -128,7 +128,7 @@ def test_mlflow_takes_the_filter_and_the_order_of_each_view(experiment: str, sho
     }
     keys = [create_run(experiment, "a run", tags={"kind": kind}) for kind in kinds[experiment]]
     for view in VIEWS[experiment]:
-        order = f"{view.order} {'ASC' if view.ascending else 'DESC'}"
+        order = f"{view.order} {'ASC' if view.is_ascending else 'DESC'}"
         found = MlflowClient(keys[0].store).search_runs(
             [keys[0].experiment_id], RUN_FILTERS[experiment], order_by=[order]
         )

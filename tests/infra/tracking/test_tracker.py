@@ -279,7 +279,7 @@ def test_the_end_of_a_run_waits_for_a_store_that_is_away_but_not_long(
         tracker.log_metrics({"loss": 4.0})
     assert (1.5 if returns else 4.0) < time.monotonic() - started < (60 if returns else 12)
     said = " ".join(capfd.readouterr().err.split())
-    assert ("2 entries of this run are missing there" in said) != returns
+    assert ("2 entries of this run are unsent" in said) != returns
     if not returns:
         database.rename("mlflow.db")
     run = MlflowClient(key.store).get_run(key.run_id)
