@@ -1,4 +1,4 @@
-"""Books in, token shards out. From Python: ``make_shards(TokenizeConfig(("books",), out="data/books"))``."""
+"""Conversion of books to token shards, in Python ``make_shards(TokenizeConfig(("books",), out="data/books"))``."""
 
 from typing import TYPE_CHECKING
 
@@ -8,7 +8,7 @@ if TYPE_CHECKING:
 
 
 def make_shards(config: "TokenizeConfig") -> "Manifest":
-    """Turn books into token shards, as ``python -m pipeline.tokenize`` does, and return what they contain.
+    """Turn books into token shards, as ``python -m pipeline.tokenize`` does, and return their manifest.
 
     After an interruption, the same call finishes the data set. Raises ``infra.errors.UserError`` for invalid input.
     """

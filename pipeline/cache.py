@@ -1,7 +1,7 @@
 """Local copies of data sets in object storage, so that training can memory-map their shards.
 
-All runs on a machine share its copies. A copy is named by the data set's fingerprint, so that data sets are never
-confused.
+All runs on a machine share the copies of the machine. The name of a copy is the fingerprint of its data set, so that
+copies of different data sets are never mixed up.
 """
 
 from collections.abc import Callable
@@ -13,18 +13,18 @@ from infra.storage.workspace import Workspace
 from pipeline.shards import MANIFEST, TOKENIZER_FILE, Manifest, read_manifest
 
 LOCK_TIMEOUT_SECONDS = 24 * 3600.0
-"""Seconds to wait for another process of this machine that is downloading the same data set."""
+"""Time limit of the wait for another process of this machine that downloads the same data set."""
 
 
 def ensure_local(data: StorageDir, on_shard: Callable[[Manifest, int], None] = lambda manifest, number: None) -> Path:
-    """Return the local folder of ``data``, after downloading and verifying every missing shard.
+    """Download and verify the missing shards of ``data``, and return its local folder.
 
-    Calls ``on_shard`` before each download, with the number of shards that are complete. Raises ``UserError`` if the
-    data set is unfinished or damaged, the storage fails, or the disk is full.
+    Calls ``on_shard`` with the number of complete shards before each download. Raises ``UserError`` if the data set is
+    unfinished or damaged, the storage fails, or the disk is full.
     """
     manifest = read_manifest(data)
     workspace = Workspace.of(data, "data", manifest.fingerprint)
-    message = f"Another process has been downloading {data} for a day. End it."
+    message = f"Another process of this machine has been downloading {data} for a day. Stop it, then try again."
     with workspace.lock_copy(message, LOCK_TIMEOUT_SECONDS):
         for number, shard in enumerate(manifest.shards):
             if workspace.is_missing(shard.path, shard.bytes):

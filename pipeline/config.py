@@ -16,9 +16,10 @@ from infra.errors import UserError
 from infra.schema import strict
 
 MIRROR = "https://gutenberg.pglaf.org"
-"""Project Gutenberg's mirror for robots."""
+"""Address of Project Gutenberg's mirror for robots."""
 
 SAMPLE = "sample"
+"""Source that stands for the installed King James Bible."""
 
 IDENTITY_SETTINGS = (
     "sources", "text_field", "text_column", "doc_separator", "languages", "min_chars", "join_lines", "val_fraction",
@@ -33,24 +34,24 @@ class CleaningConfig:
     """Settings for cleaning and filtering books. Raises ``UserError`` for invalid values."""
 
     text_field: str = "text"
-    """Field of JSON lines that contains a book's text."""
+    """Field of JSON documents that contains the text of a book."""
 
     text_column: str = "text"
-    """Column of Parquet files that contains a book's text; case matters only if two columns differ only in case."""
+    """Column of Parquet files that contains the text of a book. Case is ignored unless columns differ only in case."""
 
     doc_separator: str | None = None
-    """Separator between books in text files that contain several, for example '<|endoftext|>'.
+    """Separator between the books of a text file with several books, for example '<|endoftext|>'.
     By default a text file is one book."""
 
     languages: Annotated[tuple[str, ...], tyro.conf.arg(metavar="[CODE ...]")] = ()
-    """Languages of the books to keep (ISO 639-1 codes: en fr ...), by their header, or else detected.
-    By default all languages are kept."""
+    """Languages of the books to keep, as ISO 639-1 codes (en fr ...). A book's language is read from its header, or
+    else detected. By default all languages are kept."""
 
     min_chars: int = 200
-    """Minimum number of characters of a book; shorter ones are dropped."""
+    """Minimum number of characters of a book; shorter books are dropped."""
 
     join_lines: bool = False
-    """Join hard-wrapped lines into paragraphs; verse and tables are kept."""
+    """Join hard-wrapped lines into paragraphs. Verse and tables do not change."""
 
     def __post_init__(self) -> None:
         if self.doc_separator == "":
@@ -75,7 +76,7 @@ class ReadingConfig(CleaningConfig):
 
     tokenizer: Annotated[str | None, tyro.conf.arg(metavar="FILE")] = None
     """Tokenizer file, local or in object storage: the tokenizer.json of a byte-level BPE, or a .tiktoken file whose
-    name contains its split pattern (gpt2, cl100k or o200k). python -m pipeline.vocabulary trains one.
+    name contains its split pattern (gpt2, cl100k or o200k). 'python -m pipeline.vocabulary' trains a tokenizer.
     By default GPT-2's tokenizer."""
 
 
@@ -104,30 +105,30 @@ class TokenizeConfig(ReadingConfig, JoinsRay):
 
     workers: int | None = None
     """Number of parallel Ray Data tasks (at least 1).
-    By default one local process per CPU without Ray, or all CPUs of the cluster at --address."""
+    By default one local process per CPU core without Ray, or all cores of the cluster at --address."""
 
     val_fraction: float = 0.01
-    """Fraction of the books held out for validation (at least 0, below 1), selected by a hash of each book's id.
-    Unless it is 0, at least one of two or more books is held out.
+    """Fraction of the books to hold out for validation (at least 0, below 1), selected by a hash of each book's id.
+    With a fraction above 0, at least one of two or more books is held out.
     A text keeps its split in later data sets of the same --out.
-    Files that are named as the validation split beside training files are held out in addition."""
+    Files that are named as the validation split beside training files are held out, too."""
 
     encoder: Literal["gigatoken", "tiktoken"] = "gigatoken"
-    """Library that encodes the text. Both give the same ids.
+    """Library that encodes the text; both libraries give the same token ids.
     - gigatoken: about 15 times as fast; a sample of the books is compared with the reference library
-    - tiktoken: the reference library: tiktoken, or Hugging Face's tokenizers for a tokenizer.json"""
+    - tiktoken: the reference library, which is tiktoken, or Hugging Face's tokenizers for a tokenizer.json"""
 
     mirror: str = MIRROR
-    """Mirror of Project Gutenberg for 'gutenberg:' numbers; it must permit robots."""
+    """Address of the mirror of Project Gutenberg for 'gutenberg:' numbers; it must permit robots."""
 
     duplicates: Literal["drop", "drop-near", "keep"] = "drop"
     """Treatment of books with the same cleaned text.
-    - drop: keep only the first by id among those held out for validation, or else among all
+    - drop: keep one book, which is the first by id of the books held out for validation, or else of all
     - drop-near: also drop near duplicates, such as other editions, found by MinHash
-    - keep: keep all"""
+    - keep: keep all books"""
 
     shard_size: Bytes = 16_000_000
-    """Text per shard and per task (at least 1MB). The shards depend on it, but not on the number of workers."""
+    """Bytes of text per shard and per task (at least 1MB). Another size gives other shards."""
 
     dry_run: Switch = False
     """Print the plan without tokenizing. Books of 'gutenberg:' numbers are downloaded, because the plan needs their
@@ -135,7 +136,7 @@ class TokenizeConfig(ReadingConfig, JoinsRay):
 
     overwrite: Switch = False
     """Replace the data set in --out instead of finishing it. After an interruption, run the same command again.
-    Books that were held out for validation stay held out, unless --val-fraction is smaller."""
+    Books that were held out for validation stay held out, unless the new --val-fraction is smaller."""
 
     tracking_uri: TrackingUri = None
 

@@ -1,7 +1,7 @@
-"""Show a finished data set: ``python -m pipeline.inspect data/tokens --verify``, or one at ``s3://bucket/tokens``.
+"""The command ``python -m pipeline.inspect data/tokens --verify``, which shows a finished data set.
 
-Prints a table of the manifest and a few decoded passages. With ``--verify``, all checksums are recomputed; the exit
-code is 1 if one differs.
+It prints a table of the manifest and a few decoded passages. With ``--verify``, it recomputes all checksums, and the
+exit code is 1 if one differs.
 """
 
 import hashlib
@@ -30,7 +30,7 @@ class InspectConfig:
     """Show the contents of a data set of token shards, and verify it."""
 
     data: Annotated[str, tyro.conf.Positional] = "data/tokens"
-    """Data set of token shards: a folder, or s3://bucket/folder (gs://, az://)."""
+    """Data set of token shards, a folder or s3://bucket/folder (gs://, az://)."""
 
     verify: bool = False
     """Recompute all checksums and compare them with the manifest."""
@@ -39,7 +39,7 @@ class InspectConfig:
     """Number of passages to decode, from books spread over the data set (at least 0)."""
 
     passage_tokens: int = 60
-    """Tokens per passage (at least 1)."""
+    """Number of tokens per passage (at least 1)."""
 
     def __post_init__(self) -> None:
         if self.passages < 0 or self.passage_tokens < 1:
@@ -56,8 +56,8 @@ def main(config: InspectConfig) -> int:
         errors.print(escape(sentence), style="red")
     if damaged:
         errors.print(
-            f"{len(damaged):,} of {format_count(len(manifest.shards), 'shard')} damaged. Delete the damaged ones, and "
-            f"run the same 'python -m pipeline.tokenize' command with --out {data_dir} again to re-create them.",
+            f"{len(damaged):,} of {format_count(len(manifest.shards), 'shard')} damaged. Delete the damaged shards, "
+            f"and run the same 'python -m pipeline.tokenize' command with --out {data_dir} again to re-create them.",
             markup=False,
         )
     if damaged or tokenizer_fault:
@@ -70,7 +70,7 @@ def main(config: InspectConfig) -> int:
 
 
 def verify(data_dir: StorageDir, manifest: Manifest) -> Iterator[str]:
-    """Yield a sentence for every shard that is missing or differs from the manifest."""
+    """Yield a sentence about each shard that is missing or differs from the manifest."""
     sizes = {name: size for split in SPLITS for name, size in data_dir.list_files(split).items()}
 
     def check(info: ShardInfo) -> str | None:
@@ -78,7 +78,7 @@ def verify(data_dir: StorageDir, manifest: Manifest) -> Iterator[str]:
         if size is None:
             return f"{path} is missing."
         if size != info.bytes:
-            return f"{path} has {size:,} bytes, but the manifest says {info.bytes:,}."
+            return f"{path} has {size:,} bytes instead of {info.bytes:,}."
         checksum = data_dir.checksum(info.path)
         return None if checksum == info.checksum else f"{path} has checksum {checksum} instead of {info.checksum}."
 
@@ -87,7 +87,7 @@ def verify(data_dir: StorageDir, manifest: Manifest) -> Iterator[str]:
 
 
 def _tokenizer_fault(data_dir: StorageDir, manifest: Manifest) -> str | None:
-    """Return a sentence if the tokenizer file of the data set is missing or differs from the manifest."""
+    """Return a sentence if the data set's tokenizer file is missing or differs from the manifest; else None."""
     if manifest.tokenizer_sha256 == GPT2_SHA256:
         return None
     file = data_dir / TOKENIZER_FILE
@@ -103,8 +103,10 @@ def _tokenizer_fault(data_dir: StorageDir, manifest: Manifest) -> str | None:
 
 
 def passages(data_dir: StorageDir, manifest: Manifest, count: int, length: int) -> Iterator[tuple[str, str]]:
-    """Yield (title, text) of ``count`` passages of at most ``length`` tokens, from the middle of evenly spaced
-    books."""
+    """Yield (title, text) of ``count`` passages of at most ``length`` tokens, each from the middle of a book.
+
+    The books are evenly spaced in the data set.
+    """
     books = sum(info.rows for info in manifest.shards)
     selected = {int(number) for number in np.linspace(0, books - 1, count)} if books else set()
     tokenizer = load_from(data_dir, manifest.tokenizer_sha256)
@@ -123,12 +125,12 @@ def passages(data_dir: StorageDir, manifest: Manifest, count: int, length: int) 
 
 def _show(data_dir: StorageDir, manifest: Manifest) -> None:
     lines = [
-        (split, *(f"{sums[name]:,}" for name in ("shards", "books", "tokens", "chars")), f"{size / 1e6:,.1f} MB")
+        (split, *(f"{sums[name]:,}" for name in ("shards", "books", "tokens", "chars")), f"{size / 1e6:,.1f}")
         for split, sums in manifest.splits.items()
         for size in [sum(info.bytes for info in manifest.shards if info.split == split)]
     ]
     title = f"{data_dir}, fingerprint {manifest.fingerprint[:12]}"
-    Table(title, ("split", "shards", "books", "tokens", "characters", "size"), lines).show()
+    Table(title, ("split", "shards", "books", "tokens", "characters", "size (MB)"), lines).show()
     report = manifest.report
     dropped = ", ".join(f"{count:,} {reason}" for reason, count in report.get("books_dropped", {}).items())
     console.print(f"dropped: {dropped or 'none'}", markup=False)

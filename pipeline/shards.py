@@ -1,12 +1,12 @@
-"""The contract between preparing data and training on it: token shards and their manifest.
+"""Token shards and their manifest, the file formats between tokenizing and training.
 
 A data set is a folder with ``train/*.arrow``, ``val/*.arrow``, ``quarantine.jsonl``, ``manifest.json`` and
-``tracking.json``. The last one refers to the MLflow run that created the data set; it is the only file that differs
-when the data set is re-created. ``tokenizer.json`` is added unless the tokenizer is GPT-2's.
+``tracking.json``. Only ``tracking.json`` differs when the data set is re-created, because it refers to the MLflow run
+that created the data set. ``tokenizer.json`` is added unless the tokenizer is GPT-2's.
 
 A shard is an uncompressed Arrow IPC file with one record batch and one row per book. The child buffer of ``tokens`` is
 therefore the contiguous token stream of the shard, which a memory map slices without a copy, and the list offsets are
-the book boundaries. The manifest is written last: a folder without one is unfinished.
+the book boundaries. The manifest is written last, so that a folder without a manifest is unfinished.
 
 This module imports neither Ray nor torch, so that training and notebooks can open shards quickly.
 """
@@ -36,17 +36,17 @@ QUARANTINE = "quarantine.jsonl"
 TRACKING = "tracking.json"
 TOKENIZER_FILE = "tokenizer.json"
 PARTITIONS = "partitions"
-"""Folder with the results of the finished partitions."""
+"""Name of the folder with the results of the finished partitions."""
 SETTINGS_FILE = f"{PARTITIONS}/settings.json"
-"""File with the settings of the data set, written before the first shard."""
+"""Path of the file with the settings of the data set, which is written before the first shard."""
 SPLIT_HISTORY = f"{PARTITIONS}/split_history.feather"
-"""File with the split of every text in the data sets of the folder."""
+"""Path of the file with the split of every text in the data sets of the folder."""
 
 Split = Literal["train", "val"]
 SPLITS: tuple[Split, ...] = ("train", "val")
 
 SHARD_PATTERN = re.compile(rf"({'|'.join(SPLITS)})/\d{{6,}}-\d{{3,}}\.arrow")
-"""Path of a shard in its data set. Other files in these folders are never read, written or deleted."""
+"""Pattern of the path of a shard in its data set. Other files in its folder are never read, written or deleted."""
 
 
 def shard_path(split: Split, partition: str, number: int) -> str:
@@ -70,8 +70,11 @@ _COLUMNS = pa.schema(
 
 @dataclass(frozen=True)
 class ShardRow:
-    """One book in a shard. ``tokens`` is uint16 or uint32 and ends with the end of text; ``sha256`` is the hash of the
-    cleaned text; ``released`` is the date of the edition as written in its header."""
+    """Book in a shard.
+
+    ``tokens`` is uint16 or uint32 and ends with the end of text. ``sha256`` is the hash of the cleaned text.
+    ``released`` is the date of the edition in the form of its header.
+    """
 
     book: str
     title: str | None
@@ -87,7 +90,7 @@ class ShardRow:
 @strict
 @dataclass(frozen=True)
 class ShardInfo:
-    """A shard as the manifest lists it. ``path`` is relative to the folder; ``checksum`` is xxh3-128 of the file."""
+    """Entry of a shard in the manifest. ``path`` is relative to the data set; ``checksum`` is the file's xxh3-128."""
 
     path: str
     split: Split
@@ -98,7 +101,7 @@ class ShardInfo:
     checksum: str
 
     def __post_init__(self) -> None:
-        # A manifest may come from elsewhere, and its paths are read and written.
+        # A manifest may come from an untrusted author, and its paths are read and written.
         if not SHARD_PATTERN.fullmatch(self.path):
             raise UserError(f"Path {self.path!r} is not the name of a shard.")
 
@@ -106,20 +109,20 @@ class ShardInfo:
 @strict
 @dataclass(frozen=True)
 class Manifest:
-    """A finished data set: its settings, its inputs, and a checksum for every shard."""
+    """Description of a finished data set: its settings, its inputs, and a checksum of every shard."""
 
     config: dict[str, Any]
     tokenizer_sha256: str
     shards: list[ShardInfo]
     inputs: dict[str, Any]
-    """The source files: number, bytes, and a hash over their ids and sizes."""
+    """Number and bytes of the source files, and a hash over their ids and sizes."""
     report: dict[str, Any]
-    """The counts of the report: books kept and dropped, characters, tokens, ..."""
+    """Counts of the report, such as books kept and dropped, characters and tokens."""
     fingerprint: str
-    """Hash over all splits and checksums of shards; equal fingerprints mean byte-equal token streams."""
+    """Hash over the splits and checksums of all shards; equal fingerprints mean byte-equal token streams."""
     format_version: int = FORMAT_VERSION
     splits: dict[str, dict[str, int]] = field(kw_only=True)
-    """Per split: shards, books, tokens, characters."""
+    """Numbers of shards, books, tokens and characters of each split."""
 
     @classmethod
     def of(
@@ -131,7 +134,7 @@ class Manifest:
         inputs: dict[str, Any],
         report: dict[str, Any],
     ) -> "Manifest":
-        """Make the manifest of these shards, in path order, with its totals and fingerprint."""
+        """Create the manifest of ``shards``, in path order, with its totals and fingerprint."""
         ordered = sorted(shards, key=lambda shard: shard.path)
         identity = json.dumps([[s.split, s.path, s.checksum] for s in ordered] + [tokenizer_sha256])
         splits = {split: {"shards": 0, "books": 0, "tokens": 0, "chars": 0} for split in SPLITS}
@@ -166,7 +169,7 @@ def read_manifest(location: StorageDir | Path | str) -> Manifest:
     try:
         values = json.loads(content)
         if (version := values["format_version"]) == FORMAT_VERSION:
-            return from_json(Manifest, values, "it")
+            return from_json(Manifest, values, "the manifest")
         fault = f"has format version {version}, but this program reads version {FORMAT_VERSION}"
     except (KeyError, TypeError, ValueError, UserError) as damage:
         fault = f"is damaged ({first_line(damage).rstrip('.')})"
@@ -176,7 +179,7 @@ def read_manifest(location: StorageDir | Path | str) -> Manifest:
 
 
 def producing_run(location: StorageDir | Path | str) -> RunRef | None:
-    """Return the MLflow run that created a data set; None if it is unknown or not reachable from here."""
+    """Return the MLflow run that created a data set; None if it is unknown or not reachable from this machine."""
     data_dir = StorageDir.of(location)
     try:
         content = data_dir.read(TRACKING)
@@ -192,7 +195,7 @@ def producing_run(location: StorageDir | Path | str) -> RunRef | None:
 def write_shard(data_dir: StorageDir | Path, path: str, split: Split, rows: list[ShardRow]) -> ShardInfo:
     """Write ``rows`` in this order as the shard ``path`` in ``data_dir``, atomically and durably.
 
-    The token ids get the type of the first row's ids.
+    The type of the token ids is that of the first row.
     """
     lengths = np.fromiter((len(row.tokens) for row in rows), dtype=np.int64, count=len(rows))
     offsets = np.concatenate([np.zeros(1, dtype=np.int64), np.cumsum(lengths)])
@@ -208,7 +211,7 @@ def write_shard(data_dir: StorageDir | Path, path: str, split: Split, rows: list
 def write_batch(data_dir: StorageDir | Path, path: str, split: Split, batch: pa.RecordBatch) -> ShardInfo:
     """Write a record batch with the columns of a shard as the shard ``path`` in ``data_dir``, atomically and durably.
 
-    The file is built in memory, because an upload may have to be retried, and its checksum would need another read.
+    The file is built in memory, because an upload may have to be retried, and the checksum would need another read.
     """
     sink = pa.BufferOutputStream()
     with pa.ipc.new_file(sink, batch.schema) as writer:
@@ -233,7 +236,7 @@ def checksum(path: Path) -> str:
 
 
 class Shard:
-    """The token stream and the books of a shard. A local file is memory-mapped and not read."""
+    """Token stream and books of a shard. A local file is memory-mapped and not read."""
 
     def __init__(self, path: StorageDir | Path) -> None:
         file = StorageDir.of(path)
@@ -247,18 +250,17 @@ class Shard:
 
     @cached_property
     def tokens(self) -> np.ndarray:
-        """The shard's token stream, uint16 or uint32, a read-only view of the memory map."""
+        """Token stream of the shard (uint16 or uint32), a read-only view of the memory map."""
         return self.batch.column("tokens").values.to_numpy(zero_copy_only=True)
 
     @cached_property
     def offsets(self) -> np.ndarray:
-        """The book boundaries in ``tokens``: book i is ``tokens[offsets[i]:offsets[i + 1]]``; int64, rows + 1
-        values."""
+        """Book boundaries in ``tokens`` (int64, rows + 1 values); book i is ``tokens[offsets[i]:offsets[i + 1]]``."""
         return self.batch.column("tokens").offsets.to_numpy(zero_copy_only=True)
 
 
 class TokenShards:
-    """An opened data set: its manifest and the memory-mapped shards of each split, in path order."""
+    """Opened data set: its manifest, and the memory-mapped shards of each split in path order."""
 
     def __init__(self, folder: Path) -> None:
         self.folder = folder
@@ -267,8 +269,8 @@ class TokenShards:
     def open(self, split: Split) -> list[Shard]:
         """Open the shards of ``split``.
 
-        Raises ``UserError`` for the first one that is missing or has another size, and if the data set was re-created
-        after its manifest was read.
+        Raises ``UserError`` if a shard is missing or has another size, or if the data set was re-created after its
+        manifest was read.
         """
         opened = []
         for info in self.manifest.shards:
@@ -277,15 +279,16 @@ class TokenShards:
             path = self.folder / info.path
             size = path.stat().st_size if path.is_file() else None
             if size != info.bytes:
-                state = "is missing" if size is None else f"has {size:,} bytes, but the manifest says {info.bytes:,}"
+                state = "is missing" if size is None else f"has {size:,} bytes instead of {info.bytes:,}"
                 raise UserError(
                     f"{path} {state}. Run 'python -m pipeline.tokenize --out {self.folder}' to re-create it."
                 )
             opened.append(Shard(path))
-        # Tokenizing removes the manifest before it writes a shard: while the manifest is the same, so are the shards.
+        # Tokenizing removes the manifest before it writes a shard, so the shards match an unchanged manifest.
         if read_manifest(self.folder).fingerprint != self.manifest.fingerprint:
             raise UserError(f"{self.folder} was re-created while it was opened. Run the same command again.")
         return opened
 
     def streams(self, split: Split) -> list[np.ndarray]:
+        """Return the token streams of the shards of ``split``."""
         return [shard.tokens for shard in self.open(split)]

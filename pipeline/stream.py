@@ -1,8 +1,8 @@
-"""Books as a stream of tokens, without shards: Ray Data reads, cleans and encodes them ahead of training.
+"""Book streams: Ray Data reads, cleans and encodes books ahead of training, without shards.
 
-The order of the books is a pure function of (seed, epoch), for any number of readers, and can be resumed anywhere. A
-book is held out for validation by the hash of its id, as in shards. Duplicates are kept, and dropped books are only
-counted: dropping duplicates and listing dropped books need shards.
+The order of the books is a pure function of (seed, epoch) for any number of readers, and a stream can be resumed at any
+book. A book is held out for validation by the hash of its id, as in shards. Duplicates are kept and dropped books are
+only counted, because dropping duplicates and listing dropped books need shards.
 """
 
 import hashlib
@@ -27,40 +27,40 @@ from pipeline.job.task import read_or_drop, tokenize
 from pipeline.shards import Split
 
 PARTITIONS_PER_EXECUTION = 256
-"""Partitions per execution of Ray Data, so that the first one does not wait until a whole large corpus is submitted."""
+"""Number of partitions per execution of Ray Data, so that the first one does not wait until all are submitted."""
 MAX_BUFFER_BYTES = 256_000_000
-"""Bytes of encoded books that may be buffered before the readers pause."""
+"""Maximum number of bytes of encoded books that are buffered before the readers pause."""
 MAX_RETRIES = 2
-"""Retries of a task whose process crashed."""
+"""Number of retries of a task whose process crashed."""
 BYTES_PER_TOKEN = 4
 """Estimated bytes of text per token, used until books have been read."""
 
 
 @dataclass(frozen=True)
 class EncodedBook:
-    """A book of the stream; its last token is the end of text. A dropped book has no tokens."""
+    """Book of a stream. Its last token is the end of text; a dropped book has no tokens."""
 
     partition: int
-    """Index of its partition in the order of the epoch."""
+    """Index of the book's partition in the order of the epoch."""
     source: str
     book: str
     chars: int
     tokens: np.ndarray
     dropped: str | None = None
-    """Why the book was dropped, as a label to count; None if it was kept."""
+    """Reason why the book was dropped, as a label to count; None if it was kept."""
     drop_detail: str | None = None
-    """The reason in detail."""
+    """Details of the reason; None if the book was kept."""
     node: str = ""
-    """The machine that encoded the book ahead of training; empty if it was encoded where it is used."""
+    """Machine that encoded the book ahead of training; empty if it was encoded in the process that uses it."""
 
 
 class Stream:
-    """The books of ``sources``; 1% of them, and at least one if all ids are known, are held out for validation."""
+    """Book stream of ``sources``; 1% of the books, and at least one if all ids are known, are held out."""
 
     partition_bytes = 4_000_000
-    """Bytes of text per task; small, so that the first tokens arrive soon."""
+    """Bytes of text per task; small tasks provide the first tokens soon."""
     val_fraction = 0.01
-    """Fraction of the books held out for validation."""
+    """Fraction of the books that are held out for validation."""
     max_search_bytes = 64_000_000
     """Maximum number of bytes of text that are read to find the books held out for validation."""
 
@@ -80,18 +80,18 @@ class Stream:
         self.settings = replace(self.settings, val_fraction=self._reachable_fraction())
 
     def _reachable_fraction(self) -> float:
-        """Return :attr:`val_fraction`, or more if a small collection needs it to hold out one book.
+        """Return :attr:`val_fraction`, or the larger fraction that holds out one book of a small collection.
 
-        Only collections whose files are one book each are considered, because their ids are known; others are large.
+        Only collections whose files are one book each are considered, because their ids are known.
         """
         files = self.inventory.files
         are_ids_known = all(is_one_book(FileRange(file, file.size), self.settings) and not file.split for file in files)
-        if not are_ids_known or len(files) < 2:  # a single book is trained on
+        if not are_ids_known or len(files) < 2:  # A single book is trained on.
             return self.val_fraction
         return max(self.val_fraction, math.nextafter(min(split_hash(file.id) for file in files), 1))
 
     def validation_books(self, tokens: int) -> list[EncodedBook]:
-        """Return books for validation, by id, until they have ``tokens`` tokens or ``max_search_bytes`` are read."""
+        """Return books for validation until they have ``tokens`` tokens or ``max_search_bytes`` bytes are read."""
         books: list[EncodedBook] = []
         searched_bytes = 0
         partitions = make_partitions(self.inventory, self.settings, self.tokenizer_sha256)
@@ -116,8 +116,10 @@ class Stream:
             yield from _read_ahead(partitions[first : first + PARTITIONS_PER_EXECUTION])
 
     def order(self, epoch: int) -> list[Partition]:
-        """Return the partitions of an epoch: shuffled files, which separates neighbors on disk, and then shuffled
-        partitions."""
+        """Return the partitions of an epoch in shuffled order, made from shuffled files.
+
+        Shuffling the files first puts neighbors on the disk into different partitions.
+        """
 
         def random_key(name: str) -> int:
             return xxhash.xxh3_64_intdigest(f"{epoch}/{name}".encode(), seed=self.seed)

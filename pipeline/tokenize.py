@@ -1,7 +1,7 @@
-"""Turn books into token shards: ``python -m pipeline.tokenize [SOURCE ...] --out data/tokens``.
+"""The command ``python -m pipeline.tokenize [SOURCE ...] --out data/tokens``, which turns books into token shards.
 
-Running it again finishes an interrupted data set, and does nothing if nothing is missing. This module only connects the
-parts of the job, because functions of a ``-m`` file would reach Ray's workers as ``__main__``, pickled by value.
+Running it again finishes an interrupted data set; a finished data set does not change. This module only connects the
+parts of the job, because Ray's workers would receive functions of a ``-m`` file as ``__main__``, pickled by value.
 """
 
 import time
@@ -46,10 +46,10 @@ def main(config: TokenizeConfig) -> int:
 
 
 def _continue(job: Job, progress: report.JobStats) -> int:
-    """Compare the plan with the output, and process what is missing; return the exit code."""
+    """Compare the plan with the output, and process the missing partitions; return the exit code."""
     config, out_dir = job.config, job.out_dir
     changed = output.changed_settings(job)
-    # An output without a manifest may come from an interrupted --overwrite, which this command then continues.
+    # Without a manifest, an earlier --overwrite may have been interrupted, which this command continues.
     is_replaced = bool(changed) or (config.overwrite and out_dir.exists(MANIFEST))
     if is_replaced:
         reason = "because settings changed" if changed else "because of --overwrite"
@@ -87,8 +87,8 @@ def _continue(job: Job, progress: report.JobStats) -> int:
 def _run_job(job: Job, todo: list[Partition], progress: report.JobStats, *, is_replaced: bool) -> None:
     """Process the partitions and finish the data set.
 
-    The MLflow store is opened in the background, while Ray starts or partitions are processed; Ray is stopped in the
-    background, while the data set is finished.
+    The MLflow store is opened in the background while Ray starts or partitions are processed. Ray is stopped in the
+    background while the data set is finished.
     """
     config, out_dir, phase = job.config, job.out_dir, progress.wall.time
     on_ray = _should_use_ray(config, todo)
@@ -103,9 +103,9 @@ def _run_job(job: Job, todo: list[Partition], progress: report.JobStats, *, is_r
                 todo = embed_local_files(todo, machines_without_files(todo))
         with ExitStack() as run:
             opening = background.submit(_open_run, job)
-            run.push(lambda *failure: opening.result().__exit__(*failure))  # the run ends like this block
+            run.push(lambda *failure: opening.result().__exit__(*failure))  # The MLflow run ends with this block.
             if is_replaced:
-                opening.result()  # raises for an unusable store before the old data set is deleted
+                opening.result()  # An unusable store must raise before the old data set is deleted.
                 output.clear(out_dir)
             output.mark_unfinished(job, [partition.name for partition in todo])
             if todo:
@@ -138,12 +138,12 @@ def _run_job(job: Job, todo: list[Partition], progress: report.JobStats, *, is_r
 
 
 def _should_use_ray(config: TokenizeConfig, todo: list[Partition]) -> bool:
-    """Whether Ray Data processes the partitions: only if a flag requests it, because on one machine it is slower."""
+    """Whether Ray Data processes the partitions; only if a flag requests it, because it is slower on one machine."""
     return bool(todo and (config.cluster or config.workers))
 
 
 def _open_store(tracking_uri: str | None) -> None:
-    from infra.tracking.store import open_store  # importing MLflow takes two seconds
+    from infra.tracking.store import open_store  # Imported here, because importing MLflow takes two seconds.
 
     open_store(tracking_uri)
 
@@ -188,7 +188,7 @@ def _run_partitions(
                     rate = f"{progress.bytes / 1e6 / seconds:,.0f} MB/s"
                     live_status.update("tokenizing", f"{done} | {rate} | {time_left} left")
                     if opening.done():
-                        opening.result()  # raises for an unusable store
+                        opening.result()  # An unusable store raises here, and not after hours of work.
         finally:
             remove_notes(run)
     if config.cluster:
@@ -196,7 +196,7 @@ def _run_partitions(
 
 
 def _describe_plan(job: Job, plan_status: output.PlanStatus, todo: list[Partition]) -> str:
-    """Describe the sources, the finished and the remaining partitions with reasons, and for a dry run the time."""
+    """Describe the sources, the finished and the remaining partitions and, for a dry run, the expected time."""
     config, summary, on_ray = job.config, job.inventory.summary(), _should_use_ray(job.config, todo)
     lines = [
         f"{format_count(summary['files'], 'file')}, {summary['bytes'] / 1e6:,.1f} MB, "

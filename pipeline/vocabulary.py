@@ -1,7 +1,7 @@
-"""Train a tokenizer on books: ``python -m pipeline.vocabulary BOOKS --size 4096 --out data/tokenizer.json``.
+"""The command ``python -m pipeline.vocabulary BOOKS --size 4096 --out data/tokenizer.json``, which trains a tokenizer.
 
 The result is the ``tokenizer.json`` of a byte-level BPE, for ``python -m pipeline.tokenize --tokenizer``. The same
-books and settings give the same file: books are read in a fixed order, and the trainer breaks ties by id.
+books and settings give the same file, because books are read in a fixed order, and the trainer breaks ties by id.
 """
 
 import re
@@ -28,41 +28,42 @@ from pipeline.job.plan import Partition, make_partitions
 from pipeline.job.task import clean_and_filter, drop_on_error, read_or_drop
 
 BYTE_TOKENS = 256
+"""Number of tokens that are single bytes."""
 PARTITION_BYTES = 1_000_000
-"""Bytes of text per partition; the sample consists of partitions."""
+"""Bytes of text per partition; the sample consists of whole partitions."""
 MAX_WORD_CHARS = 1000
-"""Maximum number of characters of a word for the trainer, whose time grows with their square. Longer words, such as a
-genome or encoded data, are split: no such word is worth a token."""
+"""Maximum number of characters of a word for the trainer, whose time grows with the square of this number. Longer
+words, such as a genome or encoded data, are split, because they are not worth a token."""
 _LONG_WORD = re.compile(
     rf"[^\W\d_]{{{MAX_WORD_CHARS}}}|\d{{{MAX_WORD_CHARS}}}|(?:[^\w\s]|_){{{MAX_WORD_CHARS}}}|\s{{{MAX_WORD_CHARS}}}"
 )
 _WHITESPACE_TO_SPACES = bytes.maketrans(b"\t\n\v\f\r", b" " * 5)
-CHUNK = 100_000
+CHUNK_BYTES = 100_000
 """Bytes of text per chunk for the trainer, which collects 256 chunks before it counts their words."""
 
 
 @dataclass(frozen=True)
 class VocabularyConfig(CleaningConfig):
-    """Train a byte-level BPE tokenizer, with GPT-2's split pattern, on a sample of books."""
+    """Train a byte-level BPE tokenizer with GPT-2's split pattern on a sample of books."""
 
     sources: Annotated[tuple[str, ...], tyro.conf.Positional] = (SAMPLE,)
     """Sources of books, as for pipeline.tokenize."""
 
     size: int = 4096
-    """Number of token ids (at least 257): the single bytes, the learned tokens, and the end of text as the last one.
+    """Number of token ids (at least 257), including the 256 single bytes and the end-of-text token.
     Shards take two bytes per token with up to 65,536 ids, else four."""
 
     sample: Bytes = 100_000_000
-    """Amount of text to learn from (at least 1kB), from partitions spread over the books."""
+    """Bytes of text to learn from (at least 1kB), from partitions spread over the books."""
 
     out: str = "data/tokenizer.json"
-    """File to write, local or in object storage."""
+    """Tokenizer file to write, local or in object storage."""
 
     def __post_init__(self) -> None:
         super().__post_init__()
         if self.size <= BYTE_TOKENS:
             raise UserError(
-                f"--size {self.size} must be at least {BYTE_TOKENS + 1}, for all bytes and the end of text."
+                f"--size {self.size} must be at least {BYTE_TOKENS + 1}, for all bytes and the end-of-text token."
             )
         if self.sample < 1000:
             raise UserError(f"--sample {self.sample}B is too small to learn from. Use 1kB or more.")
@@ -85,7 +86,10 @@ def main(config: VocabularyConfig) -> int:
 
 
 def train(config: VocabularyConfig, live_status: Status) -> bytes:
-    """Return the ``tokenizer.json``. Raises ``UserError`` if there are no books, or too few for its size."""
+    """Train the tokenizer and return its ``tokenizer.json``.
+
+    Raises ``UserError`` if there are no books, or too few for the requested size.
+    """
     from tokenizers import Tokenizer, decoders, models, pre_tokenizers, trainers
 
     tokenizer = Tokenizer(models.BPE())
@@ -108,7 +112,7 @@ def train(config: VocabularyConfig, live_status: Status) -> bytes:
 
 
 def _texts(config: VocabularyConfig, partitions: list[Partition], live_status: Status) -> Iterator[str]:
-    """Yield the first ``sample`` bytes of the partitions, in an order that depends only on their numbers."""
+    """Yield the first ``sample`` bytes of the partitions, in an order that only depends on their numbers."""
     size = 0
     ordered = sorted(partitions, key=lambda partition: xxhash.xxh3_64_intdigest(partition.name.encode()))
     for settings, file_range in (
@@ -120,13 +124,13 @@ def _texts(config: VocabularyConfig, partitions: list[Partition], live_status: S
             )
             if isinstance(book, DroppedBook):
                 continue
-            for chunk in gpt2().chunks(book.text[: config.sample - size], CHUNK):
+            for chunk in gpt2().chunks(book.text[: config.sample - size], CHUNK_BYTES):
                 yield from _split_long_words(chunk)
             size += len(book.text)
             live_status.update(f"reading books: {size / 1e6:,.1f} MB")
             if size >= config.sample:
                 break
-        if size >= config.sample:  # do not open the remaining files
+        if size >= config.sample:  # The remaining files need not be opened.
             break
     live_status.update(f"learning {config.size:,} tokens from {min(size, config.sample) / 1e6:,.1f} MB of text")
 
@@ -134,7 +138,7 @@ def _texts(config: VocabularyConfig, partitions: list[Partition], live_status: S
 def _split_long_words(chunk: bytes) -> Iterator[str]:
     """Yield the text of ``chunk``, split after every ``MAX_WORD_CHARS`` characters of a longer word."""
     text, start = chunk.decode(errors="ignore"), 0
-    # Matching the pattern takes as long as training; splitting at whitespace takes a fiftieth of that.
+    # Matching the pattern takes as long as training, and splitting at whitespace takes a fiftieth of that time.
     if max(map(len, chunk.split()), default=0) >= MAX_WORD_CHARS or b" " * MAX_WORD_CHARS in chunk.translate(
         _WHITESPACE_TO_SPACES
     ):

@@ -34,7 +34,7 @@ def grouping_registry(kinds: Iterable[type], default: Any = None) -> Constructor
     """Return rules by which tyro shows the flags of the ``kinds`` in groups; ``default`` has the default values."""
     specs: dict[type, StructConstructorSpec] = {}
     for kind in kinds:
-        specs |= _grouped(_Settings.of(kind, tyro.MISSING_NONPROP if default is None else default))
+        specs |= _make_group_specs(_Settings.of(kind, tyro.MISSING_NONPROP if default is None else default))
     registry = ConstructorRegistry()
     registry.struct_rule(lambda info: specs.get(info.type))
     return registry
@@ -47,23 +47,24 @@ class _Settings:
     kind: type
     build: Callable[..., Any]
     flags: dict[str, StructFieldSpec]
-    hidden: dict[str, Any]
-    """Values of the fields that have no flag."""
+    hidden_values: dict[str, Any]
+    """Values of the fields whose flags are hidden by an outer class."""
     nested: "dict[str, _Settings]"
 
     @classmethod
     def of(cls, kind: type, default: Any, outer_flags: Collection[str] = ()) -> "_Settings":
         spec = ConstructorRegistry.get_struct_spec(StructTypeInfo.make(kind, default, in_union_context=False))
         assert isinstance(spec, StructConstructorSpec), f"{kind.__name__} is a dataclass"
-        own = [field for field in spec.fields if not is_dataclass(field.type)]
-        flags = {field.name: _with_layout(field) for field in own if field.name not in outer_flags}
-        hidden = {field.name: field.default for field in own if field.name in outer_flags}
+        flat_fields = [field for field in spec.fields if not is_dataclass(field.type)]
+        flags = {field.name: _with_layout(field) for field in flat_fields if field.name not in outer_flags}
+        hidden_values = {field.name: field.default for field in flat_fields if field.name in outer_flags}
         used_names = {*outer_flags, *flags}
         nested = {f.name: cls.of(f.type, f.default, used_names) for f in spec.fields if is_dataclass(f.type)}
-        return cls(kind, spec.instantiate, flags, hidden, nested)
+        return cls(kind, spec.instantiate, flags, hidden_values, nested)
 
     @property
     def all_flags(self) -> dict[str, StructFieldSpec]:
+        """Flags of the dataclass and of the nested ones, by name."""
         return self.flags | {name: flag for inner in self.nested.values() for name, flag in inner.all_flags.items()}
 
     def groups(self) -> Iterator[tuple[str, tuple[str, ...]]]:
@@ -72,14 +73,14 @@ class _Settings:
         for inner in self.nested.values():
             yield from inner.groups()
 
-    def instance(self, values: Mapping[str, Any]) -> Any:
+    def build_instance(self, values: Mapping[str, Any]) -> Any:
         """Build the dataclass from the ``values`` of all its flags."""
         flags = {name: values[name] for name in self.flags}
-        nested = {name: inner.instance(values) for name, inner in self.nested.items()}
-        return self.build(**flags, **self.hidden, **nested)
+        nested = {name: inner.build_instance(values) for name, inner in self.nested.items()}
+        return self.build(**flags, **self.hidden_values, **nested)
 
 
-def _grouped(settings: _Settings) -> dict[type, StructConstructorSpec]:
+def _make_group_specs(settings: _Settings) -> dict[type, StructConstructorSpec]:
     """Return the structures that tyro shows instead of the ``settings``: the main flags, and one type per group."""
     flags = settings.all_flags
     main_flags = getattr(settings.kind, "main_flags", tuple(flags))
@@ -96,12 +97,12 @@ def _grouped(settings: _Settings) -> dict[type, StructConstructorSpec]:
             kind: Any = Annotated[group, tyro.conf.arg(name=heading)]
             fields.append(StructFieldSpec(group_names[-1], kind, tyro.MISSING_NONPROP))
 
-    def instance(**values: Any) -> Any:
+    def build_from_groups(**values: Any) -> Any:
         for name in group_names:
             values |= values.pop(name)
-        return settings.instance(values)
+        return settings.build_instance(values)
 
-    return specs | {settings.kind: StructConstructorSpec(instance, tuple(fields))}
+    return specs | {settings.kind: StructConstructorSpec(build_from_groups, tuple(fields))}
 
 
 def _with_layout(flag: StructFieldSpec) -> StructFieldSpec:

@@ -1,1 +1,1 @@
-"""Books: find, read and clean them, or explain why one is dropped."""
+"""Finding, reading and cleaning books, or explaining why a book is dropped."""

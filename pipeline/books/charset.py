@@ -1,7 +1,7 @@
-"""Convert bytes in any encoding to UTF-8.
+"""Conversion of bytes in any encoding to UTF-8.
 
-Valid UTF-8 is not decoded. Other text is decoded with the encoding that a header declares, if its bytes agree, or else
-with the most likely one; line by line if some lines are UTF-8.
+Valid UTF-8 is not decoded. Other text is decoded with the encoding that its header declares if the bytes agree with it,
+or else with the most likely encoding. If some lines are UTF-8, each line is decoded separately.
 """
 
 import codecs
@@ -20,7 +20,7 @@ from pipeline.books.gutenberg import declared_encoding
 
 _BYTE_ORDER_MARKS = (
     (b"\xef\xbb\xbf", "utf-8"),
-    (b"\xff\xfe\0\0", "utf-32-le"), (b"\0\0\xfe\xff", "utf-32-be"),  # its first bytes are UTF-16's mark, too
+    (b"\xff\xfe\0\0", "utf-32-le"), (b"\0\0\xfe\xff", "utf-32-be"),  # before UTF-16, whose mark it begins with
     (b"\xff\xfe", "utf-16-le"), (b"\xfe\xff", "utf-16-be"),
 )  # fmt: skip
 # Codecs of Python that decode bytes but are not encodings of text.
@@ -34,16 +34,15 @@ _SUPERSETS = {
 _WINDOWS = "cp1252"
 _DETECTION_SAMPLE = 32_000
 MIN_NON_ASCII_BYTES = 10
-"""Minimum number of non-ASCII bytes to detect an encoding: of 36 texts with fewer, 13 were decoded with a wrong one."""
+"""Minimum number of non-ASCII bytes to detect an encoding; of 36 texts with fewer bytes, 13 were decoded wrongly."""
 _MIN_BYTES_TO_GUESS = 4
-"""Minimum number of non-ASCII bytes to guess another encoding than Windows-1252: fewer bytes fit any encoding."""
+"""Minimum number of non-ASCII bytes to guess an encoding other than Windows-1252; fewer bytes fit any encoding."""
 _MIN_BYTES_TO_OVERRULE = 60
-"""Minimum number of non-ASCII bytes to reject a declared encoding although its letters form words."""
+"""Minimum number of non-ASCII bytes to reject a declared encoding in which the letters form words."""
 _JUDGED_CHARACTERS = 1_000
 """Number of non-ASCII characters by which a decoded text is judged."""
 _IPA, _GREEK, _CJK = "\u0250", "\u0370", "\u2e80"
-"""First characters after the Latin letters, of the other scripts, and of the scripts that are written without
-spaces."""
+"""First characters after the Latin letters, of all other scripts, and of the scripts without spaces between words."""
 _WORDS_OF_ONE_LETTER = frozenset("àáâãéèêíóòôúùåæøöýÀÁÂÉÈÊÍÓÒÔÚÅÆØÖÝªº")
 _NON_ASCII = re.compile(r"[^\x00-\x7f]")
 _ISOLATED_NON_ASCII = re.compile(r"(?<!\ufffd)[^\x00-\x7f\ufffd](?!\ufffd)")
@@ -52,7 +51,7 @@ _UNDECODED = re.compile("[\udc80-\udcff]+")
 
 @dataclass(frozen=True)
 class Decoded:
-    """A decoded text. ``encoding`` is the name of the codec, or the names of the lines' codecs joined by "and"."""
+    """Decoded text. ``encoding`` is the name of the codec, or the names of the lines' codecs joined by "and"."""
 
     text: bytes
     encoding: str
@@ -61,14 +60,16 @@ class Decoded:
     is_guessed: bool = False
     """Whether no encoding is declared, and the text has too few non-ASCII bytes to detect it."""
     contradicted: str | None = None
-    """The encoding that a header declares, if the bytes are in another one."""
+    """Encoding that the text's header declares, if its bytes are in another encoding; else None."""
 
 
 def to_utf8(data: bytes, *, declared: str | None = None, sample: Callable[[], bytes] | None = None) -> Decoded:
     """Convert ``data`` to UTF-8 without a byte order mark; undecodable bytes become U+FFFD and are counted.
 
-    ``declared`` is the encoding that the file format prescribes; without it, a header in ``data`` may declare one.
-    ``sample`` returns lines of the same file, as :func:`undecodable_lines` does, to detect the encoding of ``data``.
+    Args:
+        data: bytes of a text.
+        declared: encoding that the file format prescribes; by default a header in ``data`` may declare one.
+        sample: returns lines of the same file (see :func:`undecodable_lines`), which help to detect the encoding.
     """
     for mark, encoding in _BYTE_ORDER_MARKS:
         if data.startswith(mark):
@@ -113,7 +114,7 @@ def _decode(data: bytes, encoding: str) -> Decoded:
 
 
 def _decode_other(data: bytes, declared: str | None, sample: bytes) -> Decoded:
-    """Decode ``data``, which is not valid UTF-8: with one encoding if nothing in it is UTF-8, else line by line."""
+    """Decode ``data``, which is not valid UTF-8, with one encoding; line by line if parts of it are UTF-8."""
     lines = undecodable_lines(data)
     valid, invalid = _count_utf8(data)
     codec, guessed = _choose_codec(lines, declared, sample, mixed=valid > 0) if lines else ("utf-8", False)
@@ -140,8 +141,10 @@ def _count_utf8(data: bytes) -> tuple[int, int]:
 
 
 def _is_mostly_utf8(line: bytes) -> bool:
-    """Whether ``line`` is UTF-8, possibly damaged. In other encodings, bytes that are valid by chance are next to
-    invalid ones."""
+    """Whether ``line`` is UTF-8, possibly damaged.
+
+    In other encodings, bytes that are valid UTF-8 by chance are beside invalid ones.
+    """
     text = line.decode("utf-8", "replace")
     return len(_ISOLATED_NON_ASCII.findall(text)) * 4 >= text.count(_REPLACEMENT) and _is_in_place(
         text.replace(_REPLACEMENT, "?")
@@ -149,7 +152,7 @@ def _is_mostly_utf8(line: bytes) -> bool:
 
 
 def _decode_line(line: bytes, codec: str, usual: str, *, repairs: bool) -> Decoded:
-    """Decode ``line`` as UTF-8 or with ``codec``, whichever gives words, or else as ``usual``.
+    """Decode ``line`` as UTF-8 or with ``codec``, whichever gives words, or else with ``default_codec``.
 
     With ``repairs``, a single byte that is not UTF-8 is decoded as Windows-1252, if the character fits there.
     """
@@ -157,9 +160,8 @@ def _decode_line(line: bytes, codec: str, usual: str, *, repairs: bool) -> Decod
         return Decoded(line, "utf-8")
     text = line.decode("utf-8", "surrogateescape")
     damaged = _UNDECODED.search(text)
-    if not damaged and (
-        _non_ascii(line) >= MIN_NON_ASCII_BYTES or _is_in_place(text)
-    ):  # a few bytes may be UTF-8 by chance
+    # A few bytes may be valid UTF-8 by chance.
+    if not damaged and (_non_ascii(line) >= MIN_NON_ASCII_BYTES or _is_in_place(text)):
         return Decoded(line, "utf-8")
     if codec != "utf-8" and not (damaged and _is_mostly_utf8(line)):
         other = _decode(line, codec)
@@ -179,27 +181,26 @@ def _decode_line(line: bytes, codec: str, usual: str, *, repairs: bool) -> Decod
 
 
 def _has_windows_bytes(text: str) -> bool:
-    """Whether the undecodable bytes of ``text`` (its surrogates) are Windows-1252 instead of damage."""
+    """Whether the undecodable bytes of ``text``, which are surrogates in it, are Windows-1252 and not damage."""
     fits = [_as_windows(match) is not None for match in islice(_UNDECODED.finditer(text), _JUDGED_CHARACTERS)]
     return sum(fits) > max(1, len(fits) // 2)
 
 
 def _as_windows(match: re.Match[str]) -> str | None:
-    """Decode a single undecodable byte as Windows-1252 if the character fits between its neighbors; else return
-    None."""
+    """Decode an undecodable byte as Windows-1252; return None if the character does not fit between its neighbors."""
     char = match[0].encode("utf-8", "surrogateescape").decode(_WINDOWS, "replace")
     preceding, after = match.string[match.start() - 1 : match.start()], match.string[match.end() : match.end() + 1]
     return char if len(char) == 1 and _fits(preceding, char, after) else None
 
 
 def _codec_of(name: str | None) -> str | None:
-    """Return the codec of an encoding by its name; None if it is unknown or not a superset of ASCII."""
+    """Return the codec for the name of an encoding; None if it is unknown or not a superset of ASCII."""
     name = (name or "").lower().replace("iso latin-1", "latin-1")
     try:
         codec = codecs.lookup(name).name
         if codec in _NOT_ENCODINGS or "az".encode(codec) != b"az":
             return None
-    except (LookupError, UnicodeError):  # hex and the like do not decode to text
+    except (LookupError, UnicodeError):  # Some codecs of Python, such as hex, do not decode to text.
         return None
     return _SUPERSETS.get(codec, codec)
 
@@ -219,7 +220,7 @@ def _choose_codec(
             _detect(lines) if letters > _MIN_BYTES_TO_OVERRULE and _is_other_script(lines, declared) else declared
         ), False
     if declared == "utf-8" and letters < 2:
-        return "utf-8", False  # a stray byte
+        return "utf-8", False  # A single invalid byte is damage.
     guessed = letters < MIN_NON_ASCII_BYTES
     if sample and not guessed and _non_ascii(lines) < MIN_NON_ASCII_BYTES:
         codec = _detect(sample)
@@ -235,10 +236,10 @@ def _choose_codec(
 
 
 def _is_other_script(lines: bytes, declared: str) -> bool:
-    """Whether ``lines`` are in another encoding than ``declared``, which decodes them to a script other than Latin.
+    """Whether ``lines`` are in an encoding other than ``declared``, which decodes them to a non-Latin script.
 
-    The letters must differ in most places: any bytes form words of Chinese letters, and Russian text forms words in
-    each Cyrillic encoding.
+    Most letters must differ between the encodings, because any bytes form words of Chinese letters, and Russian text
+    forms words in every Cyrillic encoding.
     """
     text = lines[:_DETECTION_SAMPLE].decode(declared, "replace")
     letters = [char for char in text if char >= _IPA and char.isalpha()]
@@ -250,10 +251,10 @@ def _is_other_script(lines: bytes, declared: str) -> bool:
     return same.total() * 2 < len(letters) and _is_plausible(other)
 
 
-@lru_cache(maxsize=8)  # a file's sample is detected again for each of its lines
+@lru_cache(maxsize=8)  # The sample of a file is used for each of its lines.
 def _detect(data: bytes) -> str:
     """Return the most likely encoding of ``data``, by models of 48 languages."""
-    import chardet  # few books need its models
+    import chardet  # Imported here, because few books need its models.
 
     eras = chardet.EncodingEra.ALL & ~chardet.EncodingEra.MAINFRAME
     detected = str(chardet.detect(data, encoding_era=eras, compat_names=False)["encoding"] or _WINDOWS)
@@ -265,7 +266,7 @@ def _is_plausible_in(codec: str, data: bytes) -> bool:
 
 
 def _is_plausible(text: str) -> bool:
-    """Whether ``text`` consists of words: another script that was decoded as Latin gives runs of accented letters."""
+    """Whether ``text`` consists of words; a different script decoded as Latin gives runs of accented letters."""
     latin = crowded = 0
     for preceding, char, after in _with_neighbors(text):
         if char < _IPA and char.isalpha():

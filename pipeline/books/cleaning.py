@@ -1,4 +1,4 @@
-"""Turn the raw bytes of a book into clean text, or explain why the book is dropped."""
+"""Cleaning of a book's raw bytes into text, or the reason why the book is dropped."""
 
 import hashlib
 import re
@@ -11,8 +11,8 @@ from pipeline.books.gutenberg import unwrap
 from pipeline.books.normalization import count_characters, join_lines, normalize, trim
 from pipeline.books.readers import DroppedBook, RawBook
 
-BEGINNING = 20_000
-"""Bytes at the beginning of a text that are searched for separators."""
+SEPARATOR_SEARCH_BYTES = 20_000
+"""Number of bytes at the beginning of a text that are searched for separators."""
 SUSPECT_PREFIX = "looks like"
 """Prefix of the labels of texts that may not be books."""
 _SUSPECT_PATTERNS = (
@@ -23,17 +23,17 @@ _SUSPECT_PATTERNS = (
     (f"{SUSPECT_PREFIX} JSON", re.compile(rb"\s*[\[{]\s*(?:\{\s*)?\"[^\"\n]{0,100}\"\s*[:,]")),
     (f"{SUSPECT_PREFIX} base64", re.compile(rb"\s*(?:[A-Za-z0-9+/]{60,76}\r?\n){8}")),
 )  # fmt: skip
-"""Labels of texts that may not be books, and how such texts begin. They are kept and counted in the summary."""
+"""(label, pattern of the beginning) of texts that may not be books. They are kept and counted in the summary."""
 ENCODING_GUESSED = "encoding guessed"
 ENCODINGS_MIXED = "mixed encodings"
 ENCODING_OVERRULED = "encoding not as declared"
 UNDECODABLE_BYTES = "undecodable bytes"
-"""Reasons for which books are flagged: they are kept, but may contain wrong letters. The quarantine lists them."""
+"""Reasons why books are flagged. Flagged books are kept and listed in the quarantine, but may have wrong letters."""
 
 
 @dataclass(frozen=True)
 class Book:
-    """A cleaned book. ``text`` is valid UTF-8; ``chars`` counts its characters; ``sha256`` is of ``text``."""
+    """Cleaned book. ``text`` is valid UTF-8, ``chars`` is its number of characters, and ``sha256`` is its hash."""
 
     id: str
     source: str
@@ -45,8 +45,7 @@ class Book:
     language: str | None
     released: str | None
     replaced: int
-    """Number of undecodable bytes (replaced with U+FFFD) and, if the first bytes of the text include zeros, of zero
-    bytes (removed)."""
+    """Number of undecodable bytes, which U+FFFD replaces, and of removed zero bytes in a text that begins with some."""
     labels: tuple[str, ...]
     """Properties that were recognized or normalized, as labels to count."""
     flags: tuple[DroppedBook, ...] = ()
@@ -84,7 +83,7 @@ def clean(raw: RawBook, *, join: bool = False) -> Book | DroppedBook:
     if normalized.repaired:
         labels.append("encoding: C1 controls read as cp1252")
     labels += [label for label, beginning in _SUSPECT_PATTERNS if beginning.match(body)]
-    if body.count(b"<|endoftext|>", 0, BEGINNING) > 1:
+    if body.count(b"<|endoftext|>", 0, SEPARATOR_SEARCH_BYTES) > 1:
         labels.append(f"{SUSPECT_PREFIX} several books separated by <|endoftext|>; set --doc-separator")
     return Book(
         id=raw.id,
@@ -104,7 +103,7 @@ def clean(raw: RawBook, *, join: bool = False) -> Book | DroppedBook:
 
 
 def _flags(book: str, decoded: Decoded, zeros: int) -> Iterator[DroppedBook]:
-    """Yield the possible errors of a book that was ``decoded`` like this and contained ``zeros`` zero bytes."""
+    """Yield the possible errors of a ``decoded`` book that contained ``zeros`` zero bytes."""
     encoding = decoded.encoding
     if decoded.replaced:
         detail = f"kept; {format_count(decoded.replaced, 'byte')} not valid in {encoding}, replaced with U+FFFD"

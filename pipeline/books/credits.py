@@ -1,4 +1,4 @@
-"""Remove what the editors of an electronic text added to a book: credits before it, notes before and after it."""
+"""Removal of the additions by editors of an electronic text: credits before a book, notes before and after it."""
 
 import re
 from collections import Counter
@@ -7,16 +7,15 @@ from collections.abc import Iterator
 from pipeline.books.normalization import count_characters
 
 SHORT_TEXT_BYTES = 300
-"""Maximum size in bytes of text around wrapping that is not a text of its own: a title above a header, names below a
-license."""
+"""Maximum size in bytes of text beside wrapping that is not a book: a title above a header, names below a license."""
 FRONT_MATTER_BYTES = 5_000
 """Bytes after the header that are searched for credits and transcribers' notes."""
 BOOK_PARAGRAPH_BYTES = 500
-"""Size in bytes from which a paragraph belongs to the book; credits come before it."""
+"""Minimum size in bytes of a paragraph that belongs to the book; credits are before it."""
 MAX_CREDIT_BYTES = 2_000
-"""Size in bytes from which a paragraph belongs to the book even if it begins like credits: a text on one line."""
+"""Maximum size in bytes of a paragraph of credits; a longer one is a text on one line that begins like credits."""
 MAX_NOTE_BYTES = 12_000
-"""Maximum size of a closing transcriber's note in bytes."""
+"""Maximum size in bytes of a transcriber's note at the end of a text."""
 
 OPENING = re.compile(
     rb"^(?:\*{40,}\n)?[ \t*_]*(?:(?:This is )?(?:[Tt]he )?Project Gutenberg"
@@ -24,7 +23,7 @@ OPENING = re.compile(
     rb"|(?:'s|\xe2\x80\x99s) [A-Z][^\n]*\n?[^\n]*\bby )"
     rb"|This E-?text file is presented by Project Gutenberg|THIS EBOOK WAS ONE OF PROJECT GUTENBERG)", re.M
 )  # fmt: skip
-"""First line of a header."""
+"""Pattern of the first line of a header."""
 
 _PARAGRAPH = re.compile(rb"\n*([^\n]+(?:\n[^\n]+)*)(?:\n|\Z)")
 # Words that only makers and publishers of electronic texts write.
@@ -80,14 +79,14 @@ _NOTE_TOPICS = re.compile(
     rb"|_[^\W_][^_\n]*_|=[^\W_][^=\n]*="
 )
 MAX_EXAMPLE_BYTES = 200
-"""Maximum size in bytes of a paragraph without such a topic in a transcriber's note: an example between two others."""
+"""Maximum size in bytes of a paragraph without a topic in a transcriber's note, such as an example."""
 _NOTES_BY_DIRECTOR = re.compile(rb"Executive Director's Notes:.{0,4000}?\nExecutive Director\n", re.S)
 
 
 def find_note_start(text: bytes, start: int, stop: int, removed: Counter[str]) -> int:
-    """Return the start of a transcriber's note at the end of ``text[start:stop]``; ``stop`` without one.
+    """Return the start of a transcriber's note at the end of ``text[start:stop]``; ``stop`` if there is none.
 
-    Everything after its heading must belong to the note, and the note must be at most a quarter of the text.
+    All text after the heading must belong to the note, and the note must be at most a quarter of the text.
     """
     offset = max(start + FRONT_MATTER_BYTES, stop - MAX_NOTE_BYTES, stop - (stop - start) // 4)
     lower = text[offset:stop].lower() if offset < stop else b""
@@ -104,10 +103,10 @@ def find_note_start(text: bytes, start: int, stop: int, removed: Counter[str]) -
 
 
 def _is_note(text: bytes) -> bool:
-    """Whether ``text``, which begins like a transcriber's note, is one up to its end."""
+    """Whether ``text``, which begins like a transcriber's note, only consists of that note."""
     bracket = _after_bracket(text, 0) or 0
     if text.lstrip().startswith(b"[") and text.rstrip().endswith(b"\n]"):
-        bracket = len(text)  # quotations in it may contain unclosed brackets
+        bracket = len(text)  # Quotations in the note may contain unclosed brackets.
     inside = [match[1] for match in _PARAGRAPH.finditer(text[:bracket])][1:]
     if any(_OPENS_BOOK.match(paragraph) for paragraph in inside):
         return False
@@ -128,7 +127,7 @@ def _is_note(text: bytes) -> bool:
 
 
 def _opens_other(paragraph: bytes) -> bool:
-    """Whether ``paragraph`` is a heading of something else than a note."""
+    """Whether ``paragraph`` is the heading of a part of the book, and not of a note."""
     return bool(_OPENS_BOOK.match(paragraph) or _BACK_MATTER.match(paragraph.lower()) or paragraph.isupper())
 
 
@@ -169,7 +168,7 @@ def remove_credits(front: bytes, removed: Counter[str]) -> bytes:
 
 
 def _is_credit(paragraph: bytes, lower: bytes, *, first: bool) -> bool:
-    """Whether ``paragraph`` says who made the electronic text, or where other versions are.
+    """Whether ``paragraph`` names the makers of the electronic text, or the location of other versions.
 
     A paragraph after a title (not ``first``) must name both people and an electronic text.
     """
@@ -197,7 +196,7 @@ def _paragraphs(front: bytes, offset: int = 0) -> Iterator[tuple[int, int, bytes
 
 
 def _end_of_note(front: bytes, begin: int, end: int) -> int:
-    """Return the end of the note whose first paragraph is ``front[begin:end]``: its closing bracket or that paragraph.
+    """Return the end of the note that begins with the paragraph ``front[begin:end]``, or of its closing bracket.
 
     A bare heading includes the next paragraph. Indented paragraphs continue the note, up to two empty lines or the
     opening of a book.
@@ -216,7 +215,7 @@ def _end_of_note(front: bytes, begin: int, end: int) -> int:
 
 
 def _after_bracket(text: bytes, begin: int) -> int | None:
-    """Return the end of the bracket that opens at ``begin`` (after spaces); None without one, or if it is unclosed."""
+    """Return the end of the bracket that opens at ``begin`` (after spaces); None if there is no closed bracket."""
     opening = text[begin : begin + 40].lstrip()
     if not opening.startswith(b"["):
         return None

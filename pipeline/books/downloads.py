@@ -1,4 +1,4 @@
-"""Download Project Gutenberg's plain-text editions by number, slowly, from a mirror for robots, into a cache."""
+"""Downloads of Project Gutenberg's plain-text editions by number, slowly, from a mirror for robots, into a cache."""
 
 import os
 import re
@@ -18,13 +18,14 @@ if TYPE_CHECKING:
     from requests import Response
 
 PREFIX = "gutenberg:"
+"""Prefix of sources that are numbers of books."""
 REQUEST_INTERVAL_SECONDS = 2.0
-"""Seconds between two books, as Project Gutenberg's robot policy requires."""
-RETRIES = 2
-"""Number of retries for one address if the connection or the server fails."""
+"""Interval between two books, as Project Gutenberg's robot policy requires."""
+MAX_RETRIES = 2
+"""Number of retries of a request if the connection or the server fails."""
 MAX_BOOK_BYTES = 300_000_000
-"""Maximum size of a book in bytes. Project Gutenberg's largest, a human chromosome, has 250 million."""
-_TIMEOUT = 60.0
+"""Maximum size of a book in bytes. Project Gutenberg's largest book, a human chromosome, has 250 million bytes."""
+_TIMEOUT_SECONDS = 60.0
 _WEB_PAGE = re.compile(rb"\s*<(?:!doctype html|html)\b", re.I)
 _START = re.compile(rb"^\*\*\* ?START OF TH(?:E|IS) PROJECT GUTENBERG", re.M)
 _END = re.compile(rb"^\*\*\* ?END OF TH(?:E|IS) PROJECT GUTENBERG", re.M)
@@ -32,11 +33,11 @@ _END = re.compile(rb"^\*\*\* ?END OF TH(?:E|IS) PROJECT GUTENBERG", re.M)
 
 @dataclass(frozen=True)
 class Mirror:
-    """A mirror of Project Gutenberg, and the limits for requests to it."""
+    """Mirror of Project Gutenberg, with the limits of requests to it."""
 
     address: str = MIRROR
     interval_seconds: float = REQUEST_INTERVAL_SECONDS
-    retries: int = RETRIES
+    retries: int = MAX_RETRIES
     max_book_bytes: int = MAX_BOOK_BYTES
     sleep: Callable[[float], None] = time.sleep
 
@@ -66,7 +67,7 @@ def fetch(source: str, mirror: Mirror) -> Iterator[Path]:
 
 
 def _download(number: str, mirror: Mirror) -> bytes:
-    import requests  # few runs download
+    import requests  # Imported here, because few runs download books.
     from requests.adapters import HTTPAdapter
     from urllib3 import Retry
 
@@ -78,7 +79,7 @@ def _download(number: str, mirror: Mirror) -> bytes:
         f"{folders}/{number}/{number}-0.txt",
         f"{folders}/{number}/{number}.txt",
     )
-    # 429 and 503 are not retried: a busy mirror must not get more requests, even if it announces a short wait.
+    # A busy mirror must not get more requests, so 429 and 503 are not retried even if it announces a short wait.
     retry = Retry(
         mirror.retries, status_forcelist=(500, 502, 504), backoff_factor=mirror.interval_seconds / 2,
         respect_retry_after_header=False,
@@ -91,9 +92,9 @@ def _download(number: str, mirror: Mirror) -> bytes:
         for name in names:
             url = f"{mirror.address.rstrip('/')}/{name}"
             try:
-                response = session.get(url, timeout=_TIMEOUT, stream=True)
+                response = session.get(url, timeout=_TIMEOUT_SECONDS, stream=True)
                 text = _unless_too_large(response, mirror.max_book_bytes) if response.ok else b""
-            except (OSError, ValueError) as error:  # errors of requests are an OSError; ValueError: not an address
+            except (OSError, ValueError) as error:  # requests raises ValueError for an invalid address.
                 raise UserError(
                     f"{url} is not reachable ({error}). Check the network, or use another --mirror."
                 ) from error
@@ -116,22 +117,22 @@ def _download(number: str, mirror: Mirror) -> bytes:
 
 
 def flaw(text: bytes) -> str | None:
-    """Return why ``text`` is not a complete book; None if it seems to be one."""
+    """Return the reason why ``text`` is not a complete book; None if it seems to be complete."""
     if not text.strip():
         return "is empty"
     if error := find_error_message(text):
         return f"is an error page ({error!r}) instead of a book"
     if _WEB_PAGE.match(text):
-        return "is an HTML page instead of a book"  # such as a network's login page
+        return "is an HTML page instead of a book"  # A network may redirect requests to its login page.
     if b"\0" in text[:NEAR_HEADER_BYTES] and not text.startswith((b"\xff\xfe", b"\xfe\xff")):
         return "is not text"
     if _START.search(text, 0, MAX_HEADER_BYTES) and not _END.search(text):
-        return "is truncated: the line that ends a book is missing"
+        return "is truncated (its end line is missing)"
     return None
 
 
 def _no_text(response: "Response") -> str | None:
-    """Return why the body of ``response`` is not a complete text, by its headers; None if it seems to be one."""
+    """Return the reason why the headers of ``response`` do not belong to a complete text; None if they do."""
     kind = response.headers.get("Content-Type", "").lower()
     if any(name in kind for name in ("html", "xml", "json")):
         return f"is {kind.partition(';')[0]} instead of plain text"
@@ -142,12 +143,12 @@ def _no_text(response: "Response") -> str | None:
         and "Content-Encoding" not in response.headers
         and int(length) != response.raw.tell()
     ):
-        return f"is truncated: {response.raw.tell():,} of {length} bytes arrived"
+        return f"is truncated ({response.raw.tell():,} of {length} bytes were received)"
     return None
 
 
 def _unless_too_large(response: "Response", max_bytes: int) -> bytes | None:
-    """Return the decompressed body of ``response``; None, without receiving more, above ``max_bytes`` bytes."""
+    """Return the decompressed body of ``response``; stop and return None above ``max_bytes`` bytes."""
     data = bytearray()
     with response:
         for block in response.iter_content(1 << 20):

@@ -1,11 +1,11 @@
-"""Recognize error responses of servers that were saved under the name of a book."""
+"""Recognition of servers' error responses that were saved under the name of a book."""
 
 import re
 
 MAX_HTML_BYTES = 20_000
-"""Maximum size of an HTML error page in bytes."""
+"""Maximum size in bytes of an HTML error page."""
 MAX_PLAIN_BYTES = 5_000
-"""Maximum size of an error response without markup in bytes."""
+"""Maximum size in bytes of an error response without markup."""
 _PHRASE = (
     rb"(?:not found|bad (?:request|gateway)|unauthorized|forbidden|access denied|request time-?out|too many requests"
     rb"|internal server error|service (?:temporarily )?unavailable|gateway time-?out|moved (?:permanently|temporarily))"
@@ -28,11 +28,11 @@ def find_error_message(text: bytes) -> str | None:
     """Return the error message in ``text`` if it is an error response; None otherwise."""
     if len(text) > MAX_HTML_BYTES:
         return None
-    saying = None
+    message = None
     if _MARKUP.match(text):
         headings = [heading.end() for heading in _HEADING.finditer(text)]
-        sayings = [_ERROR_LINE.match(text, end) or _TITLE.match(text, end) for end in headings]
-        saying = next(filter(None, sayings), None) or _XML_ERROR.search(text)
+        messages = [_ERROR_LINE.match(text, end) or _TITLE.match(text, end) for end in headings]
+        message = next(filter(None, messages), None) or _XML_ERROR.search(text)
     elif len(text) <= MAX_PLAIN_BYTES:
-        saying = _ERROR_LINE.match(text) or _JSON_ERROR.match(text)
-    return " ".join(saying[0].decode("utf-8", "replace").split())[:80] if saying else None
+        message = _ERROR_LINE.match(text) or _JSON_ERROR.match(text)
+    return " ".join(message[0].decode("utf-8", "replace").split())[:80] if message else None

@@ -1,11 +1,14 @@
-"""Remove Project Gutenberg's wrapping, and parse its header.
+"""Removal of Project Gutenberg's wrapping, and parsing of its header.
 
-A file may contain one book or several joined ones, and other texts before, between and after them. Text is removed only
-if its form proves that it is wrapping: a header up to a marker line, if it has the lines of such headers; and a footer
-from a marker line on, if a license or the end of the file follows. Markers that a text quotes are kept.
+A file may contain one book or several joined books, and other texts before, between and after them. Text is removed
+only if its form proves that it is wrapping:
 
-The whole file is searched only for the name in capitals, which all wrapping contains. Regular expressions match the
-text around it, because matching a whole book would take longer than encoding it.
+- a header, up to a marker line, if it has the lines of such headers
+- a footer, from a marker line on, if a license or the end of the file follows
+
+Markers that a text quotes are kept. The whole file is only searched for the name of the project in capitals, which all
+wrapping contains. Regular expressions match the text around the name, because matching a whole book would take longer
+than encoding it.
 """
 
 import re
@@ -19,20 +22,20 @@ from pipeline.books.credits import FRONT_MATTER_BYTES, OPENING, SHORT_TEXT_BYTES
 from pipeline.books.normalization import count_characters
 
 NEAR_HEADER_BYTES, MAX_HEADER_BYTES = 4_000, 40_000
-"""Maximum sizes of a header in bytes: the usual one, and that of a header with the license in front."""
+"""Maximum size of a header in bytes, without and with the license in front of it."""
 HEADER_FIELDS_BYTES = 1_000
-"""Bytes before a start line that contain the fields of the header."""
+"""Number of bytes before a start line that contain the fields of the header."""
 END_SENTENCE_BYTES = 600
-"""Bytes before an end line that are searched for a closing sentence."""
+"""Number of bytes before an end line that are searched for a closing sentence."""
 FOOTER_START_BYTES, MAX_FOOTER_BYTES = 1_500, 60_000
-"""Bytes from the start of a footer to the words that identify it, and maximum size of a footer."""
+"""Maximum number of bytes from the start of a footer to the words that identify it, and maximum size of a footer."""
 _NAME = b"PROJECT GUTENBERG"
 _LINE = re.compile(rb"(START|END) OF (?:TH(?:IS|E) )?(?:COPYRIGHTED )?\Z")
 _SMALL_PRINT_ENDS = (
     b"*END*THE SMALL PRINT", b"*END THE SMALL PRINT", b"END: SMALL PRINT", b"SMALL PRINT! FOR __ COMPLETE SHAKESPEARE",
 )  # fmt: skip
 MAX_SMALL_PRINT_BYTES = 20_000
-"""Maximum size of the small print in bytes."""
+"""Maximum size in bytes of the small print."""
 # Closings of books without an end line: a label, words to search for, and a pattern for the text before them in their
 # line.
 _CLOSINGS = (
@@ -94,12 +97,12 @@ _ENCODING = re.compile(rb"^Cha[rt]acter set encoding:[ \t]*([A-Za-z0-9_.: -]+)",
 
 @dataclass(frozen=True)
 class Unwrapped:
-    """A book without its wrapping, the fields of its header, and the labels of the recognized patterns."""
+    """Book without its wrapping, with the fields of its header and the labels of the recognized patterns."""
 
     body: bytes
     patterns: tuple[str, ...] = ()
     fields: dict[str, str] = field(default_factory=dict)
-    """``title``, ``author``, ``language``, ``released``, if the header has them."""
+    """Fields of the header that are present, of ``title``, ``author``, ``language`` and ``released``."""
     removed: dict[str, int] = field(default_factory=dict)
     """Number of removed characters by kind of wrapping, without surrounding blank lines."""
 
@@ -142,13 +145,13 @@ def declared_encoding(text: bytes) -> str | None:
         return None
     preceding = head[: match.start()]
     if preceding.strip() and not OPENING.search(preceding) and not _FIELD.search(preceding):
-        return None  # a text that mentions an encoding
+        return None  # The book itself mentions an encoding.
     return match[1].decode("ascii", "replace").strip()
 
 
 @dataclass(frozen=True)
 class _Span:
-    """Wrapping, or a line that may be part of it. A book begins after a ``header``."""
+    """Span of wrapping, or of a line that may be part of wrapping. A book begins after a ``header``."""
 
     start: int
     stop: int
@@ -157,7 +160,7 @@ class _Span:
 
 
 def _wrapping(text: bytes, *, opened: bool) -> list[_Span]:
-    """Return the headers and footers in ``text``, in order; ``opened`` says that it begins like a header."""
+    """Return the headers and footers in ``text``, in order; ``opened`` means that it begins like a header."""
     marks = _markers(text)
     low = sister_projects.find_header_end(text)
     headers = [_Span(0, low, ("sister project",), header=True)] if low else []
@@ -188,7 +191,7 @@ def _wrapping(text: bytes, *, opened: bool) -> list[_Span]:
 
 
 def _markers(text: bytes) -> list[_Span]:
-    """Return all start lines and ends of small print (both as headers) and end lines, also quoted ones."""
+    """Return all start lines, ends of small print and end lines, even quoted ones; the first two count as headers."""
     markers: dict[int, _Span] = {}
 
     def add(at: int, after: int, pattern: str) -> None:
@@ -211,15 +214,14 @@ def _markers(text: bytes) -> list[_Span]:
                     while end >= 0:
                         add(end, end + len(words), "small print")
                         end = text.find(words, end + 1, at + MAX_SMALL_PRINT_BYTES)
-                searched = (
-                    at + MAX_SMALL_PRINT_BYTES - NEAR_HEADER_BYTES
-                )  # a marker may cross the end of the searched bytes
+                # A marker may cross the end of the searched bytes, so the next search overlaps.
+                searched = at + MAX_SMALL_PRINT_BYTES - NEAR_HEADER_BYTES
             at = searched_text.find(_NAME, after)
     return [markers[at] for at in sorted(markers)]
 
 
 def _marker_start(text: bytes, at: int) -> int | None:
-    """Return the start of the marker whose first word is at ``at``: the start of its line; None within a line.
+    """Return the start of the line of the marker whose first word is at ``at``; None if other words precede it.
 
     In a text without line ends, a marker follows asterisks or the spaces that replaced an empty line.
     """
@@ -241,9 +243,8 @@ def _header_start(text: bytes, low: int, mark: _Span, headers: list[_Span]) -> i
     if proof is None and "start line" in mark.patterns and _is_joined(text, mark.start):
         proof = _JOINED_PROOF.search(text, near, mark.start)
         opening = opening or next(_JOINED_OPENING.finditer(text, near, mark.start), None)
-    chained = (
-        bool(headers) and headers[-1].stop == low and headers[-1].patterns[-1:] != mark.patterns
-    )  # a header may end with both
+    # A header may end with a start line and with small print.
+    chained = bool(headers) and headers[-1].stop == low and headers[-1].patterns[-1:] != mark.patterns
     if opening if "small print" in mark.patterns else proof:
         lines = (opening, proof, _FIELD.search(text, near, mark.start))
         start = min(line.start() for line in lines if line)
@@ -293,13 +294,14 @@ def _footers(text: bytes, low: int, limit: int, ends: list[_Span], *, headed: bo
         for start, pattern in sorted(_closings(text[begin:limit].upper(), headed=headed)):
             if _is_footer(text, begin + start, limit, headed=headed):
                 return [_Span(begin + start, _footer_end(text, begin + start, limit), (pattern,))]
-        if headed and ends and text[ends[-1].start] not in b" \t":  # another text follows the book
+        # The end line is a footer by itself if another text follows the book.
+        if headed and ends and text[ends[-1].start] not in b" \t":
             return ends[-1:]
     return spans
 
 
 def _closings(upper: bytes, *, headed: bool) -> Iterator[tuple[int, str]]:
-    """Yield (start, label) of closing sentences in ``upper``; without a header only those that name the project."""
+    """Yield (start, label) of closing sentences in ``upper``; without a header, they must name the project."""
     for pattern, words, preceding_pattern in _CLOSINGS if headed else _CLOSINGS[:1]:
         at = upper.find(words)
         while at >= 0:
@@ -321,8 +323,7 @@ def _is_footer(text: bytes, at: int, bound: int, *, headed: bool) -> bool:
 
 
 def _footer_end(text: bytes, at: int, limit: int) -> int:
-    """Return the end of the license that begins at ``at``: after its last words, or after the last mention of the
-    project."""
+    """Return the end of the license that begins at ``at``, by its last words or the last mention of the project."""
     furthest = min(limit, at + MAX_FOOTER_BYTES)
     named = at
     while (
@@ -339,14 +340,14 @@ def _footer_end(text: bytes, at: int, limit: int) -> int:
 
 
 def _body(text: bytes, start: int, stop: int, removed: Counter[str]) -> list[bytes | memoryview]:
-    """Return the book in ``text[start:stop]`` without its editors' additions, as parts to join."""
+    """Return the book in ``text[start:stop]`` without the additions of its editors, as parts to join."""
     stop = find_note_start(text, start, stop, removed)
     front = text[start : min(start + FRONT_MATTER_BYTES, stop)]
     added: Counter[str] = Counter()
     front_matter = remove_credits(front, added).lstrip()
     remainder = memoryview(text)[start + len(front) : stop - _blanks_before(text, stop)]
     if not len(remainder) and not front_matter.strip():
-        front_matter = front.strip()  # credits are never a whole book
+        front_matter = front.strip()  # A book that only consists of credits is kept.
     else:
         removed.update(added)
     return [front_matter, remainder, b"\n\n\n"] if front_matter or len(remainder) else []

@@ -1,10 +1,10 @@
-"""Recognize splits in the names of files and folders, as in data sets of the Hugging Face hub.
+"""Recognition of splits in the names of files and folders, as in data sets of the Hugging Face hub.
 
-The hub's library reads ``data/validation-00000-of-00001.parquet``, ``test.jsonl`` or ``dev/a.jsonl.gz`` as splits by
-these keywords. A book may have such a name, too. A keyword therefore counts only together with a training file:
+By keywords, the hub's library reads ``data/validation-00000-of-00001.parquet``, ``test.jsonl`` or ``dev/a.jsonl.gz`` as
+splits. Because a book may have such a name, too, a keyword only counts together with a training file:
 
-- for files of rows, one whose name is equal up to the keyword, or any one below the same data set card
-- for texts, one whose name is equal except for the keyword, in a folder where all texts have a keyword
+- for files of rows, a training file whose name is equal up to the keyword, or that is below the same data set card
+- for texts, a training file whose name is equal except for the keyword, in a folder where all texts have a keyword
 """
 
 import re
@@ -13,7 +13,7 @@ from collections.abc import Callable, Iterable, Sequence
 from typing import Literal, NamedTuple
 
 Label = Literal["train", "val", "test", "card"]
-"""The split of a file; ``card`` for a file that describes the data set."""
+"""Split of a file; ``card`` stands for a file that describes the data set."""
 
 _KEYWORDS: dict[str, Label] = {
     "train": "train", "training": "train", "validation": "val", "valid": "val", "dev": "val", "val": "val",
@@ -26,15 +26,14 @@ _DESCRIPTIONS = ("dataset_info.json", "dataset_infos.json", "dataset_dict.json")
 
 
 class NamedFile(NamedTuple):
-    """A file by its whole path with ``/`` as separator; ``is_text`` is False for files of rows."""
+    """File by its whole path with ``/`` as separator; ``is_text`` is False for files of rows."""
 
     path: str
     is_text: bool
 
 
 def labels(files: Sequence[NamedFile], read_start: Callable[[int], bytes]) -> dict[int, Label]:
-    """Return the labels of the ``files`` that have one, by index; ``read_start(index)`` returns a file's first
-    bytes."""
+    """Return the labels of labeled ``files`` by index; ``read_start(index)`` returns the first bytes of a file."""
     cards = {n: _folder(file.path) for n, file in enumerate(files) if _name(file.path) in (*_CARDS, *_DESCRIPTIONS)}
     others = [n for n in range(len(files)) if n not in cards] if cards else ()
     rows = _folders(files[n].path for n in others if not files[n].is_text)
@@ -69,8 +68,8 @@ def _folders(paths: Iterable[str]) -> set[str]:
 def _splits(files: Sequence[NamedFile], roots: set[str]) -> dict[int, Label]:
     """Return the splits of files by index; ``roots`` are folders with a data set card.
 
-    A file with several keywords, such as ``train/test.jsonl``, is in the split furthest from training. Training files
-    without validation files get no split, so that some of their books are held out.
+    A file with several keywords, such as ``train/test.jsonl``, is in the split furthest from training. Without
+    validation files, training files have no split, so that some of their books are held out.
     """
     marks = {n: file_marks for n, file in enumerate(files) if (file_marks := _marks(file, roots))}
     plain = {
@@ -102,7 +101,7 @@ def _is_of_folder(mark: tuple[str, Label]) -> bool:
 
 def _marks(file: NamedFile, roots: set[str]) -> list[tuple[str, Label]]:
     """Return the keywords in a path, each as (group of files whose names must match, split)."""
-    path = file.path if file.is_text else file.path.lower()  # a title is capitalized
+    path = file.path if file.is_text else file.path.lower()  # Capitalized words of a text's name are part of a title.
     root = "" if file.is_text or not roots else _root(_folder(file.path), roots)
     marks: list[tuple[str, Label]] = []
     for match in _KEYWORD.finditer(path, len(root)):
@@ -120,7 +119,7 @@ def _marks(file: NamedFile, roots: set[str]) -> list[tuple[str, Label]]:
 
 
 def _root(folder: str, roots: set[str]) -> str:
-    """Return the nearest of ``roots`` that is ``folder`` or above it; an empty string without one."""
+    """Return the nearest of ``roots`` that is ``folder`` or above it; an empty string if there is none."""
     while folder and folder not in roots:
         folder = _folder(folder)
     return folder

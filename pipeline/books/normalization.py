@@ -1,4 +1,4 @@
-"""Normalize UTF-8 text: ``\\n`` line ends, no control characters.
+"""Normalization of UTF-8 text to ``\\n`` line ends, without control characters.
 
 The functions work on bytes, because decoding to str and back takes longer than encoding to tokens.
 """
@@ -19,13 +19,13 @@ _WINDOWS_1252 = {bytes([code]): bytes([code]).decode("cp1252", "ignore").encode(
 _C1 = re.compile(rb"\xc2([\x80-\x9f])")
 _UNDEFINED = re.compile(rb"\xc2[\x81\x8d\x8f\x90\x9d]")
 _BYTE_ORDER_MARK = b"\xef\xbb\xbf"
-# A wrapped line of prose is long, and its continuation is not indented: verse and tables are kept.
+# A wrapped line of prose is long, and its continuation is not indented, unlike verse and tables, which are kept.
 _WRAPPED = re.compile(rb"([^\n]{50})\n(?=[^\s*\[|=+-])")
 
 
 @dataclass(frozen=True)
 class Normalized:
-    """A normalized ``text``, and the number of removed characters by kind."""
+    """Normalized ``text``, and the number of removed characters by kind."""
 
     text: bytes
     removed: dict[str, int]
@@ -40,7 +40,7 @@ def normalize(text: bytes) -> Normalized:
     """
     removed: dict[str, int] = {}
     if b"\r" in text:
-        without = text.replace(b"\r", b"")  # dropping one byte is five times faster than replacing two
+        without = text.replace(b"\r", b"")  # Removing one byte is five times as fast as replacing two.
         all_end_lines = len(text) - len(without) == _count_crlf(text)
         text = without if all_end_lines else text.replace(b"\r\n", b"\n").replace(b"\r", b"\n")
     if _has_controls(text):
@@ -53,7 +53,7 @@ def normalize(text: bytes) -> Normalized:
     repaired = 0
     if b"\xc2" in text and _has_invisible(text):
         text = _without(_SOFT_HYPHEN, text, removed, "soft hyphens")
-        if b"\n" not in text and text.endswith(_NEXT_LINE):  # line end of mainframes
+        if b"\n" not in text and text.endswith(_NEXT_LINE):  # Texts from mainframes end lines with it.
             text = text.replace(_NEXT_LINE, b"\n")
         text, undefined = _UNDEFINED.subn(b"", text)
         if undefined:
@@ -63,7 +63,7 @@ def normalize(text: bytes) -> Normalized:
 
 
 def trim(text: bytes) -> bytes:
-    """Return ``text`` stripped, with one line end if it is not empty; text of this form is not copied."""
+    """Return ``text`` stripped, with one line end if it is not empty; such a text is returned without a copy."""
     if text.endswith(b"\n") and not text[:1].isspace() and not text[-2:-1].isspace():
         return text
     text = text.strip()
@@ -76,7 +76,7 @@ def join_lines(text: bytes) -> bytes:
 
 
 def count_characters(text: bytes) -> int:
-    """Count the code points in valid UTF-8: all bytes except the continuation bytes 0x80 to 0xBF."""
+    """Count the code points in valid UTF-8, which are all bytes except the continuation bytes 0x80 to 0xBF."""
     if text.isascii():
         return len(text)
     return len(text) - int(np.count_nonzero(np.frombuffer(text, dtype=np.int8) < -64))
@@ -84,7 +84,7 @@ def count_characters(text: bytes) -> int:
 
 def _without(sign: bytes, text: bytes, removed: dict[str, int], name: str) -> bytes:
     """Return ``text`` without ``sign``; add its number to ``removed`` under ``name``."""
-    if sign[:1] not in text or sign not in text:  # a single byte is found faster
+    if sign[:1] not in text or sign not in text:  # Searching for a single byte is faster.
         return text
     without = text.replace(sign, b"")
     removed[name] = (len(text) - len(without)) // len(sign)
@@ -103,7 +103,7 @@ def _count_crlf(text: bytes) -> int:
 def _has_controls(text: bytes) -> bool:
     """Whether ``text`` contains a control character other than tab, line feed and carriage return.
 
-    It takes a quarter of the time of the translation, which most texts do not need.
+    The check takes a quarter of the time of the translation, which most texts do not need.
     """
     codes = np.frombuffer(text, np.uint8)
     # Minus 11, modulo 256, tab and line feed become 254 and 255, and the controls above them 0 to 20.
@@ -111,8 +111,7 @@ def _has_controls(text: bytes) -> bool:
 
 
 def _has_invisible(text: bytes) -> bool:
-    """Whether ``text`` contains a C1 control or soft hyphen; most texts with their first byte, 0xC2, contain
-    neither."""
+    """Whether ``text`` contains a C1 control or soft hyphen, which most texts with their first byte 0xC2 do not."""
     codes = np.frombuffer(text, np.uint8)
     second = codes[np.flatnonzero(codes[:-1] == 0xC2) + 1]
     return bool(np.any((second < 0xA0) | (second == 0xAD)))

@@ -1,4 +1,4 @@
-"""Read the books in a range of a source file, one at a time and in a fixed order, or explain why they are dropped."""
+"""Readers of the books in a range of a source file, one at a time and in a fixed order; unreadable ones are dropped."""
 
 import bz2
 import io
@@ -26,28 +26,30 @@ from pipeline.books.sources import SourceFile, find_hidden_path, has_unknown_typ
 from pipeline.config import SAMPLE, ReadingConfig
 
 MAX_BOOK_BYTES = 1_000_000_000
-"""Maximum size of a book in bytes; processing one takes five times as much memory. enwik9, the largest text that is
-commonly trained on as one document, has this size. Anything larger is a corpus whose books need a separator, or a
-decompression bomb."""
+"""Maximum size of a book in bytes. enwik9, the largest text that is commonly used as one document, has this size.
+
+Processing a book takes five times its size in memory. A larger file is a corpus whose books need a separator, or a
+decompression bomb.
+"""
 MAX_JSON_LINE_BYTES = 100_000_000
-"""Maximum size of a line of JSON in bytes; its parsed values can take twenty times as much memory."""
+"""Maximum size in bytes of a line of JSON, whose parsed values can take twenty times as much memory."""
 TOO_LARGE = "too large"
 
 _BLOCK = 1 << 20
 _PACKED_BLOCK = 1 << 18
 _HEADER = 18
-"""Bytes that every compression format needs at most for the beginning of a stream without content."""
+"""Maximum number of bytes before the content of a compressed stream, in any of the formats."""
 _UTF16 = (b"\xff\xfe", b"\xfe\xff")
 _TITLES = ("title", "short_book_title")
 DAMAGE_ERRORS = (
     EOFError, zlib.error, zipfile.BadZipFile, pa.ArrowException, UnicodeDecodeError, NotImplementedError,
 )  # fmt: skip
-"""Exceptions that readers raise for a corrupt file, besides an ``OSError`` without a number."""
+"""Exceptions that readers raise for a corrupt file, in addition to an ``OSError`` without a number."""
 
 
 @dataclass(frozen=True, order=True)
 class FileRange:
-    """A range of a file: bytes, row groups or archive members. ``size`` estimates its bytes of text."""
+    """Range of a file, in bytes, row groups or archive members. ``size`` estimates its bytes of text."""
 
     file: SourceFile
     size: int
@@ -57,7 +59,7 @@ class FileRange:
 
 @dataclass(frozen=True)
 class RawBook:
-    """A book as its source stores it."""
+    """Book in the form in which its source stores it."""
 
     id: str
     source: str
@@ -66,13 +68,13 @@ class RawBook:
     author: str | None = None
     language: str | None = None
     decoded: Decoded | None = None
-    """How ``data`` was decoded, if that was necessary to parse its file."""
+    """Result of decoding ``data``, if the file had to be decoded to parse it; else None."""
 
 
 @strict
 @dataclass(frozen=True)
 class DroppedBook:
-    """A dropped book, or a kept one that is flagged: ``reason`` is a label to count, ``detail`` explains this case."""
+    """Dropped book, or kept book that is flagged. ``reason`` is a label to count; ``detail`` explains the case."""
 
     book: str
     reason: str
@@ -82,8 +84,8 @@ class DroppedBook:
 def read_books(file_range: FileRange, settings: ReadingConfig) -> Iterator[RawBook | DroppedBook]:
     """Yield the books of ``file_range`` in a fixed order; corrupt data is reported as dropped and ends the range.
 
-    Raises ``UserError`` if the file was deleted or changed, or the disk fails: if its books were only dropped, a data
-    set without them would look finished.
+    Raises ``UserError`` if the file was deleted or changed, or if the disk fails, because a data set without its books
+    would look finished.
     """
     file = file_range.file
     try:
@@ -99,15 +101,16 @@ def read_books(file_range: FileRange, settings: ReadingConfig) -> Iterator[RawBo
     except PermissionError as error:
         yield DroppedBook(file.id, "unreadable", f"{error.strerror}")
     except DAMAGE_ERRORS as damage:
-        file.check_unchanged()  # it may have been replaced while it was read
+        file.check_unchanged()  # The file may have been replaced while it was read.
         yield DroppedBook(file.id, "unreadable", f"damaged: {str(damage) or type(damage).__name__}")
     except OSError as failure:
         if failure.errno is not None:
             raise UserError(
-                f"Cannot read {file.uri}: {failure.strerror}. Fix this and run the same command again."
+                f"Cannot read {file.uri}: {failure.strerror}. Fix this, then run the same command again."
             ) from failure
         file.check_unchanged()
-        yield DroppedBook(file.id, "unreadable", f"damaged: {failure}")  # Arrow's codecs raise OSError without a number
+        # Arrow's codecs raise an OSError without a number for corrupt data.
+        yield DroppedBook(file.id, "unreadable", f"damaged: {failure}")
 
 
 def _books(file_range: FileRange, opened: BinaryIO, settings: ReadingConfig) -> Iterator[RawBook | DroppedBook]:
@@ -140,7 +143,7 @@ def _books(file_range: FileRange, opened: BinaryIO, settings: ReadingConfig) -> 
 def _zstd_decompressor() -> Any:
     """Return a decompressor of the standard library (Python 3.14 or later) or of its backport.
 
-    Large dumps are compressed with --long=31; their window takes up to 2 GB when read.
+    It accepts dumps that were compressed with --long=31, whose window takes up to 2 GB of memory.
     """
     if sys.version_info >= (3, 14):
         from compression import zstd
@@ -155,11 +158,11 @@ _DECOMPRESSORS: dict[str, Callable[[], Any]] = {
     "xz": lzma.LZMADecompressor,
     "zstd": _zstd_decompressor,
 }
-"""Factories of decompressors by compression. Their interfaces are equal, except that zlib returns unused input."""
+"""Factories of decompressors by compression. The interfaces are equal, except that zlib returns unused input."""
 
 
 class _Unpacked(io.RawIOBase):
-    """The content of a compressed file: consecutive streams with zeros between them, up to data of another kind."""
+    """Content of a compressed file: consecutive streams with zeros between them, up to data of another kind."""
 
     def __init__(self, packed: BinaryIO, compression: str) -> None:
         self._packed, self._compression = packed, compression
@@ -168,7 +171,7 @@ class _Unpacked(io.RawIOBase):
         self._input = b""
         self._is_first, self._has_output, self._taken = True, False, 0
         self.has_other_data = False
-        """Whether data of another kind follows the compressed data."""
+        """Whether data of a different kind follows the compressed data."""
 
     def readable(self) -> bool:
         return True
@@ -184,10 +187,11 @@ class _Unpacked(io.RawIOBase):
             self._taken += len(block)
             try:
                 data = self._decompressor.decompress(block, len(buffer))
-            except Exception as damage:  # noqa: BLE001 each library has its own error
+            except Exception as damage:  # noqa: BLE001 each library raises its own exceptions
                 self._fail(str(damage), damage)
                 continue
-            self._input = getattr(self._decompressor, "unconsumed_tail", b"")  # only zlib has it; the others buffer
+            # Only zlib returns unconsumed input; the other decompressors buffer it.
+            self._input = getattr(self._decompressor, "unconsumed_tail", b"")
             if data:
                 self._has_output = True
                 buffer[: len(data)] = data
@@ -197,7 +201,7 @@ class _Unpacked(io.RawIOBase):
         return 0
 
     def _next_stream(self) -> bool:
-        """Begin the next stream after the one that has ended; return False if nothing follows."""
+        """Begin the next stream after the end of one; return False at the end of the file."""
         unused_data = self._decompressor.unused_data
         while not (unused_data := unused_data.lstrip(b"\0")):
             if not (unused_data := self._packed.read(_PACKED_BLOCK)):
@@ -207,7 +211,7 @@ class _Unpacked(io.RawIOBase):
         return True
 
     def _fail(self, message: str, damage: Exception | None = None) -> None:
-        """Raise ``OSError`` for damage, or note that the data after the first stream is not compressed."""
+        """Raise ``OSError`` for damage, or record that the data after the first stream is not compressed."""
         if self._is_first or self._has_output:
             prefix = "" if self._has_output or damage is None else f"not {self._compression} data: "
             raise OSError(prefix + message) from damage
@@ -217,7 +221,7 @@ class _Unpacked(io.RawIOBase):
 
 
 def _unless_too_large(stream: IO[bytes], max_bytes: int) -> bytes | None:
-    """Read all of a stream of unknown size; return None, without reading further, above ``max_bytes``."""
+    """Read a stream of unknown size; stop and return None above ``max_bytes``."""
     data = bytearray()
     while len(data) <= max_bytes:
         if not (block := stream.read(_BLOCK)):
@@ -227,7 +231,7 @@ def _unless_too_large(stream: IO[bytes], max_bytes: int) -> bytes | None:
 
 
 def _book(book_id: str, source: str, data: bytes | None) -> RawBook | DroppedBook:
-    """Return a book without metadata; a dropped one if ``data`` is None because it was too large."""
+    """Return a book without metadata; a dropped book if ``data`` is None because it was too large."""
     if data is None:
         return DroppedBook(
             book_id,
@@ -240,17 +244,17 @@ def _book(book_id: str, source: str, data: bytes | None) -> RawBook | DroppedBoo
 def _documents(
     stream: IO[bytes], separator: bytes, start: int, stop: int | None, max_bytes: int
 ) -> Iterator[tuple[int, bytes | None]]:
-    """Yield the offset and bytes of each document that begins in the range; the last may extend beyond it.
+    """Yield (offset, bytes) of each document that begins in the range; the last document may extend beyond it.
 
-    Reads no further than needed, and between documents keeps only what may be the beginning of a separator. A document
-    of more than ``max_bytes`` bytes is not kept in memory: its bytes are None.
+    Reads no further than needed, and between documents only buffers a possible beginning of a separator. A document of
+    more than ``max_bytes`` bytes is not kept in memory, and its bytes are None.
     """
     position = max(0, start - len(separator))
     if position:
         stream.seek(position)
-    buffer = bytearray()  # the file from ``position``; removing from the front of a bytearray is cheap
+    buffer = bytearray()  # Bytes of the file from ``position`` on; removing the first bytes of a bytearray is cheap.
     scanned = 0
-    document_start = 0 if start == 0 else None  # where the document begins that ``position`` is in
+    document_start = 0 if start == 0 else None  # Start of the document that contains ``position``.
     while stop is None or (position + len(separator) if document_start is None else document_start) < stop:
         at = buffer.find(separator, scanned)
         searched = max(0, len(buffer) - len(separator) + 1)
@@ -261,7 +265,7 @@ def _documents(
             document_start = position + passed
         elif searched and (document_start is None or position + searched - document_start > max_bytes):
             passed = searched
-        elif block := stream.read1(_BLOCK):  # type: ignore[attr-defined] returns what precedes damage
+        elif block := stream.read1(_BLOCK):  # type: ignore[attr-defined] read1 returns the bytes before damage
             buffer += block
             scanned = searched
             continue
@@ -282,11 +286,12 @@ def _separated(
 
 
 def _json(file_range: FileRange, stream: Any, name: str) -> Iterator[RawBook | DroppedBook]:
-    """Yield the documents of a JSON file: one per line, all in an array, or one object over several lines."""
+    """Yield the documents of a JSON file with a document per line, an array of them, or one object on several lines."""
     first_block = b"" if file_range.start else stream.peek(_BLOCK)
     first, several, _ = first_block.removeprefix(b"\xef\xbb\xbf").lstrip().partition(b"\n")
     if first_block[:2] in _UTF16:
-        yield DroppedBook(file_range.file.id, "unreadable", "UTF-16: convert it to UTF-8 (iconv -f UTF-16 -t UTF-8)")
+        advice = "UTF-16 is not supported; convert the file with 'iconv -f UTF-16 -t UTF-8'"
+        yield DroppedBook(file_range.file.id, "unreadable", advice)
     elif file_range.file.format == "json" and (first[:1] == b"[" or (several and not _is_json(first))):
         if (whole := _unless_too_large(stream, MAX_JSON_LINE_BYTES)) is None:
             yield DroppedBook(
@@ -322,7 +327,7 @@ def _lines(file_range: FileRange, stream: BinaryIO, name: str) -> Iterator[RawBo
 
 
 def _parsed(data: bytes, sample: Callable[[], bytes] | None = None) -> tuple[Any, Decoded | None]:
-    """Return the JSON value in ``data``, and how it was decoded if it is not UTF-8. Raises like ``json.loads``."""
+    """Return (JSON value in ``data``, decoded text if it is not UTF-8, else None). Raises like ``json.loads``."""
     try:
         return json.loads(data), None
     except UnicodeDecodeError:
@@ -354,7 +359,7 @@ def _row(book_id: str, source: str, values: Any, name: str, decoded: Decoded | N
     if len(fields) > 1:
         return DroppedBook(book_id, "unreadable", _ambiguous(fields, "--text-field"))
     if not fields or not isinstance(values[fields[0]], str):
-        return DroppedBook(book_id, "unreadable", f"no text in the field {name!r} (--text-field)")
+        return DroppedBook(book_id, "unreadable", f"the field {name!r} (--text-field) is missing or not text")
     others = {field.lower(): value for field, value in reversed(values.items())} | values
     book = _described(book_id, source, values[fields[0]], others)
     if decoded is None or book.data.isascii():
@@ -364,7 +369,7 @@ def _row(book_id: str, source: str, values: Any, name: str, decoded: Decoded | N
 
 
 def _same_names(names: Iterable[str], wanted: str) -> list[str]:
-    """Return the ``names`` that equal ``wanted``, or else those that differ from it only in case."""
+    """Return the ``names`` that equal ``wanted``, or else the names that differ from it only in case."""
     names = list(names)
     return [name for name in names if name == wanted] or [name for name in names if name.lower() == wanted.lower()]
 
@@ -372,8 +377,8 @@ def _same_names(names: Iterable[str], wanted: str) -> list[str]:
 def _ambiguous(names: list[str], flag: str) -> str:
     listed = " and ".join(map(repr, names))
     if len(set(names)) == 1:
-        return f"{listed} have the same name: rename all but one"
-    return f"{listed} differ only in case: choose one with {flag}"
+        return f"{listed} have the same name; rename all but one"
+    return f"{listed} differ only in case; choose one with {flag}"
 
 
 def _parquet(file_range: FileRange, opened: BinaryIO, name: str) -> Iterator[RawBook | DroppedBook]:
@@ -382,8 +387,8 @@ def _parquet(file_range: FileRange, opened: BinaryIO, name: str) -> Iterator[Raw
     columns = {column.lower(): column for column in reversed(names)} | {column: column for column in names}
     texts = _same_names(names, name)
     if len(texts) != 1:
-        none = f"no column {name!r} (--text-column) among {', '.join(names)}"
-        yield DroppedBook(file_range.file.id, "unreadable", _ambiguous(texts, "--text-column") if texts else none)
+        reason = f"the column {name!r} (--text-column) is missing; the columns are {', '.join(names)}"
+        yield DroppedBook(file_range.file.id, "unreadable", _ambiguous(texts, "--text-column") if texts else reason)
         return
     text = texts[0]
     wanted = [text, *(columns[c] for c in (*_TITLES, "author", "language") if c in columns and columns[c] != text)]
@@ -427,7 +432,8 @@ def _archive(file_range: FileRange, opened: BinaryIO, separator: str | None) -> 
         yield DroppedBook(file_range.file.id, "unreadable", "the archive contains no .txt, .text or .md file")
     names = Counter(info.filename for info in infos)
     others = [info for info in archive.infolist() if info.filename not in names and not info.is_dir()]
-    hidden = {find_hidden_path(info.filename): None for info in others}  # a folder once, in the order of the archive
+    # Each hidden folder is reported once, in the order of the archive.
+    hidden = {find_hidden_path(info.filename): None for info in others}
     if not file_range.start:
         for path in filter(None, hidden):
             yield DroppedBook(f"{file_range.file.id}/{path}", "hidden", "hidden and temporary files are not read")
@@ -440,7 +446,7 @@ def _archive(file_range: FileRange, opened: BinaryIO, separator: str | None) -> 
             )
     for info in infos[file_range.start : file_range.stop]:
         book_id = f"{file_range.file.id}/{info.filename}"
-        if names[info.filename] > 1:  # an archive that was appended to may contain a name twice
+        if names[info.filename] > 1:  # Appending to an archive may add a name a second time.
             book_id += f"#{info.header_offset}"
         if info.compress_type not in (zipfile.ZIP_STORED, zipfile.ZIP_DEFLATED):
             # zipfile decompresses a whole block of the other methods at once: 4 KiB of bzip2 can be 5 GB.
@@ -459,14 +465,14 @@ def _archive(file_range: FileRange, opened: BinaryIO, separator: str | None) -> 
                         file_range.file.id,
                         _unless_too_large(stream, MAX_BOOK_BYTES) if info.file_size <= MAX_BOOK_BYTES else None,
                     )
-        except (*DAMAGE_ERRORS, RuntimeError, OSError) as damage:  # RuntimeError: it is encrypted
+        except (*DAMAGE_ERRORS, RuntimeError, OSError) as damage:  # zipfile raises RuntimeError for encrypted files.
             if isinstance(damage, OSError) and damage.errno is not None:
                 raise
             yield DroppedBook(book_id, "unreadable", f"damaged: {str(damage) or type(damage).__name__}")
 
 
 def _sample(opened: BinaryIO) -> Iterator[RawBook]:
-    """Yield the books of the Bible in order: one line per verse, chapters separated by an empty line and a heading."""
+    """Yield the books of the Bible in order, with one line per verse, and an empty line and a heading per chapter."""
     for name, book in groupby(map(json.loads, opened), itemgetter("book")):
         lines = [name, ""]
         for chapter, verses in groupby(book, itemgetter("chapter")):

@@ -1,13 +1,13 @@
 """Wrapping of Project Gutenberg's sister projects: Project Gutenberg Australia and Canada, and Faded Page.
 
-Their texts have no start line. A header is recognized paragraph by paragraph: the name of the project, fields, and
-sentences about the file and its use. The closing line is the last line of the text.
+Texts of these projects have no start line. A header is recognized by its paragraphs, which have the name of the
+project, fields, and sentences about the file and its use. The closing line is the last line of the text.
 """
 
 import re
 
 MAX_HEADER_BYTES = 6_000
-"""Maximum size of a header in bytes."""
+"""Maximum size in bytes of a header."""
 _NAME = re.compile(
     rb"\s*+[*\[_ \t]*+(?:An? )?(?:Project Gutenberg (?:of )?(?:Australia|Canada)(?:'s)?"
     rb"|(?:Distributed Proofreaders Canada|Faded ?Page)(?= e-?book))[^\n]{0,60}\n", re.I
@@ -33,7 +33,7 @@ _PARAGRAPH = re.compile(rb"\s*?([^\n]+(?:\n[^\n]+)*)(?:\n|\Z)")
 
 
 def find_header_end(text: bytes) -> int:
-    """Return the end of the header at the beginning of ``text``; 0 without one."""
+    """Return the end of the header at the beginning of ``text``; 0 if there is none."""
     if not _NAME.match(text):
         return 0
     end, proven = 0, False
@@ -46,7 +46,7 @@ def find_header_end(text: bytes) -> int:
 
 
 def find_closing_start(text: bytes, start: int, title: str) -> int | None:
-    """Return the start of the line that closes the book ``title`` in ``text[start:]``; None without one."""
+    """Return the start of the line that closes the book ``title`` in ``text[start:]``; None if there is none."""
     match = _CLOSING.search(text, max(start, len(text) - 400))
     if match is None or match[1] is None:
         return match.start() if match else None

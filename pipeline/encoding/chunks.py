@@ -1,10 +1,10 @@
-"""Split text into chunks that encode to the same ids as the whole text."""
+"""Splitting of text into chunks that encode to the same ids as the whole text."""
 
 import re
 from collections.abc import Callable, Iterator
 
-CHUNK = 500_000
-"""Bytes per call of an encoder. tiktoken rejects a text with more than a million consecutive spaces."""
+CHUNK_BYTES = 500_000
+"""Bytes of text per call of an encoder. tiktoken rejects a text with more than a million consecutive spaces."""
 
 # Punctuation: ASCII, general, Chinese and Japanese, fullwidth; Arabic, Devanagari, Tibetan, Burmese, Khmer.
 _PUNCTUATION = (
@@ -17,13 +17,12 @@ _PUNCTUATION = (
 _CUT_POSITION = re.compile(
     rf"(?<=\S)(?=[ \n])|(?<=[^\W_])(?=[{_PUNCTUATION}])|(?<=[ \t\n\u3000])(?=[ \t\u3000])|(?<=[ \t\u3000])(?=\n)"
 )
-# No split pattern has a pre-token in which a space follows a character other than whitespace.
+# In every split pattern, a space after a character other than whitespace starts a pre-token.
 _WORD_END = re.compile(rb"(?:(?<=[!-~])|(?<=[\xc3-\xdf][\x80-\xbf]))(?= )")
 _CONTINUATION = bytes(range(0x80, 0xC0))
 _WINDOW = 4096
 _MAX_REPEATED_TOKEN = 16
-"""Length of the longest token that repeats one whitespace character. The lengths of the others are powers of two, apart
-from the end of a run."""
+"""Length of the longest token that repeats one whitespace character; the lengths of shorter ones are powers of two."""
 
 
 def chunks(text: bytes, size: int, cut: Callable[[bytes, int, int], int]) -> Iterator[bytes]:
@@ -48,8 +47,8 @@ def find_boundary(text: bytes, start: int, at: int) -> int:
             return begin + len(window[: match.start()].encode())
         character = window[:1]
         if character.isspace() and window.startswith(character * (_MAX_REPEATED_TOKEN + 1)):
-            # Line feeds or no-break spaces. They are merged in twos, fours and so on from the start of their run; a
-            # space before the run takes its first character.
+            # Line feeds or no-break spaces are merged in twos, fours and so on from the start of their run. A space
+            # before the run merges with its first character.
             preceding_text = text[start:begin].decode()
             preceding = preceding_text.rstrip(character)
             run_length = len(preceding_text) - len(preceding) - (character != "\n" and preceding.endswith(" "))
@@ -58,6 +57,6 @@ def find_boundary(text: bytes, start: int, at: int) -> int:
 
 
 def find_word_boundary(text: bytes, start: int, at: int) -> int:
-    """Like :func:`find_boundary`, but valid for every split pattern and any tokens."""
+    """Return the first position at or after ``at`` where ``text`` may be cut for any split pattern and tokens."""
     match = _WORD_END.search(text, at)
     return match.start() if match else len(text)

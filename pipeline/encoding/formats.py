@@ -23,7 +23,10 @@ _OFF = dict.fromkeys(("post_processor", "truncation", "padding"))
 
 
 def parse_ranks(ranks: bytes) -> list[bytes]:
-    """Return the tokens of a rank file by id; the last one ends a text. Raises ``ValueError`` for missing ids."""
+    """Return the tokens of a rank file by id, with an end-of-text token last.
+
+    Raises ``ValueError`` for missing ids.
+    """
     tokens_by_id: dict[int, bytes] = {}
     for line in ranks.splitlines():
         token, rank = line.split()
@@ -34,12 +37,12 @@ def parse_ranks(ranks: bytes) -> list[bytes]:
 def parse_tokenizer_json(values: dict[str, Any]) -> list[bytes]:
     """Return the tokens of a ``tokenizer.json`` by id.
 
-    Raises ``ValueError`` for missing ids, without an end-of-text token, and if it changes the text in addition to
-    splitting and merging, because its tokens would not be the bytes of the text.
+    Raises ``ValueError`` if ids or the end-of-text token are missing, or if the tokenizer does more than split and
+    merge the text, because its tokens would not be the bytes of the text.
     """
     model, splits = values["model"], values.get("pre_tokenizer") or {}
     *first_pretokenizers, last = splits.get("pretokenizers", [splits])
-    kind = model.get("type") or ("BPE" if "merges" in model else "unknown")  # missing in files from before 2022
+    kind = model.get("type") or ("BPE" if "merges" in model else "unknown")  # Files written before 2022 have no type.
     if kind != "BPE" or last.get("type") != "ByteLevel":
         raise ValueError(f"its model is {kind} with the pre-tokenizer {last.get('type')}")
     changes = [name for name in ("dropout", "continuing_subword_prefix", "end_of_word_suffix") if model.get(name)]
@@ -65,7 +68,7 @@ def added_tokens(values: dict[str, Any]) -> list[dict[str, Any]]:
 
 
 def end_of_json(values: dict[str, Any]) -> int:
-    """Return the id of the end-of-text token in a ``tokenizer.json``. Raises ``ValueError`` without one."""
+    """Return the id of the end-of-text token in a ``tokenizer.json``. Raises ``ValueError`` if there is none."""
     known = {token["content"]: token["id"] for token in added_tokens(values)}
     for name in _ENDS:
         if name in known:
@@ -77,7 +80,7 @@ def _complete(tokens_by_id: dict[int, bytes], added: dict[int, bytes] | None = N
     """Return the tokens by id. Raises ``ValueError`` if an id or a single byte is missing."""
     everything = tokens_by_id | (added or {})
     if missing := sorted({bytes([value]) for value in range(256)} - set(everything.values())):
-        raise ValueError(f"{len(missing)} of the 256 single bytes have no token, the first is {missing[0]!r}")
+        raise ValueError(f"{len(missing)} of the 256 single bytes have no token (first: {missing[0]!r})")
     if holes := set(range(len(everything))) - everything.keys():
         raise ValueError(f"the id {min(holes)} has no token")
     if len(set(tokens_by_id.values())) < len(tokens_by_id):
@@ -86,37 +89,39 @@ def _complete(tokens_by_id: dict[int, bytes], added: dict[int, bytes] | None = N
 
 
 def ordinary_json(values: dict[str, Any]) -> str:
-    """Return a ``tokenizer.json`` that encodes special and end-of-text tokens as ordinary text, and adds no tokens."""
+    """Return a ``tokenizer.json`` that encodes special and end-of-text tokens as ordinary text, and only the text."""
     end = end_of_json(values)
     added = [token for token in added_tokens(values) if not token["special"] and token["id"] != end]
     return json.dumps(values | _OFF | {"added_tokens": added}, ensure_ascii=False)
 
 
 def reference_json(values: dict[str, Any]) -> str:
-    """Return a ``tokenizer.json`` that adds no tokens to a text. Its end-of-text token is special, so that the library
-    can be configured to encode it as ordinary text."""
+    """Return a ``tokenizer.json`` that only encodes the text, for the reference library.
+
+    The end-of-text token is marked as special, because the library can encode special tokens as ordinary text.
+    """
     end = end_of_json(values)
     added = [token | {"special": True} if token["id"] == end else token for token in added_tokens(values)]
     return json.dumps(values | _OFF | {"added_tokens": added}, ensure_ascii=False)
 
 
 def letters() -> dict[int, str]:
-    """Return GPT-2's printable character for each byte: its own if that is printable, else one from 256 on."""
+    """Return GPT-2's printable character for each byte: the byte's own if printable, else one from 256 on."""
     printable = [*range(33, 127), *range(161, 173), *range(174, 256)]
     others = [byte for byte in range(256) if byte not in printable]
     return {byte: chr(byte) for byte in printable} | {byte: chr(256 + n) for n, byte in enumerate(others)}
 
 
 def make_tokenizer_json(tokens: Sequence[bytes], merges: Sequence[tuple[bytes, bytes]], pattern: str) -> str:
-    """Return a ``tokenizer.json`` for Hugging Face's libraries from ``tokens`` by id; the last one ends a text."""
+    """Return a ``tokenizer.json`` for Hugging Face's libraries from ``tokens`` by id, the end-of-text token last."""
     known = letters()
 
     def written(token: bytes) -> str:
         return "".join(known[byte] for byte in token)
 
     ids = {written(token): rank for rank, token in enumerate(tokens[:-1])}
-    # Oniguruma parses a possessive {1,3}+ as a repeated group and $ as the end of a line. Greedy quantifiers match the
-    # same in these patterns.
+    # Greedy quantifiers match the same text in these patterns, and Oniguruma would parse a possessive {1,3}+ as a
+    # repeated group. It would also parse $ as the end of a line.
     regex = re.sub(r"([+*?]|\{1,3\})\+", r"\1", PATTERNS[pattern]).replace("$", r"\z")
     byte_level = {"type": "ByteLevel", "add_prefix_space": False, "trim_offsets": False, "use_regex": True}
     split = {"type": "Split", "pattern": {"Regex": regex}, "behavior": "Isolated", "invert": False}

@@ -1,9 +1,9 @@
-"""UTF-8 text to token ids, exactly those of the library that the tokenizer file is written for.
+"""Tokenizers that encode UTF-8 text to exactly the ids of the library that the tokenizer file is written for.
 
 A :class:`Tokenizer` is read from a rank file of tiktoken or from a ``tokenizer.json`` of Hugging Face. Both the fast
 encoder and the reference that checks it are built from the bytes of that file. GPT-2's rank file is package data, so
-that nothing is downloaded, and is checked against the hash that tiktoken itself pins. No encoder recognizes special
-tokens: a book that contains the characters ``<|endoftext|>`` must not end there.
+that it is not downloaded, and is checked against the hash that tiktoken itself pins. The encoders ignore special
+tokens, because a book that contains the characters ``<|endoftext|>`` must not end there.
 """
 
 import hashlib
@@ -23,7 +23,7 @@ import tiktoken
 
 from infra.errors import UserError, first_line
 from infra.storage.directory import StorageDir
-from pipeline.encoding.chunks import CHUNK, chunks, find_boundary, find_word_boundary
+from pipeline.encoding.chunks import CHUNK_BYTES, chunks, find_boundary, find_word_boundary
 from pipeline.encoding.formats import (
     END,
     PATTERNS,
@@ -38,20 +38,25 @@ from pipeline.encoding.formats import (
 from pipeline.shards import TOKENIZER_FILE
 
 GPT2_RANKS = Path(__file__).parents[1] / "gpt2.tiktoken"
+"""Rank file of GPT-2's tokenizer."""
 GPT2_SHA256 = "306cd27f03c1a714eca7108e03d66b7dc042abe8c258b44c199a7ed9838dd930"
+"""Hash of GPT-2's rank file."""
 
 VERIFIED_BYTES = 300_000
-"""Bytes of a book that are compared with the reference; tiktoken takes 0.2 s for them."""
+"""Bytes of a book that are compared with the reference, which takes tiktoken 0.2 s."""
 MAX_CACHE_GROWTH_BYTES = 100_000_000
-"""Bytes by which this process may grow before the fast encoder is re-created, which takes 0.2 s including the common
-words. The encoder caches every word forever, 63 bytes each, in a table that doubles; this limit keeps it below 300
-MB."""
+"""Bytes by which this process may grow before the fast encoder is re-created.
+
+The encoder caches every word forever, with 63 bytes each, in a table that doubles. This limit keeps the table below 300
+MB. Re-creating the encoder takes 0.2 s, including the common words.
+"""
 MEMORY_CHECK_BYTES = 4_000_000
 """Bytes of text between two checks of the size of this process."""
 
-# Letters and digits new in Unicode 17, in UTF-8, and some of their neighbors. tiktoken and gigatoken have tables of
-# different versions, and split words at them differently. They are grouped by first byte, which few books contain:
-# searching for one byte takes 1% of the time of encoding, searching for a pattern 20%.
+# Letters and digits that are new in Unicode 17, in UTF-8, and some of their neighbors. tiktoken and gigatoken have
+# tables of different Unicode versions, and split words at these characters differently. The patterns are grouped by
+# their first byte, which few books contain, because searching for a byte takes 1% of the encoding time, and for a
+# pattern 20%.
 _NEWEST_LETTERS = {
     b"\xe0": re.compile(rb"\xe0(?:\xa2\x8f|[\xb1\xb3]\x9c)"),
     b"\xea": re.compile(rb"\xea\x9f[\x8e\x8f\x92\x94\xb1]"),
@@ -66,39 +71,39 @@ EncoderName = Literal["gigatoken", "tiktoken"]
 
 
 class EncodingMismatch(UserError):
-    """The fast encoder and tiktoken gave different ids."""
+    """Error for different ids of the fast encoder and the reference library."""
 
 
 class _CachedEncoder:
-    """gigatoken's encoder, which caches every word; re-created before the cache takes too much memory."""
+    """Encoder of gigatoken, which caches every word; it is re-created before the cache takes too much memory."""
 
-    def __init__(self, make: Callable[[], gigatoken.Tokenizer]) -> None:
+    def __init__(self, factory: Callable[[], gigatoken.Tokenizer]) -> None:
         self._process = psutil.Process()
-        self._new = make
-        self._make()
+        self._factory = factory
+        self._create()
 
-    def _make(self) -> None:
-        self._tokenizer = self._new()
-        self._smallest_rss = self._process.memory_info().rss  # the smallest, because large books come and go
+    def _create(self) -> None:
+        self._tokenizer = self._factory()
+        self._min_rss = self._process.memory_info().rss  # The minimum excludes the memory of large books.
         self._unchecked_bytes = 0
 
     def encode(self, text: bytes) -> np.ndarray:
         self._unchecked_bytes += len(text)
         if self._unchecked_bytes > MEMORY_CHECK_BYTES:
             self._unchecked_bytes, rss = 0, self._process.memory_info().rss
-            self._smallest_rss = min(self._smallest_rss, rss)
-            if rss > self._smallest_rss + MAX_CACHE_GROWTH_BYTES:
-                del self._tokenizer  # before the next one needs memory
-                self._make()
+            self._min_rss = min(self._min_rss, rss)
+            if rss > self._min_rss + MAX_CACHE_GROWTH_BYTES:
+                del self._tokenizer  # Free the cache before the next encoder needs memory.
+                self._create()
         return self._tokenizer.encode(text)
 
 
 class Tokenizer:
-    """A byte-level BPE: its tokens by id, and the encoders of the fast and the reference library.
+    """Byte-level BPE, with its tokens by id and the encoders of the fast and the reference library.
 
-    ``content`` is stored with data sets and checkpoints: a ``tokenizer.json`` unchanged, or the ranks of a
-    ``.tiktoken`` file as JSON, with the name of their split pattern. Raises ``UserError``, which calls the file
-    ``name``, if ``content`` is not a byte-level BPE.
+    ``content`` is stored with data sets and checkpoints. It is an unchanged ``tokenizer.json``, or the ranks of a
+    ``.tiktoken`` file as JSON, with the name of their split pattern. If it is not a byte-level BPE, raises a
+    ``UserError`` that begins with ``name``.
     """
 
     def __init__(self, content: bytes, name: str) -> None:
@@ -106,9 +111,9 @@ class Tokenizer:
         self.sha256 = hashlib.sha256(content).hexdigest()
         self.name = name
         self.pattern: str | None = "gpt2"
-        """The name of a rank file's pattern; None for a ``tokenizer.json``."""
+        """Name of a rank file's split pattern; None for a ``tokenizer.json``."""
         self._ranks = content
-        if self.is_gpt2:  # its hash is proof enough; parsing the tokens takes 60 ms, which most commands can save
+        if self.is_gpt2:  # The hash proves that the file is valid; most commands save the 60 ms of parsing it.
             return
         try:
             self._values = json.loads(content)
@@ -127,12 +132,12 @@ class Tokenizer:
 
     @cached_property
     def tokens(self) -> list[bytes]:
-        """The tokens by id, including the end of text."""
+        """Tokens by id, including the end-of-text token."""
         return parse_ranks(self._ranks) if self.pattern else parse_tokenizer_json(self._values)
 
     @cached_property
     def end_of_text(self) -> int:
-        """The id of the token that ends a text."""
+        """Id of the end-of-text token."""
         return len(self) - 1 if self.pattern else end_of_json(self._values)
 
     @property
@@ -142,17 +147,17 @@ class Tokenizer:
 
     @cached_property
     def dtype(self) -> type[np.unsignedinteger]:
-        """The smallest integer type of shards for all ids."""
+        """Smallest integer type of shards that has all ids."""
         return np.uint16 if len(self) <= 1 << 16 else np.uint32
 
     @property
     def library(self) -> str:
-        """The library that the tokenizer file is written for, which is the reference."""
+        """Name of the reference library, which the tokenizer file is written for."""
         return "tiktoken" if self.pattern else "tokenizers"
 
     @cached_property
     def lengths(self) -> np.ndarray:
-        """UTF-8 bytes of each token id, 0 for the end of a text."""
+        """Number of UTF-8 bytes of each token id; 0 for the end-of-text token."""
         sizes = np.array([len(token) for token in self.tokens], dtype=np.int64)
         sizes[self.end_of_text] = 0
         return sizes
@@ -170,10 +175,10 @@ class Tokenizer:
 
     @cached_property
     def _tokenizers(self) -> Any:
-        from tokenizers import Tokenizer  # takes 0.1 s, and GPT-2's tokenizer does not need it
+        from tokenizers import Tokenizer  # Imported here, because it takes 0.1 s, and GPT-2 does not need it.
 
         tokenizer = Tokenizer.from_str(reference_json(self._values))
-        tokenizer.encode_special_tokens = True  # as ordinary text
+        tokenizer.encode_special_tokens = True  # This encodes special tokens as ordinary text.
         return tokenizer
 
     def encode_with_reference(self, text: str) -> np.ndarray:
@@ -189,7 +194,7 @@ class Tokenizer:
     def _gigatoken(self) -> gigatoken.Tokenizer:
         if not self.pattern:
             return gigatoken.Tokenizer.from_json(ordinary_json(self._values))
-        with tempfile.NamedTemporaryFile(suffix=".tiktoken") as file:  # it only reads ranks from a file
+        with tempfile.NamedTemporaryFile(suffix=".tiktoken") as file:  # gigatoken only reads ranks from a file.
             file.write(self._ranks)
             file.flush()
             return gigatoken.Tokenizer.from_tiktoken(file.name, pretokenizer=self.pattern, special_tokens={})
@@ -197,7 +202,7 @@ class Tokenizer:
     def check_encoders(self, encoder: EncoderName) -> None:
         """Build ``encoder`` and the reference, and compare them on a text that contains every token.
 
-        Raises ``UserError`` if one cannot be built, gives different ids, or loses text.
+        Raises ``UserError`` if an encoder cannot be built, gives different ids, or loses text.
         """
         added = [] if self.pattern else [token["content"] for token in added_tokens(self._values)]
         sample = _PROSE + "".join(f"x{t}x {t} {t}{t}  {t}\n{t}.\t{t}" for t in added)
@@ -207,7 +212,7 @@ class Tokenizer:
         with self._errors_as_user_errors(self.library, advice):
             expected = self.encode_with_reference(text)
             if self._bytes(expected) != text.encode():
-                raise ValueError("decoding its ids does not give the text")
+                raise ValueError("decoding the ids does not give the original text")
             chunk_ids = [self.encode_with_reference(chunk.decode()) for chunk in self.chunks(sample.encode(), 1)]
             self._check_equal(np.concatenate(chunk_ids), self.encode_with_reference(sample), "without preceding text")
         if encoder == "gigatoken":
@@ -215,30 +220,30 @@ class Tokenizer:
                 self._check_equal(self._fast.encode(text.encode()), expected, f"than with {self.library}")
 
     def _check_equal(self, ids: np.ndarray, expected: np.ndarray, comparison: str) -> None:
-        """Raise ``ValueError`` with the text at the first difference."""
+        """Raise ``ValueError`` with the text at the first difference of ``ids`` and ``expected``."""
         if not np.array_equal(ids, expected):
             same = np.cumprod(ids[: len(expected)] == expected[: len(ids)]).sum()
             text = self._bytes(expected[same : same + 8]).decode(errors="ignore")
-            raise ValueError(f"{text[:20]!r} has other ids {comparison}")
+            raise ValueError(f"{text[:20]!r} has different ids {comparison}")
 
     def _bytes(self, ids: Iterable[int]) -> bytes:
         return b"".join(self.tokens[token] for token in ids if token < len(self))
 
     @contextmanager
     def _errors_as_user_errors(self, library: str, advice: str) -> Iterator[None]:
-        """Raise ``UserError`` with the sentence ``advice`` for any error of ``library`` with this tokenizer."""
+        """Raise ``UserError``, with the sentence ``advice``, for any error of ``library`` in the block."""
         try:
             yield
         except (UserError, KeyboardInterrupt, SystemExit):
             raise
-        except BaseException as fault:  # a panic of a Rust library is not an Exception
+        except BaseException as fault:  # A panic of a Rust library is not an Exception.
             reason = first_line(fault).rstrip(".")
             raise UserError(f"{self.name} does not work with {library}: {reason}. {advice}") from fault
 
     def encode(self, text: bytes, encoder: EncoderName = "gigatoken") -> np.ndarray:
-        """Encode ``text``, which must be valid UTF-8; no end-of-text token is added.
+        """Encode ``text``, which must be valid UTF-8, without an end-of-text token.
 
-        A chunk that contains one of the newest letters is always encoded with the reference.
+        A chunk with letters of the newest Unicode version is always encoded with the reference.
         """
         ids = [self._encode(chunk, encoder).astype(self.dtype) for chunk in self.chunks(text)]
         return ids[0] if len(ids) == 1 else np.concatenate(ids)
@@ -250,14 +255,14 @@ class Tokenizer:
             return self.encode_with_reference(text.decode())
         return self._fast.encode(text)
 
-    def chunks(self, text: bytes, size: int = CHUNK) -> Iterator[bytes]:
-        """Yield ``text`` in chunks of about ``size`` bytes that encode to the same ids as the whole."""
+    def chunks(self, text: bytes, size: int = CHUNK_BYTES) -> Iterator[bytes]:
+        """Yield ``text`` in chunks of about ``size`` bytes that encode to the same ids as the whole text."""
         return chunks(text, size, find_boundary if self.is_gpt2 else find_word_boundary)
 
     def verify(self, book: str, text: bytes, ids: np.ndarray, size: int = VERIFIED_BYTES) -> int:
-        """Compare ``ids`` of ``text`` with the reference over about ``size`` bytes; return the bytes compared.
+        """Compare the ``ids`` of about ``size`` bytes of ``text`` with the reference; return the bytes compared.
 
-        Raises ``EncodingMismatch``, which names ``book`` and the first difference.
+        Raises an ``EncodingMismatch`` that names ``book`` and the first difference.
         """
         head = next(self.chunks(text, size))
         expected = self.encode_with_reference(head.decode()).astype(self.dtype)
@@ -287,19 +292,19 @@ class Tokenizer:
 
 @cache
 def gpt2(rank_file: Path = GPT2_RANKS) -> Tokenizer:
-    """Return GPT-2's tokenizer. Raises ``UserError`` if ``rank_file`` is not the published one."""
+    """Return GPT-2's tokenizer. Raises ``UserError`` if ``rank_file`` differs from the published file."""
     ranks = rank_file.read_bytes()
     digest = hashlib.sha256(ranks).hexdigest()
     if digest != GPT2_SHA256:
         raise UserError(
-            f"{rank_file} is not GPT-2's rank file (its sha256 is {digest}). Reinstall this program with "
+            f"{rank_file} is not GPT-2's rank file (sha256 {digest}). Reinstall this program with "
             "'pip install --force-reinstall --no-deps .' in its folder."
         )
     return Tokenizer(ranks, str(rank_file))
 
 
 def read_tokenizer(address: str | None) -> Tokenizer:
-    """Read the tokenizer at ``address`` (``--tokenizer``), local or in object storage; None is GPT-2's."""
+    """Read the tokenizer at ``address`` (``--tokenizer``), local or in object storage; None means GPT-2's."""
     if address is None:
         return gpt2()
     file = StorageDir.of(address)
@@ -331,7 +336,7 @@ def read_tokenizer(address: str | None) -> Tokenizer:
 def load_by_hash(sha256: str, address: str | None) -> Tokenizer:
     """Return the tokenizer with this hash, read once per process from ``address`` unless it is GPT-2's.
 
-    Raises ``UserError`` if the file at ``address`` is another one.
+    Raises ``UserError`` if the file at ``address`` has another hash.
     """
     if sha256 == GPT2_SHA256:
         return gpt2()
@@ -345,6 +350,6 @@ def load_by_hash(sha256: str, address: str | None) -> Tokenizer:
 
 
 def load_from(directory: StorageDir, sha256: str) -> Tokenizer | None:
-    """Return the tokenizer of the data set or checkpoint in ``directory``; None if it contains ids without one."""
+    """Return the tokenizer of the data set or checkpoint in ``directory``; None if it has none."""
     has_tokenizer = sha256 == GPT2_SHA256 or directory.exists(TOKENIZER_FILE)
     return load_by_hash(sha256, (directory / TOKENIZER_FILE).address) if has_tokenizer else None

@@ -1,1 +1,1 @@
-"""One tokenizing job: its plan, the work on each partition with and without Ray, and its output folder."""
+"""A tokenizing job: its plan, the processing of its partitions with and without Ray, and its output folder."""

@@ -1,9 +1,9 @@
-"""Skip a book that crashes its worker, so that the other books of its partition are still tokenized.
+"""Skipping of a book that crashes its worker, so that the other books of its partition are still tokenized.
 
-A partition whose worker crashed is processed again; the same book would crash it forever. Before each book, a worker
-therefore writes a note with the next step to its machine's disk. This takes two microseconds, and a note in the page
-cache survives the process. A task that finds the note of a crashed worker counts a crash of that book; after
-``MAX_CRASHES`` crashes, the book is skipped. Each command has its own notes, so that a killed command or a power
+A partition whose worker crashed is processed again, and the same book would crash the worker every time. Before each
+book, a worker therefore writes a note with the next step to its machine's disk. This takes two microseconds, and a note
+in the page cache survives the process. A task that finds the note of a crashed worker counts a crash of that book.
+After ``MAX_CRASHES`` crashes, the book is skipped. Each command has its own notes, so that a killed command or a power
 failure does not count as a crash.
 """
 
@@ -20,11 +20,12 @@ from infra.errors import UserError
 from infra.storage.files import scratch, write_json
 
 MAX_CRASHES = 3
+"""Number of crashes after which a book is skipped."""
 _LENGTH_BYTES = 8
 
 
 class CrashGuard:
-    """The notes of one partition in one run: a context manager that removes them at the end, also after an error."""
+    """Notes of one partition in one run; the context manager removes them at the end, also after an error."""
 
     def __init__(self, run: str, partition: str) -> None:
         try:
@@ -36,7 +37,7 @@ class CrashGuard:
         self._note = folder / f"{partition}.note"
         self._counts = folder / f"{partition}.json"
         self.crash_counts: dict[str, int] = {}
-        with suppress(FileNotFoundError, ValueError):  # ValueError: truncated by a kill or a full disk
+        with suppress(FileNotFoundError, ValueError):  # A kill or a full disk may have truncated the file.
             self.crash_counts = json.loads(self._counts.read_text(encoding="utf-8"))
         if self._note.exists() and (step := _read(self._note)):
             self.crash_counts[step] = self.crash_counts.get(step, 0) + 1
@@ -44,7 +45,7 @@ class CrashGuard:
         self._file = os.open(self._note, os.O_WRONLY | os.O_CREAT | os.O_TRUNC, 0o600)
 
     def enter(self, step: str) -> bool:
-        """Note that ``step`` comes next; return False if it has crashed too many workers and must be skipped."""
+        """Write a note that ``step`` is next; return False if it has crashed too many workers and must be skipped."""
         name = step.encode("utf-8", "replace")
         try:
             os.pwrite(self._file, len(name).to_bytes(_LENGTH_BYTES, "little") + name, 0)
@@ -62,15 +63,15 @@ class CrashGuard:
 
 
 def remove_notes(run: str) -> None:
-    """Remove a run's notes from this machine; only crashed workers leave any."""
+    """Remove a run's notes from this machine; only crashed workers leave notes."""
     with suppress(OSError, UserError):
         shutil.rmtree(scratch(run))
 
 
 def _write_error(failure: OSError) -> UserError:
     return UserError(
-        f"Cannot write to {tempfile.gettempdir()} of {socket.gethostname()}: {failure.strerror}. Free disk space, or "
-        "set TMPDIR to another folder; then run the same command again."
+        f"Cannot write to {tempfile.gettempdir()} on {socket.gethostname()}: {failure.strerror}. Free disk space or "
+        "set TMPDIR to another folder, then run the same command again."
     )
 
 

@@ -1,8 +1,8 @@
-"""Drop duplicate books after all partitions are finished, because a task does not see the books of other tasks.
+"""Dropping of duplicate books after all partitions are finished, because a task has only the books of its partition.
 
-Of several books with the same text, one that is held out for validation is kept, so that its text is not trained on;
-otherwise the first by id. Nothing is encoded again: a shard is rewritten with its other rows. Near duplicates are
-optional: libraries have several editions of a book that differ in a few words, which an exact comparison keeps.
+Of several books with the same text, one that is held out for validation is kept, so that its text is not trained on.
+Otherwise the first one by id is kept. Books are not encoded again; a shard is rewritten with its remaining rows. Near
+duplicates are dropped optionally, because libraries have several editions of a book that differ in a few words.
 """
 
 from collections.abc import Callable, Container
@@ -23,9 +23,9 @@ Rank = tuple[bool, bool, bool, str]
 
 
 def find_duplicates(results: dict[str, PartitionResult], rank: Callable[[str], Rank]) -> dict[str, DroppedBook]:
-    """Return the books to drop by id, each with the book that it duplicates; near ones only if there are signatures.
+    """Return the books to drop by id, each with the book that it duplicates.
 
-    Of several duplicates, the first by ``rank`` is kept.
+    Of several duplicates, the first by ``rank`` is kept. Near duplicates are only found among books with signatures.
     """
     texts = {book: sha256 for result in results.values() for book, sha256, *_ in result.books}
     first: dict[str, str] = {}
@@ -36,7 +36,7 @@ def find_duplicates(results: dict[str, PartitionResult], rank: Callable[[str], R
             duplicates[book] = DroppedBook(book, EXACT, f"same text as {original}")
     every = {book: signature for result in results.values() for book, signature in result.signatures.items()}
     if signatures := {book: every[book] for book in sorted(every, key=rank) if book not in duplicates}:
-        from pipeline.job.similarity import find_near_duplicates  # needed only for near duplicates
+        from pipeline.job.similarity import find_near_duplicates  # Imported here, because few jobs need it.
 
         for book, (original, similarity) in find_near_duplicates(signatures).items():
             duplicates[book] = DroppedBook(book, NEAR, f"{similarity:.0%} of its phrases are also in {original}")
@@ -62,8 +62,10 @@ def drop_duplicates(
 
 
 def _remove_books(out_dir: StorageDir, result: PartitionResult, dropped: dict[str, DroppedBook]) -> PartitionResult:
-    """Remove the ``dropped`` books from the shards of ``result``, and delete empty shards; return the updated
-    result."""
+    """Remove the ``dropped`` books from the shards of ``result``, and return the updated result.
+
+    A shard that becomes empty is deleted.
+    """
     return replace(
         result,
         shards=[shard for info in result.shards if (shard := without_books(out_dir, info, dropped))],
@@ -75,7 +77,7 @@ def _remove_books(out_dir: StorageDir, result: PartitionResult, dropped: dict[st
 
 
 def without_books(out_dir: StorageDir, info: ShardInfo, books: Container[str]) -> ShardInfo | None:
-    """Remove ``books`` from a shard and return the new one; None, and no file, if it is empty."""
+    """Remove ``books`` from a shard and return the new shard; delete the shard and return None if it is empty."""
     batch = Shard(out_dir / info.path).batch
     remaining = batch.filter(pa.array([book not in books for book in batch.column("book").to_pylist()]))
     if remaining.num_rows == batch.num_rows:

@@ -1,6 +1,6 @@
-"""Send sources on the driver's disk to a cluster whose other machines cannot read that disk.
+"""Sending of sources on the driver's disk to a cluster whose other machines cannot read that disk.
 
-A few books, such as those that ``gutenberg:`` downloads, are sent with their partitions; a corpus belongs in object
+A few books, such as downloads of ``gutenberg:``, are sent with their partitions. A large corpus must be in object
 storage.
 """
 
@@ -19,7 +19,7 @@ from pipeline.job.plan import Partition
 MAX_EMBEDDED_BYTES = 100_000_000
 """Maximum size in bytes of embedded sources, because they pass through the memory of the driver and of Ray."""
 SAMPLED_FILES = 100
-"""Maximum number of files that the other machines look for."""
+"""Maximum number of files that the other machines look for on their disks."""
 
 
 def machines_without_files(partitions: list[Partition]) -> list[str]:
@@ -71,7 +71,7 @@ def _is_local(file_range: FileRange) -> bool:
 
 
 def _with_content(file_range: FileRange) -> FileRange:
-    """Return ``file_range`` with its file's bytes; unchanged if they cannot be read, which its task reports."""
+    """Return ``file_range`` with its file's bytes; unchanged if they cannot be read, so that its task reports it."""
     file = file_range.file
     if not _is_local(file_range):
         return file_range

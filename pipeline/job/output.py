@@ -1,6 +1,6 @@
-"""The output folder of a job: its finished partitions, its only writer, and the completion of the data set.
+"""The output folder of a job: its finished partitions, its exclusive writer, and the completion of the data set.
 
-Object storage is listed once, and its files are read by many threads, because requests take time and no CPU.
+Object storage is listed once, and many threads read its files, because requests take time but no CPU.
 """
 
 import json
@@ -38,7 +38,7 @@ from pipeline.shards import (
 )
 
 _RESULT_FILE = re.compile(rf"{PARTITIONS}/\d{{6,}}\.json")
-"""Path of a partition's result. Other files in its folder are never deleted."""
+"""Pattern of the path of a partition's result. Other files in its folder are never deleted."""
 
 
 def exclusive_writer(out_dir: StorageDir) -> AbstractContextManager[None]:
@@ -51,8 +51,8 @@ def exclusive_writer(out_dir: StorageDir) -> AbstractContextManager[None]:
 def check_own_output(out_dir: StorageDir, *, overwrite: bool) -> None:
     """Raise ``UserError`` if ``out_dir`` contains a training run, or a data set that this program did not create.
 
-    Such a data set may be overwritten. A training run may not, because the file that refers to its MLflow run has the
-    same name as that of a data set.
+    Such a data set may be overwritten. A training run may not, because the references to the MLflow runs of both have
+    the same file name.
     """
     if out_dir.exists(SETTINGS_FILE):
         return
@@ -66,9 +66,9 @@ def check_own_output(out_dir: StorageDir, *, overwrite: bool) -> None:
 
 
 def changed_settings(job: Job) -> dict[str, tuple[Any, Any]]:
-    """Return the settings that differ from those of the output: name to (stored value, new value).
+    """Return (stored value, new value) by name of the settings that differ from the settings of the output.
 
-    Sources are not compared, because the keys of the partitions show which ones they change.
+    Sources are not compared, because the keys of the partitions show which partitions they change.
     """
     if not (stored := _stored_settings(job.out_dir)):
         return {}
@@ -78,7 +78,7 @@ def changed_settings(job: Job) -> dict[str, tuple[Any, Any]]:
 
 
 def _stored_settings(out_dir: StorageDir) -> dict[str, Any]:
-    """Return the settings that the last run stored in ``out_dir``; an empty dict without any."""
+    """Return the settings that the last run stored in ``out_dir``; an empty dict if there are none."""
     try:
         content = out_dir.read(SETTINGS_FILE)
     except OSError:
@@ -94,11 +94,11 @@ def _write_settings(job: Job) -> None:
 
 
 def source_changes(job: Job) -> list[str]:
-    """Return lines about sources that are new to the output, and about added or removed files of the same sources."""
+    """Return lines about new sources, and about added or removed files of the same sources."""
     stored = _stored_settings(job.out_dir).get("sources", [])
     added = [source for source in absolute_sources(job.config.sources) if stored and source not in stored]
     lines = [f"new sources: {', '.join(added[:3])}{', ...' * (len(added) > 3)}"] if added else []
-    with suppress(UserError):  # the data set is unfinished
+    with suppress(UserError):  # The data set may be unfinished.
         old_inputs, new_inputs = read_manifest(job.out_dir).inputs, job.inventory.summary()
         if old_inputs != new_inputs:
             lines.append(
@@ -109,7 +109,7 @@ def source_changes(job: Job) -> list[str]:
 
 
 def missing_sources(job: Job) -> list[str]:
-    """Return sources of the output with files that the job does not read: their books would disappear silently."""
+    """Return sources of the output that the job does not read, so that their books would disappear silently."""
     sources = set(_stored_settings(job.out_dir).get("sources", ())) - set(absolute_sources(job.config.sources))
     names = job.out_dir.list_files()
     if not sources or not any(name == MANIFEST or _RESULT_FILE.fullmatch(name) for name in names):
@@ -117,11 +117,11 @@ def missing_sources(job: Job) -> list[str]:
     input_paths = {os.path.realpath(file.uri) for file in job.inventory.files}
 
     def is_missing(source: str) -> bool:
-        if source.startswith(downloads.PREFIX):  # looking for its files would download them
+        if source.startswith(downloads.PREFIX):  # Its inventory would download the books.
             return True
         try:
             return any(os.path.realpath(file.uri) not in input_paths for file in build_inventory([source]).files)
-        except UserError:  # its files were deleted
+        except UserError:  # The files of the source were deleted.
             return True
 
     return sorted(filter(is_missing, sources))
@@ -129,18 +129,19 @@ def missing_sources(job: Job) -> list[str]:
 
 @dataclass(frozen=True)
 class PlanStatus:
-    """The finished and the unfinished partitions, by name."""
+    """Finished and unfinished partitions of a plan, by name."""
 
     done: dict[str, PartitionResult]
+    """Results of the finished partitions."""
     todo: dict[str, str]
-    """Unfinished partitions by name, each with its reason."""
+    """Reasons why the other partitions are unfinished."""
 
 
 def compare_with_plan(job: Job) -> PlanStatus:
-    """Compare the plan with the output; a shard counts as present if it has the stored size.
+    """Compare the plan with the output; a shard counts as present if its size is correct.
 
     If any partition is unfinished, or an earlier plan had more partitions, all partitions with dropped duplicates are
-    processed again, because the books that they duplicate may have changed.
+    processed again, because the originals of the duplicates may have changed.
     """
     stored_files = _files(job.out_dir)
     done: dict[str, PartitionResult] = {}
@@ -168,10 +169,10 @@ def is_finished(job: Job) -> bool:
 
 
 def finish(job: Job, print_line: Callable[[str], None] = lambda line: None) -> Manifest:
-    """Drop duplicates, fill both splits, then write quarantine and manifest from the results of the partitions.
+    """Drop duplicates, fill both splits, and write the quarantine and the manifest from the partitions' results.
 
     Calls ``print_line`` with a sentence if texts change their split. Raises ``UserError`` if the result of a partition
-    is missing, and if no book was kept.
+    is missing, or if no book was kept.
     """
     out_dir, results = job.out_dir, read_results(job)
     history = SplitHistory.read(out_dir, job.config.val_fraction)
@@ -206,15 +207,15 @@ def finish(job: Job, print_line: Callable[[str], None] = lambda line: None) -> M
 
 
 def read_results(job: Job) -> dict[str, PartitionResult]:
-    """Return the results of all partitions, by name, after all are finished.
+    """Return the results of all partitions by name, after all are finished.
 
-    Raises ``UserError`` if one is missing, does not match the plan, or describes a missing shard.
+    Raises ``UserError`` if a result is missing, does not match the plan, or describes a missing shard.
     """
     results_or_reasons = _results_or_reasons(job, _files(job.out_dir))
     results = {name: result for name, result in results_or_reasons.items() if isinstance(result, PartitionResult)}
     if missing := [name for name in results_or_reasons if name not in results]:
         raise UserError(
-            f"{len(missing):,} of {format_count(len(results_or_reasons), 'partition')} finished but missing from "
+            f"{len(missing):,} of {format_count(len(results_or_reasons), 'partition')} finished but are missing from "
             f"{job.out_dir} (first: {result_file(missing[0])}). Use an --out that all workers share, then run the same "
             "command again."
         )
@@ -222,13 +223,15 @@ def read_results(job: Job) -> dict[str, PartitionResult]:
 
 
 def _files(out_dir: StorageDir) -> dict[str, int]:
-    """Return the size of every file in the folders of a data set, by name. An --out may contain other files, too."""
+    """Return the size of every file in a data set's folders by name, without other files in the output."""
     return out_dir.list_files(*SPLITS, PARTITIONS)
 
 
 def _results_or_reasons(job: Job, stored_files: dict[str, int]) -> dict[str, PartitionResult | str]:
-    """Return the result of each partition, or why it is unfinished, by name; ``stored_files`` are those of the
-    output."""
+    """Return the result of each partition, or the reason why it is unfinished, by name.
+
+    ``stored_files`` are the sizes of the output's files.
+    """
 
     def result_or_reason(partition: Partition) -> PartitionResult | str:
         result = read_result(job.out_dir, partition.name) if result_file(partition.name) in stored_files else None
@@ -253,8 +256,8 @@ def _results_or_reasons(job: Job, stored_files: dict[str, int]) -> dict[str, Par
 def mark_unfinished(job: Job, todo: Iterable[str]) -> None:
     """Mark the output as unfinished, remove the results of the partitions ``todo``, and store the settings of this run.
 
-    All these results are removed before the first partition is processed: one with a duplicate would become valid
-    again, by its key, as soon as the partition with the original is finished.
+    The results are removed before the first partition is processed. Otherwise a result with a dropped duplicate would
+    become valid again, by its key, as soon as the partition with the original is finished.
     """
     mark_undone(job.out_dir, todo)
     job.out_dir.remove_temporaries(*SPLITS, PARTITIONS, ".")
@@ -264,9 +267,9 @@ def mark_unfinished(job: Job, todo: Iterable[str]) -> None:
 
 
 def clear(out_dir: StorageDir) -> None:
-    """Remove the files that this program wrote to ``out_dir``, and nothing else.
+    """Remove only the files of ``out_dir`` that this program wrote.
 
-    Results are removed first, so that after a kill nothing looks finished. The settings stay until
+    Results are removed first, so that no partition looks finished after a kill. The settings stay until
     :func:`mark_unfinished` replaces them. The history of the splits stays, so that held-out texts are not trained on.
     """
     stored_files = _files(out_dir)
@@ -278,7 +281,7 @@ def clear(out_dir: StorageDir) -> None:
 
 
 def write_quarantine(out_dir: StorageDir, results: Iterable[PartitionResult]) -> list[DroppedBook]:
-    """Write one JSON line per dropped or flagged book, in the order of their ids; return these entries."""
+    """Write one JSON line per dropped or flagged book to the quarantine; return the entries, sorted by book id."""
     entries = sorted(
         (entry for result in results for entry in result.dropped + result.flagged),
         key=lambda entry: (entry.book, entry.detail),
@@ -289,9 +292,9 @@ def write_quarantine(out_dir: StorageDir, results: Iterable[PartitionResult]) ->
 
 
 def remove_strays(job: Job, results: dict[str, PartitionResult]) -> None:
-    """Remove shards and results of earlier plans that are not part of this one, and files of killed workers.
+    """Remove shards and results of earlier plans that are not in this plan, and files of killed workers.
 
-    Call it after all partitions are finished, when no worker writes any more.
+    Call it after all partitions are finished, when workers no longer write.
     """
     job.out_dir.remove_temporaries(*SPLITS, PARTITIONS)
     stored_files = _files(job.out_dir)

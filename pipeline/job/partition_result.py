@@ -1,4 +1,4 @@
-"""Result of one partition, stored beside the shards. It is written last and marks the partition as finished."""
+"""Result of one partition, stored beside the shards; it is written last and marks the partition as finished."""
 
 import json
 from collections.abc import Iterable
@@ -15,39 +15,44 @@ from pipeline.shards import MANIFEST, PARTITIONS, ShardInfo
 @strict
 @dataclass
 class PartitionResult:
-    """Result of a partition. It contains no times, so that equal inputs and settings give equal results."""
+    """Result of a partition, without times, so that equal inputs and settings give equal results."""
 
     key: str
+    """Hash of the inputs and settings, by which a result is recognized as current."""
     shards: list[ShardInfo]
     books: list[tuple[str, str, int, int]]
-    """Id, sha256, characters and tokens of each book kept, by id."""
+    """(id, sha256, number of characters, number of tokens) of each kept book, sorted by id."""
     dropped: list[DroppedBook]
     labels: dict[str, int]
     """Number of kept books by recognized property."""
     signatures: dict[str, list[int]]
     """MinHash signatures by book id, if near duplicates are dropped."""
     moved_books: list[str]
-    """Ids of the books that are in another split than their ids select, sorted."""
+    """Sorted ids of the books that are not in the split that their ids select."""
     read_bytes: int
     replaced: int
     """Number of undecodable bytes in the kept books."""
     verified_bytes: int
     flagged: list[DroppedBook] = field(default_factory=list)
-    """Kept books with possible errors, and what these are."""
+    """Kept books with possible errors, each with a description of the errors."""
     removed: dict[str, int] = field(default_factory=dict)
     """Number of characters that cleaning removed from the kept books, by rule."""
 
     def write(self, out_dir: StorageDir, name: str) -> None:
-        """Mark the partition as finished."""
+        """Write the result as that of partition ``name``, which marks the partition as finished."""
         out_dir.write_json(result_file(name), to_json(self))
 
 
 def result_file(name: str) -> str:
+    """Return the path of the result of partition ``name`` in the data set."""
     return f"{PARTITIONS}/{name}.json"
 
 
 def read_result(directory: StorageDir | Path, name: str) -> PartitionResult | None:
-    """Read the result of a partition; None if it is missing or damaged. Raises ``UserError`` if the storage fails."""
+    """Read the result of a partition; return None if it is missing or damaged.
+
+    Raises ``UserError`` if the storage fails.
+    """
     try:
         content = StorageDir.of(directory).read(result_file(name))
     except OSError:
@@ -61,7 +66,7 @@ def read_result(directory: StorageDir | Path, name: str) -> PartitionResult | No
 def mark_undone(out_dir: StorageDir, names: Iterable[str]) -> None:
     """Durably mark the data set in ``out_dir`` and its partitions ``names`` as unfinished.
 
-    Call it before any shard of these partitions is written: a manifest or result that survived its shards would
-    describe the ones that replace them.
+    Call it before any shard of these partitions is written. Otherwise a manifest or result that survives a kill could
+    describe shards that were replaced.
     """
     out_dir.remove([MANIFEST, *(result_file(name) for name in names)])

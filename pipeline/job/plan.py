@@ -1,6 +1,6 @@
-"""Split the inputs into partitions: the unit of work, which becomes one shard per split.
+"""Division of the inputs into partitions, the units of work, each of which becomes one shard per split.
 
-Partitions depend only on the inventory and the config, so that one worker and a hundred write the same bytes.
+Partitions only depend on the inventory and the config, so that the shards do not depend on the number of workers.
 """
 
 import hashlib
@@ -20,17 +20,17 @@ from pipeline.encoding.tokenizer import GPT2_SHA256, Tokenizer, load_by_hash, re
 from pipeline.shards import FORMAT_VERSION, TOKENIZER_FILE, Split
 
 MAX_RANGES_PER_PARTITION = 4096
-"""Maximum number of files in a partition, so that after a crash only seconds of work are repeated."""
-COMPRESSION = 3
+"""Maximum number of file ranges in a partition, so that only seconds of work are repeated after a crash."""
+COMPRESSION_RATIO = 3
 """Assumed bytes of text per compressed byte."""
 
-# Chosen so that the sample's 66 books give a validation split of typical size at the default fraction.
+# With this seed, the sample's 66 books have a validation split of typical size at the default fraction.
 _SPLIT_SEED = 2
 
 
 @dataclass(frozen=True)
 class Partition:
-    """A unit of work: read these ranges of files and write a shard per split."""
+    """Unit of work: ranges of files whose books become a shard per split."""
 
     index: int
     ranges: tuple[FileRange, ...]
@@ -39,30 +39,30 @@ class Partition:
 
     @property
     def tokenizer(self) -> Tokenizer:
-        """The tokenizer of its books. Raises ``UserError`` if the file in the settings is another one."""
+        """Tokenizer of the partition's books. Raises ``UserError`` if the file in the settings has changed."""
         return load_by_hash(self.tokenizer_sha256, self.settings.tokenizer)
 
     @property
     def name(self) -> str:
-        """The partition's number as it appears in file names."""
+        """Number of the partition in the names of its files."""
         return f"{self.index:06d}"
 
     @property
     def split(self) -> Split | None:
-        """The split in the names of its files, which is the same for all of them; None if the books' ids decide."""
+        """Split in the names of the partition's files, which is the same for all; None if the ids of books decide."""
         return self.ranges[0].file.split
 
     def assign_split(self, book: str) -> Split:
-        """Return the split of one of its books, unless :mod:`pipeline.job.splits` moves the book."""
+        """Return the split of a book of the partition, unless :mod:`pipeline.job.splits` moves the book."""
         return self.split or assign_split(book, self.settings.val_fraction)
 
     @property
     def size(self) -> int:
-        """Estimated bytes of text."""
+        """Estimated bytes of text in the partition."""
         return sum(file_range.size for file_range in self.ranges)
 
     def key(self) -> str:
-        """Return a hash of everything that determines the shards: with an equal key, the work need not be repeated."""
+        """Return a hash of all inputs and settings that determine the shards; equal keys mean equal shards."""
         ranges = [
             [file.id, file.uri, file.size, file.modified, file.version, file.split, file_range.start, file_range.stop]
             for file_range in self.ranges
@@ -74,30 +74,30 @@ class Partition:
 
 
 class Job:
-    """One run of the command: its settings, output folder, inputs, and partitions."""
+    """Run of the command, with its settings, output folder, inputs and partitions."""
 
     def __init__(self, config: TokenizeConfig) -> None:
         self.tokenizer = read_tokenizer(config.tokenizer)
         self.out_dir = StorageDir.of(config.out)
         if not self.tokenizer.is_gpt2:
             self.tokenizer.check_encoders(config.encoder)
-            # All workers can read the copy in the output.
+            # Workers on other machines can only read the copy in the output.
             config = replace(config, tokenizer=(self.out_dir / TOKENIZER_FILE).address)
         self.config = config
         self.inventory = build_inventory(config.sources, config.mirror)
         self.partitions = make_partitions(self.inventory, config, self.tokenizer.sha256)
 
     def identity(self) -> dict[str, Any]:
-        """Return what determines the bytes of the shards: the settings, and the hash of the tokenizer."""
+        """Return the settings and the hash of the tokenizer, which determine the bytes of the shards."""
         return self.config.identity() | {"tokenizer": self.tokenizer.sha256}
 
 
 def make_partitions(
     inventory: Inventory, config: TokenizeConfig, tokenizer_sha256: str = GPT2_SHA256
 ) -> list[Partition]:
-    """Make partitions of about ``shard_size`` bytes of text. Books are never split: a larger one is its own partition.
+    """Make partitions of about ``shard_size`` bytes of text; a larger book is a partition by itself.
 
-    All files of a partition have the same split in their names, or none.
+    All files of a partition have the same split in their names, or all have none.
     """
     groups: list[list[FileRange]] = []
     free_bytes = -1
@@ -113,10 +113,10 @@ def make_partitions(
 
 
 def split_file(file: SourceFile, config: TokenizeConfig) -> list[FileRange]:
-    """Split ``file`` into ranges of about ``shard_size``, if its format lets a reader start in the middle."""
+    """Split ``file`` into ranges of about ``shard_size`` bytes, if its format lets a reader start in the middle."""
     step = config.shard_size
     if file.compression and file.format != "parquet":
-        return [FileRange(file, file.size * COMPRESSION)]
+        return [FileRange(file, file.size * COMPRESSION_RATIO)]
     if file.size <= step and file.format != "parquet":
         return [FileRange(file, file.size)]
     if file.format == "lines" or (file.format == "text" and _is_seekable(config.doc_separator)):
@@ -128,16 +128,19 @@ def split_file(file: SourceFile, config: TokenizeConfig) -> list[FileRange]:
 
 
 def _is_seekable(separator: str | None) -> bool:
-    """Whether a reader that starts in the middle finds the same separators as one that starts at the beginning.
+    """Whether a reader that starts in the middle finds the same separators as a reader that starts at the beginning.
 
-    A separator that can overlap itself is not: the position of ``--`` in ``---`` depends on the preceding text.
+    This is not possible for a separator that can overlap itself: the position of ``--`` in ``---`` depends on the
+    preceding text.
     """
     return bool(separator) and not any(separator.startswith(separator[i:]) for i in range(1, len(separator)))
 
 
 def _split_container(file: SourceFile, step: int) -> list[FileRange]:
-    """Return ranges of row groups or archive members; the whole file if it cannot be opened, so that its task reports
-    the reason."""
+    """Return ranges of row groups or archive members.
+
+    A file that cannot be opened is one range, so that its task reports the reason.
+    """
     try:
         with file.open() as opened:
             if file.format == "zip":
@@ -163,9 +166,9 @@ def is_one_book(file_range: FileRange, config: TokenizeConfig) -> bool:
 
 
 def assign_split(book: str, val_fraction: float) -> Split:
-    """Return the split of a book: by its id alone, so that it stays the same when books are added.
+    """Return the split of a book by its id only, so that the split stays the same when books are added.
 
-    If this leaves a split empty, :mod:`pipeline.job.splits` makes an exception.
+    If a split would be empty, :mod:`pipeline.job.splits` moves a book.
     """
     return "val" if split_hash(book) < val_fraction else "train"
 

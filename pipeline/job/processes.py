@@ -1,7 +1,7 @@
-"""Process partitions in local processes, without Ray, because starting Ray takes longer than tokenizing a small corpus.
+"""Processing of partitions in local processes without Ray, whose start takes longer than tokenizing a small corpus.
 
-Each is a plain Python process that receives one partition at a time. Threads would share the GIL, which cleaning and
-encoding hold most of the time, and processes of ``multiprocessing`` would run the caller's script again.
+Each one is a plain Python process that receives one partition at a time. Threads would share the GIL, which cleaning
+and encoding hold most of the time, and processes of ``multiprocessing`` would run the caller's script again.
 """
 
 import os
@@ -23,32 +23,32 @@ from pipeline.shards import PARTITIONS, SPLITS
 
 
 class _Worker:
-    """A process that runs :func:`pipeline.job.worker.serve`."""
+    """Process that runs :func:`pipeline.job.worker.serve`."""
 
     def __init__(self) -> None:
         path = os.pathsep.join(filter(None, [str(PROJECT_DIR), os.environ.get("PYTHONPATH", "")]))
         self.process = subprocess.Popen(
-            # -P, because a file in the current folder may have the name of one of our packages.
+            # With -P, files in the current folder cannot hide the packages of this project.
             [sys.executable, "-P", "-c", "from pipeline.job.worker import serve; serve()"],
             stdin=subprocess.PIPE, stdout=subprocess.PIPE, env=os.environ | {"PYTHONPATH": path},
-            process_group=0,  # only the command receives Ctrl-C, and then ends this process
+            process_group=0,  # Ctrl-C only reaches the command, which ends this process.
         )  # fmt: skip
         assert self.process.stdin
         assert self.process.stdout
         self.requests, self.replies = self.process.stdin, self.process.stdout
         self.partition: Partition | None = None
-        """The current partition; None while the process starts."""
+        """Current partition of the process; None while the process starts."""
 
     def send(self, partition: Partition, out_dir: StorageDir, run: str) -> None:
         self.partition = partition
-        with suppress(BrokenPipeError):  # it has crashed, which the missing reply shows
+        with suppress(BrokenPipeError):  # The missing reply shows that the process has crashed.
             pickle.dump((partition, out_dir, run), self.requests)
             self.requests.flush()
 
     def receive(self) -> Any:
-        """Read a reply: True after the start, then the summary of a partition or an exception; None after a crash."""
+        """Read a reply: True after the start, later the summary of a partition or an exception; None after a crash."""
         with suppress(EOFError, pickle.UnpicklingError):
-            return pickle.load(self.replies)  # noqa: S301 our own bytes
+            return pickle.load(self.replies)  # noqa: S301 pickled by this program
 
     def kill(self) -> None:
         self.process.kill()
@@ -61,7 +61,7 @@ def run_partitions(
 ) -> Generator[dict[str, Any], None, None]:
     """Process ``partitions``, up to ``workers`` at a time, and yield the summary of each one when it is finished.
 
-    ``run`` is the id of the command, for the crash guard: if a process crashes, a new one repeats its partition. The
+    If a process crashes, a new one repeats its partition; ``run`` is the id of the command for the crash guard. The
     processes end with the iterator. Raises the ``UserError`` of a partition.
     """
     queue, unfinished, failed_starts = deque(partitions), len(partitions), 0

@@ -1,4 +1,4 @@
-"""Report of a tokenizing job for the terminal and MLflow; its counts, which are reproducible, go into the manifest."""
+"""Report of a tokenizing job for the terminal and MLflow; the manifest stores its counts, which are reproducible."""
 
 import shlex
 import time
@@ -21,18 +21,19 @@ METRICS = (
 )  # fmt: skip
 """Top-level metrics of a data set in MLflow; all others are under ``detail/``."""
 TOKENS_PER_BYTE = 0.25
+"""Estimated number of tokens per byte of English text."""
 BYTES_PER_SECOND = 80e6
-"""Bytes of text per second and worker, measured on slow cores."""
+"""Estimated bytes of text per second and worker, measured on slow cores."""
 START_SECONDS = 3
-"""Seconds to start and finish a command."""
+"""Estimated seconds to start and finish a command."""
 RAY_SECONDS = 9
-"""Additional seconds to start and stop Ray."""
+"""Estimated additional seconds to start and stop Ray."""
 LENGTH_BINS = (1_000, 3_000, 10_000, 30_000, 100_000, 300_000, 1_000_000)
 """Upper bounds of the bins of book lengths, in tokens."""
 
 
 def totals(results: Iterable[PartitionResult]) -> dict[str, Any]:
-    """Count over ``results``: books read, kept, and dropped by reason; characters, tokens, book lengths, bytes."""
+    """Sum up ``results``: books read, kept and dropped by reason; characters, tokens, book lengths and bytes."""
     results = list(results)
     reasons = Counter(dropped.reason for result in results for dropped in result.dropped)
     labels: Counter[str] = Counter()
@@ -59,6 +60,7 @@ def totals(results: Iterable[PartitionResult]) -> dict[str, Any]:
 
 
 def format_dropped(counts: dict[str, Any]) -> str:
+    """Return the numbers of dropped books by reason as text."""
     return _list(counts["books_dropped"]) or "none"
 
 
@@ -96,7 +98,7 @@ def format_estimate(
 
 
 class Stopwatch(dict[str, float]):
-    """Seconds by stage."""
+    """Measured seconds by stage."""
 
     @contextmanager
     def time(self, name: str) -> Iterator[None]:
@@ -112,17 +114,18 @@ class Stopwatch(dict[str, float]):
 
 @dataclass
 class JobStats:
-    """Work that this command did, and its time."""
+    """Amount of data that this command processed, and the time that it took."""
 
     partitions: int = 0
     bytes: int = 0
     tokens: int = 0
     seconds: Stopwatch = field(default_factory=Stopwatch)
-    """Worker seconds by stage."""
+    """Seconds of the workers by stage, summed up over all workers."""
     wall: Stopwatch = field(default_factory=Stopwatch)
     """Wall-clock seconds of the command by phase."""
 
     def add(self, summary: dict[str, Any]) -> None:
+        """Add the summary of a partition."""
         self.partitions += 1
         self.bytes += summary["bytes"]
         self.tokens += summary["tokens"]
@@ -130,7 +133,7 @@ class JobStats:
             self.seconds.add(stage, seconds)
 
     def metrics(self) -> dict[str, float]:
-        """Return rates and times, under grouped metric names."""
+        """Return the rates and times by the names of their metrics."""
         values = {f"time/{phase}": seconds for phase, seconds in self.wall.items()}
         for stage, seconds in self.seconds.items():
             values[f"time/stage_{stage}"] = seconds
@@ -145,12 +148,18 @@ class JobStats:
 
 
 def skipped_files(inputs: dict[str, Any]) -> str:
-    """List the skipped files by kind; an empty string without any. ``inputs`` as in the manifest."""
+    """Return the numbers of skipped files by kind as text, empty if there are none.
+
+    ``inputs`` is as in the manifest.
+    """
     return ", ".join(f"{count:,} {kind}" for kind, count in inputs["skipped"].items())
 
 
 def named_splits(inputs: dict[str, Any]) -> str:
-    """List the splits in the names of files; an empty string without any. ``inputs`` as in the manifest."""
+    """Return the numbers of files by the split in their names as text, empty if there are none.
+
+    ``inputs`` is as in the manifest.
+    """
     uses = {"train": "training", "val": "validation"}
     return ", ".join(f"{count:,} for {uses[split]}" for split, count in inputs["named_splits"].items())
 
@@ -158,7 +167,7 @@ def named_splits(inputs: dict[str, Any]) -> str:
 def make_report(
     name: str, counts: dict[str, Any], progress: JobStats, fingerprint: str, inputs: dict[str, Any]
 ) -> Report:
-    """Report the contents of the data set ``name``, and the work of this command."""
+    """Make the report about the contents of the data set ``name`` and the work of this command."""
     ratio = counts["chars"] / counts["tokens"] if counts["tokens"] else 0.0
     content = f"{format_count(counts['books_kept'], 'book')}, {format_count(counts['tokens'], 'token')}"
     facts = [
@@ -180,7 +189,7 @@ def make_report(
         for stage, seconds in sorted(progress.seconds.items(), key=lambda item: -item[1]):
             speeds = [amount / 1e6 / seconds if seconds else 0 for amount in (progress.bytes, progress.tokens)]
             rows.append((stage, f"{seconds:.2f}", f"{speeds[0]:,.0f}", f"{speeds[1]:,.1f}"))
-        heading = ("stage", "worker seconds", "MB/s per worker", "million tokens/s per worker")
+        heading = ("stage", "worker time (s)", "MB/s per worker", "million tokens/s per worker")
         sections.append(Table("Time by stage, slowest first", heading, rows))
     normal, suspect = (
         {label: count for label, count in counts["labels"].items() if label.startswith(SUSPECT_PREFIX) == is_suspect}

@@ -1,9 +1,8 @@
-"""The split of every text in the data sets of an output, so that a text keeps its split when its id changes.
+"""History of the split of every text in the data sets of an output, so that a text with a new id keeps its split.
 
 Ids change when a file is compressed, a row is inserted above others, or a folder of the same name is added. The history
-is stored beside the results of the partitions: 33 bytes per text and, if near duplicates are dropped, a MinHash
-signature of each held-out text. It is written before a data set is finished, and survives its manifest and
-``--overwrite``.
+is stored beside the results of the partitions, with 33 bytes per text and, if near duplicates are dropped, a MinHash
+signature of each held-out text. It is written before a data set is finished, and ``--overwrite`` keeps it.
 """
 
 import io
@@ -31,19 +30,20 @@ _FRACTION_KEY = b"val_fraction"
 
 @dataclass
 class SplitHistory:
-    """Texts by their sha256, and whether each was ever held out for validation."""
+    """History of the texts of an output, by their sha256."""
 
     val_fraction: float
-    """The fraction by which the newest data set was split."""
+    """Fraction by which the newest data set was split."""
     is_val: dict[bytes, bool] = field(default_factory=dict)
+    """Whether each text was ever held out for validation."""
     books: dict[str, bytes] = field(default_factory=dict)
-    """Text by id, of books whose id alone would select the other split; their text may change later."""
+    """Texts by book id of the books whose id alone would select the other split; the text may change later."""
     signatures: dict[bytes, list[int]] = field(default_factory=dict)
-    """MinHash signatures of held-out texts."""
+    """MinHash signatures of the held-out texts."""
 
     @classmethod
     def read(cls, out_dir: StorageDir, val_fraction: float) -> Self:
-        """Read the history in ``out_dir``; an empty one if no data set has been finished."""
+        """Read the history in ``out_dir``; return an empty history if no data set has been finished."""
         try:
             content = out_dir.read(SPLIT_HISTORY)
         except (FileNotFoundError, NotADirectoryError):
@@ -89,9 +89,11 @@ class SplitHistory:
             )
         out_dir.write(SPLIT_HISTORY, sink.getvalue())
 
-    def valid_for(self, val_fraction: float) -> "SplitHistory":
-        """Return the part that is valid at another fraction: a larger one keeps the held-out texts, a smaller one
-        nothing."""
+    def restrict_to(self, val_fraction: float) -> "SplitHistory":
+        """Return the part of the history that is valid at ``val_fraction``.
+
+        A larger fraction than before keeps the held-out texts, and a smaller one keeps none.
+        """
         if val_fraction == self.val_fraction:
             return self
         was_val = {text: True for text, is_val in self.is_val.items() if is_val and val_fraction > self.val_fraction}
@@ -99,16 +101,19 @@ class SplitHistory:
         return SplitHistory(val_fraction, was_val, books, {t: s for t, s in self.signatures.items() if t in was_val})
 
     def was_held_out(self, book: str, sha256: str) -> bool | None:
-        """Return whether a book was held out, by its text or else by its id; None if neither is known."""
+        """Return whether a book was held out, by its text or else by its id; None if the history has neither."""
         text = bytes.fromhex(sha256)
-        known = self.is_val.get(text)
-        return self.is_val.get(self.books.get(book, text)) if known is None else known
+        was_val = self.is_val.get(text)
+        return self.is_val.get(self.books.get(book, text)) if was_val is None else was_val
 
-    def add(self, book: str, sha256: str, *, is_val: bool, by_id: bool, signature: list[int] | None) -> None:
-        """Add a book: ``is_val`` is its split, ``by_id`` the split that its id selects. A held-out text stays so."""
+    def add(self, book: str, sha256: str, *, is_val: bool, is_val_by_id: bool, signature: list[int] | None) -> None:
+        """Add a book to the history; a text that was held out stays held out.
+
+        ``is_val`` is whether the book is held out, and ``is_val_by_id`` is whether its id selects it.
+        """
         text = bytes.fromhex(sha256)
         self.is_val[text] = is_val or self.is_val.get(text, False)
-        if is_val != by_id:
+        if is_val != is_val_by_id:
             self.books[book] = text
         if self.is_val[text] and signature:
             self.signatures[text] = signature

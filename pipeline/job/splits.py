@@ -1,10 +1,14 @@
-"""Choose the split of every book after all partitions are finished.
+"""Choice of the split of every book after all partitions are finished.
 
-A book's split is, in this order: the one that its text had in an earlier data set of the same output
-(:mod:`pipeline.job.split_history`), the one in the name of its file, the one of its id's hash. Of few books, the hash
-may select none or all. Then one book is moved to the empty split: the one whose hash is nearest to the fraction, and
-preferably one without history. If several files are one book each, it is one of these, so that other kinds of sources
-beside them do not change the choice.
+The split of a book is the first of these that exists:
+
+- the split that its text had in an earlier data set of the same output (:mod:`pipeline.job.split_history`)
+- the split in the name of its file
+- the split that the hash of its id selects
+
+Of few books, the hash may select none or all. One book is then moved to the empty split. It is the book whose hash is
+nearest to the fraction, and preferably one without history. If several files are one book each, it is one of these
+books, so that other kinds of sources do not change the choice.
 """
 
 from collections.abc import Iterator
@@ -22,26 +26,26 @@ from pipeline.shards import Shard, ShardInfo, Split, shard_path, write_batch
 
 @dataclass(frozen=True)
 class Choice:
-    """The chosen splits, by book id."""
+    """Chosen splits by book id."""
 
     splits: dict[str, Split]
     moved: set[str] = field(default_factory=set)
-    """Books that are in another split than their partition wrote them to."""
+    """Ids of the books that are not in the split to which their partition wrote them."""
     editions: set[str] = field(default_factory=set)
-    """Books that are held out only as editions of a text that is not among the books."""
+    """Ids of the books that are only held out because they are editions of a held-out text of an earlier data set."""
 
     def rank(self, book: str) -> Rank:
-        """Sort key among books of the same text, of which the first is kept: a held-out one, or the first by id.
+        """Return the sort key of a book among duplicates, of which the first is kept: held-out books first, then by id.
 
-        A book that is moved only because of another book's text comes after that one, so that the same book is kept
-        when the data set is re-created.
+        A book that is held out or moved only because of another text is after the other books, so that the same book
+        is kept when the data set is re-created.
         """
         return self.splits[book] == "train", book in self.editions, book in self.moved, book
 
 
 def choose_splits(job: Job, results: dict[str, PartitionResult], history: SplitHistory) -> Choice:
-    """Choose the splits of all books in ``results``, which are by partition name."""
-    history = history.valid_for(job.config.val_fraction)
+    """Choose the splits of all books in ``results``, the results by partition name."""
+    history = history.restrict_to(job.config.val_fraction)
     choice = Choice({})
     new_signatures: dict[str, list[int]] = {}
     for partition in job.partitions:
@@ -57,7 +61,7 @@ def choose_splits(job: Job, results: dict[str, PartitionResult], history: SplitH
                 if choice.splits[book] != assigned:
                     choice.moved.add(book)
     if new_signatures and history.signatures:
-        from pipeline.job.similarity import find_similar  # needed only for near duplicates
+        from pipeline.job.similarity import find_similar  # Imported here, because few jobs need it.
 
         for book in find_similar(new_signatures, history.signatures.values()):
             choice.splits[book] = "val"
@@ -66,8 +70,8 @@ def choose_splits(job: Job, results: dict[str, PartitionResult], history: SplitH
 
 
 def fill_splits(job: Job, results: dict[str, PartitionResult], splits: dict[str, Split], history: SplitHistory) -> None:
-    """Move one of the books in ``results`` to the empty split, in ``splits``; a single book is trained on."""
-    history = history.valid_for(job.config.val_fraction)
+    """Move one of the books in ``results`` to a split of ``splits`` that is empty; a single book is trained on."""
+    history = history.restrict_to(job.config.val_fraction)
     texts = {book: sha256 for result in results.values() for book, sha256, *_ in result.books}
     val_count = sum(splits[book] == "val" for book in texts)
     if not val_count and job.config.val_fraction and len(texts) > 1:
@@ -85,7 +89,7 @@ def fill_splits(job: Job, results: dict[str, PartitionResult], splits: dict[str,
 def describe_split_changes(
     results: dict[str, PartitionResult], splits: dict[str, Split], history: SplitHistory
 ) -> Iterator[str]:
-    """Yield a sentence about books that were held out and are now trained on, and one about the reverse."""
+    """Yield a sentence about books that were held out and are now trained on, and a sentence about the reverse."""
     moved: dict[Split, list[str]] = {"train": [], "val": []}
     for result in results.values() if history.is_val else ():
         for book, sha256, *_ in result.books:
@@ -105,20 +109,21 @@ def describe_split_changes(
 
 def note_splits(job: Job, results: dict[str, PartitionResult], splits: dict[str, Split], history: SplitHistory) -> None:
     """Write the history with the books in ``results``, before any of them is moved."""
-    history = history.valid_for(job.config.val_fraction)
-    # With --duplicates keep, copies of a text can be in both splits; their ids decide.
+    history = history.restrict_to(job.config.val_fraction)
+    # With --duplicates keep, copies of a text can be in both splits. The history omits them, so that their ids decide.
     in_both = _texts_in_both_splits(results, splits) if job.config.duplicates == "keep" else set()
     for partition in job.partitions:
         result = results[partition.name]
         for book, sha256, *_ in result.books:
             if sha256 not in in_both:
-                is_val, by_id = splits[book] == "val", partition.assign_split(book) == "val"
-                history.add(book, sha256, is_val=is_val, by_id=by_id, signature=result.signatures.get(book))
+                is_val, is_val_by_id = splits[book] == "val", partition.assign_split(book) == "val"
+                signature = result.signatures.get(book)
+                history.add(book, sha256, is_val=is_val, is_val_by_id=is_val_by_id, signature=signature)
     history.write(job.out_dir)
 
 
 def _texts_in_both_splits(results: dict[str, PartitionResult], splits: dict[str, Split]) -> set[str]:
-    """Return the texts that are in both splits."""
+    """Return the hashes of the texts that are in both splits."""
     texts: dict[Split, set[str]] = {"train": set(), "val": set()}
     for result in results.values():
         for book, sha256, *_ in result.books:
@@ -127,7 +132,7 @@ def _texts_in_both_splits(results: dict[str, PartitionResult], splits: dict[str,
 
 
 def move_books(job: Job, results: dict[str, PartitionResult], splits: dict[str, Split]) -> dict[str, PartitionResult]:
-    """Move books to their ``splits`` if their partition wrote them to the other one; return the updated results."""
+    """Move books to their ``splits`` if their partition wrote them to the other split; return the updated results."""
     changed: dict[str, PartitionResult] = {}
     for partition in job.partitions:
         result = results[partition.name]
@@ -139,10 +144,10 @@ def move_books(job: Job, results: dict[str, PartitionResult], splits: dict[str, 
 
 
 def _with_books_moved(out_dir: StorageDir, name: str, result: PartitionResult, moved: list[str]) -> PartitionResult:
-    """Rewrite the shards of ``result`` so that exactly the books ``moved`` are in the other split than they were
-    written to; return the updated result.
+    """Rewrite the shards of ``result`` so that exactly the books ``moved`` have changed their split.
 
-    Moved books are written before they are removed, and the result last: after a kill the partition is processed again.
+    Returns the updated result. Moved books are written before they are removed, and the result is written last, so that
+    the partition is processed again after a kill.
     """
     moving = set(moved).symmetric_difference(result.moved_books)
     new_shards: list[ShardInfo] = []

@@ -1,4 +1,4 @@
-"""The work on one partition: read its files, clean and encode the books, write shards, and store the result."""
+"""Processing of one partition: read its files, clean and encode the books, write shards, and store the result."""
 
 from collections import Counter
 from collections.abc import Callable, Iterator
@@ -24,11 +24,11 @@ from pipeline.shards import MANIFEST, SPLITS, ShardRow, Split, shard_path, write
 T = TypeVar("T")
 
 VERIFICATION_INTERVAL = 8
-"""In one of this many partitions, the first book is encoded again with the reference, which takes 15 times as long."""
+"""Interval of the partitions whose first book is also encoded with the reference, which takes 15 times as long."""
 
 
 def drop_on_error(book: str, work: Callable[[], T]) -> T | DroppedBook:
-    """Return the result of ``work`` on one book, or drop the book if ``work`` fails, so that the others are kept.
+    """Return the result of ``work`` on one book, or an entry that drops the book if ``work`` fails.
 
     Raises ``UserError`` and ``OSError`` like ``work``, because the book does not cause them.
     """
@@ -41,7 +41,7 @@ def drop_on_error(book: str, work: Callable[[], T]) -> T | DroppedBook:
 
 
 def read_or_drop(file_range: FileRange, settings: ReadingConfig) -> Iterator[RawBook | DroppedBook]:
-    """Yield the books of :func:`read_books`; after an error, a dropped entry for the unread ones."""
+    """Yield the books of :func:`read_books` and, after an error, an entry that drops the unread books."""
     books = read_books(file_range, settings)
     for number in count():
         unread_books = f"{file_range.file.id} from its book {number} on" if number else file_range.file.id
@@ -52,7 +52,7 @@ def read_or_drop(file_range: FileRange, settings: ReadingConfig) -> Iterator[Raw
 
 
 def clean_and_filter(raw: RawBook, settings: ReadingConfig) -> Book | DroppedBook:
-    """Return the cleaned book in ``raw``, or why it is dropped."""
+    """Return the cleaned book in ``raw``, or an entry with the reason why it is dropped."""
     book = clean(raw, join=settings.join_lines)
     return drop_reason(book, settings) or book if isinstance(book, Book) else book
 
@@ -60,7 +60,7 @@ def clean_and_filter(raw: RawBook, settings: ReadingConfig) -> Book | DroppedBoo
 def tokenize(
     raw: RawBook | DroppedBook, settings: TokenizeConfig, tokenizer: Tokenizer, stages: Stopwatch
 ) -> tuple[Book, np.ndarray] | DroppedBook:
-    """Return (cleaned book, its tokens including the end of text), or why the book is dropped."""
+    """Return (cleaned book, its tokens including the end of text), or an entry with the reason why it is dropped."""
     if isinstance(raw, DroppedBook):
         return raw
     return drop_on_error(raw.id, partial(_tokenize, raw, settings, tokenizer, stages))
@@ -78,7 +78,7 @@ def _tokenize(
 
 
 class PartitionWriter:
-    """Writes the shards of one partition: when enough text is buffered, and at the end."""
+    """Writer of the shards of one partition, one whenever enough text is buffered, and one at the end."""
 
     def __init__(self, partition: Partition, out_dir: StorageDir, guard: CrashGuard) -> None:
         self.partition = partition
@@ -156,12 +156,12 @@ class PartitionWriter:
         result.removed = dict(Counter(result.removed) + Counter(book.removed))
 
     def _verify_and_sign(self, book: Book, tokens: np.ndarray) -> tuple[Book, np.ndarray]:
-        """Compare the partition's first book with the reference, and store the MinHash signature; return the book."""
+        """Compare the partition's first book with the reference, and store the book's MinHash signature if needed."""
         if not self.result.verified_bytes and self.partition.index % VERIFICATION_INTERVAL == 0:
             with self.stages.time("verify"):
                 self.result.verified_bytes = self.tokenizer.verify(book.id, book.text, tokens[:-1])
         if self.partition.settings.duplicates == "drop-near":
-            from pipeline.job.similarity import signature  # needed only for near duplicates
+            from pipeline.job.similarity import signature  # Imported here, because few jobs need it.
 
             with self.stages.time("compare"):
                 self.result.signatures[book.id] = signature(book.text)
@@ -182,14 +182,14 @@ class PartitionWriter:
 def run_partition(partition: Partition, out_dir: StorageDir, run: str) -> dict[str, Any]:
     """Process ``partition`` and return a small summary: its number, seconds by stage, bytes, tokens, books.
 
-    ``run`` is the id of the command, for the notes of :mod:`pipeline.job.crash_guard`. Raises ``UserError`` if a source
-    was deleted or ``out_dir`` cannot be written, and ``EncodingMismatch`` if the reference gives other ids; the
-    partition then starts again from its beginning.
+    ``run`` is the id of the command for the notes of :mod:`pipeline.job.crash_guard`. Raises ``UserError`` if a source
+    was deleted or ``out_dir`` cannot be written, and ``EncodingMismatch`` if the reference gives different ids. The
+    next attempt then processes the whole partition again.
     """
-    # The driver has removed an old manifest if it sees the same files; and a machine that was disconnected may get here
-    # after others finished the data set.
+    # An old manifest on this machine's own disk must be removed here. On shared storage the driver has removed it, and
+    # a machine that lost its connection may reach this line after others have finished the data set.
     out_dir.remove_on_own_disk([MANIFEST])
-    out_dir.remove([result_file(partition.name)])  # an earlier attempt may have written it before its worker crashed
+    out_dir.remove([result_file(partition.name)])  # An earlier attempt may have written it before its worker crashed.
     with CrashGuard(run, partition.name) as guard:
         writer = PartitionWriter(partition, out_dir, guard)
         result = writer.run()

@@ -24,7 +24,7 @@ from infra.storage.files import write_json
 from infra.tracking import orphaned_runs
 from infra.tracking.orphaned_runs import incomplete_runs, lock_run_dir
 from infra.tracking.run_ref import RunRef
-from infra.tracking.store import children, create_run, reopen_run, store_uri
+from infra.tracking.store import create_run, find_children, reopen_run, store_uri
 from infra.tracking.tracker import Tracker
 
 MOMENTS = 20
@@ -223,7 +223,7 @@ def test_a_childs_end_tells_a_resumed_command_what_it_need_not_do_again(project:
     for name, ends in (("ended", "FINISHED"), ("killed", "KILLED")):
         with Tracker(keys[name]) as tracker:
             tracker.status = ends
-    found = children(parent, "trial")
+    found = find_children(parent, "trial")
     assert {name: key for name, (key, _) in found.items()} == keys
     assert [name for name, (_, complete) in found.items() if complete] == ["ended"]
 

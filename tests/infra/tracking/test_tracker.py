@@ -18,7 +18,7 @@ from mlflow.tracking import MlflowClient
 from infra.errors import UserError
 from infra.tracking.orphaned_runs import is_complete
 from infra.tracking.send import send
-from infra.tracking.store import children, create_run, has_run, open_store, read_logged, reopen_run, store_uri
+from infra.tracking.store import create_run, find_children, has_run, open_store, read_logged, reopen_run, store_uri
 from infra.tracking.tracker import Tracker, TrackerTiming
 
 ROOT = Path(__file__).resolve().parents[3]
@@ -53,7 +53,7 @@ def test_everything_that_was_logged_is_in_the_embedded_store(tmp_path: Path) -> 
     assert {file.path for file in client.list_artifacts(key.run_id)} == {"table.csv", "plots"}
     assert run.inputs is not None
     assert run.inputs.dataset_inputs[0].dataset.name == "books"
-    assert children(key, "config_hash") == {"abc": (child, False)}
+    assert find_children(key, "config_hash") == {"abc": (child, False)}
     assert (tmp_path / "mlflow.db").is_file()
 
 
@@ -126,7 +126,7 @@ def test_a_store_whose_creation_was_killed_is_created_by_the_next_command(tmp_pa
         time.sleep(seconds)
         creating.kill()
         creating.wait()
-    assert children(create_run("train", "after"), "none") == {}
+    assert find_children(create_run("train", "after"), "none") == {}
 
 
 def test_commands_that_start_at_once_create_one_store() -> None:

@@ -14,7 +14,7 @@ from infra.errors import UserError
 from pipeline.books.readers import FileRange, RawBook, read_books
 from pipeline.books.sources import build_inventory
 from pipeline.config import TokenizeConfig
-from pipeline.encoding.chunks import CHUNK
+from pipeline.encoding.chunks import CHUNK_BYTES
 from pipeline.encoding.tokenizer import GPT2_RANKS, EncodingMismatch, gpt2
 
 GPT2 = gpt2()
@@ -168,7 +168,7 @@ def test_an_altered_rank_table_is_refused(tmp_path: Path) -> None:
 def test_a_text_longer_than_a_chunk_is_encoded_to_its_end() -> None:
     line = b"It was a quiet morning on the harbour road.\n"
     once = encode(line * 1000)
-    ids = encode(line * (CHUNK // len(line) // 1000 + 1) * 1000)
+    ids = encode(line * (CHUNK_BYTES // len(line) // 1000 + 1) * 1000)
     assert np.array_equal(ids, np.tile(once, len(ids) // len(once)))
 
 

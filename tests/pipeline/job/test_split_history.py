@@ -14,9 +14,9 @@ TEXTS = [f"{number:064x}" for number in range(4)]
 def history(place: StorageDir) -> SplitHistory:
     """Three texts: trained on, held out by its id, and held out against its id with a signature."""
     history = SplitHistory.read(place, 0.1)
-    history.add("a", TEXTS[0], is_val=False, by_id=False, signature=[1] * 128)
-    history.add("b", TEXTS[1], is_val=True, by_id=True, signature=None)
-    history.add("c", TEXTS[2], is_val=True, by_id=False, signature=[2**32 - 1] * 128)
+    history.add("a", TEXTS[0], is_val=False, is_val_by_id=False, signature=[1] * 128)
+    history.add("b", TEXTS[1], is_val=True, is_val_by_id=True, signature=None)
+    history.add("c", TEXTS[2], is_val=True, is_val_by_id=False, signature=[2**32 - 1] * 128)
     return history
 
 
@@ -33,16 +33,16 @@ def test_a_history_is_read_as_it_was_written(place: StorageDir, history: SplitHi
 def test_a_book_is_known_by_its_text_or_else_by_an_id_that_says_otherwise(history: SplitHistory) -> None:
     assert [history.was_held_out("new", text) for text in TEXTS] == [False, True, True, None]
     assert [history.was_held_out(book, TEXTS[3]) for book in "abc"] == [None, None, True]
-    history.add("d", TEXTS[1], is_val=False, by_id=False, signature=None)
+    history.add("d", TEXTS[1], is_val=False, is_val_by_id=False, signature=None)
     assert history.was_held_out("d", TEXTS[1]), "what was held out once stays so"
 
 
 def test_a_larger_share_keeps_what_is_held_out_and_a_smaller_one_nothing(history: SplitHistory) -> None:
-    assert history.valid_for(0.1) is history
-    larger = history.valid_for(0.2)
+    assert history.restrict_to(0.1) is history
+    larger = history.restrict_to(0.2)
     assert [larger.was_held_out("new", text) for text in TEXTS] == [None, True, True, None]
     assert larger.was_held_out("c", TEXTS[3])
-    smaller = history.valid_for(0.05)
+    smaller = history.restrict_to(0.05)
     assert [smaller.was_held_out("c", text) for text in TEXTS] == [None] * 4
 
 
