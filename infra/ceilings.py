@@ -30,7 +30,7 @@ Measure = Callable[[Callable[[], object], torch.device], float]
 
 
 def first_device() -> tuple[torch.device, str]:
-    """This machine's first GPU and its name in torch, or the CPU and ``cpu``."""
+    """Return (this machine's first GPU, its name in torch), or (the CPU, ``cpu``)."""
     if not torch.cuda.is_available():
         return torch.device("cpu"), "cpu"
     device = torch.device("cuda", 0)

@@ -128,7 +128,7 @@ class TokenizeConfig(ReadingConfig, JoinsRay):
     - keep: keep all books"""
 
     shard_size: Bytes = 16_000_000
-    """Bytes of text per shard and per task (at least 1MB). Another size gives other shards."""
+    """Bytes of text per shard and per task (at least 1MB). A data set with another size has different shards."""
 
     dry_run: Switch = False
     """Print the plan without tokenizing. Books of 'gutenberg:' numbers are downloaded, because the plan needs their

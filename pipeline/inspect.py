@@ -16,6 +16,7 @@ from rich.markup import escape
 
 from infra.cli import command
 from infra.cli.console import console, errors
+from infra.cli.options import Switch
 from infra.cli.table import Table
 from infra.cli.units import format_count
 from infra.device.host import cpu_count
@@ -32,7 +33,7 @@ class InspectConfig:
     data: Annotated[str, tyro.conf.Positional] = "data/tokens"
     """Data set of token shards, a folder or s3://bucket/folder (gs://, az://)."""
 
-    verify: bool = False
+    verify: Switch = False
     """Recompute all checksums and compare them with the manifest."""
 
     passages: int = 3

@@ -56,7 +56,7 @@ class VocabularyConfig(CleaningConfig):
     sample: Bytes = 100_000_000
     """Bytes of text to learn from (at least 1kB), from partitions spread over the books."""
 
-    out: str = "data/tokenizer.json"
+    out: Annotated[str, tyro.conf.arg(metavar="FILE")] = "data/tokenizer.json"
     """Tokenizer file to write, local or in object storage."""
 
     def __post_init__(self) -> None:

@@ -35,7 +35,7 @@ class DoctorOptions:
     """Number of Ray Train workers between which to measure all-reduce, on GPUs if available (1: not measured)."""
     out: Annotated[str, tyro.conf.arg(metavar="DIR")] = "runs"
     """Folder for doctor.json, local or in object storage (s3://bucket/runs, gs://, az://).
-    The disk of a local folder is measured; with object storage, the disk of temporary files is measured and, with
+    The disk of this folder is measured. With object storage, the disk of temporary files is measured instead and, with
     --address, the speed between each machine and the storage."""
     quick: Switch = False
     """Only check whether the machine is ready, without measurements."""

@@ -156,7 +156,7 @@ def _check_joined(address: str, source: str) -> None:
 
 
 def _outside_shadowing_folder() -> AbstractContextManager[None]:
-    """Start Ray in the project's folder if the current folder has a module with the name of one of our packages.
+    """Start Ray in the project's folder if the current folder has a module with the name of a package of this project.
 
     Workers search the folder in which Ray starts first, so a ``train.py`` there would hide the package ``train``.
     """
