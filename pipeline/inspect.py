@@ -43,8 +43,10 @@ class InspectConfig:
     """Number of tokens per passage (at least 1)."""
 
     def __post_init__(self) -> None:
-        if self.passages < 0 or self.passage_tokens < 1:
-            raise UserError("--passages must be at least 0, and --passage-tokens at least 1.")
+        if self.passages < 0:
+            raise UserError(f"--passages {self.passages} must be at least 0.")
+        if self.passage_tokens < 1:
+            raise UserError(f"--passage-tokens {self.passage_tokens} must be at least 1.")
 
 
 def main(config: InspectConfig) -> int:

@@ -42,7 +42,8 @@ def parse_only(config: type[Any], *names: str) -> Any:
     selected = make_dataclass("Selected", [(f.name, f.type, f.default) for f in fields(config) if f.name in names])
     with tyro_errors_as_user_errors():
         values, _ = tyro.cli(selected, args=_arguments(), config=TYRO_MARKERS, add_help=False, return_unknown_args=True)
-    if empty := [name for name, value in vars(values).items() if value == ""]:  # An unset variable of the shell is empty.
+    # The value is empty if it was an unset variable of the shell.
+    if empty := [name for name, value in vars(values).items() if value == ""]:
         raise UserError(f"--{empty[0]} is empty. Set a value, or remove the flag.")
     return values
 

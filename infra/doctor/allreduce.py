@@ -45,7 +45,7 @@ def measure(workers: int, address: str | None = None) -> AllReduceResult:
         if resources.get("CPU", 0) < workers:
             raise UserError(
                 f"--workers {workers} needs a CPU core for each worker; Ray has {resources.get('CPU', 0):g}. Use fewer "
-                "workers, or --address of a larger cluster."
+                "workers, or join a larger cluster with --address."
             )
         use_gpu = resources.get("GPU", 0) >= workers
         resources_per_worker = {"GPU": 1.0} if use_gpu else {"CPU": 1.0}

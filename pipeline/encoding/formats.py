@@ -48,7 +48,7 @@ def parse_tokenizer_json(values: dict[str, Any]) -> list[bytes]:
     changes = [name for name in ("dropout", "continuing_subword_prefix", "end_of_word_suffix") if model.get(name)]
     changes += ["add_prefix_space"] * bool(last["add_prefix_space"]) + ["normalizer"] * bool(values.get("normalizer"))
     if changes:
-        raise ValueError(f"it changes the text: {' and '.join(changes)} must be off")
+        raise ValueError(f"it changes the text; {' and '.join(changes)} must be off")
     if [split["type"] for split in first_pretokenizers] != ["Split"] * (not last.get("use_regex", True)):
         raise ValueError("its pre-tokenizer is not one split pattern and ByteLevel")
     bytes_of = {letter: byte for byte, letter in letters().items()}
