@@ -96,6 +96,7 @@ class GpuMeter:
             return
 
     def read(self) -> GpuReading | None:
+        """Read the GPU; return None if there is none."""
         handle = self._handle
         if handle is None:
             return None

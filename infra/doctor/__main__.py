@@ -130,16 +130,19 @@ def examine(options: DoctorOptions) -> int:
 
 
 def print_problems(problems: list[str]) -> None:
+    """Print each problem with its fix in red."""
     for problem in problems:
         console.print(f"✗ {problem}", markup=False, style="red")
 
 
 def checks_part(results: "list[checks.Check]") -> Table:
+    """Return the table of this machine's checks."""
     rows = [("✗" if check.fix else "✓", check.name, check.value) for check in results]
     return Table("", ("ok", "check", "value"), rows)
 
 
 def nodes_part(machines: "list[nodes.NodeReport]") -> Table:
+    """Return the table of the cluster's machines."""
     heading = (
         "machine", "cores", "load", "GPU", "memory (GB)", "Python", "Ray", "torch", "clock offset (s)",
         "free scratch (GB)", "storage upload, download (MB/s)", "matmul (TFLOP/s)",
@@ -172,6 +175,7 @@ def rates_part(rates: dict[str, dict[str, float]]) -> Table:
 
 
 def allreduce_part(all_reduce: allreduce.AllReduceResult) -> Table:
+    """Return the table of the bus bandwidth by size."""
     machines = ", ".join(dict.fromkeys(all_reduce.machines))
     speeds = all_reduce.bus_bytes_per_second.items()
     lines = [(f"{int(size) / 2**20:,.2f}", f"{rate / 1e9:,.3f}") for size, rate in speeds]

@@ -36,6 +36,7 @@ class Check:
 
     @property
     def prevents_training(self) -> bool:
+        """Whether the check found a fatal problem."""
         return bool(self.fix) and self.fatal
 
 

@@ -77,6 +77,7 @@ class NodeReport:
     """Problems of the machine, each with whether it prevents training."""
 
     def to_json(self) -> dict[str, Any]:
+        """Convert the report to JSON values for doctor.json."""
         return asdict(self)
 
 

@@ -88,6 +88,7 @@ class _CachedEncoder:
         self._unchecked_bytes = 0
 
     def encode(self, text: bytes) -> np.ndarray:
+        """Encode ``text`` with gigatoken."""
         self._unchecked_bytes += len(text)
         if self._unchecked_bytes > MEMORY_CHECK_BYTES:
             self._unchecked_bytes, rss = 0, self._process.memory_info().rss
@@ -164,6 +165,7 @@ class Tokenizer:
 
     @cached_property
     def tiktoken(self) -> tiktoken.Encoding:
+        """Encoding of tiktoken for a rank file."""
         assert self.pattern
         return tiktoken.Encoding(
             "gpt2" if self.is_gpt2 else self.sha256,

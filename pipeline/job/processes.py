@@ -40,6 +40,7 @@ class _Worker:
         """Current partition of the process; None while the process starts."""
 
     def send(self, partition: Partition, out_dir: StorageDir, run: str) -> None:
+        """Send the next partition to the process."""
         self.partition = partition
         with suppress(BrokenPipeError):  # The missing reply shows that the process has crashed.
             pickle.dump((partition, out_dir, run), self.requests)
@@ -51,6 +52,7 @@ class _Worker:
             return pickle.load(self.replies)  # noqa: S301 pickled by this program
 
     def kill(self) -> None:
+        """Kill the process and close its pipes."""
         self.process.kill()
         with suppress(BrokenPipeError), self.process:
             pass

@@ -102,6 +102,7 @@ class Stopwatch(dict[str, float]):
 
     @contextmanager
     def time(self, name: str) -> Iterator[None]:
+        """Add the seconds of the block to the stage ``name``."""
         start = time.perf_counter()
         try:
             yield
@@ -109,6 +110,7 @@ class Stopwatch(dict[str, float]):
             self.add(name, time.perf_counter() - start)
 
     def add(self, name: str, seconds: float) -> None:
+        """Add ``seconds`` to the stage ``name``."""
         self[name] = self.get(name, 0.0) + seconds
 
 

@@ -40,6 +40,7 @@ class _Index:
         return max(similar, default=(0.0, ""))
 
     def add(self, name: str, digest: np.ndarray) -> None:
+        """Add a signature by its name."""
         self._digests[name] = digest
         for band in _bands(digest):
             self._bands.setdefault(band, []).append(name)
