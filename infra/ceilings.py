@@ -29,7 +29,7 @@ Measure = Callable[[Callable[[], object], torch.device], float]
 """Function that runs work on a device and returns the seconds that it took."""
 
 
-def first_device() -> tuple[torch.device, str]:
+def select_device() -> tuple[torch.device, str]:
     """Return (this machine's first GPU, its name in torch), or (the CPU, ``cpu``)."""
     if not torch.cuda.is_available():
         return torch.device("cpu"), "cpu"
@@ -37,7 +37,7 @@ def first_device() -> tuple[torch.device, str]:
     return device, torch.cuda.get_device_name(device)
 
 
-def best_seconds(
+def measure_seconds(
     work: Callable[[], object],
     device: torch.device,
     *,
@@ -66,8 +66,8 @@ def best_seconds(
     return best
 
 
-def matmul_rate(
-    rows: int, inner: int, columns: int, precision: str, device: torch.device, measure: Measure = best_seconds
+def measure_matmul_rate(
+    rows: int, inner: int, columns: int, precision: str, device: torch.device, measure: Measure = measure_seconds
 ) -> float:
     """Measure the FLOP/s of one matrix product. ``precision`` is fp32, tf32 or bf16."""
     dtype = torch.bfloat16 if precision == "bf16" else torch.float32
@@ -83,17 +83,19 @@ def matmul_rate(
     return 2 * rows * inner * columns / seconds
 
 
-def matmul_rates(device: torch.device) -> dict[str, float]:
+def measure_matmul_rates(device: torch.device) -> dict[str, float]:
     """Measure the FLOP/s of a large square matrix product by precision.
 
     A CPU is only measured in fp32, because it may emulate the other precisions.
     """
     if device.type != "cuda":
-        return {"fp32": matmul_rate(2048, 2048, 2048, "fp32", device)}
-    return {precision: matmul_rate(8192, 8192, 8192, precision, device) for precision in ("bf16", "tf32", "fp32")}
+        return {"fp32": measure_matmul_rate(2048, 2048, 2048, "fp32", device)}
+    return {
+        precision: measure_matmul_rate(8192, 8192, 8192, precision, device) for precision in ("bf16", "tf32", "fp32")
+    }
 
 
-def copy_rates(device: torch.device, measure: Measure = best_seconds) -> dict[str, float]:
+def measure_copy_rates(device: torch.device, measure: Measure = measure_seconds) -> dict[str, float]:
     """Measure memory copies by name, in bytes/s.
 
     A copy within the device counts bytes read and written; a GPU also has copies from pinned and pageable host memory.
@@ -111,18 +113,18 @@ def copy_rates(device: torch.device, measure: Measure = best_seconds) -> dict[st
     return rates
 
 
-DISK_BYTES = 2**28
+DISK_FILE_BYTES = 2**28
 """Size of the file with which disk reads are measured."""
 
 
-def disk_rate(folder: Path) -> float:
+def measure_disk_rate(folder: Path) -> float:
     """Measure the bytes/s of reading a new file in ``folder`` after the kernel was advised to uncache it.
 
     If the kernel keeps the file in memory (tmpfs), the result is the memory's speed. Raises ``OSError`` on a full disk.
     """
     with tempfile.NamedTemporaryFile(dir=folder, prefix=".disk-") as file:
         block = os.urandom(2**22)
-        for _ in range(DISK_BYTES // len(block)):
+        for _ in range(DISK_FILE_BYTES // len(block)):
             file.write(block)
         file.flush()
         os.fsync(file.fileno())
@@ -132,7 +134,7 @@ def disk_rate(folder: Path) -> float:
         with Path(file.name).open("rb", buffering=0) as reader:
             while reader.read(2**22):
                 pass
-        return DISK_BYTES / (time.perf_counter() - started_at)
+        return DISK_FILE_BYTES / (time.perf_counter() - started_at)
 
 
 def read_record(file: str, option: str) -> dict[str, Any] | None:
@@ -164,11 +166,11 @@ def read_matmul_rate(out: StorageDir, device: str, precision: str, machine: str)
         return None
     for measured in (record, *(rates for node in record.get("nodes", []) if (rates := node.get("rates")))):
         if measured.get("device") == device and (device != "cpu" or measured.get("machine") == machine):
-            return matmul_rate_of(measured, precision)
+            return find_matmul_rate(measured, precision)
     return None
 
 
-def matmul_rate_of(record: Mapping[str, Any], precision: str) -> float | None:
+def find_matmul_rate(record: Mapping[str, Any], precision: str) -> float | None:
     """Return the FLOP/s of a matrix product in ``precision`` from a device's measured rates; None if unknown."""
     measured_precision = precision if precision in ("fp32", "tf32") else "bf16"  # fp16 has the same rate as bf16.
     return record.get("matmul", {}).get(measured_precision)

@@ -16,7 +16,7 @@ def first_line(failure: BaseException) -> str:
     return (str(failure) or type(failure).__name__).splitlines()[0]
 
 
-def nearest(text: str, names: Iterable[str]) -> str:
+def suggest_nearest(text: str, names: Iterable[str]) -> str:
     """Return the end of a message that suggests the ``names`` most similar to ``text``, or lists all of them."""
     names = list(names)
     matches = difflib.get_close_matches(text.lower(), names, n=3, cutoff=0.5)

@@ -10,7 +10,7 @@ from pathlib import Path
 from infra.errors import UserError
 from infra.storage.directory import StorageDir
 from infra.storage.workspace import Workspace
-from pipeline.shards import MANIFEST, TOKENIZER_FILE, Manifest, read_manifest
+from pipeline.shards import MANIFEST_FILE, TOKENIZER_FILE, Manifest, read_manifest
 
 LOCK_TIMEOUT_SECONDS = 24 * 3600.0
 """Time limit of the wait for another process of this machine that downloads the same data set."""
@@ -37,6 +37,6 @@ def ensure_local(data: StorageDir, on_shard: Callable[[Manifest, int], None] = l
                     ) from None
         if data.exists(TOKENIZER_FILE):
             workspace.pull(TOKENIZER_FILE)
-        if not (workspace.path / MANIFEST).exists():
+        if not (workspace.path / MANIFEST_FILE).exists():
             manifest.write(workspace.path)
     return workspace.path

@@ -23,7 +23,7 @@ from infra.device.host import cpu_count
 from infra.errors import UserError
 from infra.storage.directory import StorageDir
 from pipeline.encoding.tokenizer import GPT2_SHA256, load_from
-from pipeline.shards import MANIFEST, SPLITS, TOKENIZER_FILE, Manifest, Shard, ShardInfo, read_manifest
+from pipeline.shards import MANIFEST_FILE, SPLITS, TOKENIZER_FILE, Manifest, Shard, ShardInfo, read_manifest
 
 
 @dataclass(frozen=True)
@@ -52,9 +52,9 @@ class InspectConfig:
 def main(config: InspectConfig) -> int:
     data_dir = StorageDir.of(config.data)
     manifest = read_manifest(data_dir)
-    _show(data_dir, manifest)
-    tokenizer_fault = _tokenizer_fault(data_dir, manifest) if config.verify else None
-    damaged = list(verify(data_dir, manifest)) if config.verify else []
+    _print_manifest(data_dir, manifest)
+    tokenizer_fault = _find_tokenizer_fault(data_dir, manifest) if config.verify else None
+    damaged = list(find_damage(data_dir, manifest)) if config.verify else []
     for sentence in (*damaged, *filter(None, [tokenizer_fault])):
         errors.print(escape(sentence), style="red")
     if damaged:
@@ -66,13 +66,15 @@ def main(config: InspectConfig) -> int:
     if damaged or tokenizer_fault:
         return 1
     if config.verify:
-        console.print(f"Verified {format_count(len(manifest.shards), 'shard')}: all match the checksums in {MANIFEST}.")
-    for title, text in passages(data_dir, manifest, config.passages, config.passage_tokens):
+        console.print(
+            f"Verified {format_count(len(manifest.shards), 'shard')}: all match the checksums in {MANIFEST_FILE}."
+        )
+    for title, text in decode_passages(data_dir, manifest, config.passages, config.passage_tokens):
         console.print(f"\n[bold]{escape(title)}[/bold]\n{escape(text)}")
     return 0
 
 
-def verify(data_dir: StorageDir, manifest: Manifest) -> Iterator[str]:
+def find_damage(data_dir: StorageDir, manifest: Manifest) -> Iterator[str]:
     """Yield a sentence about each shard that is missing or differs from the manifest."""
     sizes = {name: size for split in SPLITS for name, size in data_dir.list_files(split).items()}
 
@@ -89,7 +91,7 @@ def verify(data_dir: StorageDir, manifest: Manifest) -> Iterator[str]:
         yield from (sentence for sentence in pool.map(check, manifest.shards) if sentence)
 
 
-def _tokenizer_fault(data_dir: StorageDir, manifest: Manifest) -> str | None:
+def _find_tokenizer_fault(data_dir: StorageDir, manifest: Manifest) -> str | None:
     """Return a sentence if the data set's tokenizer file is missing or differs from the manifest; else None."""
     if manifest.tokenizer_sha256 == GPT2_SHA256:
         return None
@@ -105,7 +107,7 @@ def _tokenizer_fault(data_dir: StorageDir, manifest: Manifest) -> str | None:
     return f"{file} {fault}. Restore it by copying the file that was used with --tokenizer."
 
 
-def passages(data_dir: StorageDir, manifest: Manifest, count: int, length: int) -> Iterator[tuple[str, str]]:
+def decode_passages(data_dir: StorageDir, manifest: Manifest, count: int, length: int) -> Iterator[tuple[str, str]]:
     """Yield (title, text) of ``count`` passages of at most ``length`` tokens, each from the middle of a book.
 
     The books are evenly spaced in the data set.
@@ -126,7 +128,7 @@ def passages(data_dir: StorageDir, manifest: Manifest, count: int, length: int) 
         first += info.rows
 
 
-def _show(data_dir: StorageDir, manifest: Manifest) -> None:
+def _print_manifest(data_dir: StorageDir, manifest: Manifest) -> None:
     lines = [
         (split, *(f"{sums[name]:,}" for name in ("shards", "books", "tokens", "chars")), f"{size / 1e6:,.1f}")
         for split, sums in manifest.splits.items()

@@ -31,15 +31,15 @@ from infra.storage.directory import StorageDir
 from infra.tracking.run_ref import RunRef
 
 FORMAT_VERSION = 2
-MANIFEST = "manifest.json"
-QUARANTINE = "quarantine.jsonl"
-TRACKING = "tracking.json"
+MANIFEST_FILE = "manifest.json"
+QUARANTINE_FILE = "quarantine.jsonl"
+TRACKING_FILE = "tracking.json"
 TOKENIZER_FILE = "tokenizer.json"
-PARTITIONS = "partitions"
+PARTITIONS_FOLDER = "partitions"
 """Name of the folder with the results of the finished partitions."""
-SETTINGS_FILE = f"{PARTITIONS}/settings.json"
+SETTINGS_FILE = f"{PARTITIONS_FOLDER}/settings.json"
 """Path of the file with the settings of the data set, which is written before the first shard."""
-SPLIT_HISTORY = f"{PARTITIONS}/split_history.feather"
+SPLIT_HISTORY_FILE = f"{PARTITIONS_FOLDER}/split_history.feather"
 """Path of the file with the split of every text in the data sets of the folder."""
 
 Split = Literal["train", "val"]
@@ -146,20 +146,20 @@ class Manifest:
 
     def write(self, data_dir: StorageDir | Path) -> None:
         """Write the manifest to ``data_dir``, which finishes the data set."""
-        StorageDir.of(data_dir).write_json(MANIFEST, to_json(self))
+        StorageDir.of(data_dir).write_json(MANIFEST_FILE, to_json(self))
 
 
 def read_manifest(location: StorageDir | Path | str) -> Manifest:
     """Read the manifest of a finished data set, local or in object storage."""
     data_dir = StorageDir.of(location)
-    path = data_dir / MANIFEST
+    path = data_dir / MANIFEST_FILE
     try:
-        content = data_dir.read(MANIFEST)
+        content = data_dir.read(MANIFEST_FILE)
     except (FileNotFoundError, NotADirectoryError):
         stored_files = data_dir.list_files()
-        if any(name.partition("/")[0] in (*SPLITS, PARTITIONS) for name in stored_files):
+        if any(name.partition("/")[0] in (*SPLITS, PARTITIONS_FOLDER) for name in stored_files):
             raise UserError(
-                f"{data_dir} has no {MANIFEST}, so the data set is unfinished. Run "
+                f"{data_dir} has no {MANIFEST_FILE}, so the data set is unfinished. Run "
                 f"'python -m pipeline.tokenize --out {data_dir}' again to finish it."
             ) from None
         advice = f"Create them with 'python -m pipeline.tokenize --out {data_dir}'."
@@ -178,15 +178,15 @@ def read_manifest(location: StorageDir | Path | str) -> Manifest:
     )
 
 
-def producing_run(location: StorageDir | Path | str) -> RunRef | None:
+def find_producing_run(location: StorageDir | Path | str) -> RunRef | None:
     """Return the MLflow run that created a data set; None if it is unknown or not reachable from this machine."""
     data_dir = StorageDir.of(location)
     try:
-        content = data_dir.read(TRACKING)
+        content = data_dir.read(TRACKING_FILE)
     except OSError:
         return None
     try:
-        run_ref = from_json(RunRef, json.loads(content), data_dir / TRACKING)
+        run_ref = from_json(RunRef, json.loads(content), data_dir / TRACKING_FILE)
     except (ValueError, UserError):
         return None
     return run_ref if run_ref.is_reachable else None

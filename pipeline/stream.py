@@ -75,8 +75,8 @@ class Stream:
             tokenizer.check_encoders(self.settings.encoder)
         self.inventory = build_inventory(sources)
         identity = self.settings.identity() | {"sources": self.inventory.summary()["sha256"]}
-        everything = json.dumps([identity, self.tokenizer_sha256], sort_keys=True)
-        self.fingerprint = hashlib.sha256(everything.encode()).hexdigest()
+        identity_json = json.dumps([identity, self.tokenizer_sha256], sort_keys=True)
+        self.fingerprint = hashlib.sha256(identity_json.encode()).hexdigest()
         self.settings = replace(self.settings, val_fraction=self._reachable_fraction())
 
     def _reachable_fraction(self) -> float:
@@ -111,11 +111,11 @@ class Stream:
 
     def read(self, epoch: int, partition: int = 0) -> Iterator[EncodedBook]:
         """Yield the training books in the order of ``epoch``, starting at its partition number ``partition``."""
-        partitions = self.order(epoch)
+        partitions = self.order_partitions(epoch)
         for first in range(partition, len(partitions), PARTITIONS_PER_EXECUTION):
             yield from _read_ahead(partitions[first : first + PARTITIONS_PER_EXECUTION])
 
-    def order(self, epoch: int) -> list[Partition]:
+    def order_partitions(self, epoch: int) -> list[Partition]:
         """Return the partitions of an epoch in shuffled order, made from shuffled files.
 
         Shuffling the files first puts neighbors on the disk into different partitions.
@@ -166,7 +166,7 @@ def _read_ahead(partitions: list[Partition]) -> Iterator[EncodedBook]:
     options = ray.data.DataContext.get_current().execution_options
     options.resource_limits = options.resource_limits.copy(object_store_memory=MAX_BUFFER_BYTES)
     try:
-        yield from run_tasks(_training_books, partitions, ordered=True, max_retries=MAX_RETRIES)
+        yield from run_tasks(_training_books, partitions, keeps_order=True, max_retries=MAX_RETRIES)
     except (ray.exceptions.WorkerCrashedError, ray.exceptions.OutOfMemoryError) as error:
         raise UserError(
             f"A book of --stream crashed its reader {MAX_RETRIES + 1} times. Tokenize the same sources with "

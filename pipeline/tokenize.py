@@ -30,7 +30,7 @@ from pipeline.job import output, processes, ray_data, report
 from pipeline.job.crash_guard import remove_notes
 from pipeline.job.embedded_files import embed_local_files, machines_without_files
 from pipeline.job.plan import Job, Partition
-from pipeline.shards import MANIFEST, QUARANTINE, TRACKING, Manifest
+from pipeline.shards import MANIFEST_FILE, QUARANTINE_FILE, TRACKING_FILE, Manifest
 
 if TYPE_CHECKING:
     from infra.tracking.tracker import Tracker
@@ -42,24 +42,24 @@ def main(config: TokenizeConfig) -> int:
     with progress.wall.time("plan"), status("listing books"):
         job = Job(config)
     with nullcontext() if config.dry_run else output.exclusive_writer(job.out_dir):
-        return _continue(job, progress)
+        return _continue_job(job, progress)
 
 
-def _continue(job: Job, progress: report.JobStats) -> int:
+def _continue_job(job: Job, progress: report.JobStats) -> int:
     """Compare the plan with the output, and process the missing partitions; return the exit code."""
     config, out_dir = job.config, job.out_dir
-    changed = output.changed_settings(job)
+    changed_settings = output.changed_settings(job)
     # Without a manifest, an earlier --overwrite may have been interrupted, which this command continues.
-    is_replaced = bool(changed) or (config.overwrite and out_dir.exists(MANIFEST))
+    is_replaced = bool(changed_settings) or (config.overwrite and out_dir.exists(MANIFEST_FILE))
     if is_replaced:
-        reason = "because settings changed" if changed else "because of --overwrite"
+        reason = "because settings changed" if changed_settings else "because of --overwrite"
         plan_status = output.PlanStatus({}, dict.fromkeys((partition.name for partition in job.partitions), reason))
     else:
         plan_status = output.compare_with_plan(job)
     todo = [partition for partition in job.partitions if partition.name in plan_status.todo]
     console.print(_describe_plan(job, plan_status, todo), markup=False)
-    if changed and (config.dry_run or not config.overwrite):
-        changes = "; ".join(f"{name}: {stored!r} → {new!r}" for name, (stored, new) in changed.items())
+    if changed_settings and (config.dry_run or not config.overwrite):
+        changes = "; ".join(f"{name}: {stored!r} → {new!r}" for name, (stored, new) in changed_settings.items())
         advice = "Use --overwrite to replace it, or choose another --out."
         if config.overwrite:
             advice = "It will be replaced."
@@ -91,9 +91,9 @@ def _run_job(job: Job, todo: list[Partition], progress: report.JobStats, *, is_r
     background while the data set is finished.
     """
     config, out_dir, phase = job.config, job.out_dir, progress.wall.time
-    on_ray = _should_use_ray(config, todo)
+    uses_ray = _should_use_ray(config, todo)
     with ThreadPoolExecutor(max_workers=1) as background, ExitStack() as ray:
-        if on_ray:
+        if uses_ray:
             background.submit(_open_store, config.tracking_uri)
             with phase("ray start"):
                 ray.enter_context(ray_session(config.address, cpus=config.num_workers, prestart=True))
@@ -102,34 +102,36 @@ def _run_job(job: Job, todo: list[Partition], progress: report.JobStats, *, is_r
                 check_shared("--out", out_dir)
                 todo = embed_local_files(todo, machines_without_files(todo))
         with ExitStack() as run:
-            opening = background.submit(_open_run, job)
-            run.push(lambda *failure: opening.result().__exit__(*failure))  # The MLflow run ends with this block.
+            tracker_future = background.submit(_open_run, job)
+            run.push(
+                lambda *failure: tracker_future.result().__exit__(*failure)
+            )  # The MLflow run ends with this block.
             if is_replaced:
-                opening.result()  # An unusable store must raise before the old data set is deleted.
+                tracker_future.result()  # An unusable store must raise before the old data set is deleted.
                 output.clear(out_dir)
             output.mark_unfinished(job, [partition.name for partition in todo])
             if todo:
                 with phase("work"):
-                    _run_partitions(job, todo, progress, opening, on_ray=on_ray)
+                    _run_partitions(job, todo, progress, tracker_future, uses_ray=uses_ray)
             with phase("mlflow start"), status("opening the MLflow store"):
-                tracker = opening.result()
-            out_dir.write_json(TRACKING, tracker.run_ref.to_json_for(out_dir.address))
-            stopping = background.submit(ray.close)
+                tracker = tracker_future.result()
+            out_dir.write_json(TRACKING_FILE, tracker.run_ref.to_json_for(out_dir.address))
+            ray_stop = background.submit(ray.close)
             with phase("finish"), status("checking and finishing the data set"):
                 manifest = output.finish(job, partial(console.print, markup=False))
-            if on_ray:
+            if uses_ray:
                 with phase("ray stop"), status("stopping Ray"):
-                    stopping.result()
+                    ray_stop.result()
             job_report = report.make_report(
                 str(config.out), manifest.report, progress, manifest.fingerprint, manifest.inputs
             )
             tracker.set_description(job_report.markdown())
-            tracker.log_metrics(group_under_detail(progress.metrics() | _counts(manifest), report.METRICS))
+            tracker.log_metrics(group_under_detail(progress.metrics() | _count_metrics(manifest), report.METRICS))
             tracker.set_tags({"dropped": report.format_dropped(manifest.report)})
             workspace = Workspace.of(out_dir)
-            workspace.refresh(lambda name: name in (MANIFEST, QUARANTINE))
-            tracker.log_file(workspace.path / MANIFEST)
-            tracker.log_file(workspace.path / QUARANTINE)
+            workspace.refresh(lambda name: name in (MANIFEST_FILE, QUARANTINE_FILE))
+            tracker.log_file(workspace.path / MANIFEST_FILE)
+            tracker.log_file(workspace.path / QUARANTINE_FILE)
             tracker.log_dataset(out_dir.name, manifest.fingerprint, str(out_dir), manifest.report, "output")
     from infra.tracking.views import ui_link
 
@@ -154,7 +156,7 @@ def _open_run(job: Job) -> "Tracker":
 
     config, run_dir = job.config, job.out_dir.address
     run_ref = create_run(
-        "pipeline", job.out_dir.name, tracking_uri=config.tracking_uri, run_dir=run_dir, tags=provenance.collect()
+        "pipeline", job.out_dir.name, tracking_uri=config.tracking_uri, run_dir=run_dir, tags=provenance.collect_tags()
     )
     tracker = Tracker(run_ref)
     identity, defaults = config.identity(), TokenizeConfig().identity()
@@ -165,10 +167,10 @@ def _open_run(job: Job) -> "Tracker":
 
 
 def _run_partitions(
-    job: Job, todo: list[Partition], progress: report.JobStats, opening: "Future[Tracker]", *, on_ray: bool
+    job: Job, todo: list[Partition], progress: report.JobStats, tracker_future: "Future[Tracker]", *, uses_ray: bool
 ) -> None:
     config, total, run = job.config, len(job.partitions), uuid.uuid4().hex
-    if on_ray:
+    if uses_ray:
         workers = config.workers if config.cluster else config.num_workers
         summaries = ray_data.run_partitions(todo, job.out_dir, run, workers=workers, is_own_ray=not config.cluster)
     else:
@@ -184,11 +186,11 @@ def _run_partitions(
                     progress.add(summary)
                     seconds = time.perf_counter() - start
                     time_left = format_duration(round(seconds / number * (len(todo) - number)))
-                    done = f"{total - len(todo) + number:,} of {format_count(total, 'partition')}"
+                    progress_text = f"{total - len(todo) + number:,} of {format_count(total, 'partition')}"
                     rate = f"{progress.bytes / 1e6 / seconds:,.0f} MB/s"
-                    live_status.update("tokenizing", f"{done} | {rate} | {time_left} left")
-                    if opening.done():
-                        opening.result()  # An unusable store raises here, and not after hours of work.
+                    live_status.update("tokenizing", f"{progress_text} | {rate} | {time_left} left")
+                    if tracker_future.done():
+                        tracker_future.result()  # An unusable store raises here, and not after hours of work.
         finally:
             remove_notes(run)
     if config.cluster:
@@ -197,16 +199,16 @@ def _run_partitions(
 
 def _describe_plan(job: Job, plan_status: output.PlanStatus, todo: list[Partition]) -> str:
     """Describe the sources, the finished and the remaining partitions and, for a dry run, the expected time."""
-    config, summary, on_ray = job.config, job.inventory.summary(), _should_use_ray(job.config, todo)
+    config, summary, uses_ray = job.config, job.inventory.summary(), _should_use_ray(job.config, todo)
     lines = [
         f"{format_count(summary['files'], 'file')}, {summary['bytes'] / 1e6:,.1f} MB, "
         f"{format_count(len(job.partitions), 'partition')} -> {config.out}"
-        + (" (Ray Data)" if on_ray else " (local processes)" if todo else "")
+        + (" (Ray Data)" if uses_ray else " (local processes)" if todo else "")
     ]
-    if skipped := report.skipped_files(summary):
+    if skipped := report.format_skipped_files(summary):
         lines.append(f"skipped files: {skipped}")
-    if named := report.named_splits(summary):
-        lines.append(f"files by the split in their names: {named}")
+    if named_files := report.format_named_splits(summary):
+        lines.append(f"files by the split in their names: {named_files}")
     lines += output.source_changes(job)
     if plan_status.done or config.dry_run:
         reasons = Counter(plan_status.todo.values())
@@ -217,13 +219,13 @@ def _describe_plan(job: Job, plan_status: output.PlanStatus, todo: list[Partitio
             "estimate: "
             + report.format_estimate(
                 job.partitions, todo, plan_status.done.values(), config.num_workers,
-                token_bytes=np.dtype(job.tokenizer.dtype).itemsize, on_ray=on_ray,
+                token_bytes=np.dtype(job.tokenizer.dtype).itemsize, uses_ray=uses_ray,
             )
         )  # fmt: skip
     return "\n".join(lines)
 
 
-def _counts(manifest: Manifest) -> dict[str, float]:
+def _count_metrics(manifest: Manifest) -> dict[str, float]:
     counts = manifest.report
     values = {"books/read": counts["books_read"], "books/kept": counts["books_kept"], "text/chars": counts["chars"]}
     values |= {f"books/dropped_{reason.replace(' ', '_')}": n for reason, n in counts["books_dropped"].items()}

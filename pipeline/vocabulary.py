@@ -22,7 +22,7 @@ from infra.storage.directory import StorageDir
 from pipeline.books.readers import DroppedBook
 from pipeline.books.sources import build_inventory
 from pipeline.config import SAMPLE, CleaningConfig, TokenizeConfig
-from pipeline.encoding.formats import END
+from pipeline.encoding.formats import END_OF_TEXT
 from pipeline.encoding.tokenizer import Tokenizer, gpt2
 from pipeline.job.plan import Partition, make_partitions
 from pipeline.job.task import clean_and_filter, drop_on_error, read_or_drop
@@ -101,8 +101,8 @@ def train(config: VocabularyConfig, live_status: Status) -> bytes:
     cleaning = {field.name: getattr(config, field.name) for field in fields(CleaningConfig)}
     settings = TokenizeConfig(config.sources, shard_size=PARTITION_BYTES, **cleaning)
     partitions = make_partitions(build_inventory(config.sources), settings)
-    tokenizer.train_from_iterator(_texts(config, partitions, live_status), trainer)
-    tokenizer.add_special_tokens([END])
+    tokenizer.train_from_iterator(_read_texts(config, partitions, live_status), trainer)
+    tokenizer.add_special_tokens([END_OF_TEXT])
     if (vocab_size := tokenizer.get_vocab_size()) < config.size:
         raise UserError(
             f"The books yield only {vocab_size:,} of the {config.size:,} token ids requested with --size. Add books, "
@@ -111,7 +111,7 @@ def train(config: VocabularyConfig, live_status: Status) -> bytes:
     return tokenizer.to_str().encode()
 
 
-def _texts(config: VocabularyConfig, partitions: list[Partition], live_status: Status) -> Iterator[str]:
+def _read_texts(config: VocabularyConfig, partitions: list[Partition], live_status: Status) -> Iterator[str]:
     """Yield the first ``sample`` bytes of the partitions, in an order that only depends on their numbers."""
     size = 0
     ordered = sorted(partitions, key=lambda partition: xxhash.xxh3_64_intdigest(partition.name.encode()))

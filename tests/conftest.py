@@ -331,7 +331,7 @@ def s3(monkeypatch: pytest.MonkeyPatch) -> Iterator[tuple[str, Callable[[float],
         monkeypatch.setattr(
             object_storage, "RETRY_TIMEOUT_SECONDS", 0.0 if share == 1.0 else 240.0
         )  # it would be in vain
-        object_storage._store.cache_clear()
+        object_storage._open_store.cache_clear()
 
     yield f"?endpoint=http://{host}:{port}&region=us-east-1", set_rate
     server.stop()

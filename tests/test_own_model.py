@@ -18,7 +18,7 @@ from infra.errors import UserError
 from infra.ray.cluster import ray_session
 from infra.storage.files import write_json
 from pipeline.encoding.tokenizer import read_tokenizer
-from pipeline.shards import MANIFEST, TOKENIZER_FILE
+from pipeline.shards import MANIFEST_FILE, TOKENIZER_FILE
 from pipeline.vocabulary import VocabularyConfig
 from pipeline.vocabulary import main as train_tokenizer
 from train import export, generate, plan, run
@@ -217,8 +217,8 @@ def test_a_loss_that_is_no_mean_and_an_evaluation_without_numbers_are_told(
     data = shutil.copytree(small_shards, tmp_path / "data")
     file = data / TOKENIZER_FILE
     train_tokenizer(VocabularyConfig(size=300, sample=100_000, out=str(file)))
-    manifest = json.loads((data / MANIFEST).read_bytes())
-    write_json(data / MANIFEST, manifest | {"tokenizer_sha256": read_tokenizer(str(file)).sha256})
+    manifest = json.loads((data / MANIFEST_FILE).read_bytes())
+    write_json(data / MANIFEST_FILE, manifest | {"tokenizer_sha256": read_tokenizer(str(file)).sha256})
     flags = ["--data", str(data), "--device", "cpu", "--global-batch", "2", "--micro-batch", "2", "--steps", "2"]
     flags += ["--cycle", "1+1", "--max-loss-spike", "0"]
     for name, part, said_at_once, told in (

@@ -13,7 +13,7 @@ from infra.cli import command, flags
 from infra.cli.console import console
 from infra.cli.interrupts import EXIT_INTERRUPTED
 from infra.cli.options import Address, ConfigFile, TrackingUri
-from infra.cli.progress import IMPORTING, status
+from infra.cli.progress import IMPORTING_ACTIVITY, status
 from infra.cli.units import BytesOrNone
 from infra.device.hardware import DeviceInfo
 from infra.errors import UserError
@@ -89,7 +89,7 @@ def run(options: RunOptions) -> int:
         store = options.tracking_uri or ((known := run.run_folder.run_ref()) and known.store)
         preparing = background.submit(import_and_open_store, store)
         with nullcontext() if run.is_local else ray_session(run.address, code=run.requested.model.source_paths):
-            with status(IMPORTING):
+            with status(IMPORTING_ACTIVITY):
                 preparing.result()
             if not run.is_local:
                 check_shared("--out", run.run_folder.location.parent)
@@ -165,13 +165,13 @@ def open_mlflow_run(run_folder: RunFolder, tracking_uri: str | None, *, starts: 
     known on this machine, a new one records the whole run.
     """
     from infra.device import provenance
-    from infra.tracking.store import create_run, has_run, read_logged, reopen_run, store_uri
+    from infra.tracking.store import create_run, read_logged, reopen_run, run_exists, store_uri
 
     run_ref = None if starts else run_folder.run_ref(tracking_uri and store_uri(tracking_uri))
-    if run_ref and (tracking_uri is None or has_run(run_ref)):
+    if run_ref and (tracking_uri is None or run_exists(run_ref)):
         reopen_run(run_ref)
         return run_ref, read_logged(run_ref)
-    tags = provenance.collect() | {"kind": "run"}
+    tags = provenance.collect_tags() | {"kind": "run"}
     run_dir, name = run_folder.location.address, run_folder.path.name
     return create_run(
         "train", name, tracking_uri=tracking_uri, run_dir=run_dir, tags=tags, keep=run_folder.save_run_ref

@@ -238,14 +238,14 @@ class LadderConfig(ExperimentConfig):
         check_numbers(self)
 
     def to_json(self) -> dict[str, Any]:
-        from pipeline.books.sources import absolute_source
+        from pipeline.books.sources import to_absolute_source
 
         absolute = replace(
             self,
             suite=str(Path(self.suite).resolve()) if Path(self.suite).suffix else self.suite,
             data=StorageDir.of(self.data).address,
             search_result=self.search_result and self.search_result.resolve(),
-            stream=tuple(map(absolute_source, self.stream)),
+            stream=tuple(map(to_absolute_source, self.stream)),
         )
         return to_json(absolute) | {"resume": None, "compare": None}
 

@@ -6,7 +6,7 @@ from functools import partial
 from pathlib import Path
 
 from infra.cli import command, flags
-from infra.cli.progress import IMPORTING, status
+from infra.cli.progress import IMPORTING_ACTIVITY, status
 from infra.storage.directory import StorageDir
 from tune.config import LadderConfig
 from tune.experiment.folder import read_config
@@ -25,7 +25,7 @@ def defaults() -> LadderConfig:
 
 def run(config: LadderConfig) -> int:
     """Run a ladder. torch, Ray and MLflow are imported here, so that invalid flags are reported at once."""
-    with status(IMPORTING):
+    with status(IMPORTING_ACTIVITY):
         from tune.experiment.session import run_experiment
         from tune.suite.plan import introduce, make_ladder
         from tune.suite.report import load_reference, publish

@@ -3,7 +3,7 @@
 import dataclasses
 
 from infra.cli import command, flags
-from infra.cli.progress import IMPORTING, status
+from infra.cli.progress import IMPORTING_ACTIVITY, status
 from infra.storage.directory import StorageDir
 from train.config import load_config
 from tune.config import SearchConfig
@@ -24,7 +24,7 @@ def defaults() -> SearchConfig:
 
 def run(config: SearchConfig) -> int:
     """Run a search. torch, Ray and MLflow are imported here, so that invalid flags are reported at once."""
-    with status(IMPORTING):
+    with status(IMPORTING_ACTIVITY):
         from tune.experiment.search_plan import make_search
         from tune.experiment.session import run_experiment
         from tune.reporting.report import introduce, publish

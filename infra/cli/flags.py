@@ -43,8 +43,8 @@ def parse_only(config: type[Any], *names: str) -> Any:
     with tyro_errors_as_user_errors():
         values, _ = tyro.cli(selected, args=_arguments(), config=TYRO_MARKERS, add_help=False, return_unknown_args=True)
     # The value is empty if it was an unset variable of the shell.
-    if empty := [name for name, value in vars(values).items() if value == ""]:
-        raise UserError(f"--{empty[0]} is empty. Set a value, or remove the flag.")
+    if empty_names := [name for name, value in vars(values).items() if value == ""]:
+        raise UserError(f"--{empty_names[0]} is empty. Set a value, or remove the flag.")
     return values
 
 
@@ -78,10 +78,10 @@ def tyro_errors_as_user_errors() -> Iterator[None]:
     If the reader of ``--help`` has exited, such as ``head``, the process exits with code 0.
     """
     stderr_buffer = io.StringIO()
-    wide = {} if {"-h", "--help"} & set(sys.argv) else {"COLUMNS": "10000"}
+    terminal_variables = {} if {"-h", "--help"} & set(sys.argv) else {"COLUMNS": "10000"}
     try:
         try:
-            with redirect_stderr(stderr_buffer), environment_variables(wide):
+            with redirect_stderr(stderr_buffer), environment_variables(terminal_variables):
                 yield
         finally:
             sys.stdout.flush()

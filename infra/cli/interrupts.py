@@ -40,7 +40,7 @@ class Interrupts:
         self._number = signal.SIGINT
         """Number of the last signal."""
         self._is_delaying = False
-        self._delayed: signal.Signals | None = None
+        self._delayed_signal: signal.Signals | None = None
         self._stop_message = ""
         """Message to print when a stop is requested; empty while interrupts are raised instead."""
         self._requested_at: float | None = None
@@ -88,7 +88,7 @@ class Interrupts:
         self._requested_at = None
         reader, writer = os.pipe()
         os.set_blocking(writer, False)
-        previous = signal.set_wakeup_fd(writer, warn_on_full_buffer=False)
+        previous_descriptor = signal.set_wakeup_fd(writer, warn_on_full_buffer=False)
         ended = threading.Event()
 
         def watch() -> None:
@@ -109,7 +109,7 @@ class Interrupts:
         finally:
             self._can_exit = False
             ended.set()
-            signal.set_wakeup_fd(previous)
+            signal.set_wakeup_fd(previous_descriptor)
             os.close(writer)
 
     @contextmanager
@@ -128,9 +128,9 @@ class Interrupts:
                 yield
             finally:
                 self._is_delaying = False
-                delayed, self._delayed = self._delayed, None
-        if delayed:
-            signal.raise_signal(delayed)
+                delayed_signal, self._delayed_signal = self._delayed_signal, None
+        if delayed_signal:
+            signal.raise_signal(delayed_signal)
 
     @contextmanager
     def stop_requests(self, message: str) -> Iterator[None]:
@@ -173,8 +173,8 @@ class Interrupts:
 
     def _handle(self, number: int, frame: FrameType | None) -> None:
         self._number = signal.Signals(number)
-        if self._is_delaying and not self._delayed:
-            self._delayed = self._number
+        if self._is_delaying and not self._delayed_signal:
+            self._delayed_signal = self._number
         elif self._stop_message and not self.stop_requested:
             self._requested_at = time.monotonic()
             errors.print(f"\n{self._stop_message}. Press Ctrl-C again to exit immediately.")

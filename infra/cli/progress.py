@@ -102,7 +102,7 @@ def _progress_display() -> Iterator[None]:
         thread.join()
 
 
-IMPORTING = "importing torch and MLflow"
+IMPORTING_ACTIVITY = "importing torch and MLflow"
 """Activity of a command in its first seconds."""
 
 

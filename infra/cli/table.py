@@ -10,7 +10,7 @@ from rich.table import Table as RichTable
 from infra.cli.console import console
 from infra.facts import Fact
 
-GAP = 2
+COLUMN_GAP = 2
 """Number of spaces between two columns."""
 
 MIN_WRAP_WIDTH = 10
@@ -30,7 +30,7 @@ class Table:
 
     def show(self) -> None:
         """Print the table, split into as many parts as the terminal's width requires."""
-        for table in tables(self.columns, self.rows, self.title, console.width):
+        for table in split_table(self.columns, self.rows, self.title, console.width):
             console.print(table)
 
     def markdown(self) -> str:
@@ -39,7 +39,7 @@ class Table:
         Cells are escaped, so that they cannot end the table or contain links or HTML.
         """
         rows = (self.columns, ["---"] * len(self.columns), *self.rows)
-        lines = [f"| {' | '.join(map(_cell, row))} |" for row in rows]
+        lines = [f"| {' | '.join(map(_format_cell, row))} |" for row in rows]
         return "\n".join([f"#### {self.title}", "", *lines] if self.title else lines)
 
 
@@ -95,7 +95,7 @@ def format_summary(rows: Sequence[tuple[str, str]]) -> str:
     return "  \n".join(lines)
 
 
-def tables(columns: Sequence[str], rows: Sequence[Sequence[str]], title: str, width: int) -> Iterator[RichTable]:
+def split_table(columns: Sequence[str], rows: Sequence[Sequence[str]], title: str, width: int) -> Iterator[RichTable]:
     """Yield the table for a terminal of ``width`` characters, split into parts if its columns do not fit.
 
     Each part repeats the first column, and all parts have similar widths.
@@ -105,16 +105,16 @@ def tables(columns: Sequence[str], rows: Sequence[Sequence[str]], title: str, wi
     - Columns of numbers are aligned to the right. Only their heading is wrapped, so that numbers stay complete.
     """
     cells_by_column = list(zip(columns, *rows, strict=True))
-    parts = _parts(cells_by_column, width)
+    parts = _split_columns(cells_by_column, width)
     if len(parts) > 1:
-        splits = (_parts(cells_by_column, narrower) for narrower in range(width + 1))
+        splits = (_split_columns(cells_by_column, narrower) for narrower in range(width + 1))
         parts = next(split for split in splits if len(split) == len(parts))
     for part in parts:
         table = RichTable(
             title=escape(title) or None, title_justify="left", show_header=any(columns), box=None,
-            padding=(0, GAP, 0, 0), pad_edge=False,
+            padding=(0, COLUMN_GAP, 0, 0), pad_edge=False,
         )  # fmt: skip
-        for column, column_width in zip(part, _widths(part, width), strict=True):
+        for column, column_width in zip(part, _compute_widths(part, width), strict=True):
             is_text = _is_text(column)
             justify, overflow = ("left", "fold") if is_text else ("right", "ellipsis")
             label = "\n".join(textwrap.wrap(column[0], column_width))
@@ -125,23 +125,26 @@ def tables(columns: Sequence[str], rows: Sequence[Sequence[str]], title: str, wi
         title = ""
 
 
-def _parts(columns: Sequence[Column], width: int) -> list[list[Column]]:
+def _split_columns(columns: Sequence[Column], width: int) -> list[list[Column]]:
     """Return the columns in parts of at most ``width`` characters if possible, each with the first column."""
     first, *remaining = columns
     parts: list[list[Column]] = [[first]]
     for column in remaining:
-        if len(parts[-1]) > 1 and sum(_min_width(each) + GAP for each in (*parts[-1], column)) - GAP > width:
+        if (
+            len(parts[-1]) > 1
+            and sum(_min_width(each) + COLUMN_GAP for each in (*parts[-1], column)) - COLUMN_GAP > width
+        ):
             parts.append([first])
         parts[-1].append(column)
     return parts
 
 
-def _widths(columns: Sequence[Column], width: int) -> list[int]:
+def _compute_widths(columns: Sequence[Column], width: int) -> list[int]:
     """Return the width of each column in characters: its longest cell if there is space, else an equal share of it."""
     widths = [_min_width(column) for column in columns]
     if len(columns) == 2 and _is_text(columns[1]):
-        widths[1] = min(widths[1], max(MIN_WRAP_WIDTH, width - widths[0] - GAP))
-    space = max(0, width - sum(widths) - GAP * (len(widths) - 1))
+        widths[1] = min(widths[1], max(MIN_WRAP_WIDTH, width - widths[0] - COLUMN_GAP))
+    space = max(0, width - sum(widths) - COLUMN_GAP * (len(widths) - 1))
     missing = [_max_width(column) - minimum for column, minimum in zip(columns, widths, strict=True)]
     for number, index in enumerate(sorted(range(len(widths)), key=missing.__getitem__)):
         extra = min(missing[index], space // (len(widths) - number))
@@ -165,7 +168,7 @@ def _min_width(column: Column) -> int:
     return max(map(len, [*words, *([] if _is_text(column) else cells)]), default=0)
 
 
-def _cell(text: str) -> str:
+def _format_cell(text: str) -> str:
     """Return ``text`` from any source as a Markdown cell; links, images and HTML in it are escaped."""
     for character, escaped in (("\\", "\\\\"), ("[", "\\["), ("|", "\\|"), ("<", "&lt;")):
         text = text.replace(character, escaped)

@@ -17,12 +17,12 @@ from infra.errors import UserError
 GB = 10**9
 """Bytes per gigabyte, the unit in which memory and storage are printed, as in data sheets (torch prints GiB, 2^30)."""
 
-_SIZES = {
+_BYTES_BY_UNIT = {
     "b": 1,
     "kb": 10**3, "mb": 10**6, "gb": 10**9, "tb": 10**12,
     "kib": 2**10, "mib": 2**20, "gib": 2**30, "tib": 2**40,
 }  # fmt: skip
-_SECONDS = {"s": 1, "m": 60, "h": 3600, "d": 86400}
+_SECONDS_BY_UNIT = {"s": 1, "m": 60, "h": 3600, "d": 86400}
 
 MAX_NUMBER = 2**63
 """Exclusive upper limit of every number in the settings."""
@@ -34,9 +34,9 @@ MAX_SECONDS = 36_500 * 86_400
 def parse_size(text: str) -> int:
     """Return the bytes in ``40GB``, ``512MiB`` or ``1000B``. Raises ``ValueError``, also for a missing unit."""
     match = re.fullmatch(r"\s*(\d+(?:\.\d+)?)\s*([a-zA-Z]+)\s*", text)
-    if not match or match[2].lower() not in _SIZES:
+    if not match or match[2].lower() not in _BYTES_BY_UNIT:
         raise ValueError(f"{text!r} is not a size with a unit; use for example 40GB (10^9 bytes) or 40GiB (2^30 bytes)")
-    size = int(Fraction(match[1]) * _SIZES[match[2].lower()])
+    size = int(Fraction(match[1]) * _BYTES_BY_UNIT[match[2].lower()])
     if not size:
         raise ValueError(f"{text!r} is less than one byte; use at least 1B")
     if size >= MAX_NUMBER:
@@ -47,8 +47,8 @@ def parse_size(text: str) -> int:
 def format_size(size: int) -> str:
     """Return ``size`` in the largest unit that divides it, so that :func:`parse_size` returns the same number."""
     for unit in ("TiB", "TB", "GiB", "GB", "MiB", "MB", "KiB", "kB"):
-        if size and size % _SIZES[unit.lower()] == 0:
-            return f"{size // _SIZES[unit.lower()]}{unit}"
+        if size and size % _BYTES_BY_UNIT[unit.lower()] == 0:
+            return f"{size // _BYTES_BY_UNIT[unit.lower()]}{unit}"
     return f"{size}B"
 
 
@@ -57,7 +57,7 @@ def parse_duration(text: str) -> float:
     parts = re.findall(r"(\d+(?:\.\d+)?)([smhd])", text.strip().lower())
     if not parts or "".join(n + u for n, u in parts) != text.strip().lower():
         raise ValueError(f"{text!r} is not a duration with a unit; use for example 90s, 5m or 1h30m")
-    seconds = float(sum(float(number) * _SECONDS[unit] for number, unit in parts))
+    seconds = float(sum(float(number) * _SECONDS_BY_UNIT[unit] for number, unit in parts))
     if not seconds:
         raise ValueError(f"{text!r} must be longer than 0 s")
     if seconds > MAX_SECONDS:

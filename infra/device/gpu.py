@@ -40,25 +40,25 @@ def read_gpu(index: int = 0) -> GpuState | None:
     except pynvml.NVMLError:
         return None
     try:
-        handle = _visible_handle(index)
+        handle = _find_handle(index)
         if handle is None:
             return None
         memory = pynvml.nvmlDeviceGetMemoryInfo(handle)
-        processes = _attempt(pynvml.nvmlDeviceGetComputeRunningProcesses, handle) or []
-        own = [p.usedGpuMemory for p in processes if p.pid == os.getpid()]
+        processes = _read_or_none(pynvml.nvmlDeviceGetComputeRunningProcesses, handle) or []
+        own_memory = [p.usedGpuMemory for p in processes if p.pid == os.getpid()]
         return GpuState(
-            name=_text(pynvml.nvmlDeviceGetName(handle)),
-            driver=_text(pynvml.nvmlSystemGetDriverVersion()),
+            name=_decode(pynvml.nvmlDeviceGetName(handle)),
+            driver=_decode(pynvml.nvmlSystemGetDriverVersion()),
             memory_total=int(memory.total),
             memory_used=int(memory.used),
-            process_memory=int(own[0]) if own and own[0] else None,
+            process_memory=int(own_memory[0]) if own_memory and own_memory[0] else None,
             other_processes=tuple(p.pid for p in processes if p.pid != os.getpid()),
-            sm_clock=_attempt(pynvml.nvmlDeviceGetClockInfo, handle, pynvml.NVML_CLOCK_SM),
-            power_limit=_whole(_attempt(pynvml.nvmlDeviceGetEnforcedPowerLimit, handle)),
-            temperature=_attempt(pynvml.nvmlDeviceGetTemperature, handle, pynvml.NVML_TEMPERATURE_GPU),
-            throttle_reasons=_attempt(pynvml.nvmlDeviceGetCurrentClocksThrottleReasons, handle),
-            ecc=_flag(_attempt(pynvml.nvmlDeviceGetEccMode, handle)),
-            capability=_pair(_attempt(pynvml.nvmlDeviceGetCudaComputeCapability, handle)),
+            sm_clock=_read_or_none(pynvml.nvmlDeviceGetClockInfo, handle, pynvml.NVML_CLOCK_SM),
+            power_limit=_from_thousandths(_read_or_none(pynvml.nvmlDeviceGetEnforcedPowerLimit, handle)),
+            temperature=_read_or_none(pynvml.nvmlDeviceGetTemperature, handle, pynvml.NVML_TEMPERATURE_GPU),
+            throttle_reasons=_read_or_none(pynvml.nvmlDeviceGetCurrentClocksThrottleReasons, handle),
+            ecc=_parse_mode(_read_or_none(pynvml.nvmlDeviceGetEccMode, handle)),
+            capability=_parse_capability(_read_or_none(pynvml.nvmlDeviceGetCudaComputeCapability, handle)),
         )
     except pynvml.NVMLError:
         return None
@@ -91,7 +91,7 @@ class GpuMeter:
         self._handle = None
         try:
             pynvml.nvmlInit()
-            self._handle = _visible_handle(0)
+            self._handle = _find_handle(0)
         except (pynvml.NVMLError, ValueError):  # The driver is missing, or CUDA_VISIBLE_DEVICES is invalid.
             return
 
@@ -100,27 +100,27 @@ class GpuMeter:
         handle = self._handle
         if handle is None:
             return None
-        utilization = _attempt(pynvml.nvmlDeviceGetUtilizationRates, handle)
-        memory = _attempt(pynvml.nvmlDeviceGetMemoryInfo, handle)
+        utilization = _read_or_none(pynvml.nvmlDeviceGetUtilizationRates, handle)
+        memory = _read_or_none(pynvml.nvmlDeviceGetMemoryInfo, handle)
         return GpuReading(
             utilization=None if utilization is None else float(utilization.gpu),
             memory=None if memory is None else int(memory.used),
-            watts=_whole(_attempt(pynvml.nvmlDeviceGetPowerUsage, handle)),
-            celsius=_attempt(pynvml.nvmlDeviceGetTemperature, handle, pynvml.NVML_TEMPERATURE_GPU),
-            sm_clock=_attempt(pynvml.nvmlDeviceGetClockInfo, handle, pynvml.NVML_CLOCK_SM),
-            throttle_reasons=_attempt(pynvml.nvmlDeviceGetCurrentClocksThrottleReasons, handle),
-            joules=_whole(_attempt(pynvml.nvmlDeviceGetTotalEnergyConsumption, handle)),
+            watts=_from_thousandths(_read_or_none(pynvml.nvmlDeviceGetPowerUsage, handle)),
+            celsius=_read_or_none(pynvml.nvmlDeviceGetTemperature, handle, pynvml.NVML_TEMPERATURE_GPU),
+            sm_clock=_read_or_none(pynvml.nvmlDeviceGetClockInfo, handle, pynvml.NVML_CLOCK_SM),
+            throttle_reasons=_read_or_none(pynvml.nvmlDeviceGetCurrentClocksThrottleReasons, handle),
+            joules=_from_thousandths(_read_or_none(pynvml.nvmlDeviceGetTotalEnergyConsumption, handle)),
         )
 
 
-def _visible_handle(index: int):
-    name = visible_gpu(index, os.environ.get("CUDA_VISIBLE_DEVICES"), pynvml.nvmlDeviceGetCount())
+def _find_handle(index: int):
+    name = find_visible_gpu(index, os.environ.get("CUDA_VISIBLE_DEVICES"), pynvml.nvmlDeviceGetCount())
     if name is None:
         return None
     return pynvml.nvmlDeviceGetHandleByIndex(name) if isinstance(name, int) else pynvml.nvmlDeviceGetHandleByUUID(name)
 
 
-def visible_gpu(index: int, visible: str | None, count: int) -> int | str | None:
+def find_visible_gpu(index: int, visible: str | None, count: int) -> int | str | None:
     """Return NVML's index or UUID of this process's device ``index``; None if there is no such device.
 
     NVML ignores CUDA_VISIBLE_DEVICES. ``visible`` is the value of that variable, None if it is not set; ``count`` is
@@ -134,7 +134,7 @@ def visible_gpu(index: int, visible: str | None, count: int) -> int | str | None
     return int(names[index]) if names[index].isdigit() else names[index]
 
 
-def _attempt(read, *arguments):
+def _read_or_none(read, *arguments):
     """Read one value; return None if the board or container does not report it, so that the others are still read."""
     try:
         return read(*arguments)
@@ -142,17 +142,17 @@ def _attempt(read, *arguments):
         return None
 
 
-def _flag(modes: list[int] | None) -> bool | None:
+def _parse_mode(modes: list[int] | None) -> bool | None:
     return None if modes is None else bool(modes[0])  # The first mode is the current one, the second the next boot's.
 
 
-def _pair(version: Sequence[int] | None) -> tuple[int, int] | None:
+def _parse_capability(version: Sequence[int] | None) -> tuple[int, int] | None:
     return None if version is None else (int(version[0]), int(version[1]))
 
 
-def _whole(thousandths: int | None) -> float | None:
+def _from_thousandths(thousandths: int | None) -> float | None:
     return None if thousandths is None else thousandths / 1000
 
 
-def _text(value: str | bytes) -> str:
+def _decode(value: str | bytes) -> str:
     return value.decode() if isinstance(value, bytes) else value

@@ -43,9 +43,9 @@ def peak_flops(gpu_name: str | None, precision: str = "bf16") -> float | None:
 
     Every precision except fp32 and tf32 has the peak of 16 bits. A GPU without TF32 computes it in fp32.
     """
-    words = (gpu_name or "").replace("-", " ")
+    padded_name = (gpu_name or "").replace("-", " ")
     for name, sixteen_bits, tf32, fp32 in _PEAKS:
-        if f" {name} " in f" {words} ":
+        if f" {name} " in f" {padded_name} ":
             return {"fp32": fp32, "tf32": tf32 or fp32}.get(precision, sixteen_bits)
     return None
 
@@ -93,7 +93,7 @@ def gpu_info(state: GpuState) -> DeviceInfo:
     used_by_others = state.memory_used - (state.process_memory or 0)
     return DeviceInfo(
         "cuda", state.name, capability, bf16=capability >= (8, 0), memory=state.memory_total - used_by_others,
-        compile_blocker=compile_blocker(capability),
+        compile_blocker=find_compile_blocker(capability),
     )  # fmt: skip
 
 
@@ -110,7 +110,7 @@ def cpu_info(cpuinfo: Path = Path("/proc/cpuinfo")) -> DeviceInfo:
     )  # fmt: skip
 
 
-def compile_blocker(capability: tuple[int, int], headers: Path | None = None) -> str:
+def find_compile_blocker(capability: tuple[int, int], headers: Path | None = None) -> str:
     """Return the reason why torch.compile cannot work on a GPU, and the package to install; empty if it works.
 
     torch.compile generates kernels for Triton, which compiles their launchers from C with Python's ``headers``.

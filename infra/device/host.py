@@ -22,10 +22,10 @@ def cpu_count(root: Path = ROOT, affinity: int | None = None) -> int:
     """Return the number of cores that this process may keep busy, by its affinity and its group's CPU time quota."""
     cores = affinity or (len(os.sched_getaffinity(0)) if hasattr(os, "sched_getaffinity") else os.cpu_count() or 1)
     quotas = [
-        *(_ratio(_text(group / "cpu.max")) for group in _groups("cpu", 2, root)),
+        *(_parse_ratio(_read_text(group / "cpu.max")) for group in _find_groups("cpu", 2, root)),
         *(
-            _ratio(f"{_text(group / 'cpu.cfs_quota_us')} {_text(group / 'cpu.cfs_period_us')}")
-            for group in _groups("cpu", 1, root)
+            _parse_ratio(f"{_read_text(group / 'cpu.cfs_quota_us')} {_read_text(group / 'cpu.cfs_period_us')}")
+            for group in _find_groups("cpu", 1, root)
         ),
     ]
     return min([cores, *(max(1, math.ceil(quota)) for quota in quotas if quota)])
@@ -33,12 +33,14 @@ def cpu_count(root: Path = ROOT, affinity: int | None = None) -> int:
 
 def total_memory(root: Path = ROOT) -> int:
     """Return the bytes of memory that all processes of this process's control group may use together."""
-    return min([psutil.virtual_memory().total, *(limit for limit, _ in _memory(root))])
+    return min([psutil.virtual_memory().total, *(limit for limit, _ in _read_memory_limits(root))])
 
 
 def available_memory(root: Path = ROOT) -> int:
     """Return the bytes of free memory. The page cache counts as free, because the kernel shrinks it when needed."""
-    return min([psutil.virtual_memory().available, *(max(0, limit - used) for limit, used in _memory(root))])
+    return min(
+        [psutil.virtual_memory().available, *(max(0, limit - used) for limit, used in _read_memory_limits(root))]
+    )
 
 
 def count_oom_kills(root: Path = ROOT) -> int:
@@ -47,33 +49,33 @@ def count_oom_kills(root: Path = ROOT) -> int:
     If the group does not count them, returns the number for the whole machine.
     """
     files = [
-        *(group / "memory.events" for group in _groups("memory", 2, root)),
-        *(group / "memory.oom_control" for group in _groups("memory", 1, root)),
+        *(group / "memory.events" for group in _find_groups("memory", 2, root)),
+        *(group / "memory.oom_control" for group in _find_groups("memory", 1, root)),
         root / "proc/vmstat",
     ]
-    return next((numbers["oom_kill"] for file in files if "oom_kill" in (numbers := _numbers(file))), 0)
+    return next((numbers["oom_kill"] for file in files if "oom_kill" in (numbers := _read_numbers(file))), 0)
 
 
-def _memory(root: Path) -> Iterator[tuple[int, int]]:
+def _read_memory_limits(root: Path) -> Iterator[tuple[int, int]]:
     """Yield (limit, bytes in use without the page cache) of each control group with a limit, the innermost first."""
     names = {
         2: ("memory.max", "memory.current", "inactive_file", "active_file"),
         1: ("memory.limit_in_bytes", "memory.usage_in_bytes", "total_inactive_file", "total_active_file"),
     }
     for version, (limit, use, *cached) in names.items():
-        for group in _groups("memory", version, root):
+        for group in _find_groups("memory", version, root):
             with suppress(ValueError):  # The file is missing, or contains "max".
-                statistics = _numbers(group / "memory.stat")
-                in_use = int(_text(group / use)) - sum(statistics.get(name, 0) for name in cached)
-                yield int(_text(group / limit)), in_use
+                statistics = _read_numbers(group / "memory.stat")
+                in_use = int(_read_text(group / use)) - sum(statistics.get(name, 0) for name in cached)
+                yield int(_read_text(group / limit)), in_use
 
 
-def _groups(controller: str, version: int, root: Path) -> Iterator[Path]:
+def _find_groups(controller: str, version: int, root: Path) -> Iterator[Path]:
     """Yield the folders of this process's control group of ``controller`` and of the visible groups above it."""
-    lines = (line.split(":", 2) for line in _text(root / "proc/self/cgroup").splitlines())
+    lines = (line.split(":", 2) for line in _read_text(root / "proc/self/cgroup").splitlines())
     paths = {name: path for _, names, path in lines for name in names.split(",")}
     path = paths.get(controller if version == 1 else "")
-    for line in _text(root / "proc/self/mountinfo").splitlines() if path else ():
+    for line in _read_text(root / "proc/self/mountinfo").splitlines() if path else ():
         mount, _, system = line.partition(" - ")
         kind, _, options = system.split(" ", 2)
         if kind != ("cgroup2" if version == 2 else "cgroup") or (version == 1 and controller not in options.split(",")):
@@ -82,12 +84,12 @@ def _groups(controller: str, version: int, root: Path) -> Iterator[Path]:
         # A container without a cgroup namespace reads the host's path, of which only the lower part exists in it.
         group = PurePosixPath(path or "/")
         is_below = group.is_relative_to(top) and ".." not in group.parts
-        below = group.relative_to(top) if is_below else PurePosixPath()
-        for part in (below, *below.parents):
+        relative_group = group.relative_to(top) if is_below else PurePosixPath()
+        for part in (relative_group, *relative_group.parents):
             yield root / folder.lstrip("/") / part
 
 
-def _text(file: Path) -> str:
+def _read_text(file: Path) -> str:
     """Read the text of ``file``; empty if it cannot be read."""
     try:
         return file.read_text(encoding="utf-8", errors="replace").strip()
@@ -95,13 +97,13 @@ def _text(file: Path) -> str:
         return ""
 
 
-def _numbers(file: Path) -> dict[str, int]:
+def _read_numbers(file: Path) -> dict[str, int]:
     """Read the numbers by name from a ``file`` whose lines are a name and a number."""
-    words = (line.split() for line in _text(file).splitlines())
+    words = (line.split() for line in _read_text(file).splitlines())
     return {pair[0]: int(pair[1]) for pair in words if len(pair) == 2 and pair[1].isdecimal()}
 
 
-def _ratio(text: str) -> float | None:
+def _parse_ratio(text: str) -> float | None:
     """Return the quotient of two positive numbers in ``text``; None for other texts, such as "max 100000"."""
     words = text.split()
     if len(words) != 2 or not all(word.isdecimal() for word in words) or "0" in words:

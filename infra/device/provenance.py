@@ -18,7 +18,7 @@ _GIT_VARIABLES = ("GIT_DIR", "GIT_WORK_TREE", "GIT_INDEX_FILE", "GIT_COMMON_DIR"
 _PACKAGES = ("torch", "ray", "mlflow", "pyarrow", "gigatoken", "tiktoken")
 
 
-def collect() -> dict[str, str]:
+def collect_tags() -> dict[str, str]:
     """Return tags that describe how to reproduce this process's results; unavailable values are omitted."""
     spec = getattr(sys.modules.get("__main__"), "__spec__", None)  # Only a process of python -m has a spec.
     module, target = (spec.name, ["-m", spec.name]) if spec else (Path(sys.argv[0]).name, ["-P", sys.argv[0]])
@@ -26,9 +26,9 @@ def collect() -> dict[str, str]:
         "command": shlex.join([*(command.program.split() or ["python", *target]), *sys.argv[1:]]),
         "mlflow.source.name": module,  # MLflow shows the part after the last slash.
         "python": platform.python_version(),
-        "user": user(),
+        "user": find_user_name(),
     }
-    if revision := commit():
+    if revision := find_commit():
         tags["commit"] = revision
         tags["commit_is_dirty"] = str(bool(_git("status", "--porcelain"))).lower()
     for package in _PACKAGES:
@@ -36,10 +36,10 @@ def collect() -> dict[str, str]:
             tags[f"version.{package}"] = version(package)
         except PackageNotFoundError:
             continue
-    return tags | machine()
+    return tags | machine_tags()
 
 
-def machine(read_gpu: Callable[[], GpuState | None] = read_gpu) -> dict[str, str]:
+def machine_tags(read_gpu: Callable[[], GpuState | None] = read_gpu) -> dict[str, str]:
     """Return tags that describe this machine."""
     tags = {"host": platform.node(), "platform": platform.platform()}
     if gpu := read_gpu():
@@ -49,7 +49,7 @@ def machine(read_gpu: Callable[[], GpuState | None] = read_gpu) -> dict[str, str
     return tags
 
 
-def commit() -> str:
+def find_commit() -> str:
     """Return the commit of this project's git checkout; empty if the package is installed elsewhere.
 
     An installed package may be inside the folder of another repository, whose commit does not describe this code.
@@ -59,7 +59,7 @@ def commit() -> str:
     return _git("rev-parse", "HEAD") if tracked else ""
 
 
-def user() -> str:
+def find_user_name() -> str:
     """Return the user's name, or the numeric id if the system has no name for it, as in many containers."""
     try:
         return getpass.getuser()

@@ -103,7 +103,7 @@ class Telemetry:
         next_reading = point_start = start_time
         readings: dict[str, list[float]] = {}
         while True:
-            ended = self._ended.wait(max(0.0, next_reading - time.perf_counter()))
+            is_ended = self._ended.wait(max(0.0, next_reading - time.perf_counter()))
             time_read = time.perf_counter()
             next_reading = max(next_reading + self._period, time_read)  # A paused process must not catch up.
             second = start_second + round((time_read - start_time) / self._period)
@@ -112,14 +112,14 @@ class Telemetry:
                 readings.setdefault(name, []).append(value)
             seconds_since_point = second - self._last_second
             is_full = seconds_since_point >= sampling_interval(self._last_second, POINTS_PER_INTERVAL)
-            if is_full or (ended and seconds_since_point > 0):
+            if is_full or (is_ended and seconds_since_point > 0):
                 self._last_second = second
                 self._energy.checkpoint()
                 sums = {name: [sum(values), len(values)] for name, values in readings.items()}
                 self._points.append((point_start, sums))
                 self._send(second, {name: total / count for name, (total, count) in sums.items()})
                 readings.clear()
-            if ended:
+            if is_ended:
                 self._energy.checkpoint()
                 return
 

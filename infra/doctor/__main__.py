@@ -15,7 +15,7 @@ import tyro
 from infra.cli import command
 from infra.cli.console import console
 from infra.cli.options import Switch, TrackingUri
-from infra.cli.progress import IMPORTING, status
+from infra.cli.progress import IMPORTING_ACTIVITY, status
 from infra.cli.table import Report, Table
 from infra.device.hardware import device_info
 from infra.doctor import allreduce
@@ -55,7 +55,7 @@ def main() -> None:
 
 def examine(options: DoctorOptions) -> int:
     """Check and measure this machine and a cluster's machines; return 1 if a problem prevents training."""
-    with status(IMPORTING):  # inside the function, so that invalid flags are reported before the slow imports
+    with status(IMPORTING_ACTIVITY):  # inside the function, so that invalid flags are reported before the slow imports
         from infra import ceilings
         from infra.device import provenance
         from infra.doctor import checks, nodes
@@ -63,7 +63,7 @@ def examine(options: DoctorOptions) -> int:
         from infra.tracking.tracker import Tracker
 
     started_at = time.perf_counter()
-    device, name = ceilings.first_device()
+    device, name = ceilings.select_device()
     out = StorageDir.of(options.out)
     out.check_writable("--out")
     disk = out.local_path or scratch()
@@ -74,44 +74,46 @@ def examine(options: DoctorOptions) -> int:
         "checks": [asdict(check) for check in results],
     }  # fmt: skip
     metrics: dict[str, float] = {}
-    parts = [checks_part(results)]
-    parts[-1].show()
+    tables = [checks_table(results)]
+    tables[-1].show()
     problems = [f"{check.name}: {check.fix}" for check in results if check.fix]
     print_problems(problems)
-    failing = any(check.prevents_training for check in results)
+    has_fatal_problem = any(check.prevents_training for check in results)
     if options.address:
         with status("checking the cluster's machines"):
             machines = nodes.examine(options.address, out, measure=not options.quick)
         record["nodes"] = [machine.to_json() for machine in machines]
-        parts.append(nodes_part(machines))
-        parts[-1].show()
+        tables.append(nodes_table(machines))
+        tables[-1].show()
         node_problems = [f"{machine.name}: {problem}" for machine in machines for problem in machine.problems]
         print_problems(node_problems)
         problems += node_problems
-        failing = failing or any(fatal for machine in machines for fatal in machine.problems.values())
+        has_fatal_problem = has_fatal_problem or any(
+            fatal for machine in machines for fatal in machine.problems.values()
+        )
     if not options.quick:
         with status("measuring matrix multiplication"):
-            rates = {"matmul": ceilings.matmul_rates(device)}
+            rates = {"matmul": ceilings.measure_matmul_rates(device)}
         with status("measuring memory copies"):
-            rates["copy"] = ceilings.copy_rates(device)
+            rates["copy"] = ceilings.measure_copy_rates(device)
         try:
             with status("measuring disk reads"):
-                rates["disk"] = {"reading": ceilings.disk_rate(disk)}
+                rates["disk"] = {"reading": ceilings.measure_disk_rate(disk)}
         except OSError as failure:
             raise UserError(
                 f"Cannot measure the disk of {disk}: {failure.strerror}. Free disk space, or use another --out or "
                 "TMPDIR."
             ) from failure
         record |= rates
-        parts.append(rates_part(rates))
-        parts[-1].show()
-        metrics = {f"{group}/{key}": rate for group, values in rates.items() for key, rate in values.items()}
+        tables.append(rates_table(rates))
+        tables[-1].show()
+        metrics = {f"{group}/{run_ref}": rate for group, values in rates.items() for run_ref, rate in values.items()}
     if options.workers > 1:
         with status(f"measuring all-reduce between {options.workers} workers"):
             all_reduce = allreduce.measure(options.workers, options.address)
         record["allreduce"] = asdict(all_reduce)
-        parts.append(allreduce_part(all_reduce))
-        parts[-1].show()
+        tables.append(allreduce_table(all_reduce))
+        tables[-1].show()
         metrics |= {f"allreduce/{size}": rate for size, rate in all_reduce.bus_bytes_per_second.items()}
     outcome = "nothing measured (--quick); doctor.json unchanged"
     if not options.quick:
@@ -119,14 +121,16 @@ def examine(options: DoctorOptions) -> int:
         outcome = f"saved in {out / ceilings.DOCTOR_FILE}"
         if options.workers > 1:
             outcome += f"; 'python -m train.plan --workers {options.workers}' uses it to predict the network's effect"
-    key = create_run("doctor", name, tracking_uri=options.tracking_uri, tags=provenance.collect() | {"kind": "doctor"})
+    key = create_run(
+        "doctor", name, tracking_uri=options.tracking_uri, tags=provenance.collect_tags() | {"kind": "doctor"}
+    )
     with Tracker(key) as tracker:
         tracker.log_metrics(metrics)
         tracker.log_json(record, "doctor.json")
-        tracker.set_description(Report((), [*(f"✗ {problem}" for problem in problems), *parts]).markdown())
+        tracker.set_description(Report((), [*(f"✗ {problem}" for problem in problems), *tables]).markdown())
         tracker.finish()
     console.print(f"{outcome} ({time.perf_counter() - started_at:.0f} s)", markup=False)
-    return int(failing)
+    return int(has_fatal_problem)
 
 
 def print_problems(problems: list[str]) -> None:
@@ -135,19 +139,19 @@ def print_problems(problems: list[str]) -> None:
         console.print(f"✗ {problem}", markup=False, style="red")
 
 
-def checks_part(results: "list[checks.Check]") -> Table:
+def checks_table(results: "list[checks.Check]") -> Table:
     """Return the table of this machine's checks."""
     rows = [("✗" if check.fix else "✓", check.name, check.value) for check in results]
     return Table("", ("ok", "check", "value"), rows)
 
 
-def nodes_part(machines: "list[nodes.NodeReport]") -> Table:
+def nodes_table(machines: "list[nodes.NodeReport]") -> Table:
     """Return the table of the cluster's machines."""
-    heading = (
+    columns = (
         "machine", "cores", "load", "GPU", "memory (GB)", "Python", "Ray", "torch", "clock offset (s)",
         "free scratch (GB)", "storage upload, download (MB/s)", "matmul (TFLOP/s)",
     )  # fmt: skip
-    lines: list[tuple[str, ...]] = []
+    rows: list[tuple[str, ...]] = []
     for report in machines:
         machine = report.machine
         cells = ("?",) * 8
@@ -155,32 +159,32 @@ def nodes_part(machines: "list[nodes.NodeReport]") -> Table:
             cells = (
                 f"{machine.load:.1f}", ", ".join(machine.gpus) or "none", f"{machine.memory / 1e9:,.0f}",
                 machine.python, machine.versions["ray"], machine.versions["torch"],
-                "?" if report.clock is None else f"{report.clock:+.3f}", f"{machine.scratch_free / 1e9:,.0f}",
+                "?" if report.clock_offset is None else f"{report.clock_offset:+.3f}", f"{machine.scratch_free / 1e9:,.0f}",
             )  # fmt: skip
         speeds = ", ".join(f"{rate / 1e6:,.0f}" for rate in report.storage.values())
-        best = report.rates and max(report.rates.matmul.items(), key=itemgetter(1))
-        matmul = f"{best[1] / 1e12:,.2f} ({best[0]})" if best else ""
-        lines.append((report.name, str(report.cores), *cells, speeds, matmul))
-    return Table("Machines of the cluster", heading, lines)
+        fastest = report.rates and max(report.rates.matmul.items(), key=itemgetter(1))
+        matmul = f"{fastest[1] / 1e12:,.2f} ({fastest[0]})" if fastest else ""
+        rows.append((report.name, str(report.cores), *cells, speeds, matmul))
+    return Table("Machines of the cluster", columns, rows)
 
 
-def rates_part(rates: dict[str, dict[str, float]]) -> Table:
+def rates_table(rates: dict[str, dict[str, float]]) -> Table:
     """Return the table of the maximum measured rates, in TFLOP/s and GB/s."""
-    lines: list[tuple[str, str]] = []
+    rows: list[tuple[str, str]] = []
     for group, values in rates.items():
         for key, rate in values.items():
             text = f"{rate / 1e12:,.2f} TFLOP/s" if "matmul" in group else f"{rate / 1e9:,.2f} GB/s"
-            lines.append((f"{group}, {key}".replace("_", " "), text))
-    return Table("Measured ceilings", ("operation", "rate"), lines)
+            rows.append((f"{group}, {key}".replace("_", " "), text))
+    return Table("Measured ceilings", ("operation", "rate"), rows)
 
 
-def allreduce_part(all_reduce: allreduce.AllReduceResult) -> Table:
+def allreduce_table(all_reduce: allreduce.AllReduceResult) -> Table:
     """Return the table of the bus bandwidth by size."""
     machines = ", ".join(dict.fromkeys(all_reduce.machines))
     speeds = all_reduce.bus_bytes_per_second.items()
-    lines = [(f"{int(size) / 2**20:,.2f}", f"{rate / 1e9:,.3f}") for size, rate in speeds]
+    rows = [(f"{int(size) / 2**20:,.2f}", f"{rate / 1e9:,.3f}") for size, rate in speeds]
     title = f"All-reduce between {all_reduce.workers} workers on {machines} ({all_reduce.backend})"
-    return Table(title, ("size (MiB)", "bus bandwidth (GB/s)"), lines)
+    return Table(title, ("size (MiB)", "bus bandwidth (GB/s)"), rows)
 
 
 if __name__ == "__main__":

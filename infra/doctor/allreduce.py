@@ -73,28 +73,28 @@ def benchmark_all_reduce() -> dict[str, Any]:
 
     from infra import ceilings
 
-    cuda = dist.get_backend() == "nccl"
-    device = torch.device("cuda", torch.cuda.current_device()) if cuda else torch.device("cpu")
+    uses_cuda = dist.get_backend() == "nccl"
+    device = torch.device("cuda", torch.cuda.current_device()) if uses_cuda else torch.device("cpu")
     machines: list[Any] = [None] * dist.get_world_size()
     dist.all_gather_object(machines, socket.gethostname())
-    matmul = ceilings.matmul_rates(device)
+    matmul = ceilings.measure_matmul_rates(device)
     rates = {}
     for size in BUFFER_BYTES:
         values = torch.ones(size // 4, device=device)
-        best = float("inf")
+        best_seconds = float("inf")
         for _ in range(8):
             dist.barrier()
             started_at = time.perf_counter()
             dist.all_reduce(values)
-            if cuda:
+            if uses_cuda:
                 torch.cuda.synchronize()
-            best = min(best, time.perf_counter() - started_at)
+            best_seconds = min(best_seconds, time.perf_counter() - started_at)
         workers = dist.get_world_size()
-        rates[str(size)] = 2 * (workers - 1) / workers * size / best
+        rates[str(size)] = 2 * (workers - 1) / workers * size / best_seconds
     return {
         "backend": dist.get_backend(),
         "bus_bytes_per_second": rates,
-        "device": torch.cuda.get_device_name(device) if cuda else "cpu",
+        "device": torch.cuda.get_device_name(device) if uses_cuda else "cpu",
         "matmul": matmul,
         "machines": machines,
     }

@@ -42,11 +42,11 @@ class Check:
 
 def run_checks(device: torch.device, out: Path) -> list[Check]:
     """Run all checks for ``device``; ``out`` is the folder of runs."""
-    results = [*software(), *disk(out)]
+    results = [*check_software(), *check_disk(out)]
     if device.type == "cuda":
-        return [*results, *gpu(read_gpu(), torch.cuda.get_device_name(device)), *attention_kernels(device)]
+        return [*results, *check_gpu(read_gpu(), torch.cuda.get_device_name(device)), *check_attention_kernels(device)]
     load = os.getloadavg()[0]
-    return [*results, check_missing_gpu(read_gpu()), *cpu(cpu_count(), load), *attention_kernels(device)]
+    return [*results, check_missing_gpu(read_gpu()), *check_cpu(cpu_count(), load), *check_attention_kernels(device)]
 
 
 def check_missing_gpu(state: GpuState | None) -> Check:
@@ -62,7 +62,7 @@ def check_missing_gpu(state: GpuState | None) -> Check:
     )
 
 
-def software(find_version: Callable[[str], str] = version) -> list[Check]:
+def check_software(find_version: Callable[[str], str] = version) -> list[Check]:
     """Check Python, the packages that determine the speed, and whether torch can compile."""
     results = [Check("Python", platform.python_version())]
     for package in ("torch", "ray", "mlflow"):
@@ -76,7 +76,7 @@ def software(find_version: Callable[[str], str] = version) -> list[Check]:
     return [*results, Check("torch.compile", "unavailable" if blocker else "available", blocker)]
 
 
-def disk(out: Path) -> list[Check]:
+def check_disk(out: Path) -> list[Check]:
     """Check free disk space in the folder of runs, and shared memory for Ray."""
     free = shutil.disk_usage(out).free
     results = [
@@ -90,7 +90,7 @@ def disk(out: Path) -> list[Check]:
     return results
 
 
-def cpu(cores: int, load: float) -> list[Check]:
+def check_cpu(cores: int, load: float) -> list[Check]:
     """Check the CPU's cores and the ``load`` of other work, in cores."""
     fix = (
         f"{load:.1f} of {cores} cores are busy with other work; stop it before measuring" if load > 0.5 * cores else ""
@@ -101,7 +101,7 @@ def cpu(cores: int, load: float) -> list[Check]:
     ]
 
 
-def gpu(state: GpuState | None, name: str) -> list[Check]:
+def check_gpu(state: GpuState | None, name: str) -> list[Check]:
     """Check the GPU with torch's ``name``, its state in NVML, and other processes that use it."""
     peak_fix = "no peak FLOP/s listed in infra/device/hardware.py, so MFU cannot be computed; add the GPU there"
     results = [Check("GPU", name, "" if peak_flops(name) else peak_fix)]
@@ -109,10 +109,10 @@ def gpu(state: GpuState | None, name: str) -> list[Check]:
         fix = "memory by process and clocks are unknown; check nvidia-smi"
         return [*results, Check("NVML", "does not respond", fix)]
     results += [Check("driver", state.driver), Check("GPU memory", f"{state.memory_total / GB:.1f} GB")]
-    others = ", ".join(map(str, state.other_processes))
-    fix = f"stop them before measuring: kill {others}" if others else ""
-    results.append(Check("other processes on the GPU", others or "none", fix))
-    if not others and state.process_memory is None and state.memory_used > 2 * GB:
+    other_ids = ", ".join(map(str, state.other_processes))
+    fix = f"stop them before measuring: kill {other_ids}" if other_ids else ""
+    results.append(Check("other processes on the GPU", other_ids or "none", fix))
+    if not other_ids and state.process_memory is None and state.memory_used > 2 * GB:
         used = f"{state.memory_used / GB:.1f} GB in use by processes that NVML does not show"
         results.append(Check("memory in use", used, "find them with nvidia-smi on the host"))
     if state.power_limit is not None:
@@ -126,17 +126,17 @@ def gpu(state: GpuState | None, name: str) -> list[Check]:
     return [*results, Check("throttling", ", ".join(reasons) or "none", fix if reasons else "")]
 
 
-def attention_kernels(device: torch.device) -> list[Check]:
+def check_attention_kernels(device: torch.device) -> list[Check]:
     """Check which fused attention kernels of torch work on the device, forward and backward."""
     if device.type != "cuda":
-        works = _runs([SDPBackend.FLASH_ATTENTION], device)
+        works = _can_run([SDPBackend.FLASH_ATTENTION], device)
         return [Check("fused attention", "available" if works else "unavailable; torch uses plain operations")]
     kernels = {
         "flash": SDPBackend.FLASH_ATTENTION,
         "cuDNN": SDPBackend.CUDNN_ATTENTION,
         "efficient": SDPBackend.EFFICIENT_ATTENTION,
     }
-    works = {name: _runs([kernel], device) for name, kernel in kernels.items()}
+    works = {name: _can_run([kernel], device) for name, kernel in kernels.items()}
     text = ", ".join(f"{name} {'available' if is_available else 'fails'}" for name, is_available in works.items())
     fix = (
         "" if works["flash"] or works["cuDNN"] else "flash and cuDNN attention fail; install a torch built for this GPU"
@@ -144,9 +144,9 @@ def attention_kernels(device: torch.device) -> list[Check]:
     return [Check("attention kernels", text, fix)]
 
 
-def _runs(kernels: list[SDPBackend], device: torch.device) -> bool:
-    kind = torch.bfloat16 if device.type == "cuda" else torch.float32
-    q = torch.randn(1, 12, 256, 64, device=device, dtype=kind, requires_grad=True)
+def _can_run(kernels: list[SDPBackend], device: torch.device) -> bool:
+    dtype = torch.bfloat16 if device.type == "cuda" else torch.float32
+    q = torch.randn(1, 12, 256, 64, device=device, dtype=dtype, requires_grad=True)
     try:
         with sdpa_kernel(kernels):
             functional.scaled_dot_product_attention(q, q, q, is_causal=True).sum().backward()

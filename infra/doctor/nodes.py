@@ -17,7 +17,7 @@ from infra.errors import UserError, first_line
 from infra.ray.cluster import ray_session
 from infra.ray.machines import run_on_nodes
 from infra.storage.directory import StorageDir
-from infra.storage.files import TEMPORARY, scratch
+from infra.storage.files import TEMPORARY_PREFIX, scratch
 
 RESPONSE_TIMEOUT_SECONDS = 45.0
 """Time limit for a machine to start a process and describe itself."""
@@ -67,7 +67,7 @@ class NodeReport:
     cores: int
     machine: MachineReport | None = None
     """Description of the machine; None if the machine did not respond."""
-    clock: float | None = None
+    clock_offset: float | None = None
     """Seconds by which the machine's clock is ahead of the driver's; None if it was not measured."""
     storage: dict[str, float] = field(default_factory=dict)
     """Speed of the storage in bytes/s, for writing (``up``) and reading (``down``)."""
@@ -83,7 +83,7 @@ class NodeReport:
 
 def measure_storage(directory: StorageDir) -> dict[str, float]:
     """Measure the bytes/s of writing and reading a file of a few MB in ``directory``."""
-    name = f"{TEMPORARY}{socket.gethostname()}-{os.getpid()}"
+    name = f"{TEMPORARY_PREFIX}{socket.gethostname()}-{os.getpid()}"
     content = os.urandom(STORAGE_FILE_BYTES)
     started_at = time.perf_counter()
     directory.write(name, content)
@@ -97,7 +97,7 @@ def measure_storage(directory: StorageDir) -> dict[str, float]:
         directory.remove([name])
 
 
-def clock() -> float:
+def read_clock() -> float:
     """Return the time of this machine's clock."""
     return time.time()
 
@@ -123,12 +123,12 @@ def describe_node() -> MachineReport:
     )  # fmt: skip
 
 
-def rates() -> Rates:
+def measure_rates() -> Rates:
     """Measure this machine's matrix products."""
     from infra import ceilings
 
-    device, name = ceilings.first_device()
-    return Rates(socket.gethostname(), name, ceilings.matmul_rates(device))
+    device, name = ceilings.select_device()
+    return Rates(socket.gethostname(), name, ceilings.measure_matmul_rates(device))
 
 
 def examine(address: str, out: StorageDir, *, measure: bool = False) -> list[NodeReport]:
@@ -150,16 +150,18 @@ def examine(address: str, out: StorageDir, *, measure: bool = False) -> list[Nod
         for node, report in reports.items():
             if isinstance(response := responses.get(node), MachineReport):
                 report.machine = response
-                report.problems |= compare(response, driver)
+                report.problems |= compare_machines(response, driver)
             else:
                 report.problems[f"does not respond: {_failure_reason(response, RESPONSE_TIMEOUT_SECONDS)}"] = True
         reachable = {node: report for node, report in reports.items() if report.machine}
         for node, report in reachable.items():
-            report.clock = clock_offset(
-                lambda node=node: run_on_nodes([node], clock, seconds=CLOCK_TIMEOUT_SECONDS).get(node)
+            report.clock_offset = measure_clock_offset(
+                lambda node=node: run_on_nodes([node], read_clock, seconds=CLOCK_TIMEOUT_SECONDS).get(node)
             )
-            if report.clock is not None and abs(report.clock) > MAX_CLOCK_OFFSET_SECONDS:
-                problem = f"its clock differs from this machine's by {report.clock:+.1f} s; synchronize it with NTP"
+            if report.clock_offset is not None and abs(report.clock_offset) > MAX_CLOCK_OFFSET_SECONDS:
+                problem = (
+                    f"its clock differs from this machine's by {report.clock_offset:+.1f} s; synchronize it with NTP"
+                )
                 report.problems[problem] = False
         if out.local_path is None:
             responses = run_on_nodes(list(reachable), measure_storage, out, seconds=STORAGE_TIMEOUT_SECONDS)
@@ -169,18 +171,18 @@ def examine(address: str, out: StorageDir, *, measure: bool = False) -> list[Nod
                 else:
                     report.problems[f"cannot use {out}: {_failure_reason(response, STORAGE_TIMEOUT_SECONDS)}"] = True
         if measure:
-            _measure(reachable, {node: "GPU" in nodes[node]["Resources"] for node in reachable})
+            _measure_matmul(reachable, {node: "GPU" in nodes[node]["Resources"] for node in reachable})
         return list(reports.values())
 
 
-def _measure(reports: Mapping[str, NodeReport], has_gpu: Mapping[str, bool]) -> None:
+def _measure_matmul(reports: Mapping[str, NodeReport], has_gpu: Mapping[str, bool]) -> None:
     """Measure matrix products on the machines, by node id, that have a GPU or cores."""
     needs = {
         node: {"num_gpus": 1} if has_gpu[node] else {"num_cpus": report.cores}
         for node, report in reports.items()
         if has_gpu[node] or report.cores
     }
-    responses = run_on_nodes(list(needs), rates, seconds=MATMUL_TIMEOUT_SECONDS, needs=needs)
+    responses = run_on_nodes(list(needs), measure_rates, seconds=MATMUL_TIMEOUT_SECONDS, needs=needs)
     for node in needs:
         if isinstance(response := responses.get(node), Rates):
             reports[node].rates = response
@@ -190,7 +192,7 @@ def _measure(reports: Mapping[str, NodeReport], has_gpu: Mapping[str, bool]) -> 
             reports[node].problems[problem] = False
 
 
-def compare(machine: MachineReport, driver: MachineReport) -> dict[str, bool]:
+def compare_machines(machine: MachineReport, driver: MachineReport) -> dict[str, bool]:
     """Return problems of ``machine`` compared with the ``driver``'s machine, each with whether it prevents training."""
     problems = {}
     for name, node_version, driver_version in [
@@ -216,7 +218,7 @@ def _failure_reason(response: Exception | None, seconds: float) -> str:
     return first_line(getattr(response, "cause", response)) if response else f"no reply within {seconds:.0f} s"
 
 
-def clock_offset(read_clock: Callable[[], Any]) -> float | None:
+def measure_clock_offset(read_clock: Callable[[], Any]) -> float | None:
     """Return the seconds by which another machine's clock is ahead of this one's, by the fastest of three readings.
 
     Returns None if ``read_clock``, which reads the other clock, does not return a time.

@@ -95,7 +95,7 @@ def ray_session(
 
     if ray.is_initialized():  # Blocks may be nested: the rungs of a ladder use the ladder's Ray.
         if address:
-            _check_joined(address, source)
+            _check_same_cluster(address, source)
         yield
         return
     folders = [str(Path(module).parent) for module in code]
@@ -133,7 +133,7 @@ def ray_session(
             ray.shutdown()
 
 
-def _check_joined(address: str, source: str) -> None:
+def _check_same_cluster(address: str, source: str) -> None:
     """Raise ``UserError`` if this process is connected to a Ray other than the one at ``address``."""
     import ray
     import ray.util

@@ -17,7 +17,7 @@ from typing import Any, TypeVar
 from infra.cli.console import errors
 from infra.errors import UserError
 from infra.storage.directory import StorageDir
-from infra.storage.files import TEMPORARY
+from infra.storage.files import TEMPORARY_PREFIX
 
 RESPONSE_TIMEOUT_SECONDS = 20.0
 """Time limit for a machine of the cluster to start a process and return its result."""
@@ -47,7 +47,7 @@ def eligible_nodes(*, accelerator: str | None = None) -> dict[str, Node]:
     }
 
 
-def await_accelerator(accelerator: str) -> None:
+def wait_for_accelerator(accelerator: str) -> None:
     """Wait until the connected Ray has a machine with an accelerator of this type, which an autoscaler may add.
 
     Raises ``UserError`` on a local Ray without the accelerator, because other machines cannot join it.
@@ -68,7 +68,7 @@ def accelerator_resource(accelerator: str | None) -> dict[str, float]:
     return {f"accelerator_type:{accelerator}": 0.001} if accelerator else {}
 
 
-def is_this_machine_alone() -> bool:
+def is_only_machine() -> bool:
     """Whether this machine is the only live machine of the connected Ray."""
     import ray
 
@@ -91,7 +91,7 @@ def max_cores_per_worker(nodes: Collection[Node], workers: int, *, gpu: bool) ->
     return 0
 
 
-def pin_to_driver_node() -> Any:
+def driver_node_strategy() -> Any:
     """Return the scheduling strategy of work that must run on the driver's machine, to use its files or end with it."""
     import ray
     from ray.util.scheduling_strategies import NodeAffinitySchedulingStrategy
@@ -148,10 +148,10 @@ def check_shared(flag: str, directory: StorageDir) -> None:
     Machines that do not respond within ``RESPONSE_TIMEOUT_SECONDS`` are ignored, because they cannot get work either.
     """
     folder = directory.local_path
-    if folder is None or is_this_machine_alone():
+    if folder is None or is_only_machine():
         return
     folder.mkdir(parents=True, exist_ok=True)
-    descriptor, probe = tempfile.mkstemp(prefix=TEMPORARY, dir=folder)
+    descriptor, probe = tempfile.mkstemp(prefix=TEMPORARY_PREFIX, dir=folder)
     os.close(descriptor)
     try:
         missing_on = sorted(name for name, has_probe in run_on_other_nodes(os.path.exists, probe) if not has_probe)

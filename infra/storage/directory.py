@@ -34,7 +34,7 @@ class StorageDir(ABC):
     object storage keeps failing or does not respond.
     """
 
-    LOCK: ClassVar[str] = ".command"
+    LOCK_FILE: ClassVar[str] = ".command"
     """Name of the lock file in a local directory."""
 
     _by_scheme: ClassVar[dict[str, type["StorageDir"]]] = {}
@@ -55,9 +55,9 @@ class StorageDir(ABC):
         if isinstance(location, StorageDir) and not name:
             return location
         text = str(location)
-        if name.startswith("/") or _scheme(name):
+        if name.startswith("/") or _find_scheme(name):
             text, name = name, ""
-        return StorageDir._by_scheme[_scheme(text)].parse(text, name)
+        return StorageDir._by_scheme[_find_scheme(text)].parse(text, name)
 
     @classmethod
     @abstractmethod
@@ -222,7 +222,7 @@ class StorageDir(ABC):
         """Remove the empty folders among ``folders``."""
 
 
-def _scheme(text: str) -> str:
+def _find_scheme(text: str) -> str:
     """Return the scheme of a URI if an implementation is registered for it; empty for a path."""
     scheme = urlsplit(text).scheme if "://" in text else ""
     return scheme if scheme in StorageDir._by_scheme else ""

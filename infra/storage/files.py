@@ -17,7 +17,7 @@ from filelock import FileLock, Timeout
 
 from infra.errors import UserError
 
-TEMPORARY = ".partial-"
+TEMPORARY_PREFIX = ".partial-"
 """Prefix of the names of files that are being written."""
 
 
@@ -28,7 +28,7 @@ def atomic_file(path: Path) -> Iterator[BinaryIO]:
     The umask decides who can read the file. A link at the temporary name, which another user may have planted in a
     shared folder, is removed and not followed. Raises ``UserError`` if writing fails, for example on a full disk.
     """
-    temporary = path.with_name(f"{TEMPORARY}{os.getpid()}-{path.name}")
+    temporary = path.with_name(f"{TEMPORARY_PREFIX}{os.getpid()}-{path.name}")
     try:
         temporary.unlink(missing_ok=True)
         descriptor = os.open(temporary, os.O_RDWR | os.O_CREAT | os.O_EXCL, 0o666)
@@ -102,7 +102,7 @@ def write_json(path: Path, value: Any) -> None:
 
 def clear_temporaries(folder: Path) -> None:
     """Remove temporary files of killed writers in ``folder``. Other writers must not be running."""
-    for leftover in folder.glob(f"{TEMPORARY}*"):
+    for leftover in folder.glob(f"{TEMPORARY_PREFIX}*"):
         leftover.unlink(missing_ok=True)
 
 

@@ -18,7 +18,7 @@ class Hub:
         self._system, self._bucket = HfFileSystem(), bucket
         self._commits: dict[str, str | None] = {}
 
-    def _commit(self, path: str) -> str | None:
+    def _find_commit(self, path: str) -> str | None:
         """Return the newest commit of the repository of ``path`` when this process first read from it.
 
         All reads use this commit, because the Hub cannot return a version of a single file. Returns None if the path
@@ -36,24 +36,24 @@ class Hub:
         return self._commits[repository]
 
     def head(self, path: str) -> dict[str, Any]:
-        info = self._system.info(f"{self._bucket}/{path}", revision=self._commit(path))
+        info = self._system.info(f"{self._bucket}/{path}", revision=self._find_commit(path))
         if info["type"] != "file":
             raise FileNotFoundError(path)
-        return self._meta(path, info)
+        return self._to_metadata(path, info)
 
     def list(self, prefix: str) -> Iterator[list[dict[str, Any]]]:
         entries: Any = self._system.find(f"{self._bucket}/{prefix}", detail=True)
-        yield [self._meta(name.removeprefix(f"{self._bucket}/"), info) for name, info in entries.items()]
+        yield [self._to_metadata(name.removeprefix(f"{self._bucket}/"), info) for name, info in entries.items()]
 
     @staticmethod
-    def _meta(path: str, info: dict[str, Any]) -> dict[str, Any]:
+    def _to_metadata(path: str, info: dict[str, Any]) -> dict[str, Any]:
         return {"path": path, "size": info["size"], "last_modified": None, "e_tag": info.get("blob_id")}
 
     def get(self, path: str, *, options: Any) -> "HubRange":
         """Read a range of the file, at the commit of this process's first read from the repository."""
         start, end = options["range"]
-        whole = f"{self._bucket}/{path}"
-        content: Any = self._system.cat_file(whole, start=start, end=end, revision=self._commit(path))
+        full_path = f"{self._bucket}/{path}"
+        content: Any = self._system.cat_file(full_path, start=start, end=end, revision=self._find_commit(path))
         return HubRange(content)
 
 

@@ -10,7 +10,7 @@ from typing import BinaryIO, Self
 
 from infra.errors import UserError
 from infra.storage.directory import BLOCK_BYTES, StorageDir
-from infra.storage.files import TEMPORARY, atomic_file, clear_temporaries, sync_folder
+from infra.storage.files import TEMPORARY_PREFIX, atomic_file, clear_temporaries, sync_folder
 
 
 class LocalDir(StorageDir, schemes=("",)):
@@ -43,7 +43,7 @@ class LocalDir(StorageDir, schemes=("",)):
         folder = self.local_path
         while not folder.exists() and folder != folder.parent:
             folder = folder.parent
-        probe = folder / f"{TEMPORARY}probe-{os.getpid()}"
+        probe = folder / f"{TEMPORARY_PREFIX}probe-{os.getpid()}"
         try:
             probe.write_bytes(b"probe")
             probe.unlink()
@@ -63,7 +63,7 @@ class LocalDir(StorageDir, schemes=("",)):
 
     @property
     def lock_path(self) -> Path:
-        return self.local_path / self.LOCK
+        return self.local_path / self.LOCK_FILE
 
     def lock_orphaned(self) -> AbstractContextManager[None]:
         if self.lock_path.exists():

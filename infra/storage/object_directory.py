@@ -11,7 +11,7 @@ from urllib.parse import quote, unquote
 from infra.errors import UserError
 from infra.storage import object_storage
 from infra.storage.directory import CONCURRENT_REQUESTS, StorageDir
-from infra.storage.files import TEMPORARY, scratch
+from infra.storage.files import TEMPORARY_PREFIX, scratch
 from infra.storage.lease import DEFAULT_TIMING, LEASE_FILE, LeaseTiming, hold_lease
 from infra.storage.object_storage import SCHEMES, error_reason
 
@@ -55,7 +55,7 @@ class ObjectDir(StorageDir, schemes=SCHEMES):
 
         Writes and removes a small file.
         """
-        probe = f"{TEMPORARY}probe-{os.getpid()}"
+        probe = f"{TEMPORARY_PREFIX}probe-{os.getpid()}"
         try:
             self.write(probe, b"probe")
             self.remove([probe])

@@ -94,18 +94,18 @@ def locate(uri: str) -> tuple[Any, str, str]:
             "and set AWS_ACCESS_KEY_ID and AWS_SECRET_ACCESS_KEY, or the environment variables of your storage."
         )
     query = parts.query + ("&skip_signature=true" if user == "anonymous" else "")
-    return _store(f"{parts.scheme}://{bucket}", query), bucket, unquote(parts.path).strip("/")
+    return _open_store(f"{parts.scheme}://{bucket}", query), bucket, unquote(parts.path).strip("/")
 
 
 @cache
-def _store(bucket: str, query: str) -> Any:
+def _open_store(bucket: str, query: str) -> Any:
     """Create the store of a bucket; the result is cached, so that connections are reused."""
     if bucket.startswith("hf://"):
         return Hub(bucket.removeprefix("hf://"))
     settings: dict[str, Any] = dict(parse_qsl(query))
     try:
         if bucket.startswith("s3://") and "skip_signature" not in settings:
-            settings |= _credentials()
+            settings |= _load_credentials()
         return from_url(
             bucket,
             # Plain HTTP is only used if the endpoint begins with http://.
@@ -118,7 +118,7 @@ def _store(bucket: str, query: str) -> Any:
         raise UserError(f"Cannot open {bucket}?{query}: {reason}. Check the settings after the '?'.") from failure
 
 
-def _credentials() -> dict[str, Any]:
+def _load_credentials() -> dict[str, Any]:
     """Return the credentials of a profile in ``~/.aws``, which only boto3 reads, if the environment has none.
 
     Raises ``ValueError`` if the profile does not exist.
@@ -166,7 +166,7 @@ def run_request(uri: str, action: Callable[[], T], action_name: str = "read") ->
             f"{uri} cannot be {action_name}: the name of an object there has an empty part (//) or a control character "
             f"({error_reason(failure)}). Rename or remove the object, or use the folders next to it."
         ) from failure
-    except _failures(uri) as failure:
+    except _failure_types(uri) as failure:
         raise UserError(
             f"{uri} cannot be {action_name}: {error_reason(failure)}. Check the address, your credentials and the "
             "network, then run the same command again to continue."
@@ -193,7 +193,7 @@ def error_reason(failure: BaseException) -> str:
     return re.sub(r"^Generic \w+ error: |, max_retries: \d+, retry_timeout: \w+", "", first_line(failure)).rstrip(".")
 
 
-def _failures(uri: str) -> tuple[type[Exception], ...]:
+def _failure_types(uri: str) -> tuple[type[Exception], ...]:
     """Return the exceptions that failing storage at ``uri`` raises, for the Hugging Face Hub also its HTTP client's."""
     if urlsplit(uri).scheme != "hf":
         return (BaseError, OSError)
@@ -231,10 +231,10 @@ def _entity_tag(meta: Any) -> str:
 
 def file_size(uri: str) -> int:
     """Return the size of a file in bytes. Raises ``FileNotFoundError`` if it is missing."""
-    return _head(uri)["size"]
+    return _read_metadata(uri)["size"]
 
 
-def _head(uri: str) -> Any:
+def _read_metadata(uri: str) -> Any:
     store, _, path = locate(uri)
     return run_request(uri, lambda: store.head(path))
 
@@ -301,7 +301,7 @@ class _RemoteFile(io.RawIOBase):
     def __init__(self, uri: str, version: str) -> None:
         self._uri = uri
         self._store, _, self._path = locate(uri)
-        meta = _head(uri)
+        meta = _read_metadata(uri)
         self._size = meta["size"]
         self._tag = meta["e_tag"]
         self._position = 0

@@ -69,7 +69,7 @@ class Workspace:
             if include(name):
                 self.copy_of.download(name, self.path / name)
 
-    def sees(self, file: Path) -> bool:
+    def has_file_of(self, file: Path) -> bool:
         """Whether another process's new ``file`` in its workspace exists in this one; always true for copies."""
         return self.copy_of is not None or file.exists()
 

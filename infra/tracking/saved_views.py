@@ -70,7 +70,7 @@ class View(NamedTuple):
     x_metric: str = ""
     """Metric on the x axis of the charts."""
 
-    def state(self, experiment: str, runs: str | None = None) -> str:
+    def to_page_state(self, experiment: str, runs: str | None = None) -> str:
         """Return the view in MLflow's format; ``runs`` is a filter, by default the one in :data:`RUN_FILTERS`."""
         columns = COLUMNS[experiment]
         page = {
@@ -82,11 +82,11 @@ class View(NamedTuple):
         if self.charts:
             section = {"uuid": VIEW_KEY, "name": self.name, "display": True, "isReordered": False}
             page["compareRunSections"] = [section | {"columns": min(2, len(self.charts))}]
-            page["compareRunCharts"] = [self._card(metric) for metric in self.charts]
+            page["compareRunCharts"] = [self._make_chart(metric) for metric in self.charts]
             page["isAccordionReordered"] = True  # keeps this section the first one
         return "deflate;" + base64.b64encode(zlib.compress(json.dumps(page).encode())).decode()
 
-    def _card(self, metric: str) -> dict[str, Any]:
+    def _make_chart(self, metric: str) -> dict[str, Any]:
         axes = {"xaxis": {"key": self.x_metric, "type": "METRIC"}, "yaxis": {"key": metric, "type": "METRIC"}}
         points = axes | {"type": "SCATTER", "runsCountToCompare": 100}
         x_axis = {"xAxisKey": "metric", "selectedXAxisMetricKey": self.x_metric, "useGlobalXaxisKey": False}
@@ -94,18 +94,18 @@ class View(NamedTuple):
         return {"uuid": metric, "metricSectionId": VIEW_KEY} | (points if "predict" in self.x_metric else line)
 
 
-CREATED, MEMORY = "attributes.start_time", "memory/process_gb"
+CREATED_COLUMN, MEMORY_METRIC = "attributes.start_time", "memory/process_gb"
 CURVE_METRICS = ("loss/train", "loss/val", "throughput/tokens_per_second", "optimizer/learning_rate")
-CURVES = View("Curves", CREATED, False, CURVE_METRICS, "progress/train_tokens")
-MEMORY_VIEW = View("Memory", f"metrics.`{MEMORY}`", False, (MEMORY,), "detail/memory/predicted_gb")
+CURVES_VIEW = View("Curves", CREATED_COLUMN, False, CURVE_METRICS, "progress/train_tokens")
+MEMORY_VIEW = View("Memory", f"metrics.`{MEMORY_METRIC}`", False, (MEMORY_METRIC,), "detail/memory/predicted_gb")
 TRIAL_MEMORY_VIEW = MEMORY_VIEW._replace(x_metric="memory/predicted_gb")
 VIEWS = {
-    "pipeline": (View("Data", CREATED),),
-    "train": (View("Runs", CREATED), CURVES, MEMORY_VIEW),
+    "pipeline": (View("Data", CREATED_COLUMN),),
+    "train": (View("Runs", CREATED_COLUMN), CURVES_VIEW, MEMORY_VIEW),
     # Sorted by name, which begins with the rung's number, because MLflow would collapse the children if sorted by time.
     "ladder": (
         View("Ladder", "tags.`mlflow.runName`", True),
-        CURVES._replace(charts=CURVE_METRICS[:1], order="tags.`mlflow.runName`", is_ascending=True),
+        CURVES_VIEW._replace(charts=CURVE_METRICS[:1], order="tags.`mlflow.runName`", is_ascending=True),
         TRIAL_MEMORY_VIEW,
     ),
     "tune": (View("Leaderboard", "metrics.`result/tokens_per_second`"), TRIAL_MEMORY_VIEW),
@@ -153,5 +153,5 @@ def tag_ranks(search: RunRef, ranks: Mapping[str, str]) -> None:
 
 
 def _save_children_view(client: MlflowClient, experiment: str, view: View, run: RunRef) -> None:
-    state = view.state(experiment, f"tags.`mlflow.parentRunId` = '{run.run_id}'")
+    state = view.to_page_state(experiment, f"tags.`mlflow.parentRunId` = '{run.run_id}'")
     client.set_experiment_tag(run.experiment_id, f"{TAG_PREFIX}{children_view(run.run_id)}", state)

@@ -38,10 +38,10 @@ def send(client: MlflowClient, run_id: str, entries: list[Entry]) -> None:
     metrics = [Metric(e["key"], e["value"], e["time"], e["step"]) for e in entries if e["kind"] == "metric"]
     params = [Param(e["key"], e["value"]) for e in entries if e["kind"] == "param"]
     tags = [RunTag(e["key"], e["value"]) for e in entries if e["kind"] == "tag"]
-    for first in range(0, len(metrics), METRICS_PER_BATCH):
-        _log(client, run_id, metrics=metrics[first : first + METRICS_PER_BATCH])
-    for first in range(0, max(len(params), len(tags)), ITEMS_PER_BATCH):
-        part = slice(first, first + ITEMS_PER_BATCH)
+    for start in range(0, len(metrics), METRICS_PER_BATCH):
+        _log(client, run_id, metrics=metrics[start : start + METRICS_PER_BATCH])
+    for start in range(0, max(len(params), len(tags)), ITEMS_PER_BATCH):
+        part = slice(start, start + ITEMS_PER_BATCH)
         _log(client, run_id, params=params[part], tags=tags[part])
     for entry in entries:
         match entry["kind"]:

@@ -16,7 +16,7 @@ from mlflow.store.tracking import SEARCH_MAX_RESULTS_THRESHOLD
 from mlflow.tracking import MlflowClient
 
 from infra.cli.interrupts import interrupts
-from infra.device.provenance import user
+from infra.device.provenance import find_user_name
 from infra.errors import UserError, first_line
 from infra.storage.credentials import has_secret
 from infra.tracking import orphaned_runs, saved_views
@@ -118,7 +118,7 @@ def create_run(
     """
     store = parent.store if parent else store_uri(tracking_uri)
     run_dir = run_dir or (parent.run_dir if parent else "")
-    system_tags = {"mlflow.user": user(), "mlflow.source.type": "LOCAL", "mlflow.source.name": experiment}
+    system_tags = {"mlflow.user": find_user_name(), "mlflow.source.type": "LOCAL", "mlflow.source.name": experiment}
     system_tags |= ({"mlflow.parentRunId": parent.run_id} if parent else {}) | (
         orphaned_runs.open_run_tags(run_dir) if run_dir else {}
     )
@@ -202,7 +202,7 @@ def read_logged(run_ref: RunRef) -> Logged:
 
 
 @interrupts.delayed()
-def has_run(run_ref: RunRef) -> bool:
+def run_exists(run_ref: RunRef) -> bool:
     """Whether the run is in its store and was not deleted."""
     try:
         return not is_deleted(MlflowClient(run_ref.store), run_ref.run_id)

@@ -44,7 +44,7 @@ class Book:
     author: str | None
     language: str | None
     released: str | None
-    replaced: int
+    replaced_bytes: int
     """Number of undecodable bytes, which U+FFFD replaces, and of removed zero bytes in a text that begins with some."""
     labels: tuple[str, ...]
     """Properties that were recognized or normalized, as labels to count."""
@@ -65,7 +65,7 @@ def clean(raw: RawBook, *, join: bool = False) -> Book | DroppedBook:
         return DroppedBook(raw.id, "not text", "many zero bytes near the beginning")
     decoded = raw.decoded or to_utf8(data)
     zeros = decoded.text.count(b"\0") if b"\0" in head else 0
-    replaced = decoded.replaced + zeros
+    replaced = decoded.replaced_bytes + zeros
     normalized = normalize(decoded.text)
     unwrapped = unwrap(normalized.text)
     body = trim(unwrapped.body)
@@ -95,23 +95,23 @@ def clean(raw: RawBook, *, join: bool = False) -> Book | DroppedBook:
         author=raw.author or fields.get("author"),
         language=raw.language or fields.get("language"),
         released=fields.get("released"),
-        replaced=replaced,
+        replaced_bytes=replaced,
         labels=tuple(labels),
-        flags=tuple(_flags(raw.id, decoded, zeros)),
+        flags=tuple(_find_flags(raw.id, decoded, zeros)),
         removed=normalized.removed | unwrapped.removed,
     )
 
 
-def _flags(book: str, decoded: Decoded, zeros: int) -> Iterator[DroppedBook]:
+def _find_flags(book: str, decoded: Decoded, zeros: int) -> Iterator[DroppedBook]:
     """Yield the possible errors of a ``decoded`` book that contained ``zeros`` zero bytes."""
     encoding = decoded.encoding
-    if decoded.replaced:
-        detail = f"kept; {format_count(decoded.replaced, 'byte')} not valid in {encoding}, replaced with U+FFFD"
+    if decoded.replaced_bytes:
+        detail = f"kept; {format_count(decoded.replaced_bytes, 'byte')} not valid in {encoding}, replaced with U+FFFD"
         yield DroppedBook(book, UNDECODABLE_BYTES, detail)
     if zeros:
         yield DroppedBook(book, UNDECODABLE_BYTES, f"kept; {format_count(zeros, 'zero byte')} removed")
-    if decoded.contradicted:
-        detail = f"kept; declared as {decoded.contradicted}, decoded as {encoding}"
+    if decoded.contradicted_encoding:
+        detail = f"kept; declared as {decoded.contradicted_encoding}, decoded as {encoding}"
         yield DroppedBook(book, ENCODING_OVERRULED, detail)
     if " and " in encoding:
         yield DroppedBook(book, ENCODINGS_MIXED, f"kept; lines decoded as {encoding}")

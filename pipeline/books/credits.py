@@ -90,43 +90,43 @@ def find_note_start(text: bytes, start: int, stop: int, removed: Counter[str]) -
     """
     offset = max(start + FRONT_MATTER_BYTES, stop - MAX_NOTE_BYTES, stop - (stop - start) // 4)
     lower = text[offset:stop].lower() if offset < stop else b""
-    at = lower.find(b"transcriber")
-    while at >= 0:
-        line = lower.rfind(b"\n", 0, at) + 1
+    word_start = lower.find(b"transcriber")
+    while word_start >= 0:
+        line = lower.rfind(b"\n", 0, word_start) + 1
         begins_paragraph = line >= 2 and lower[line - 2 : line] == b"\n\n"
         if begins_paragraph and _NOTE.match(lower, line) and _is_note(text[offset + line : stop]):
             begin = offset + len(lower[:line].rstrip(b" *\t\n"))
             removed["closing note"] += count_characters(text[begin:stop].strip())
             return begin
-        at = lower.find(b"transcriber", at + 1)
+        word_start = lower.find(b"transcriber", word_start + 1)
     return stop
 
 
 def _is_note(text: bytes) -> bool:
     """Whether ``text``, which begins like a transcriber's note, only consists of that note."""
-    bracket = _after_bracket(text, 0) or 0
+    bracket = _find_bracket_end(text, 0) or 0
     if text.lstrip().startswith(b"[") and text.rstrip().endswith(b"\n]"):
         bracket = len(text)  # Quotations in the note may contain unclosed brackets.
     inside = [match[1] for match in _PARAGRAPH.finditer(text[:bracket])][1:]
     if any(_OPENS_BOOK.match(paragraph) for paragraph in inside):
         return False
-    gap = False
+    is_after_example = False
     for match in _PARAGRAPH.finditer(text, bracket):
         paragraph = match[1].lower()
         if not re.search(rb"\w", paragraph) or (not bracket and match.start() == 0):
             continue
-        if _opens_other(match[1]):
+        if _opens_book_part(match[1]):
             return False
         if _NOTE_TOPICS.search(paragraph):
-            gap = False
-        elif gap or bracket or len(paragraph) > MAX_EXAMPLE_BYTES:
+            is_after_example = False
+        elif is_after_example or bracket or len(paragraph) > MAX_EXAMPLE_BYTES:
             return False
         else:
-            gap = True
-    return not gap
+            is_after_example = True
+    return not is_after_example
 
 
-def _opens_other(paragraph: bytes) -> bool:
+def _opens_book_part(paragraph: bytes) -> bool:
     """Whether ``paragraph`` is the heading of a part of the book, and not of a note."""
     return bool(_OPENS_BOOK.match(paragraph) or _BACK_MATTER.match(paragraph.lower()) or paragraph.isupper())
 
@@ -138,20 +138,20 @@ def remove_credits(front: bytes, removed: Counter[str]) -> bytes:
         removed["credits"] += len(front) - len(shorter)
         front = shorter
     lower = front.lower()
-    last = max(lower.rfind(b"note"), lower.rfind(b"world library, inc"))
+    last_mention = max(lower.rfind(b"note"), lower.rfind(b"world library, inc"))
     kept_paragraphs: list[bytes] = []
     position = 0
-    for begin, end, paragraph in _paragraphs(lower):
+    for begin, end, paragraph in _iterate_paragraphs(lower):
         if begin < position:
             continue
-        titled = sum(map(len, kept_paragraphs)) <= SHORT_TEXT_BYTES
-        if len(paragraph) > MAX_CREDIT_BYTES or (kept_paragraphs and begin > last and not titled):
+        is_below_title = sum(map(len, kept_paragraphs)) <= SHORT_TEXT_BYTES
+        if len(paragraph) > MAX_CREDIT_BYTES or (kept_paragraphs and begin > last_mention and not is_below_title):
             break
         stop, rule = None, "credits"
         if _NOTE.match(paragraph):
-            stop, rule = _end_of_note(front, begin, end), "opening note"
+            stop, rule = _find_note_end(front, begin, end), "opening note"
         elif b"world library, inc" in paragraph or (
-            titled and _is_credit(front[begin:end], paragraph, first=not kept_paragraphs)
+            is_below_title and _is_credit(front[begin:end], paragraph, is_first=not kept_paragraphs)
         ):
             stop = end
         elif not kept_paragraphs and len(paragraph) <= SHORT_TEXT_BYTES and OPENING.match(front, begin):
@@ -167,27 +167,27 @@ def remove_credits(front: bytes, removed: Counter[str]) -> bytes:
     return b"".join([*kept_paragraphs, front[position:]])
 
 
-def _is_credit(paragraph: bytes, lower: bytes, *, first: bool) -> bool:
+def _is_credit(paragraph: bytes, lower: bytes, *, is_first: bool) -> bool:
     """Whether ``paragraph`` names the makers of the electronic text, or the location of other versions.
 
-    A paragraph after a title (not ``first``) must name both people and an electronic text.
+    A paragraph after a title (not ``is_first``) must name both people and an electronic text.
     """
-    begins = _CREDIT.match(lower)
-    if begins and _ELECTRONIC.search(lower):
-        return first or b" by " in lower
-    if not first:
+    beginning = _CREDIT.match(lower)
+    if beginning and _ELECTRONIC.search(lower):
+        return is_first or b" by " in lower
+    if not is_first:
         return False
     if _PRODUCTION.search(lower) or _SEE_NOTE.match(lower):
         return True
     return bool(
-        begins
+        beginning
         and _PEOPLE_CREDIT.match(lower)
         and not _ON_STAGE.search(lower)
         and _CREDIT_WORDS.issuperset(_WORD.findall(paragraph))
     )
 
 
-def _paragraphs(front: bytes, offset: int = 0) -> Iterator[tuple[int, int, bytes]]:
+def _iterate_paragraphs(front: bytes, offset: int = 0) -> Iterator[tuple[int, int, bytes]]:
     """Yield bounds and text of the complete paragraphs in ``front``, from ``offset``."""
     for match in _PARAGRAPH.finditer(front, offset):
         if match.end() == len(front) == FRONT_MATTER_BYTES:
@@ -195,26 +195,30 @@ def _paragraphs(front: bytes, offset: int = 0) -> Iterator[tuple[int, int, bytes
         yield match.start(1), match.end(), match[1]
 
 
-def _end_of_note(front: bytes, begin: int, end: int) -> int:
+def _find_note_end(front: bytes, begin: int, end: int) -> int:
     """Return the end of the note that begins with the paragraph ``front[begin:end]``, or of its closing bracket.
 
     A bare heading includes the next paragraph. Indented paragraphs continue the note, up to two empty lines or the
     opening of a book.
     """
-    bracket = _after_bracket(front, begin)
+    bracket = _find_bracket_end(front, begin)
     if bracket is not None:
         return bracket
-    bare = not re.search(rb"\w", _NOTE.sub(b"", front[begin:end].lower(), count=1))
-    for first, last, paragraph in _paragraphs(front, end):
-        continued = bare or (first - end < 2 and paragraph[:1] in b" \t")
-        listed = front[begin:end].rstrip().endswith(b":") and not bare
-        if not continued or _opens_other(paragraph) or not (listed or _NOTE_TOPICS.search(paragraph.lower())):
+    is_bare_heading = not re.search(rb"\w", _NOTE.sub(b"", front[begin:end].lower(), count=1))
+    for first, last, paragraph in _iterate_paragraphs(front, end):
+        is_continuation = is_bare_heading or (first - end < 2 and paragraph[:1] in b" \t")
+        is_list = front[begin:end].rstrip().endswith(b":") and not is_bare_heading
+        if (
+            not is_continuation
+            or _opens_book_part(paragraph)
+            or not (is_list or _NOTE_TOPICS.search(paragraph.lower()))
+        ):
             break
-        end, bare = last, False
+        end, is_bare_heading = last, False
     return end
 
 
-def _after_bracket(text: bytes, begin: int) -> int | None:
+def _find_bracket_end(text: bytes, begin: int) -> int | None:
     """Return the end of the bracket that opens at ``begin`` (after spaces); None if there is no closed bracket."""
     opening = text[begin : begin + 40].lstrip()
     if not opening.startswith(b"["):

@@ -17,7 +17,7 @@ from pipeline.config import MIRROR
 if TYPE_CHECKING:
     from requests import Response
 
-PREFIX = "gutenberg:"
+SOURCE_PREFIX = "gutenberg:"
 """Prefix of sources that are numbers of books."""
 REQUEST_INTERVAL_SECONDS = 2.0
 """Interval between two books, as Project Gutenberg's robot policy requires."""
@@ -42,12 +42,12 @@ class Mirror:
     sleep: Callable[[float], None] = time.sleep
 
 
-def fetch(source: str, mirror: Mirror) -> Iterator[Path]:
+def download_books(source: str, mirror: Mirror) -> Iterator[Path]:
     """Yield the files of a source such as ``gutenberg:1342,84``; download those that are not cached."""
-    numbers = source.removeprefix(PREFIX).split(",")
+    numbers = source.removeprefix(SOURCE_PREFIX).split(",")
     for number in numbers:
         if not re.fullmatch(r"[1-9]\d{0,6}", number):
-            raise UserError(f"{source}: {number!r} is not a book number. Use for example {PREFIX}1342,84.")
+            raise UserError(f"{source}: {number!r} is not a book number. Use for example {SOURCE_PREFIX}1342,84.")
     folder = Path(os.environ.get("XDG_CACHE_HOME") or Path.home() / ".cache") / "throughline" / "gutenberg"
     try:
         folder.mkdir(parents=True, exist_ok=True)
@@ -56,7 +56,7 @@ def fetch(source: str, mirror: Mirror) -> Iterator[Path]:
     has_requested = False
     for number in sorted(set(numbers), key=int):
         path = folder / f"pg{number}.txt"
-        if not path.exists() or flaw(path.read_bytes()):
+        if not path.exists() or find_flaw(path.read_bytes()):
             if has_requested:
                 mirror.sleep(mirror.interval_seconds)
             text = _download(number, mirror)
@@ -93,7 +93,7 @@ def _download(number: str, mirror: Mirror) -> bytes:
             url = f"{mirror.address.rstrip('/')}/{name}"
             try:
                 response = session.get(url, timeout=_TIMEOUT_SECONDS, stream=True)
-                text = _unless_too_large(response, mirror.max_book_bytes) if response.ok else b""
+                text = _read_body(response, mirror.max_book_bytes) if response.ok else b""
             except (OSError, ValueError) as error:  # requests raises ValueError for an invalid address.
                 raise UserError(
                     f"{url} is not reachable ({error}). Check the network, or use another --mirror."
@@ -110,13 +110,13 @@ def _download(number: str, mirror: Mirror) -> bytes:
                     f"{url} is larger than {mirror.max_book_bytes:,} bytes, the limit for a book. Remove its number "
                     "from the sources."
                 )
-            if reason := _no_text(response) or flaw(text):
+            if reason := _find_response_flaw(response) or find_flaw(text):
                 raise UserError(f"{url} {reason}. Check the network, try again later, or use another --mirror.")
             return text
     raise UserError(f"Book {number} has no plain-text edition at {mirror.address}. Remove its number from the sources.")
 
 
-def flaw(text: bytes) -> str | None:
+def find_flaw(text: bytes) -> str | None:
     """Return the reason why ``text`` is not a complete book; None if it seems to be complete."""
     if not text.strip():
         return "is empty"
@@ -131,7 +131,7 @@ def flaw(text: bytes) -> str | None:
     return None
 
 
-def _no_text(response: "Response") -> str | None:
+def _find_response_flaw(response: "Response") -> str | None:
     """Return the reason why the headers of ``response`` do not belong to a complete text; None if they do."""
     kind = response.headers.get("Content-Type", "").lower()
     if any(name in kind for name in ("html", "xml", "json")):
@@ -147,7 +147,7 @@ def _no_text(response: "Response") -> str | None:
     return None
 
 
-def _unless_too_large(response: "Response", max_bytes: int) -> bytes | None:
+def _read_body(response: "Response", max_bytes: int) -> bytes | None:
     """Return the decompressed body of ``response``; stop and return None above ``max_bytes`` bytes."""
     data = bytearray()
     with response:

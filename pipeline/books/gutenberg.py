@@ -74,7 +74,7 @@ LICENSE_MENTION_BYTES = 3_000
 _LEGAL_ENDS = (b"hear about new eBooks.", b"END: FULL LICENSE", b"GUTINDEX.ALL", *_SMALL_PRINT_ENDS)
 
 # A start line may span several lines, up to its closing asterisks; in a text without line ends, only asterisks end it.
-_REST_OF_MARKER = re.compile(
+_MARKER_REMAINDER = re.compile(
     rb"[^*\n]{0,400}(?:\n[^*\n]{0,200}){0,4}?\*{2,}[^\n]{0,200}\n|[^\n]{0,400}\n|[^*\n]{0,400}\*{2,}"
 )
 
@@ -110,28 +110,31 @@ class Unwrapped:
 def unwrap(text: bytes) -> Unwrapped:
     """Return the book or books in ``text`` without wrapping; all of ``text`` if no wrapping is recognized."""
     opening = OPENING.search(text, 0, HEADER_FIELDS_BYTES)
-    wrapped = opening is not None and not text[: opening.start()].strip()
-    spans = _wrapping(text, opened=wrapped)
-    if not spans and not wrapped:
+    has_opening = opening is not None and not text[: opening.start()].strip()
+    spans = _find_wrapping(text, has_opening=has_opening)
+    if not spans and not has_opening:
         return Unwrapped(text)
     removed: Counter[str] = Counter()
     bodies: list[bytes | memoryview] = []
-    for previous, after in pairwise([_Span(0, 0, header=wrapped), *spans, _Span(len(text), len(text))]):
-        if previous.header:
-            bodies += _body(text, previous.stop, after.start, removed)
-        elif text[previous.stop : after.start].strip():
-            bodies += (memoryview(text)[previous.stop : after.start], b"\n\n\n")
+    for previous, following in pairwise([_Span(0, 0, is_header=has_opening), *spans, _Span(len(text), len(text))]):
+        if previous.is_header:
+            bodies += _remove_additions(text, previous.stop, following.start, removed)
+        elif text[previous.stop : following.start].strip():
+            bodies += (memoryview(text)[previous.stop : following.start], b"\n\n\n")
     body = b"".join([*bodies[:-1], b"\n"])
-    headers = [text[span.start : span.stop] for span in spans if span.header]
+    headers = [text[span.start : span.stop] for span in spans if span.is_header]
     if any(b"THIS ELECTRONIC VERSION OF THE COMPLETE WORKS" in header for header in headers):
-        whole = body
+        unfiltered_body = body
         body = _SHAKESPEARE.sub(b"", body)
-        removed["notices between scenes"] += count_characters(whole) - count_characters(body)
+        removed["notices between scenes"] += count_characters(unfiltered_body) - count_characters(body)
     patterns = [pattern for span in spans for pattern in span.patterns] + [name for name in removed if name != "header"]
     for span in spans:
-        removed["header" if span.header else "footer"] += count_characters(text[span.start : span.stop].strip())
+        removed["header" if span.is_header else "footer"] += count_characters(text[span.start : span.stop].strip())
     return Unwrapped(
-        body, tuple(dict.fromkeys(patterns)), _fields(headers[0] if headers else text[:FRONT_MATTER_BYTES]), removed
+        body,
+        tuple(dict.fromkeys(patterns)),
+        _parse_fields(headers[0] if headers else text[:FRONT_MATTER_BYTES]),
+        removed,
     )
 
 
@@ -151,21 +154,21 @@ def declared_encoding(text: bytes) -> str | None:
 
 @dataclass(frozen=True)
 class _Span:
-    """Span of wrapping, or of a line that may be part of wrapping. A book begins after a ``header``."""
+    """Span of wrapping, or of a line that may be part of wrapping. A book begins after a ``is_header``."""
 
     start: int
     stop: int
     patterns: tuple[str, ...] = ()
-    header: bool = False
+    is_header: bool = False
 
 
-def _wrapping(text: bytes, *, opened: bool) -> list[_Span]:
-    """Return the headers and footers in ``text``, in order; ``opened`` means that it begins like a header."""
-    marks = _markers(text)
+def _find_wrapping(text: bytes, *, has_opening: bool) -> list[_Span]:
+    """Return the headers and footers in ``text``, in order; ``has_opening`` means that it begins like a header."""
+    marks = _find_markers(text)
     low = sister_projects.find_header_end(text)
-    headers = [_Span(0, low, ("sister project",), header=True)] if low else []
+    headers = [_Span(0, low, ("sister project",), is_header=True)] if low else []
     for mark in marks:
-        start = _header_start(text, low, mark, headers) if mark.header else None
+        start = _find_header_start(text, low, mark, headers) if mark.is_header else None
         if start is not None and headers and start == headers[-1].stop and not OPENING.match(text, start):
             headers[-1] = replace(headers[-1], stop=mark.stop, patterns=headers[-1].patterns + mark.patterns)
         elif start is not None:
@@ -179,26 +182,26 @@ def _wrapping(text: bytes, *, opened: bool) -> list[_Span]:
         if "start line" in header.patterns or _TEXT.search(text, header.stop, bound)
     ]
     spans: list[_Span] = []
-    for header, following in pairwise([_Span(0, 0, header=opened), *headers, _Span(len(text), len(text))]):
-        ends = [mark for mark in marks if not mark.header and header.stop <= mark.start < following.start]
+    for header, following in pairwise([_Span(0, 0, is_header=has_opening), *headers, _Span(len(text), len(text))]):
+        ends = [mark for mark in marks if not mark.is_header and header.stop <= mark.start < following.start]
         spans += [header] * (header.stop > 0)
-        spans += _footers(text, header.stop, following.start, ends, headed=header.header)
+        spans += _find_footers(text, header.stop, following.start, ends, has_header=header.is_header)
     if spans and spans[0].patterns == ("sister project",):
-        title = _fields(text[: spans[0].stop]).get("title", "")
+        title = _parse_fields(text[: spans[0].stop]).get("title", "")
         if (closing := sister_projects.find_closing_start(text, spans[-1].stop, title)) is not None:
             spans.append(_Span(closing, len(text), ("end sentence",)))
     return spans
 
 
-def _markers(text: bytes) -> list[_Span]:
+def _find_markers(text: bytes) -> list[_Span]:
     """Return all start lines, ends of small print and end lines, even quoted ones; the first two count as headers."""
     markers: dict[int, _Span] = {}
 
     def add(at: int, after: int, pattern: str) -> None:
-        marker_end = _REST_OF_MARKER.match(text, after)
+        marker_end = _MARKER_REMAINDER.match(text, after)
         stop = marker_end.end() if marker_end else after
         version = _VERSION_LINE.match(text, stop)
-        markers[at] = _Span(at, version.end() if version else stop, (pattern,), header=pattern != "end line")
+        markers[at] = _Span(at, version.end() if version else stop, (pattern,), is_header=pattern != "end line")
 
     searched = 0
     for searched_text, first in ((text[:NEAR_HEADER_BYTES].upper(), 0), (text, NEAR_HEADER_BYTES - len(_NAME))):
@@ -206,7 +209,7 @@ def _markers(text: bytes) -> list[_Span]:
         while at >= 0:
             after = at + len(_NAME)
             if line := _LINE.search(searched_text, max(0, at - 40), at):
-                if (begin := _marker_start(searched_text, line.start())) is not None:
+                if (begin := _find_marker_start(searched_text, line.start())) is not None:
                     add(begin, after, "start line" if line[1] == b"START" else "end line")
             elif text.find(b"SMALL PRINT", max(0, at - NEAR_HEADER_BYTES), at + NEAR_HEADER_BYTES) >= 0:
                 for words in _SMALL_PRINT_ENDS:
@@ -220,7 +223,7 @@ def _markers(text: bytes) -> list[_Span]:
     return [markers[at] for at in sorted(markers)]
 
 
-def _marker_start(text: bytes, at: int) -> int | None:
+def _find_marker_start(text: bytes, at: int) -> int | None:
     """Return the start of the line of the marker whose first word is at ``at``; None if other words precede it.
 
     In a text without line ends, a marker follows asterisks or the spaces that replaced an empty line.
@@ -228,32 +231,36 @@ def _marker_start(text: bytes, at: int) -> int | None:
     preceding = text[max(0, at - 80) : at]
     line_text = preceding.rstrip(b" \t*_")
     signs = preceding[len(line_text) :]
-    begins = not line_text or line_text.endswith(b"\n")
-    if not begins and (b"  " in signs or b"***" in signs):
-        begins = _is_joined(text, at)
-    return at - len(signs) if begins else None
+    is_line_start = not line_text or line_text.endswith(b"\n")
+    if not is_line_start and (b"  " in signs or b"***" in signs):
+        is_line_start = _is_joined(text, at)
+    return at - len(signs) if is_line_start else None
 
 
-def _header_start(text: bytes, low: int, mark: _Span, headers: list[_Span]) -> int | None:
+def _find_header_start(text: bytes, low: int, mark: _Span, headers: list[_Span]) -> int | None:
     """Return the start, at or after ``low``, of the header that ends with ``mark``; None if nothing proves a header."""
     first = max(low, mark.start - MAX_HEADER_BYTES)
-    near = max(first, mark.start - HEADER_FIELDS_BYTES)
+    fields_start = max(first, mark.start - HEADER_FIELDS_BYTES)
     opening = OPENING.search(text, first, mark.start)
-    proof = _PROOF.search(text, near, mark.start)
+    proof = _PROOF.search(text, fields_start, mark.start)
     if proof is None and "start line" in mark.patterns and _is_joined(text, mark.start):
-        proof = _JOINED_PROOF.search(text, near, mark.start)
-        opening = opening or next(_JOINED_OPENING.finditer(text, near, mark.start), None)
+        proof = _JOINED_PROOF.search(text, fields_start, mark.start)
+        opening = opening or next(_JOINED_OPENING.finditer(text, fields_start, mark.start), None)
     # A header may end with a start line and with small print.
-    chained = bool(headers) and headers[-1].stop == low and headers[-1].patterns[-1:] != mark.patterns
+    is_chained = bool(headers) and headers[-1].stop == low and headers[-1].patterns[-1:] != mark.patterns
     if opening if "small print" in mark.patterns else proof:
-        lines = (opening, proof, _FIELD.search(text, near, mark.start))
+        lines = (opening, proof, _FIELD.search(text, fields_start, mark.start))
         start = min(line.start() for line in lines if line)
-        if not (opening or _ends_header(text, near, mark.start)):
+        if not (opening or _ends_header(text, fields_start, mark.start)):
             return None
-        title = low == 0 and len(text[:start].strip()) <= SHORT_TEXT_BYTES
-        return low if title or (chained and first == low and not opening) else start
-    few = SHORT_TEXT_BYTES if chained and "small print" in mark.patterns else 0
-    return low if (chained or mark.start < MAX_HEADER_BYTES) and len(text[low : mark.start].strip()) <= few else None
+        is_below_title = low == 0 and len(text[:start].strip()) <= SHORT_TEXT_BYTES
+        return low if is_below_title or (is_chained and first == low and not opening) else start
+    max_title_bytes = SHORT_TEXT_BYTES if is_chained and "small print" in mark.patterns else 0
+    return (
+        low
+        if (is_chained or mark.start < MAX_HEADER_BYTES) and len(text[low : mark.start].strip()) <= max_title_bytes
+        else None
+    )
 
 
 def _is_joined(text: bytes, at: int) -> bool:
@@ -261,11 +268,11 @@ def _is_joined(text: bytes, at: int) -> bool:
     return b"\n" not in text[max(0, at - HEADER_FIELDS_BYTES) : at + HEADER_FIELDS_BYTES]
 
 
-def _ends_header(text: bytes, near: int, stop: int) -> bool:
+def _ends_header(text: bytes, fields_start: int, stop: int) -> bool:
     """Whether only credits are between the last field of a header and its start line, which begins at ``stop``."""
-    fields = [*_FIELD.finditer(text, near, stop), *_PROOF.finditer(text, near, stop)]
+    fields = [*_FIELD.finditer(text, fields_start, stop), *_PROOF.finditer(text, fields_start, stop)]
     if _is_joined(text, stop):
-        fields += _JOINED_PROOF.finditer(text, near, stop)
+        fields += _JOINED_PROOF.finditer(text, fields_start, stop)
         return stop - max(field.end() for field in fields) < JOINED_FIELDS_BYTES
     last = text.find(b"\n", max(field.end() for field in fields) - 1, stop)
     remainder = b"".join(
@@ -274,15 +281,15 @@ def _ends_header(text: bytes, near: int, stop: int) -> bool:
     return last < 0 or not remove_credits(remainder, Counter()).strip()
 
 
-def _footers(text: bytes, low: int, limit: int, ends: list[_Span], *, headed: bool) -> list[_Span]:
+def _find_footers(text: bytes, low: int, limit: int, ends: list[_Span], *, has_header: bool) -> list[_Span]:
     """Return the footers in ``text[low:limit]``; ``ends`` are its end lines."""
     spans: list[_Span] = []
     for end, following in pairwise([*ends, _Span(limit, limit)]):
-        if end.start >= low and _is_footer(text, end.stop, following.start, headed=headed):
+        if end.start >= low and _is_footer(text, end.stop, following.start, has_header=has_header):
             begin = max(low, end.start - END_SENTENCE_BYTES)
-            sentences = [begin + at for at, _ in _closings(text[begin : end.start].upper(), headed=headed)]
+            sentences = [begin + at for at, _ in _find_closings(text[begin : end.start].upper(), has_header=has_header)]
             sentences += [other.start for other in ends if begin <= other.start < end.start]
-            low = _footer_end(text, end.stop, limit)
+            low = _find_footer_end(text, end.stop, limit)
             start = end.start
             if _is_joined(text, start) and (sentence := _JOINED_CLOSING.search(text, begin, start)):
                 sentences.append(sentence.start())
@@ -291,27 +298,27 @@ def _footers(text: bytes, low: int, limit: int, ends: list[_Span], *, headed: bo
             spans.append(replace(end, start=start, stop=low))
     if not spans:
         begin = max(low, limit - MAX_FOOTER_BYTES)
-        for start, pattern in sorted(_closings(text[begin:limit].upper(), headed=headed)):
-            if _is_footer(text, begin + start, limit, headed=headed):
-                return [_Span(begin + start, _footer_end(text, begin + start, limit), (pattern,))]
+        for start, pattern in sorted(_find_closings(text[begin:limit].upper(), has_header=has_header)):
+            if _is_footer(text, begin + start, limit, has_header=has_header):
+                return [_Span(begin + start, _find_footer_end(text, begin + start, limit), (pattern,))]
         # The end line is a footer by itself if another text follows the book.
-        if headed and ends and text[ends[-1].start] not in b" \t":
+        if has_header and ends and text[ends[-1].start] not in b" \t":
             return ends[-1:]
     return spans
 
 
-def _closings(upper: bytes, *, headed: bool) -> Iterator[tuple[int, str]]:
+def _find_closings(upper: bytes, *, has_header: bool) -> Iterator[tuple[int, str]]:
     """Yield (start, label) of closing sentences in ``upper``; without a header, they must name the project."""
-    for pattern, words, preceding_pattern in _CLOSINGS if headed else _CLOSINGS[:1]:
+    for pattern, words, preceding_pattern in _CLOSINGS if has_header else _CLOSINGS[:1]:
         at = upper.find(words)
         while at >= 0:
             match = preceding_pattern.search(upper, max(0, at - 80), at)
-            if match and (start := _marker_start(upper, match.start())) is not None:
+            if match and (start := _find_marker_start(upper, match.start())) is not None:
                 yield start, pattern
             at = upper.find(words, at + 1)
 
 
-def _is_footer(text: bytes, at: int, bound: int, *, headed: bool) -> bool:
+def _is_footer(text: bytes, at: int, bound: int, *, has_header: bool) -> bool:
     """Whether a license begins at ``at``, or only closing sentences follow up to ``bound``."""
     footer_beginning = text[at : min(bound, at + FOOTER_START_BYTES)]
     if any(words in footer_beginning for words in _LEGAL):
@@ -319,57 +326,61 @@ def _is_footer(text: bytes, at: int, bound: int, *, headed: bool) -> bool:
     if bound - at >= FOOTER_START_BYTES or len(footer_beginning.strip()) > SHORT_TEXT_BYTES:
         return False
     sentences = filter(None, footer_beginning.upper().strip().split(b"\n\n"))
-    return all(any(start == 0 for start, _ in _closings(each.lstrip(), headed=headed)) for each in sentences)
+    return all(
+        any(start == 0 for start, _ in _find_closings(each.lstrip(), has_header=has_header)) for each in sentences
+    )
 
 
-def _footer_end(text: bytes, at: int, limit: int) -> int:
+def _find_footer_end(text: bytes, at: int, limit: int) -> int:
     """Return the end of the license that begins at ``at``, by its last words or the last mention of the project."""
     furthest = min(limit, at + MAX_FOOTER_BYTES)
-    named = at
+    last_mention = at
     while (
-        mention := max(text.rfind(name, named, min(furthest, named + LICENSE_MENTION_BYTES)) for name in _MENTIONS)
+        mention := max(
+            text.rfind(name, last_mention, min(furthest, last_mention + LICENSE_MENTION_BYTES)) for name in _MENTIONS
+        )
     ) >= 0:
-        named = mention + 1
-    reach = min(furthest, named + LICENSE_MENTION_BYTES)
+        last_mention = mention + 1
+    reach = min(furthest, last_mention + LICENSE_MENTION_BYTES)
     ends = [position + len(words) for words in _LEGAL_ENDS if (position := text.rfind(words, at, reach)) >= 0]
-    last = max(ends, default=named)
+    last = max(ends, default=last_mention)
     stop = text.find(b"\n", last, min(furthest, last + FOOTER_START_BYTES))
     if stop < 0:
         stop = last if _is_joined(text, last) else min(furthest, last + FOOTER_START_BYTES)
     return furthest if limit - stop < NEAR_HEADER_BYTES and len(text[stop:limit].strip()) <= SHORT_TEXT_BYTES else stop
 
 
-def _body(text: bytes, start: int, stop: int, removed: Counter[str]) -> list[bytes | memoryview]:
+def _remove_additions(text: bytes, start: int, stop: int, removed: Counter[str]) -> list[bytes | memoryview]:
     """Return the book in ``text[start:stop]`` without the additions of its editors, as parts to join."""
     stop = find_note_start(text, start, stop, removed)
     front = text[start : min(start + FRONT_MATTER_BYTES, stop)]
-    added: Counter[str] = Counter()
-    front_matter = remove_credits(front, added).lstrip()
-    remainder = memoryview(text)[start + len(front) : stop - _blanks_before(text, stop)]
+    front_removed: Counter[str] = Counter()
+    front_matter = remove_credits(front, front_removed).lstrip()
+    remainder = memoryview(text)[start + len(front) : stop - _count_trailing_blanks(text, stop)]
     if not len(remainder) and not front_matter.strip():
         front_matter = front.strip()  # A book that only consists of credits is kept.
     else:
-        removed.update(added)
+        removed.update(front_removed)
     return [front_matter, remainder, b"\n\n\n"] if front_matter or len(remainder) else []
 
 
-def _blanks_before(text: bytes, stop: int) -> int:
+def _count_trailing_blanks(text: bytes, stop: int) -> int:
     """Return the number of spaces and line ends before ``stop``, at most 500."""
     end = text[max(0, stop - 500) : stop]
     return len(end) - len(end.rstrip())
 
 
-def _fields(head: bytes) -> dict[str, str]:
+def _parse_fields(head: bytes) -> dict[str, str]:
     values: dict[str, str] = {}
     if b"\n" not in head.strip():
         head = _JOINED_FIELD.sub(b"\n", head)
     for name, value in _FIELD.findall(head):
-        values.setdefault(name.decode().lower(), _line(value))
+        values.setdefault(name.decode().lower(), _to_line(value))
     if "title" not in values and (match := _SHAKESPEARE_TITLE.search(head)):
-        values |= {"title": _line(match[1]), "author": "William Shakespeare"}
+        values |= {"title": _to_line(match[1]), "author": "William Shakespeare"}
     if "title" not in values and (match := _TITLE_LINE.search(head)):
-        values["title"] = _line(match[1])
-        values.setdefault("author", _line(match[2]))
+        values["title"] = _to_line(match[1])
+        values.setdefault("author", _to_line(match[2]))
     released = values.pop("release date", None) or values.pop("posting date", None)
     values.pop("posting date", None)
     if released:
@@ -377,5 +388,5 @@ def _fields(head: bytes) -> dict[str, str]:
     return values
 
 
-def _line(value: bytes) -> str:
+def _to_line(value: bytes) -> str:
     return " ".join(value.decode("utf-8", "replace").split())

@@ -32,77 +32,83 @@ class NamedFile(NamedTuple):
     is_text: bool
 
 
-def labels(files: Sequence[NamedFile], read_start: Callable[[int], bytes]) -> dict[int, Label]:
+def label_files(files: Sequence[NamedFile], read_start: Callable[[int], bytes]) -> dict[int, Label]:
     """Return the labels of labeled ``files`` by index; ``read_start(index)`` returns the first bytes of a file."""
-    cards = {n: _folder(file.path) for n, file in enumerate(files) if _name(file.path) in (*_CARDS, *_DESCRIPTIONS)}
-    others = [n for n in range(len(files)) if n not in cards] if cards else ()
-    rows = _folders(files[n].path for n in others if not files[n].is_text)
+    cards = {
+        n: _parent_folder(file.path)
+        for n, file in enumerate(files)
+        if _lower_name(file.path) in (*_CARDS, *_DESCRIPTIONS)
+    }
+    other_indices = [n for n in range(len(files)) if n not in cards] if cards else ()
+    rows = _find_folders(files[n].path for n in other_indices if not files[n].is_text)
     roots = {n: folder for n, folder in cards.items() if folder in rows and read_start(n).startswith(b"---")}
-    split_labels = _splits(files, set(roots.values())) if any("train" in file.path.lower() for file in files) else {}
-    data = rows | _folders(files[n].path for n in others if n in split_labels)
-    books = _folders(files[n].path for n in others if n not in split_labels and files[n].is_text)
+    split_labels = (
+        _find_splits(files, set(roots.values())) if any("train" in file.path.lower() for file in files) else {}
+    )
+    data = rows | _find_folders(files[n].path for n in other_indices if n in split_labels)
+    books = _find_folders(files[n].path for n in other_indices if n not in split_labels and files[n].is_text)
     for n, folder in cards.items():
-        if folder in data and (folder not in books or n in roots or _name(files[n].path) in _DESCRIPTIONS):
+        if folder in data and (folder not in books or n in roots or _lower_name(files[n].path) in _DESCRIPTIONS):
             split_labels[n] = "card"
     return split_labels
 
 
-def _folder(path: str) -> str:
+def _parent_folder(path: str) -> str:
     return path.rpartition("/")[0]
 
 
-def _name(path: str) -> str:
+def _lower_name(path: str) -> str:
     return path.rpartition("/")[2].lower()
 
 
-def _folders(paths: Iterable[str]) -> set[str]:
+def _find_folders(paths: Iterable[str]) -> set[str]:
     """Return the folders of these files and the folders above them."""
     folders: set[str] = set()
-    for folder in map(_folder, paths):
+    for folder in map(_parent_folder, paths):
         while folder and folder not in folders:
             folders.add(folder)
-            folder = _folder(folder)
+            folder = _parent_folder(folder)
     return folders
 
 
-def _splits(files: Sequence[NamedFile], roots: set[str]) -> dict[int, Label]:
+def _find_splits(files: Sequence[NamedFile], roots: set[str]) -> dict[int, Label]:
     """Return the splits of files by index; ``roots`` are folders with a data set card.
 
     A file with several keywords, such as ``train/test.jsonl``, is in the split furthest from training. Without
     validation files, training files have no split, so that some of their books are held out.
     """
-    marks = {n: file_marks for n, file in enumerate(files) if (file_marks := _marks(file, roots))}
-    plain = {
-        _folder(file.path)
+    marks = {n: file_marks for n, file in enumerate(files) if (file_marks := _find_keywords(file, roots))}
+    unnamed_folders = {
+        _parent_folder(file.path)
         for n, file in enumerate(files)
-        if file.is_text and _name(file.path) not in _CARDS and all(map(_is_of_folder, marks.get(n, ())))
+        if file.is_text and _lower_name(file.path) not in _CARDS and all(map(_is_in_folder_name, marks.get(n, ())))
     }
-    for n in [n for n in marks if files[n].is_text and _folder(files[n].path) in plain]:
-        marks[n] = list(filter(_is_of_folder, marks[n]))
+    for n in [n for n in marks if files[n].is_text and _parent_folder(files[n].path) in unnamed_folders]:
+        marks[n] = list(filter(_is_in_folder_name, marks[n]))
     splits: defaultdict[str, set[Label]] = defaultdict(set)
     for file_marks in marks.values():
         for group, split in file_marks:
             splits[group].add(split)
-    named: dict[int, Label] = {}
+    split_by_file: dict[int, Label] = {}
     for n, file_marks in marks.items():
-        needed = {group: {"train", "val"} if split == "train" else {"train"} for group, split in file_marks}
-        possible = {split for group, split in file_marks if needed[group] <= splits[group]}
+        required_splits = {group: {"train", "val"} if split == "train" else {"train"} for group, split in file_marks}
+        possible_splits = {split for group, split in file_marks if required_splits[group] <= splits[group]}
         for split in ("test", "val", "train"):
-            if split in possible:
-                named[n] = split
+            if split in possible_splits:
+                split_by_file[n] = split
                 break
-    return named
+    return split_by_file
 
 
-def _is_of_folder(mark: tuple[str, Label]) -> bool:
+def _is_in_folder_name(mark: tuple[str, Label]) -> bool:
     """Whether the keyword of a text is in the name of a folder instead of its own name."""
     return mark[0].endswith("/{}/")
 
 
-def _marks(file: NamedFile, roots: set[str]) -> list[tuple[str, Label]]:
+def _find_keywords(file: NamedFile, roots: set[str]) -> list[tuple[str, Label]]:
     """Return the keywords in a path, each as (group of files whose names must match, split)."""
     path = file.path if file.is_text else file.path.lower()  # Capitalized words of a text's name are part of a title.
-    root = "" if file.is_text or not roots else _root(_folder(file.path), roots)
+    root = "" if file.is_text or not roots else _find_root(_parent_folder(file.path), roots)
     marks: list[tuple[str, Label]] = []
     for match in _KEYWORD.finditer(path, len(root)):
         begin, end = path[: match.start()], path[match.end() :]
@@ -118,8 +124,8 @@ def _marks(file: NamedFile, roots: set[str]) -> list[tuple[str, Label]]:
     return marks
 
 
-def _root(folder: str, roots: set[str]) -> str:
+def _find_root(folder: str, roots: set[str]) -> str:
     """Return the nearest of ``roots`` that is ``folder`` or above it; an empty string if there is none."""
     while folder and folder not in roots:
-        folder = _folder(folder)
+        folder = _parent_folder(folder)
     return folder

@@ -40,9 +40,9 @@ def normalize(text: bytes) -> Normalized:
     """
     removed: dict[str, int] = {}
     if b"\r" in text:
-        without = text.replace(b"\r", b"")  # Removing one byte is five times as fast as replacing two.
-        all_end_lines = len(text) - len(without) == _count_crlf(text)
-        text = without if all_end_lines else text.replace(b"\r\n", b"\n").replace(b"\r", b"\n")
+        shortened = text.replace(b"\r", b"")  # Removing one byte is five times as fast as replacing two.
+        are_all_crlf = len(text) - len(shortened) == _count_crlf(text)
+        text = shortened if are_all_crlf else text.replace(b"\r\n", b"\n").replace(b"\r", b"\n")
     if _has_controls(text):
         size = len(text)
         text = text.translate(_LINE_ENDS, _CONTROLS)
@@ -50,16 +50,16 @@ def normalize(text: bytes) -> Normalized:
             removed["control characters"] = size - len(text)
     if text.isascii():
         return Normalized(text, removed)
-    repaired = 0
+    repaired_count = 0
     if b"\xc2" in text and _has_invisible(text):
-        text = _without(_SOFT_HYPHEN, text, removed, "soft hyphens")
+        text = _remove_character(_SOFT_HYPHEN, text, removed, "soft hyphens")
         if b"\n" not in text and text.endswith(_NEXT_LINE):  # Texts from mainframes end lines with it.
             text = text.replace(_NEXT_LINE, b"\n")
-        text, undefined = _UNDEFINED.subn(b"", text)
-        if undefined:
-            removed["control characters"] = removed.get("control characters", 0) + undefined
-        text, repaired = _C1.subn(lambda match: _WINDOWS_1252[match[1]], text)
-    return Normalized(_without(_BYTE_ORDER_MARK, text, removed, "byte order marks"), removed, repaired)
+        text, undefined_count = _UNDEFINED.subn(b"", text)
+        if undefined_count:
+            removed["control characters"] = removed.get("control characters", 0) + undefined_count
+        text, repaired_count = _C1.subn(lambda match: _WINDOWS_1252[match[1]], text)
+    return Normalized(_remove_character(_BYTE_ORDER_MARK, text, removed, "byte order marks"), removed, repaired_count)
 
 
 def trim(text: bytes) -> bytes:
@@ -82,13 +82,13 @@ def count_characters(text: bytes) -> int:
     return len(text) - int(np.count_nonzero(np.frombuffer(text, dtype=np.int8) < -64))
 
 
-def _without(sign: bytes, text: bytes, removed: dict[str, int], name: str) -> bytes:
-    """Return ``text`` without ``sign``; add its number to ``removed`` under ``name``."""
-    if sign[:1] not in text or sign not in text:  # Searching for a single byte is faster.
+def _remove_character(character: bytes, text: bytes, removed: dict[str, int], name: str) -> bytes:
+    """Return ``text`` without ``character``; add its number to ``removed`` under ``name``."""
+    if character[:1] not in text or character not in text:  # Searching for a single byte is faster.
         return text
-    without = text.replace(sign, b"")
-    removed[name] = (len(text) - len(without)) // len(sign)
-    return without
+    shortened = text.replace(character, b"")
+    removed[name] = (len(text) - len(shortened)) // len(character)
+    return shortened
 
 
 def _count_crlf(text: bytes) -> int:

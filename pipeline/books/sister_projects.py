@@ -36,13 +36,13 @@ def find_header_end(text: bytes) -> int:
     """Return the end of the header at the beginning of ``text``; 0 if there is none."""
     if not _NAME.match(text):
         return 0
-    end, proven = 0, False
+    end, has_proof = 0, False
     for match in _PARAGRAPH.finditer(text[:MAX_HEADER_BYTES]):
         if end and not _FIELDS.match(match[1]) and not _FILE_SENTENCE.match(match[1]):
             break
-        proven = proven or bool(_PROOF.search(match[1]))
+        has_proof = has_proof or bool(_PROOF.search(match[1]))
         end = match.end()
-    return end if proven else 0
+    return end if has_proof else 0
 
 
 def find_closing_start(text: bytes, start: int, title: str) -> int | None:

@@ -24,30 +24,30 @@ from urllib.parse import quote, unquote, urlsplit
 from infra.errors import UserError
 from infra.storage.object_storage import is_remote, list_files, locate, open_file
 from pipeline.books import downloads
-from pipeline.books.named_splits import NamedFile, labels
+from pipeline.books.named_splits import NamedFile, label_files
 from pipeline.config import MIRROR, SAMPLE
-from pipeline.shards import MANIFEST, QUARANTINE, SETTINGS_FILE, Split
+from pipeline.shards import MANIFEST_FILE, QUARANTINE_FILE, SETTINGS_FILE, Split
 
-Form = Literal["sample", "text", "lines", "json", "parquet", "zip"]
+Format = Literal["sample", "text", "lines", "json", "parquet", "zip"]
 
-_FORMS: dict[str, Form] = {
+_FORMAT_BY_SUFFIX: dict[str, Format] = {
     ".txt": "text", ".text": "text", ".md": "text", ".jsonl": "lines", ".ndjson": "lines", ".json": "json",
     ".parquet": "parquet", ".zip": "zip",
 }  # fmt: skip
-_COMPRESSED = {".gz": "gzip", ".zst": "zstd", ".bz2": "bz2", ".xz": "xz"}
-SUFFIXES = (*_FORMS, *_COMPRESSED)
+_COMPRESSION_BY_SUFFIX = {".gz": "gzip", ".zst": "zstd", ".bz2": "bz2", ".xz": "xz"}
+SUFFIXES = (*_FORMAT_BY_SUFFIX, *_COMPRESSION_BY_SUFFIX)
 # Project Gutenberg and wget append these to a suffix.
-_APPENDED = re.compile(r"(?<=\w)\.(?:utf-?8|\d{1,2})$", re.I)
+_APPENDED_SUFFIX = re.compile(r"(?<=\w)\.(?:utf-?8|\d{1,2})$", re.I)
 _NON_TEXT_SUFFIXES = (
     ".html", ".htm", ".xhtml", ".xml", ".csv", ".tsv", ".warc", ".wet", ".arrow", ".feather", ".orc", ".avro", ".pdf",
     ".epub", ".mobi", ".rtf", ".doc", ".docx", ".odt", ".tar", ".tgz", ".7z", ".rar", ".jpg", ".jpeg", ".png", ".gif",
     ".mp3", ".db", ".sqlite", ".pkl", ".npy", ".npz", ".bin",
 )  # fmt: skip
 """Suffixes of unsupported formats, which must not be read as text with an unknown suffix."""
-_TEMPORARY = ("_temporary", "_delta_log", "_spark_metadata", "__MACOSX", "$RECYCLE.BIN", "lost+found")
+_TEMPORARY_FOLDERS = ("_temporary", "_delta_log", "_spark_metadata", "__MACOSX", "$RECYCLE.BIN", "lost+found")
 """Folders that programs create beside books, for unfinished, deleted or recovered files, or for metadata."""
-HIDDEN = "hidden or temporary"
-_DATA_SET_FILES = ((SETTINGS_FILE,), (MANIFEST, QUARANTINE))
+HIDDEN_REASON = "hidden or temporary"
+_DATA_SET_FILES = ((SETTINGS_FILE,), (MANIFEST_FILE, QUARANTINE_FILE))
 """Sets of files; a data set of this program, finished or not, contains all files of at least one set."""
 
 
@@ -67,14 +67,14 @@ class SourceFile:
     @property
     def compression(self) -> str | None:
         """Compression of the file by its last suffix: ``gzip``, ``zstd``, ``bz2``, ``xz`` or None."""
-        return _COMPRESSED.get(_suffixes(self.id)[1])
+        return _COMPRESSION_BY_SUFFIX.get(_find_suffixes(self.id)[1])
 
     @property
-    def format(self) -> Form:
+    def format(self) -> Format:
         """Format of the file, by its name. A file with an unknown suffix is text."""
         if self.id == SAMPLE and self.uri.endswith(".jsonl"):
             return "sample"
-        return format_of(self.id) or "text"
+        return find_format(self.id) or "text"
 
     def open(self) -> BinaryIO:
         """Open the stored bytes. Raises ``FileNotFoundError`` if the file was deleted."""
@@ -140,18 +140,18 @@ def build_inventory(sources: Iterable[str], mirror: str = MIRROR) -> Inventory:
     source_files: dict[str, SourceFile] = {}
     skipped: dict[str, str] = {}
     for source in sorted(set(sources)):
-        files = list(_files(source, mirror, skipped))
+        files = list(_list_source(source, mirror, skipped))
         if not files:
             raise UserError(
                 f"No books found in {source}. Use a file or folder of {', '.join(SUFFIXES)} (local, or at s3://, "
                 f"gs://, az:// or hf://), Gutenberg numbers such as gutenberg:1342,84, or '{SAMPLE}'."
             )
         source_files |= {file.uri: file for file in files}
-    files = list(_in_splits(list(source_files.values()), skipped))
-    return Inventory(_distinct(files), dict(sorted(Counter(skipped.values()).items())))
+    files = list(_with_named_splits(list(source_files.values()), skipped))
+    return Inventory(_with_distinct_ids(files), dict(sorted(Counter(skipped.values()).items())))
 
 
-def _in_splits(files: list[SourceFile], skipped: dict[str, str]) -> Iterator[SourceFile]:
+def _with_named_splits(files: list[SourceFile], skipped: dict[str, str]) -> Iterator[SourceFile]:
     """Yield ``files`` with the splits in their names, without test splits and data set cards."""
 
     def read_start(number: int) -> bytes:
@@ -162,8 +162,8 @@ def _in_splits(files: list[SourceFile], skipped: dict[str, str]) -> Iterator[Sou
             return b""
 
     paths = [unquote(file.uri.partition("?")[0]) if is_remote(file.uri) else file.uri for file in files]
-    named = [NamedFile(path, file.format in ("text", "zip")) for path, file in zip(paths, files, strict=True)]
-    split_labels = labels(named, read_start)
+    named_files = [NamedFile(path, file.format in ("text", "zip")) for path, file in zip(paths, files, strict=True)]
+    split_labels = label_files(named_files, read_start)
     for number, file in enumerate(files):
         label = split_labels.get(number)
         if label in ("test", "card"):
@@ -172,44 +172,44 @@ def _in_splits(files: list[SourceFile], skipped: dict[str, str]) -> Iterator[Sou
             yield replace(file, split=label) if label else file
 
 
-def absolute_source(source: str) -> str:
+def to_absolute_source(source: str) -> str:
     """Return ``source``, absolute if it is a local path."""
-    known = source == SAMPLE or source.startswith(downloads.PREFIX) or is_remote(source)
-    return source if known else str(Path(source).expanduser().absolute())
+    is_address = source == SAMPLE or source.startswith(downloads.SOURCE_PREFIX) or is_remote(source)
+    return source if is_address else str(Path(source).expanduser().absolute())
 
 
-def absolute_sources(sources: Iterable[str]) -> list[str]:
+def to_absolute_sources(sources: Iterable[str]) -> list[str]:
     """Return ``sources`` as sorted absolute addresses without repetitions, with one entry per book number."""
     source_names = set[str]()
     for source in sources:
-        head, mark, numbers = source.partition(downloads.PREFIX)
+        head, mark, numbers = source.partition(downloads.SOURCE_PREFIX)
         source_names |= (
-            {mark + number for number in numbers.split(",")} if mark and not head else {absolute_source(source)}
+            {mark + number for number in numbers.split(",")} if mark and not head else {to_absolute_source(source)}
         )
     return sorted(source_names)
 
 
-def _files(source: str, mirror: str, skipped: dict[str, str]) -> Iterator[SourceFile]:
+def _list_source(source: str, mirror: str, skipped: dict[str, str]) -> Iterator[SourceFile]:
     """Yield the files of ``source``; add skipped paths with a label for the reason to ``skipped``."""
     if source == SAMPLE:
-        yield _sample()
-    elif source.startswith(downloads.PREFIX):
-        for path in downloads.fetch(source, downloads.Mirror(mirror)):
-            yield _entry(f"gutenberg/{path.name}", path, timed=False)
+        yield _sample_file()
+    elif source.startswith(downloads.SOURCE_PREFIX):
+        for path in downloads.download_books(source, downloads.Mirror(mirror)):
+            yield _make_source_file(f"gutenberg/{path.name}", path, has_time=False)
     elif is_remote(source):
-        yield from _remote(source, skipped)
+        yield from _list_remote(source, skipped)
     else:
-        yield from _local(source, skipped)
+        yield from _list_local(source, skipped)
 
 
-def _distinct(files: Iterable[SourceFile]) -> list[SourceFile]:
+def _with_distinct_ids(files: Iterable[SourceFile]) -> list[SourceFile]:
     """Sort ``files`` by id; files with the same id, from two folders of the same name, get their URI as their id."""
     files = list(files)
-    shared = {name for name, count in Counter(file.id for file in files).items() if count > 1}
-    return sorted(replace(file, id=_printable(file.uri)) if file.id in shared else file for file in files)
+    shared_ids = {name for name, count in Counter(file.id for file in files).items() if count > 1}
+    return sorted(replace(file, id=_to_valid_unicode(file.uri)) if file.id in shared_ids else file for file in files)
 
 
-def _sample() -> SourceFile:
+def _sample_file() -> SourceFile:
     path = _sample_path()
     return SourceFile(SAMPLE, str(path), path.stat().st_size, 0)
 
@@ -227,7 +227,7 @@ def _sample_path() -> Path:
     return path
 
 
-def _remote(source: str, skipped: dict[str, str]) -> Iterator[SourceFile]:
+def _list_remote(source: str, skipped: dict[str, str]) -> Iterator[SourceFile]:
     parts = urlsplit(source)
     pattern = ""
     if "*" in parts.path:
@@ -258,7 +258,7 @@ def _remote(source: str, skipped: dict[str, str]) -> Iterator[SourceFile]:
         if pattern and not _matches(below.split("/"), pattern.split("/")):
             continue
         if below and (hidden := find_hidden_path(below, pattern)):
-            skipped[f"{root}/{hidden}"] = HIDDEN
+            skipped[f"{root}/{hidden}"] = HIDDEN_REASON
             continue
         if not entry.size:  # A folder may be stored as an empty object, whose name may end in .parquet.
             skipped[entry.path] = "empty"
@@ -278,7 +278,7 @@ def _matches(path: list[str], pattern: list[str]) -> bool:
     return bool(path) and fnmatch.fnmatchcase(path[0], pattern[0]) and _matches(path[1:], pattern[1:])
 
 
-def _local(source: str, skipped: dict[str, str]) -> Iterator[SourceFile]:
+def _list_local(source: str, skipped: dict[str, str]) -> Iterator[SourceFile]:
     if "://" in source:
         raise UserError(
             f"{source} has an unsupported scheme. Use a local path, or an address at s3://, gs://, az:// or hf://."
@@ -287,40 +287,40 @@ def _local(source: str, skipped: dict[str, str]) -> Iterator[SourceFile]:
     if path.is_dir():
         yield from _walk(path, skipped)
     elif path.is_file():
-        if _suffixes(path.name)[0] in _NON_TEXT_SUFFIXES:
+        if _find_suffixes(path.name)[0] in _NON_TEXT_SUFFIXES:
             raise UserError(
                 f"{source} is not a supported file type. Use {', '.join(SUFFIXES)}, or plain text with another suffix."
             )
-        yield _entry(path.name, path)
+        yield _make_source_file(path.name, path)
     else:
         # A pipe or a broken link matches itself as a pattern, so listing the match would recurse forever.
-        paths = sorted(_matching(str(path), skipped))
+        paths = sorted(_expand_glob(str(path), skipped))
         matches = [match for match in paths if Path(match).is_file() or Path(match).is_dir()]
         if not matches:
             raise UserError(f"There is no file or folder {source}. Check the path, or use '{SAMPLE}' for the sample.")
         is_data_set = cache(_is_data_set)
         for match in map(Path, matches):
-            if match.is_file() and _suffixes(match.name)[0] in _NON_TEXT_SUFFIXES:
-                skipped[str(match)] = _suffix_of(match.name)
+            if match.is_file() and _find_suffixes(match.name)[0] in _NON_TEXT_SUFFIXES:
+                skipped[str(match)] = _format_suffixes(match.name)
             elif not any(is_data_set(str(folder)) for folder in match.parents):
-                yield from _local(str(match), skipped)
+                yield from _list_local(str(match), skipped)
 
 
-def _matching(pattern: str, skipped: dict[str, str]) -> Iterator[str]:
+def _expand_glob(pattern: str, skipped: dict[str, str]) -> Iterator[str]:
     """Yield the paths that a glob matches. With ``**``, links to folders are not followed, because they may loop."""
     stars = re.search(r"/\*\*(?=/|$)", pattern)
     if not stars:
         for path in glob.glob(pattern, include_hidden=True):  # noqa: PTH207 Path.glob takes no absolute pattern
             if hidden := find_hidden_path(path, pattern):
-                skipped[hidden] = HIDDEN
+                skipped[hidden] = HIDDEN_REASON
             else:
                 yield path
         return
     below = pattern[stars.end() :].strip("/") or "*"
     for top in glob.glob(pattern[: stars.start()] or "/"):  # noqa: PTH207
         for parent, folders, _ in os.walk(top):
-            folders[:] = _visible(parent, folders, skipped)
-            matches = _matching(f"{glob.escape(parent)}/{below}", skipped)
+            folders[:] = _select_visible(parent, folders, skipped)
+            matches = _expand_glob(f"{glob.escape(parent)}/{below}", skipped)
             yield from (path for path in matches if not (os.path.islink(path) and os.path.isdir(path)))  # noqa: PTH112, PTH114
 
 
@@ -330,13 +330,13 @@ def _walk(top: Path, skipped: dict[str, str]) -> Iterator[SourceFile]:
     Links that :func:`_is_link_to_other_user` describes are skipped.
     """
 
-    def refuse(failure: OSError) -> None:
+    def raise_if_denied(failure: OSError) -> None:
         if isinstance(failure, PermissionError):  # Other errors mean that the folder was deleted meanwhile.
             raise UserError(
                 f"Cannot list {failure.filename}: {failure.strerror}. Allow access, or use other sources."
             ) from failure
 
-    def status_of(path: str) -> os.stat_result | None:
+    def read_status(path: str) -> os.stat_result | None:
         """Return the status of the target of ``path``; None if it is missing, links to itself or is skipped."""
         try:
             status = link = os.lstat(path)
@@ -349,22 +349,22 @@ def _walk(top: Path, skipped: dict[str, str]) -> Iterator[SourceFile]:
             return None
         return status
 
-    above = len(str(top)) - len(top.name)
-    tops, seen = [str(top)], set[tuple[int, int]]()
-    for begin in tops:  # Links to folders are appended during the iteration.
-        for parent, folders, names in os.walk(begin, onerror=refuse):
-            status = status_of(parent) if parent != tops[0] else os.stat(parent)  # noqa: PTH116
-            if status is None or (inode := (status.st_dev, status.st_ino)) in seen or _is_data_set(parent):
+    prefix_length = len(str(top)) - len(top.name)
+    roots, visited_inodes = [str(top)], set[tuple[int, int]]()
+    for root in roots:  # Links to folders are appended during the iteration.
+        for parent, folders, names in os.walk(root, onerror=raise_if_denied):
+            status = read_status(parent) if parent != roots[0] else os.stat(parent)  # noqa: PTH116
+            if status is None or (inode := (status.st_dev, status.st_ino)) in visited_inodes or _is_data_set(parent):
                 folders.clear()
                 continue
-            seen.add(inode)
-            folders[:] = sorted(_visible(parent, folders, skipped))
-            tops += (path for name in folders if os.path.islink(path := f"{parent}/{name}"))  # noqa: PTH114
-            for name in _visible(parent, names, skipped):
-                if not (status := status_of(path := f"{parent}/{name}")):
+            visited_inodes.add(inode)
+            folders[:] = sorted(_select_visible(parent, folders, skipped))
+            roots += (path for name in folders if os.path.islink(path := f"{parent}/{name}"))  # noqa: PTH114
+            for name in _select_visible(parent, names, skipped):
+                if not (status := read_status(path := f"{parent}/{name}")):
                     continue
                 if stat.S_ISREG(status.st_mode) and _has_known_format(name, path, skipped):
-                    yield SourceFile(_printable(path[above:]), path, status.st_size, status.st_mtime_ns)
+                    yield SourceFile(_to_valid_unicode(path[prefix_length:]), path, status.st_size, status.st_mtime_ns)
 
 
 def _is_data_set(folder: str) -> bool:
@@ -381,20 +381,20 @@ def _is_link_to_other_user(link: os.stat_result, file: os.stat_result) -> bool:
 
 
 def _has_known_format(name: str, path: str, skipped: dict[str, str]) -> bool:
-    if format_of(name) is None:
-        skipped[path] = _suffix_of(name)
+    if find_format(name) is None:
+        skipped[path] = _format_suffixes(name)
         return False
     return True
 
 
-def _suffix_of(name: str) -> str:
-    return _printable("".join(_suffixes(name))) or "(none)"
+def _format_suffixes(name: str) -> str:
+    return _to_valid_unicode("".join(_find_suffixes(name))) or "(none)"
 
 
-def _visible(folder: str, names: list[str], skipped: dict[str, str]) -> list[str]:
+def _select_visible(folder: str, names: list[str], skipped: dict[str, str]) -> list[str]:
     """Return the visible ``names`` in ``folder``; add the hidden ones to ``skipped``."""
     hidden = set(filter(find_hidden_path, names))
-    skipped |= {f"{folder}/{name}": HIDDEN for name in hidden}
+    skipped |= {f"{folder}/{name}": HIDDEN_REASON for name in hidden}
     return [name for name in names if name not in hidden]
 
 
@@ -406,7 +406,7 @@ def find_hidden_path(path: str, pattern: str = "") -> str | None:
     """
     names, parts = path.split("/"), pattern.split("/")
     for number, name in enumerate(names):
-        is_hidden = (name.startswith(".") and not name.startswith("..")) or name in _TEMPORARY
+        is_hidden = (name.startswith(".") and not name.startswith("..")) or name in _TEMPORARY_FOLDERS
         if is_hidden and not any(part[:1] == name[0] and fnmatch.fnmatchcase(name, part) for part in parts):
             return "/".join(names[: number + 1])
     return None
@@ -414,47 +414,47 @@ def find_hidden_path(path: str, pattern: str = "") -> str | None:
 
 def is_plain_text(name: str) -> bool:
     """Whether a file is uncompressed text, by its name."""
-    inner, packed = _suffixes(name)
-    return not packed and _FORMS.get(inner) == "text"
+    format_suffix, compression_suffix = _find_suffixes(name)
+    return not compression_suffix and _FORMAT_BY_SUFFIX.get(format_suffix) == "text"
 
 
 def has_unknown_type(name: str) -> bool:
     """Whether a file's name does not show its type; such a file is read as text if it is named explicitly."""
-    inner, packed = _suffixes(name)
-    return not packed and inner not in _FORMS and inner not in _NON_TEXT_SUFFIXES
+    format_suffix, compression_suffix = _find_suffixes(name)
+    return not compression_suffix and format_suffix not in _FORMAT_BY_SUFFIX and format_suffix not in _NON_TEXT_SUFFIXES
 
 
-def format_of(name: str) -> Form | None:
+def find_format(name: str) -> Format | None:
     """Return the format of a file by its name; None if it is unknown."""
-    inner, packed = _suffixes(name)
-    form = _FORMS.get(inner)
-    if packed and (form in ("parquet", "zip") or not inner):
-        return None if inner else "text"
-    return form
+    format_suffix, compression_suffix = _find_suffixes(name)
+    file_format = _FORMAT_BY_SUFFIX.get(format_suffix)
+    if compression_suffix and (file_format in ("parquet", "zip") or not format_suffix):
+        return None if format_suffix else "text"
+    return file_format
 
 
-def _entry(name: str, path: Path, *, timed: bool = True) -> SourceFile:
+def _make_source_file(name: str, path: Path, *, has_time: bool = True) -> SourceFile:
     status = path.stat()
-    return SourceFile(_printable(name), str(path), status.st_size, status.st_mtime_ns if timed else 0)
+    return SourceFile(_to_valid_unicode(name), str(path), status.st_size, status.st_mtime_ns if has_time else 0)
 
 
-def _suffixes(name: str) -> tuple[str, str]:
+def _find_suffixes(name: str) -> tuple[str, str]:
     """Return (suffix of the format, suffix of the compression) in lower case; a missing suffix is empty.
 
     It does not use pathlib, which is noticeably slower for many small files.
     """
-    packed = posixpath.splitext(name)[1].lower()
-    if packed in _COMPRESSED:
-        return _suffixes(name[: -len(packed)])[0], packed
+    suffix = posixpath.splitext(name)[1].lower()
+    if suffix in _COMPRESSION_BY_SUFFIX:
+        return _find_suffixes(name[: -len(suffix)])[0], suffix
     if (
         name[-1:].isdigit()
-        and (shorter_name := _APPENDED.sub("", name)) != name
-        and set(_suffixes(shorter_name)) & set(SUFFIXES)
+        and (shorter_name := _APPENDED_SUFFIX.sub("", name)) != name
+        and set(_find_suffixes(shorter_name)) & set(SUFFIXES)
     ):
-        return _suffixes(shorter_name)
-    return packed, ""
+        return _find_suffixes(shorter_name)
+    return suffix, ""
 
 
-def _printable(name: str) -> str:
+def _to_valid_unicode(name: str) -> str:
     """Return a file name as valid Unicode, which POSIX file names need not be."""
     return os.fsencode(name).decode("utf-8", "backslashreplace")

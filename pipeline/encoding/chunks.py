@@ -20,29 +20,29 @@ _CUT_POSITION = re.compile(
 # In every split pattern, a space after a character other than whitespace starts a pre-token.
 _WORD_END = re.compile(rb"(?:(?<=[!-~])|(?<=[\xc3-\xdf][\x80-\xbf]))(?= )")
 _CONTINUATION = bytes(range(0x80, 0xC0))
-_WINDOW = 4096
+_WINDOW_BYTES = 4096
 _MAX_REPEATED_TOKEN = 16
 """Length of the longest token that repeats one whitespace character; the lengths of shorter ones are powers of two."""
 
 
-def chunks(text: bytes, size: int, cut: Callable[[bytes, int, int], int]) -> Iterator[bytes]:
+def split_into_chunks(text: bytes, size: int, find_cut: Callable[[bytes, int, int], int]) -> Iterator[bytes]:
     """Yield ``text`` in chunks of about ``size`` bytes.
 
-    ``cut`` is :func:`find_boundary` or :func:`find_word_boundary`.
+    ``find_cut`` is :func:`find_boundary` or :func:`find_word_boundary`.
     """
     start = 0
-    while len(text) - start > size and (end := cut(text, start, start + size)) < len(text):
+    while len(text) - start > size and (end := find_cut(text, start, start + size)) < len(text):
         yield text[start:end]
         start = end
     yield text[start:] if start else text
 
 
-def find_boundary(text: bytes, start: int, at: int) -> int:
-    """Return the first position at or after ``at`` where ``text`` may be cut, after a cut at ``start``."""
-    for near in range(at, len(text), _WINDOW):
-        head = text[near : near + 4]
-        begin = near + len(head) - len(head.lstrip(_CONTINUATION))
-        window = text[begin : begin + _WINDOW].decode(errors="ignore")
+def find_boundary(text: bytes, start: int, position: int) -> int:
+    """Return the first position at or after ``position`` where ``text`` may be cut, after a cut at ``start``."""
+    for window_start in range(position, len(text), _WINDOW_BYTES):
+        head = text[window_start : window_start + 4]
+        begin = window_start + len(head) - len(head.lstrip(_CONTINUATION))
+        window = text[begin : begin + _WINDOW_BYTES].decode(errors="ignore")
         if match := _CUT_POSITION.search(window, 1):
             return begin + len(window[: match.start()].encode())
         character = window[:1]
@@ -56,7 +56,7 @@ def find_boundary(text: bytes, start: int, at: int) -> int:
     return len(text)
 
 
-def find_word_boundary(text: bytes, start: int, at: int) -> int:
-    """Return the first position at or after ``at`` where ``text`` may be cut for any split pattern and tokens."""
-    match = _WORD_END.search(text, at)
+def find_word_boundary(text: bytes, start: int, position: int) -> int:
+    """Return the first position at or after ``position`` where ``text`` may be cut for any split pattern and tokens."""
+    match = _WORD_END.search(text, position)
     return match.start() if match else len(text)

@@ -7,7 +7,7 @@ from collections.abc import Sequence
 from typing import Any
 
 # Split patterns as published by tiktoken (tiktoken_ext/openai_public.py), by gigatoken's names.
-PATTERNS = {
+SPLIT_PATTERNS = {
     "gpt2": r"""'(?:[sdmt]|ll|ve|re)| ?\p{L}++| ?\p{N}++| ?[^\s\p{L}\p{N}]++|\s++$|\s+(?!\S)|\s""",
     "cl100k": r"""'(?i:[sdmt]|ll|ve|re)|[^\r\n\p{L}\p{N}]?+\p{L}++|\p{N}{1,3}+| ?[^\s\p{L}\p{N}]++[\r\n]*+"""
     r"""|\s++$|\s*[\r\n]|\s+(?!\S)|\s""",
@@ -16,10 +16,10 @@ PATTERNS = {
     r"""|[^\r\n\p{L}\p{N}]?[\p{Lu}\p{Lt}\p{Lm}\p{Lo}\p{M}]+[\p{Ll}\p{Lm}\p{Lo}\p{M}]*(?i:'s|'t|'re|'ve|'m|'ll|'d)?"""
     r"""|\p{N}{1,3}| ?[^\s\p{L}\p{N}]+[\r\n/]*|\s*[\r\n]+|\s+(?!\S)|\s+""",
 }
-END = "<|endoftext|>"
-_ENDS = (END, "<|end_of_text|>", "</s>", "<|im_end|>", "<eos>")
+END_OF_TEXT = "<|endoftext|>"
+_END_OF_TEXT_NAMES = (END_OF_TEXT, "<|end_of_text|>", "</s>", "<|im_end|>", "<eos>")
 """Names of end-of-text tokens, in the order in which a ``tokenizer.json`` is searched for one."""
-_OFF = dict.fromkeys(("post_processor", "truncation", "padding"))
+_DISABLED_SETTINGS = dict.fromkeys(("post_processor", "truncation", "padding"))
 
 
 def parse_ranks(ranks: bytes) -> list[bytes]:
@@ -31,7 +31,7 @@ def parse_ranks(ranks: bytes) -> list[bytes]:
     for line in ranks.splitlines():
         token, rank = line.split()
         tokens_by_id[int(rank)] = base64.b64decode(token, validate=True)
-    return [*_complete(tokens_by_id), END.encode()]
+    return [*_order_tokens(tokens_by_id), END_OF_TEXT.encode()]
 
 
 def parse_tokenizer_json(values: dict[str, Any]) -> list[bytes]:
@@ -51,15 +51,15 @@ def parse_tokenizer_json(values: dict[str, Any]) -> list[bytes]:
         raise ValueError(f"it changes the text; {' and '.join(changes)} must be off")
     if [split["type"] for split in first_pretokenizers] != ["Split"] * (not last.get("use_regex", True)):
         raise ValueError("its pre-tokenizer is not one split pattern and ByteLevel")
-    bytes_of = {letter: byte for byte, letter in letters().items()}
+    bytes_of = {letter: byte for byte, letter in byte_letters().items()}
     added = {token["id"]: token["content"].encode() for token in added_tokens(values)}
     tokens_by_id = {
         number: bytes(bytes_of[letter] for letter in token)
         for token, number in model["vocab"].items()
         if number not in added
     }
-    end_of_json(values)
-    return _complete(tokens_by_id, added)
+    find_end_of_text(values)
+    return _order_tokens(tokens_by_id, added)
 
 
 def added_tokens(values: dict[str, Any]) -> list[dict[str, Any]]:
@@ -67,66 +67,66 @@ def added_tokens(values: dict[str, Any]) -> list[dict[str, Any]]:
     return values.get("added_tokens") or []
 
 
-def end_of_json(values: dict[str, Any]) -> int:
+def find_end_of_text(values: dict[str, Any]) -> int:
     """Return the id of the end-of-text token in a ``tokenizer.json``. Raises ``ValueError`` if there is none."""
-    known = {token["content"]: token["id"] for token in added_tokens(values)}
-    for name in _ENDS:
-        if name in known:
-            return known[name]
-    raise ValueError(f"no added token marks the end of a text (expected one of {' '.join(_ENDS)})")
+    id_by_name = {token["content"]: token["id"] for token in added_tokens(values)}
+    for name in _END_OF_TEXT_NAMES:
+        if name in id_by_name:
+            return id_by_name[name]
+    raise ValueError(f"no added token marks the end of a text (expected one of {' '.join(_END_OF_TEXT_NAMES)})")
 
 
-def _complete(tokens_by_id: dict[int, bytes], added: dict[int, bytes] | None = None) -> list[bytes]:
+def _order_tokens(tokens_by_id: dict[int, bytes], added: dict[int, bytes] | None = None) -> list[bytes]:
     """Return the tokens by id. Raises ``ValueError`` if an id or a single byte is missing."""
-    everything = tokens_by_id | (added or {})
-    if missing := sorted({bytes([value]) for value in range(256)} - set(everything.values())):
-        raise ValueError(f"{len(missing)} of the 256 single bytes have no token (first: {missing[0]!r})")
-    if holes := set(range(len(everything))) - everything.keys():
-        raise ValueError(f"the id {min(holes)} has no token")
+    all_tokens = tokens_by_id | (added or {})
+    if missing_bytes := sorted({bytes([value]) for value in range(256)} - set(all_tokens.values())):
+        raise ValueError(f"{len(missing_bytes)} of the 256 single bytes have no token (first: {missing_bytes[0]!r})")
+    if missing_ids := set(range(len(all_tokens))) - all_tokens.keys():
+        raise ValueError(f"the id {min(missing_ids)} has no token")
     if len(set(tokens_by_id.values())) < len(tokens_by_id):
         raise ValueError("two ids have the same token")
-    return [everything[number] for number in range(len(everything))]
+    return [all_tokens[number] for number in range(len(all_tokens))]
 
 
-def ordinary_json(values: dict[str, Any]) -> str:
+def to_ordinary_json(values: dict[str, Any]) -> str:
     """Return a ``tokenizer.json`` that encodes special and end-of-text tokens as ordinary text, and only the text."""
-    end = end_of_json(values)
+    end = find_end_of_text(values)
     added = [token for token in added_tokens(values) if not token["special"] and token["id"] != end]
-    return json.dumps(values | _OFF | {"added_tokens": added}, ensure_ascii=False)
+    return json.dumps(values | _DISABLED_SETTINGS | {"added_tokens": added}, ensure_ascii=False)
 
 
-def reference_json(values: dict[str, Any]) -> str:
+def to_reference_json(values: dict[str, Any]) -> str:
     """Return a ``tokenizer.json`` that only encodes the text, for the reference library.
 
     The end-of-text token is marked as special, because the library can encode special tokens as ordinary text.
     """
-    end = end_of_json(values)
+    end = find_end_of_text(values)
     added = [token | {"special": True} if token["id"] == end else token for token in added_tokens(values)]
-    return json.dumps(values | _OFF | {"added_tokens": added}, ensure_ascii=False)
+    return json.dumps(values | _DISABLED_SETTINGS | {"added_tokens": added}, ensure_ascii=False)
 
 
-def letters() -> dict[int, str]:
+def byte_letters() -> dict[int, str]:
     """Return GPT-2's printable character for each byte: the byte's own if printable, else one from 256 on."""
-    printable = [*range(33, 127), *range(161, 173), *range(174, 256)]
-    others = [byte for byte in range(256) if byte not in printable]
-    return {byte: chr(byte) for byte in printable} | {byte: chr(256 + n) for n, byte in enumerate(others)}
+    printable_bytes = [*range(33, 127), *range(161, 173), *range(174, 256)]
+    other_bytes = [byte for byte in range(256) if byte not in printable_bytes]
+    return {byte: chr(byte) for byte in printable_bytes} | {byte: chr(256 + n) for n, byte in enumerate(other_bytes)}
 
 
 def make_tokenizer_json(tokens: Sequence[bytes], merges: Sequence[tuple[bytes, bytes]], pattern: str) -> str:
     """Return a ``tokenizer.json`` for Hugging Face's libraries from ``tokens`` by id, the end-of-text token last."""
-    known = letters()
+    letter_by_byte = byte_letters()
 
-    def written(token: bytes) -> str:
-        return "".join(known[byte] for byte in token)
+    def to_letters(token: bytes) -> str:
+        return "".join(letter_by_byte[byte] for byte in token)
 
-    ids = {written(token): rank for rank, token in enumerate(tokens[:-1])}
+    ids = {to_letters(token): rank for rank, token in enumerate(tokens[:-1])}
     # Greedy quantifiers match the same text in these patterns, and Oniguruma would parse a possessive {1,3}+ as a
     # repeated group. It would also parse $ as the end of a line.
-    regex = re.sub(r"([+*?]|\{1,3\})\+", r"\1", PATTERNS[pattern]).replace("$", r"\z")
+    regex = re.sub(r"([+*?]|\{1,3\})\+", r"\1", SPLIT_PATTERNS[pattern]).replace("$", r"\z")
     byte_level = {"type": "ByteLevel", "add_prefix_space": False, "trim_offsets": False, "use_regex": True}
     split = {"type": "Split", "pattern": {"Regex": regex}, "behavior": "Isolated", "invert": False}
     after_split = {"type": "Sequence", "pretokenizers": [split, byte_level | {"use_regex": False}]}
-    end = {"id": len(ids), "content": END, "special": True, "normalized": False}
+    end = {"id": len(ids), "content": END_OF_TEXT, "special": True, "normalized": False}
     values = {
         "version": "1.0", "truncation": None, "padding": None, "normalizer": None, "post_processor": None,
         "added_tokens": [end | dict.fromkeys(("single_word", "lstrip", "rstrip"), False)],
@@ -135,8 +135,8 @@ def make_tokenizer_json(tokens: Sequence[bytes], merges: Sequence[tuple[bytes, b
         "model": {
             "type": "BPE", "dropout": None, "unk_token": None, "continuing_subword_prefix": None,
             "end_of_word_suffix": None, "fuse_unk": False, "byte_fallback": False, "ignore_merges": False,
-            "vocab": ids | {END: len(ids)},
-            "merges": [[written(part) for part in pair] for pair in merges],
+            "vocab": ids | {END_OF_TEXT: len(ids)},
+            "merges": [[to_letters(part) for part in pair] for pair in merges],
         },
     }  # fmt: skip
     return json.dumps(values, ensure_ascii=False)

@@ -23,17 +23,17 @@ import tiktoken
 
 from infra.errors import UserError, first_line
 from infra.storage.directory import StorageDir
-from pipeline.encoding.chunks import CHUNK_BYTES, chunks, find_boundary, find_word_boundary
+from pipeline.encoding.chunks import CHUNK_BYTES, find_boundary, find_word_boundary, split_into_chunks
 from pipeline.encoding.formats import (
-    END,
-    PATTERNS,
+    END_OF_TEXT,
+    SPLIT_PATTERNS,
     added_tokens,
-    end_of_json,
+    find_end_of_text,
     make_tokenizer_json,
-    ordinary_json,
     parse_ranks,
     parse_tokenizer_json,
-    reference_json,
+    to_ordinary_json,
+    to_reference_json,
 )
 from pipeline.shards import TOKENIZER_FILE
 
@@ -139,7 +139,7 @@ class Tokenizer:
     @cached_property
     def end_of_text(self) -> int:
         """Id of the end-of-text token."""
-        return len(self) - 1 if self.pattern else end_of_json(self._values)
+        return len(self) - 1 if self.pattern else find_end_of_text(self._values)
 
     @property
     def is_gpt2(self) -> bool:
@@ -169,9 +169,9 @@ class Tokenizer:
         assert self.pattern
         return tiktoken.Encoding(
             "gpt2" if self.is_gpt2 else self.sha256,
-            pat_str=PATTERNS[self.pattern],
+            pat_str=SPLIT_PATTERNS[self.pattern],
             mergeable_ranks={token: rank for rank, token in enumerate(self.tokens[:-1])},
-            special_tokens={END: self.end_of_text},
+            special_tokens={END_OF_TEXT: self.end_of_text},
             explicit_n_vocab=len(self),
         )
 
@@ -179,7 +179,7 @@ class Tokenizer:
     def _tokenizers(self) -> Any:
         from tokenizers import Tokenizer  # Imported here, because it takes 0.1 s, and GPT-2 does not need it.
 
-        tokenizer = Tokenizer.from_str(reference_json(self._values))
+        tokenizer = Tokenizer.from_str(to_reference_json(self._values))
         tokenizer.encode_special_tokens = True  # This encodes special tokens as ordinary text.
         return tokenizer
 
@@ -195,7 +195,7 @@ class Tokenizer:
 
     def _gigatoken(self) -> gigatoken.Tokenizer:
         if not self.pattern:
-            return gigatoken.Tokenizer.from_json(ordinary_json(self._values))
+            return gigatoken.Tokenizer.from_json(to_ordinary_json(self._values))
         with tempfile.NamedTemporaryFile(suffix=".tiktoken") as file:  # gigatoken only reads ranks from a file.
             file.write(self._ranks)
             file.flush()
@@ -213,7 +213,7 @@ class Tokenizer:
         advice = "Use a tokenizer.json as written by 'python -m pipeline.vocabulary'."
         with self._errors_as_user_errors(self.library, advice):
             expected = self.encode_with_reference(text)
-            if self._bytes(expected) != text.encode():
+            if self._join_tokens(expected) != text.encode():
                 raise ValueError("decoding the ids does not give the original text")
             chunk_ids = [self.encode_with_reference(chunk.decode()) for chunk in self.chunks(sample.encode(), 1)]
             self._check_equal(np.concatenate(chunk_ids), self.encode_with_reference(sample), "without preceding text")
@@ -224,11 +224,11 @@ class Tokenizer:
     def _check_equal(self, ids: np.ndarray, expected: np.ndarray, comparison: str) -> None:
         """Raise ``ValueError`` with the text at the first difference of ``ids`` and ``expected``."""
         if not np.array_equal(ids, expected):
-            same = np.cumprod(ids[: len(expected)] == expected[: len(ids)]).sum()
-            text = self._bytes(expected[same : same + 8]).decode(errors="ignore")
+            common_length = np.cumprod(ids[: len(expected)] == expected[: len(ids)]).sum()
+            text = self._join_tokens(expected[common_length : common_length + 8]).decode(errors="ignore")
             raise ValueError(f"{text[:20]!r} has different ids {comparison}")
 
-    def _bytes(self, ids: Iterable[int]) -> bytes:
+    def _join_tokens(self, ids: Iterable[int]) -> bytes:
         return b"".join(self.tokens[token] for token in ids if token < len(self))
 
     @contextmanager
@@ -259,7 +259,7 @@ class Tokenizer:
 
     def chunks(self, text: bytes, size: int = CHUNK_BYTES) -> Iterator[bytes]:
         """Yield ``text`` in chunks of about ``size`` bytes that encode to the same ids as the whole text."""
-        return chunks(text, size, find_boundary if self.is_gpt2 else find_word_boundary)
+        return split_into_chunks(text, size, find_boundary if self.is_gpt2 else find_word_boundary)
 
     def verify(self, book: str, text: bytes, ids: np.ndarray, size: int = VERIFIED_BYTES) -> int:
         """Compare the ``ids`` of about ``size`` bytes of ``text`` with the reference; return the bytes compared.
@@ -271,12 +271,12 @@ class Tokenizer:
         encoded_ids = ids[: len(expected)] if len(head) < len(text) else ids
         if np.array_equal(expected, encoded_ids):
             return len(head)
-        common = min(len(expected), len(encoded_ids))
-        differs = np.nonzero(expected[:common] != encoded_ids[:common])[0]
-        first = int(differs[0]) if len(differs) else common
+        common_length = min(len(expected), len(encoded_ids))
+        difference_positions = np.nonzero(expected[:common_length] != encoded_ids[:common_length])[0]
+        first_difference = int(difference_positions[0]) if len(difference_positions) else common_length
         raise EncodingMismatch(
-            f"gigatoken and {self.library} encode {book} differently from token {first:,} on "
-            f"({encoded_ids[first : first + 4].tolist()} instead of {expected[first : first + 4].tolist()}). "
+            f"gigatoken and {self.library} encode {book} differently from token {first_difference:,} on "
+            f"({encoded_ids[first_difference : first_difference + 4].tolist()} instead of {expected[first_difference : first_difference + 4].tolist()}). "
             f"Use --encoder tiktoken, and report the versions of gigatoken and {self.library} with this book."
         )
 
@@ -289,7 +289,7 @@ class Tokenizer:
 
     def decode(self, ids: Iterable[int]) -> str:
         """Return the text of ``ids``; an incomplete character becomes a replacement character."""
-        return self._bytes(ids).decode(errors="replace")
+        return self._join_tokens(ids).decode(errors="replace")
 
 
 @cache
@@ -320,12 +320,12 @@ def read_tokenizer(address: str | None) -> Tokenizer:
     name = f"--tokenizer {address}"
     if content.lstrip().startswith(b"{") or not file.name.endswith(".tiktoken"):
         return Tokenizer(content, name)
-    match = re.search("|".join(["r50k", *PATTERNS]), file.name)
+    match = re.search("|".join(["r50k", *SPLIT_PATTERNS]), file.name)
     if match is None:
         stem = file.name.removesuffix(".tiktoken")
         raise UserError(
             f"{name}: a .tiktoken file does not store its split pattern, so the file name must contain it. Rename the "
-            f"file, for example to {' or '.join(f'{stem}.{pattern}.tiktoken' for pattern in PATTERNS)}."
+            f"file, for example to {' or '.join(f'{stem}.{pattern}.tiktoken' for pattern in SPLIT_PATTERNS)}."
         )
     pattern = match[0].replace("r50k", "gpt2")
     ranks = "".join(f"{line}\n" for line in content.decode(errors="replace").splitlines() if line.strip())

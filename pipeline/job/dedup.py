@@ -16,8 +16,8 @@ from pipeline.books.readers import DroppedBook
 from pipeline.job.partition_result import PartitionResult
 from pipeline.shards import Shard, ShardInfo, write_batch
 
-EXACT = "duplicate"
-NEAR = "near duplicate"
+EXACT_DUPLICATE = "duplicate"
+NEAR_DUPLICATE = "near duplicate"
 Rank = tuple[bool, bool, bool, str]
 """Sort key of books with the same text; the first one is kept."""
 
@@ -33,13 +33,17 @@ def find_duplicates(results: dict[str, PartitionResult], rank: Callable[[str], R
     for book in sorted(texts, key=rank):
         original = first.setdefault(texts[book], book)
         if original != book:
-            duplicates[book] = DroppedBook(book, EXACT, f"same text as {original}")
-    every = {book: signature for result in results.values() for book, signature in result.signatures.items()}
-    if signatures := {book: every[book] for book in sorted(every, key=rank) if book not in duplicates}:
+            duplicates[book] = DroppedBook(book, EXACT_DUPLICATE, f"same text as {original}")
+    all_signatures = {book: signature for result in results.values() for book, signature in result.signatures.items()}
+    if signatures := {
+        book: all_signatures[book] for book in sorted(all_signatures, key=rank) if book not in duplicates
+    }:
         from pipeline.job.similarity import find_near_duplicates  # Imported here, because few jobs need it.
 
         for book, (original, similarity) in find_near_duplicates(signatures).items():
-            duplicates[book] = DroppedBook(book, NEAR, f"{similarity:.0%} of its phrases are also in {original}")
+            duplicates[book] = DroppedBook(
+                book, NEAR_DUPLICATE, f"{similarity:.0%} of its phrases are also in {original}"
+            )
     return duplicates
 
 
@@ -47,8 +51,10 @@ def drop_duplicates(
     out_dir: StorageDir, results: dict[str, PartitionResult], duplicates: dict[str, DroppedBook]
 ) -> dict[str, PartitionResult]:
     """Remove ``duplicates`` from shards and results; return the updated results, by partition name."""
-    hits = {name: {book for book, *_ in result.books if book in duplicates} for name, result in results.items()}
-    affected = {name: {book: duplicates[book] for book in hit} for name, hit in hits.items() if hit}
+    duplicates_by_partition = {
+        name: {book for book, *_ in result.books if book in duplicates} for name, result in results.items()
+    }
+    affected = {name: {book: duplicates[book] for book in hit} for name, hit in duplicates_by_partition.items() if hit}
     with ThreadPoolExecutor() as pool:
         changed = dict(
             zip(

@@ -19,7 +19,7 @@ _JOIN_TIMEOUT_SECONDS = 10.0
 
 
 def run_tasks(
-    work: Callable[[Item], Iterable[Result]], items: Sequence[Item], *, ordered: bool, **map_options: Any
+    work: Callable[[Item], Iterable[Result]], items: Sequence[Item], *, keeps_order: bool, **map_options: Any
 ) -> Generator[Result, None, None]:
     """Yield the results of ``work(item)`` for each of ``items``; each item is a task with one CPU core.
 
@@ -37,12 +37,12 @@ def run_tasks(
 
     logging.getLogger("ray.data").setLevel(logging.ERROR)
     context = ray.data.DataContext.get_current()
-    context.execution_options.preserve_order = ordered
+    context.execution_options.preserve_order = keeps_order
     context.op_resource_reservation_enabled = False  # The reservation needs more resources than two CPUs have.
     context.enable_progress_bars = False
     context.print_on_execution_start = False
-    packed = [{"item": pickle.dumps(item)} for item in items]
-    tasks = ray.data.from_items(packed, override_num_blocks=len(packed)).map_batches(
+    pickled_items = [{"item": pickle.dumps(item)} for item in items]
+    tasks = ray.data.from_items(pickled_items, override_num_blocks=len(pickled_items)).map_batches(
         _task,  # type: ignore[arg-type] Ray's type has no further arguments
         fn_args=(work,), batch_size=1, num_cpus=1, **map_options,
     )  # fmt: skip

@@ -17,27 +17,27 @@ from infra.errors import UserError
 from infra.storage.directory import CONCURRENT_REQUESTS, StorageDir
 from pipeline.books import downloads
 from pipeline.books.readers import DroppedBook
-from pipeline.books.sources import absolute_sources, build_inventory
+from pipeline.books.sources import build_inventory, to_absolute_sources
 from pipeline.job import report
-from pipeline.job.dedup import EXACT, NEAR, drop_duplicates, find_duplicates
+from pipeline.job.dedup import EXACT_DUPLICATE, NEAR_DUPLICATE, drop_duplicates, find_duplicates
 from pipeline.job.partition_result import PartitionResult, mark_undone, read_result, result_file
 from pipeline.job.plan import Job, Partition
 from pipeline.job.split_history import SplitHistory
 from pipeline.job.splits import choose_splits, describe_split_changes, fill_splits, move_books, note_splits
 from pipeline.shards import (
-    MANIFEST,
-    PARTITIONS,
-    QUARANTINE,
+    MANIFEST_FILE,
+    PARTITIONS_FOLDER,
+    QUARANTINE_FILE,
     SETTINGS_FILE,
     SHARD_PATTERN,
     SPLITS,
     TOKENIZER_FILE,
-    TRACKING,
+    TRACKING_FILE,
     Manifest,
     read_manifest,
 )
 
-_RESULT_FILE = re.compile(rf"{PARTITIONS}/\d{{6,}}\.json")
+_RESULT_FILE = re.compile(rf"{PARTITIONS_FOLDER}/\d{{6,}}\.json")
 """Pattern of the path of a partition's result. Other files in its folder are never deleted."""
 
 
@@ -56,9 +56,9 @@ def check_own_output(out_dir: StorageDir, *, overwrite: bool) -> None:
     """
     if out_dir.exists(SETTINGS_FILE):
         return
-    if out_dir.exists(TRACKING) and not out_dir.exists(MANIFEST):
-        raise UserError(f"{out_dir} contains a training run ({TRACKING}). Choose another --out.")
-    if out_dir.exists(MANIFEST) and not overwrite:
+    if out_dir.exists(TRACKING_FILE) and not out_dir.exists(MANIFEST_FILE):
+        raise UserError(f"{out_dir} contains a training run ({TRACKING_FILE}). Choose another --out.")
+    if out_dir.exists(MANIFEST_FILE) and not overwrite:
         raise UserError(
             f"{out_dir} contains a data set without {SETTINGS_FILE}, so it was not created by this program. Choose "
             "another --out, or replace it with --overwrite."
@@ -90,13 +90,13 @@ def _stored_settings(out_dir: StorageDir) -> dict[str, Any]:
 
 
 def _write_settings(job: Job) -> None:
-    job.out_dir.write_json(SETTINGS_FILE, job.identity() | {"sources": absolute_sources(job.config.sources)})
+    job.out_dir.write_json(SETTINGS_FILE, job.identity() | {"sources": to_absolute_sources(job.config.sources)})
 
 
 def source_changes(job: Job) -> list[str]:
     """Return lines about new sources, and about added or removed files of the same sources."""
     stored = _stored_settings(job.out_dir).get("sources", [])
-    added = [source for source in absolute_sources(job.config.sources) if stored and source not in stored]
+    added = [source for source in to_absolute_sources(job.config.sources) if stored and source not in stored]
     lines = [f"new sources: {', '.join(added[:3])}{', ...' * (len(added) > 3)}"] if added else []
     with suppress(UserError):  # The data set may be unfinished.
         old_inputs, new_inputs = read_manifest(job.out_dir).inputs, job.inventory.summary()
@@ -110,14 +110,14 @@ def source_changes(job: Job) -> list[str]:
 
 def missing_sources(job: Job) -> list[str]:
     """Return sources of the output that the job does not read, so that their books would disappear silently."""
-    sources = set(_stored_settings(job.out_dir).get("sources", ())) - set(absolute_sources(job.config.sources))
+    sources = set(_stored_settings(job.out_dir).get("sources", ())) - set(to_absolute_sources(job.config.sources))
     names = job.out_dir.list_files()
-    if not sources or not any(name == MANIFEST or _RESULT_FILE.fullmatch(name) for name in names):
+    if not sources or not any(name == MANIFEST_FILE or _RESULT_FILE.fullmatch(name) for name in names):
         return []
     input_paths = {os.path.realpath(file.uri) for file in job.inventory.files}
 
     def is_missing(source: str) -> bool:
-        if source.startswith(downloads.PREFIX):  # Its inventory would download the books.
+        if source.startswith(downloads.SOURCE_PREFIX):  # Its inventory would download the books.
             return True
         try:
             return any(os.path.realpath(file.uri) not in input_paths for file in build_inventory([source]).files)
@@ -153,7 +153,7 @@ def compare_with_plan(job: Job) -> PlanStatus:
             todo[name] = result_or_reason
     if todo or _obsolete_results(job, stored_files):
         for name in list(done):
-            if any(dropped.reason in (EXACT, NEAR) for dropped in done[name].dropped):
+            if any(dropped.reason in (EXACT_DUPLICATE, NEAR_DUPLICATE) for dropped in done[name].dropped):
                 todo[name] = "with duplicates of books that may have changed"
                 del done[name]
     return PlanStatus(done, todo)
@@ -165,7 +165,7 @@ def is_finished(job: Job) -> bool:
         manifest = read_manifest(job.out_dir)
     except UserError:
         return False
-    return manifest.inputs == job.inventory.summary() and job.out_dir.exists(QUARANTINE)
+    return manifest.inputs == job.inventory.summary() and job.out_dir.exists(QUARANTINE_FILE)
 
 
 def finish(job: Job, print_line: Callable[[str], None] = lambda line: None) -> Manifest:
@@ -188,12 +188,12 @@ def finish(job: Job, print_line: Callable[[str], None] = lambda line: None) -> M
     dropped = write_quarantine(out_dir, results.values())
     moved_books = (book for result in results.values() for book in result.moved_books)
     extra = sorted(book for book in moved_books if choice.splits[book] == "val")
-    counts = report.totals(results.values())
+    counts = report.sum_results(results.values())
     counts |= {"extra_validation_books": len(extra), "first_extra_validation_books": extra[:3]}
     if not counts["books_kept"]:
         example = f" The first is {dropped[0].book}: {dropped[0].detail}." if dropped else ""
         raise UserError(
-            f"No book was kept ({counts['books_read']:,} read). {out_dir / QUARANTINE} lists the reasons.{example}"
+            f"No book was kept ({counts['books_read']:,} read). {out_dir / QUARANTINE_FILE} lists the reasons.{example}"
         )
     manifest = Manifest.of(
         [shard for result in results.values() for shard in result.shards],
@@ -224,7 +224,7 @@ def read_results(job: Job) -> dict[str, PartitionResult]:
 
 def _files(out_dir: StorageDir) -> dict[str, int]:
     """Return the size of every file in a data set's folders by name, without other files in the output."""
-    return out_dir.list_files(*SPLITS, PARTITIONS)
+    return out_dir.list_files(*SPLITS, PARTITIONS_FOLDER)
 
 
 def _results_or_reasons(job: Job, stored_files: dict[str, int]) -> dict[str, PartitionResult | str]:
@@ -260,7 +260,7 @@ def mark_unfinished(job: Job, todo: Iterable[str]) -> None:
     become valid again, by its key, as soon as the partition with the original is finished.
     """
     mark_undone(job.out_dir, todo)
-    job.out_dir.remove_temporaries(*SPLITS, PARTITIONS, ".")
+    job.out_dir.remove_temporaries(*SPLITS, PARTITIONS_FOLDER, ".")
     if not job.tokenizer.is_gpt2:
         job.out_dir.write(TOKENIZER_FILE, job.tokenizer.content)
     _write_settings(job)
@@ -274,7 +274,7 @@ def clear(out_dir: StorageDir) -> None:
     """
     stored_files = _files(out_dir)
     out_dir.remove(filter(_RESULT_FILE.fullmatch, stored_files))
-    out_dir.remove([MANIFEST, QUARANTINE, TRACKING, TOKENIZER_FILE])
+    out_dir.remove([MANIFEST_FILE, QUARANTINE_FILE, TRACKING_FILE, TOKENIZER_FILE])
     out_dir.remove(filter(SHARD_PATTERN.fullmatch, stored_files))
     out_dir.remove_temporaries(*SPLITS)
     out_dir.remove_empty(*SPLITS)
@@ -287,7 +287,7 @@ def write_quarantine(out_dir: StorageDir, results: Iterable[PartitionResult]) ->
         key=lambda entry: (entry.book, entry.detail),
     )
     lines = (json.dumps(asdict(entry), ensure_ascii=False) + "\n" for entry in entries)
-    out_dir.write(QUARANTINE, "".join(lines).encode())
+    out_dir.write(QUARANTINE_FILE, "".join(lines).encode())
     return entries
 
 
@@ -296,7 +296,7 @@ def remove_strays(job: Job, results: dict[str, PartitionResult]) -> None:
 
     Call it after all partitions are finished, when workers no longer write.
     """
-    job.out_dir.remove_temporaries(*SPLITS, PARTITIONS)
+    job.out_dir.remove_temporaries(*SPLITS, PARTITIONS_FOLDER)
     stored_files = _files(job.out_dir)
     shards = {shard.path for result in results.values() for shard in result.shards}
     strays = [name for name in stored_files if SHARD_PATTERN.fullmatch(name) and name not in shards]

@@ -9,7 +9,7 @@ from infra.errors import UserError
 from infra.schema import from_json, strict, to_json
 from infra.storage.directory import StorageDir
 from pipeline.books.readers import DroppedBook
-from pipeline.shards import MANIFEST, PARTITIONS, ShardInfo
+from pipeline.shards import MANIFEST_FILE, PARTITIONS_FOLDER, ShardInfo
 
 
 @strict
@@ -45,7 +45,7 @@ class PartitionResult:
 
 def result_file(name: str) -> str:
     """Return the path of the result of partition ``name`` in the data set."""
-    return f"{PARTITIONS}/{name}.json"
+    return f"{PARTITIONS_FOLDER}/{name}.json"
 
 
 def read_result(directory: StorageDir | Path, name: str) -> PartitionResult | None:
@@ -69,4 +69,4 @@ def mark_undone(out_dir: StorageDir, names: Iterable[str]) -> None:
     Call it before any shard of these partitions is written. Otherwise a manifest or result that survives a kill could
     describe shards that were replaced.
     """
-    out_dir.remove([MANIFEST, *(result_file(name) for name in names)])
+    out_dir.remove([MANIFEST_FILE, *(result_file(name) for name in names)])

@@ -13,7 +13,7 @@ import pyarrow.parquet as pq
 import xxhash
 
 from infra.storage.directory import StorageDir
-from pipeline.books.readers import DAMAGE_ERRORS, FileRange, members
+from pipeline.books.readers import DAMAGE_ERRORS, FileRange, archive_members
 from pipeline.books.sources import Inventory, SourceFile, build_inventory
 from pipeline.config import TokenizeConfig
 from pipeline.encoding.tokenizer import GPT2_SHA256, Tokenizer, load_by_hash, read_tokenizer
@@ -69,8 +69,8 @@ class Partition:
             for file in [file_range.file]
         ]
         settings = self.settings.identity() | {"sources": []}
-        everything = [FORMAT_VERSION, self.tokenizer_sha256, self.index, settings, ranges]
-        return hashlib.sha256(json.dumps(everything, sort_keys=True).encode()).hexdigest()
+        identity = [FORMAT_VERSION, self.tokenizer_sha256, self.index, settings, ranges]
+        return hashlib.sha256(json.dumps(identity, sort_keys=True).encode()).hexdigest()
 
 
 class Job:
@@ -144,7 +144,7 @@ def _split_container(file: SourceFile, step: int) -> list[FileRange]:
     try:
         with file.open() as opened:
             if file.format == "zip":
-                sizes = [info.file_size for info in members(zipfile.ZipFile(opened))]
+                sizes = [info.file_size for info in archive_members(zipfile.ZipFile(opened))]
             else:
                 metadata = pq.read_metadata(opened)
                 sizes = [metadata.row_group(group).total_byte_size for group in range(metadata.num_row_groups)]

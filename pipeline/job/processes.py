@@ -19,7 +19,7 @@ from infra.ray.cluster import PROJECT_DIR
 from infra.storage.directory import StorageDir
 from pipeline.job.crash_guard import MAX_CRASHES
 from pipeline.job.plan import Partition
-from pipeline.shards import PARTITIONS, SPLITS
+from pipeline.shards import PARTITIONS_FOLDER, SPLITS
 
 
 class _Worker:
@@ -68,7 +68,7 @@ def run_partitions(
     """
     queue, unfinished, failed_starts = deque(partitions), len(partitions), 0
     with ExitStack() as stack, DefaultSelector() as selector:
-        stack.callback(out_dir.remove_temporaries, *SPLITS, PARTITIONS)
+        stack.callback(out_dir.remove_temporaries, *SPLITS, PARTITIONS_FOLDER)
 
         def start() -> None:
             worker = _Worker()

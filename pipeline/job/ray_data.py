@@ -48,7 +48,7 @@ def run_partitions(
     groups = group_partitions(partitions, workers)
     limit = workers and min(len(groups), TASKS_IN_FLIGHT_PER_WORKER * workers if is_own_ray else workers)
     at_a_time = ray.data.TaskPoolStrategy(size=limit)
-    return run_tasks(partial(_run_group, out_dir, run), groups, ordered=False, compute=at_a_time)
+    return run_tasks(partial(_run_group, out_dir, run), groups, keeps_order=False, compute=at_a_time)
 
 
 def _run_group(out_dir: StorageDir, run: str, partitions: Sequence[Partition]) -> Iterator[dict[str, Any]]:

@@ -32,7 +32,7 @@ LENGTH_BINS = (1_000, 3_000, 10_000, 30_000, 100_000, 300_000, 1_000_000)
 """Upper bounds of the bins of book lengths, in tokens."""
 
 
-def totals(results: Iterable[PartitionResult]) -> dict[str, Any]:
+def sum_results(results: Iterable[PartitionResult]) -> dict[str, Any]:
     """Sum up ``results``: books read, kept and dropped by reason; characters, tokens, book lengths and bytes."""
     results = list(results)
     reasons = Counter(dropped.reason for result in results for dropped in result.dropped)
@@ -51,7 +51,7 @@ def totals(results: Iterable[PartitionResult]) -> dict[str, Any]:
         "read_bytes": sum(result.read_bytes for result in results),
         "chars": sum(chars for result in results for _, _, chars, _ in result.books),
         "tokens": sum(lengths),
-        "tokens_per_book": _histogram(lengths),
+        "tokens_per_book": _make_histogram(lengths),
         "replaced_bytes": sum(result.replaced for result in results),
         "removed_chars": dict(sorted(removed.items())),
         "labels": dict(sorted(labels.items())),
@@ -61,14 +61,14 @@ def totals(results: Iterable[PartitionResult]) -> dict[str, Any]:
 
 def format_dropped(counts: dict[str, Any]) -> str:
     """Return the numbers of dropped books by reason as text."""
-    return _list(counts["books_dropped"]) or "none"
+    return _format_counts(counts["books_dropped"]) or "none"
 
 
-def _list(counts: dict[str, int], template: str = "{count:,} {name}") -> str:
+def _format_counts(counts: dict[str, int], template: str = "{count:,} {name}") -> str:
     return ", ".join(template.format(name=name, count=count) for name, count in counts.items())
 
 
-def _histogram(lengths: list[int]) -> dict[str, int]:
+def _make_histogram(lengths: list[int]) -> dict[str, int]:
     bins = [f"up to {bound:,}" for bound in LENGTH_BINS] + [f"over {LENGTH_BINS[-1]:,}"]
     counts = Counter(bins[bisect_left(LENGTH_BINS, length)] for length in lengths)
     return {name: counts[name] for name in bins}
@@ -81,7 +81,7 @@ def format_estimate(
     workers: int,
     *,
     token_bytes: int,
-    on_ray: bool,
+    uses_ray: bool,
 ) -> str:
     """Estimate the tokens and the time of ``todo``, from the finished partitions or else from English books."""
     results = list(done)
@@ -89,7 +89,7 @@ def format_estimate(
     written_tokens = sum(shard.tokens for result in results for shard in result.shards)
     size = sum(partition.size for partition in todo)
     tokens = size * (written_tokens / read_bytes if read_bytes else TOKENS_PER_BYTE)
-    start = START_SECONDS + RAY_SECONDS * on_ray
+    start = START_SECONDS + RAY_SECONDS * uses_ray
     seconds = start + size / min(workers, len(plan)) / BYTES_PER_SECOND if todo else 0
     return (
         f"about {tokens / 1e6:,.1f} million tokens, {token_bytes * tokens / 1e6:,.1f} MB of shards, "
@@ -149,7 +149,7 @@ class JobStats:
         return values
 
 
-def skipped_files(inputs: dict[str, Any]) -> str:
+def format_skipped_files(inputs: dict[str, Any]) -> str:
     """Return the numbers of skipped files by kind as text, empty if there are none.
 
     ``inputs`` is as in the manifest.
@@ -157,7 +157,7 @@ def skipped_files(inputs: dict[str, Any]) -> str:
     return ", ".join(f"{count:,} {kind}" for kind, count in inputs["skipped"].items())
 
 
-def named_splits(inputs: dict[str, Any]) -> str:
+def format_named_splits(inputs: dict[str, Any]) -> str:
     """Return the numbers of files by the split in their names as text, empty if there are none.
 
     ``inputs`` is as in the manifest.
@@ -172,21 +172,23 @@ def make_report(
     """Make the report about the contents of the data set ``name`` and the work of this command."""
     ratio = counts["chars"] / counts["tokens"] if counts["tokens"] else 0.0
     content = f"{format_count(counts['books_kept'], 'book')}, {format_count(counts['tokens'], 'token')}"
-    facts = [
+    summary = [
         ("What", f"{content} in `{name}` (fingerprint `{fingerprint[:12]}`)"),
         ("Books", f"{counts['books_read']:,} read; dropped: {format_dropped(counts)}"),
         ("Text", f"{counts['chars']:,} characters, {ratio:.2f} characters per token"),
     ]
-    if skipped := skipped_files(inputs):
-        facts.append(("Skipped files", skipped))
-    if named := named_splits(inputs):
-        facts.append(("Splits", f"files by the split in their names: {named}"))
+    if skipped := format_skipped_files(inputs):
+        summary.append(("Skipped files", skipped))
+    if named_files := format_named_splits(inputs):
+        summary.append(("Splits", f"files by the split in their names: {named_files}"))
     sections: list[str | Table] = []
     if progress.partitions:
         rates = progress.metrics()
-        done = f"{format_count(progress.partitions, 'partition')}, {progress.bytes / 1e6:,.1f} MB in this run"
+        amount_done = f"{format_count(progress.partitions, 'partition')}, {progress.bytes / 1e6:,.1f} MB in this run"
         speeds = [rates.get(f"throughput/{unit}_per_second", 0) for unit in ("mb", "tokens")]
-        facts.insert(1, ("Speed", f"{speeds[0]:,.0f} MB/s, {speeds[1]:,.0f} tokens/s while tokenizing; {done}"))
+        summary.insert(
+            1, ("Speed", f"{speeds[0]:,.0f} MB/s, {speeds[1]:,.0f} tokens/s while tokenizing; {amount_done}")
+        )
         rows: list[tuple[str, str, str, str]] = []
         for stage, seconds in sorted(progress.seconds.items(), key=lambda item: -item[1]):
             speeds = [amount / 1e6 / seconds if seconds else 0 for amount in (progress.bytes, progress.tokens)]
@@ -200,18 +202,21 @@ def make_report(
     lengths = {length: count for length, count in counts["tokens_per_book"].items() if count}
     phases = ", ".join(f"{phase} {seconds:.1f} s" for phase, seconds in progress.wall.items())
     details = [
-        ("normalized", f"{_list(normal) or 'none'}; {format_count(counts['replaced_bytes'], 'undecodable byte')}"),
-        ("removed characters", _list(counts["removed_chars"], "{name} {count:,}") or "none"),
+        (
+            "normalized",
+            f"{_format_counts(normal) or 'none'}; {format_count(counts['replaced_bytes'], 'undecodable byte')}",
+        ),
+        ("removed characters", _format_counts(counts["removed_chars"], "{name} {count:,}") or "none"),
         ("compared with the reference", f"{counts['verified_bytes'] / 1e6:.1f} MB, identical"),
-        ("tokens per book", _list(lengths)),
+        ("tokens per book", _format_counts(lengths)),
         ("time", phases),
     ]
     sections.append(Table("", ("property", "value"), details))
     if not counts["books_val"]:
-        facts.append(("Validation", "the validation split is empty; train with `--cycle N+0`"))
+        summary.append(("Validation", "the validation split is empty; train with `--cycle N+0`"))
     elif extra := counts["extra_validation_books"]:
         examples = ", ".join(f"`{book}`" for book in counts["first_extra_validation_books"])
-        facts.append(
+        summary.append(
             ("Validation", f"{format_count(counts['books_val'], 'book')}, {extra:,} of them although --val-fraction "
              f"does not select them ({examples}{', ...' * (extra > 3)}): the split would be empty otherwise, or an "
              "earlier data set in this `--out` held them out")
@@ -219,7 +224,7 @@ def make_report(
     if suspect or counts["books_flagged"]:
         flags = [f"{n:,} {reason}" for reason, n in counts["books_flagged"].items()]
         flags += (f"{n:,} {label if n == 1 else label.replace('looks', 'look', 1)}" for label, n in suspect.items())
-        facts.append(("Flagged", ", ".join(flags)))
+        summary.append(("Flagged", ", ".join(flags)))
     cycle = "" if counts["books_val"] else " --cycle 200+0"
-    facts.append(("Next", f"`python -m train.run --data {shlex.quote(name)}{cycle}`"))
-    return Report(facts, sections)
+    summary.append(("Next", f"`python -m train.run --data {shlex.quote(name)}{cycle}`"))
+    return Report(summary, sections)

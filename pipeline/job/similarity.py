@@ -18,7 +18,7 @@ MAX_COMPARED_BYTES = 400_000
 """Maximum number of bytes of a book that are compared."""
 
 
-def signature(text: bytes) -> list[int]:
+def make_signature(text: bytes) -> list[int]:
     """Return the MinHash signature of a cleaned text, over its words in lower case."""
     words = text[:MAX_COMPARED_BYTES].decode("utf-8", "ignore").lower().split()
     minhash = RMinHash(num_perm=PERMUTATION_COUNT, seed=_SEED)
@@ -33,20 +33,20 @@ class _Index:
         self._bands: dict[tuple[int, bytes], list[str]] = {}
         self._digests: dict[str, np.ndarray] = {}
 
-    def most_similar(self, digest: np.ndarray) -> tuple[float, str]:
+    def find_most_similar(self, digest: np.ndarray) -> tuple[float, str]:
         """Return (similarity, name) of the most similar signature; (0.0, "") if no signature agrees in a band."""
-        candidates = sorted({name for band in _bands(digest) for name in self._bands.get(band, ())})
+        candidates = sorted({name for band in _split_into_bands(digest) for name in self._bands.get(band, ())})
         similar = [(float(np.mean(self._digests[name] == digest)), name) for name in candidates]
         return max(similar, default=(0.0, ""))
 
     def add(self, name: str, digest: np.ndarray) -> None:
         """Add a signature by its name."""
         self._digests[name] = digest
-        for band in _bands(digest):
+        for band in _split_into_bands(digest):
             self._bands.setdefault(band, []).append(name)
 
 
-def _bands(digest: np.ndarray) -> list[tuple[int, bytes]]:
+def _split_into_bands(digest: np.ndarray) -> list[tuple[int, bytes]]:
     return [(number, band.tobytes()) for number, band in enumerate(np.split(digest, BAND_COUNT))]
 
 
@@ -56,7 +56,7 @@ def find_near_duplicates(signatures: dict[str, list[int]]) -> dict[str, tuple[st
     duplicates: dict[str, tuple[str, float]] = {}
     for book, values in signatures.items():
         digest = np.array(values, dtype=np.uint32)
-        similarity, original = index.most_similar(digest)
+        similarity, original = index.find_most_similar(digest)
         if similarity >= MIN_SIMILARITY:
             duplicates[book] = (original, similarity)
         else:
@@ -70,4 +70,4 @@ def find_similar(signatures: dict[str, list[int]], originals: Iterable[list[int]
     for number, values in enumerate(originals):
         index.add(str(number), np.array(values, dtype=np.uint32))
     digests = {book: np.array(values, dtype=np.uint32) for book, values in signatures.items()}
-    return {book for book, digest in digests.items() if index.most_similar(digest)[0] >= MIN_SIMILARITY}
+    return {book for book, digest in digests.items() if index.find_most_similar(digest)[0] >= MIN_SIMILARITY}

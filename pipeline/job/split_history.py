@@ -15,7 +15,7 @@ import pyarrow.ipc
 
 from infra.errors import UserError
 from infra.storage.directory import StorageDir
-from pipeline.shards import SPLIT_HISTORY
+from pipeline.shards import SPLIT_HISTORY_FILE
 
 _SCHEMA = pa.schema(
     [
@@ -45,7 +45,7 @@ class SplitHistory:
     def read(cls, out_dir: StorageDir, val_fraction: float) -> Self:
         """Read the history in ``out_dir``; return an empty history if no data set has been finished."""
         try:
-            content = out_dir.read(SPLIT_HISTORY)
+            content = out_dir.read(SPLIT_HISTORY_FILE)
         except (FileNotFoundError, NotADirectoryError):
             return cls(val_fraction)
         try:
@@ -55,7 +55,7 @@ class SplitHistory:
             fraction = float((table.schema.metadata or {})[_FRACTION_KEY])
         except (pa.ArrowException, ValueError, KeyError, OSError) as damage:
             raise UserError(
-                f"{out_dir / SPLIT_HISTORY} is damaged ({damage}). Restore it, or use another --out. Without it, books "
+                f"{out_dir / SPLIT_HISTORY_FILE} is damaged ({damage}). Restore it, or use another --out. Without it, books "
                 "that were held out for validation could be trained on."
             ) from damage
         texts, was_val, books, signatures = (column.to_pylist() for column in table.columns)
@@ -87,7 +87,7 @@ class SplitHistory:
             writer.write_table(
                 pa.table([pa.array(c, f.type) for c, f in zip(columns, schema, strict=True)], schema=schema)
             )
-        out_dir.write(SPLIT_HISTORY, sink.getvalue())
+        out_dir.write(SPLIT_HISTORY_FILE, sink.getvalue())
 
     def restrict_to(self, val_fraction: float) -> "SplitHistory":
         """Return the part of the history that is valid at ``val_fraction``.

@@ -19,7 +19,7 @@ from pipeline.job.crash_guard import MAX_CRASHES, CrashGuard
 from pipeline.job.partition_result import PartitionResult, result_file
 from pipeline.job.plan import Partition
 from pipeline.job.report import Stopwatch
-from pipeline.shards import MANIFEST, SPLITS, ShardRow, Split, shard_path, write_shard
+from pipeline.shards import MANIFEST_FILE, SPLITS, ShardRow, Split, shard_path, write_shard
 
 T = TypeVar("T")
 
@@ -96,7 +96,7 @@ class PartitionWriter:
     def run(self) -> PartitionResult:
         """Process the whole partition and mark it as finished."""
         result = self.result
-        for raw in self._reading():
+        for raw in self._read_books():
             if isinstance(raw, RawBook):
                 result.read_bytes += len(raw.data)
                 if not self.guard.enter(raw.id):
@@ -117,7 +117,7 @@ class PartitionWriter:
             result.write(self.out_dir, self.partition.name)
         return result
 
-    def _reading(self) -> Iterator[RawBook | DroppedBook]:
+    def _read_books(self) -> Iterator[RawBook | DroppedBook]:
         """Yield the books of the partition and measure the time of reading."""
         for file_range in self.partition.ranges:
             books = read_or_drop(file_range, self.partition.settings)
@@ -151,7 +151,7 @@ class PartitionWriter:
         self.buffered_bytes += len(book.text)
         result.books.append((book.id, book.sha256, book.chars, len(tokens)))
         self.labels.update(book.labels)
-        result.replaced += book.replaced
+        result.replaced += book.replaced_bytes
         result.flagged += book.flags
         result.removed = dict(Counter(result.removed) + Counter(book.removed))
 
@@ -161,10 +161,10 @@ class PartitionWriter:
             with self.stages.time("verify"):
                 self.result.verified_bytes = self.tokenizer.verify(book.id, book.text, tokens[:-1])
         if self.partition.settings.duplicates == "drop-near":
-            from pipeline.job.similarity import signature  # Imported here, because few jobs need it.
+            from pipeline.job.similarity import make_signature  # Imported here, because few jobs need it.
 
             with self.stages.time("compare"):
-                self.result.signatures[book.id] = signature(book.text)
+                self.result.signatures[book.id] = make_signature(book.text)
         return book, tokens
 
     def _write(self) -> None:
@@ -188,7 +188,7 @@ def run_partition(partition: Partition, out_dir: StorageDir, run: str) -> dict[s
     """
     # An old manifest on this machine's own disk must be removed here. On shared storage the driver has removed it, and
     # a machine that lost its connection may reach this line after others have finished the data set.
-    out_dir.remove_on_own_disk([MANIFEST])
+    out_dir.remove_on_own_disk([MANIFEST_FILE])
     out_dir.remove([result_file(partition.name)])  # An earlier attempt may have written it before its worker crashed.
     with CrashGuard(run, partition.name) as guard:
         writer = PartitionWriter(partition, out_dir, guard)

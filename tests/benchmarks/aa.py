@@ -84,7 +84,7 @@ def main() -> None:
     options.add_argument("--out", type=Path, default=Path("tests/benchmarks/records"))
     asked = options.parse_args()
     began = time.time()
-    load, commit = os.getloadavg()[0], provenance.commit()
+    load, commit = os.getloadavg()[0], provenance.find_commit()
     verdicts: list[Difference] = []
     speeds: list[list[Estimate]] = []
     torch.optim.AdamW([torch.zeros(1)])  # imports here once, as the next line, what takes longer than a run

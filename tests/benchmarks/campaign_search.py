@@ -29,7 +29,7 @@ import numpy as np
 import psutil
 from mlflow.tracking import MlflowClient
 
-from infra.device.provenance import commit
+from infra.device.provenance import find_commit
 from infra.storage.files import write_json
 from pipeline.shards import Manifest, ShardRow, write_shard
 
@@ -67,7 +67,7 @@ def main() -> int:
                 finish(start(folder, ["--name", "undisturbed", *TEN]))
                 record["undisturbed"] = membership(folder, "undisturbed")
             record[way] = campaign(folder, way, chance, record["undisturbed"])
-        record[way]["commit"] = commit()
+        record[way]["commit"] = find_commit()
         write_json(options.record, record)
         print(way, {k: v for k, v in record[way].items() if k != "events"}, flush=True)
     return int(not all(record[way]["passed"] for way in ways))

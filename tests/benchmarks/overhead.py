@@ -27,7 +27,7 @@ from pathlib import Path
 import psutil
 
 from infra.device.hardware import cpu_info
-from infra.device.provenance import commit
+from infra.device.provenance import find_commit
 from infra.storage.files import write_json
 from train.config import Cycle, ResolvedConfig
 from train.intervals import t_quantile
@@ -65,7 +65,7 @@ def main() -> None:
         load = os.getloadavg()[0]
         pairs.append({side: child(side) for side in order} | {"load_before": load})
         found = summary(pairs)
-        found |= {"model": options.model, "commit": commit(), "runs": pairs}
+        found |= {"model": options.model, "commit": find_commit(), "runs": pairs}
         write_json(options.record, found)
         print(
             len(pairs), json.dumps({name: found[name] for name in ("cost", "start_up_seconds_beyond_bare")}), flush=True

@@ -103,7 +103,7 @@ def main() -> None:
     for side, found in middle.items():
         print(f"{side:14} {found:12,.0f} tokens/s   ours is {middle['ours'] / found:5.2f} times as fast")
     if options.record:
-        about = {"where": provenance.collect(), "memory_limit": options.memory_limit, "rounds": options.rounds}
+        about = {"where": provenance.collect_tags(), "memory_limit": options.memory_limit, "rounds": options.rounds}
         about["versions"] = {name: version(name) for name in ("torch", "transformers")}
         about["command"] = " ".join(["python", "-P", *sys.argv])
         ratios = {side: middle["ours"] / found for side, found in middle.items()}

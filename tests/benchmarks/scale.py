@@ -21,7 +21,7 @@ from importlib.metadata import version
 from pathlib import Path
 from typing import Any
 
-from infra.device.provenance import commit
+from infra.device.provenance import find_commit
 from infra.storage.files import write_json
 
 HEAD = """
@@ -59,7 +59,7 @@ def main() -> None:
                 print(json.dumps(row), flush=True)
     record = {
         "command": " ".join(["python", "-P", *sys.argv]),
-        "commit": commit(),
+        "commit": find_commit(),
         "python": platform.python_version(),
         "versions": {name: version(name) for name in ("ray", "mlflow")},
         "machine": {"cores": os.cpu_count(), "load_at_the_end": os.getloadavg()},

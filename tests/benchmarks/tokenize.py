@@ -38,7 +38,7 @@ from rich.console import Console
 from rich.table import Table
 
 from infra.cli.units import parse_size
-from infra.device.provenance import commit
+from infra.device.provenance import find_commit
 from infra.storage.files import write_json
 
 ROOT = Path(__file__).resolve().parent.parent.parent
@@ -221,7 +221,7 @@ def measure(corpus: Path, size: int, work: Path, repeats: int, parts: list[str])
             "MB": round(size / 1e6, 1),
             "seconds": runs,
             "MB_per_second": round(size / 1e6 / statistics.median(runs), 1),
-            "commit": commit(),
+            "commit": find_commit(),
             "load": os.getloadavg(),
         }
         for name, runs in seconds.items()

@@ -32,7 +32,7 @@ from pipeline.config import TokenizeConfig
 from pipeline.encoding.tokenizer import gpt2
 from pipeline.job.plan import make_partitions
 from pipeline.job.task import run_partition
-from pipeline.shards import TRACKING, read_manifest
+from pipeline.shards import TRACKING_FILE, read_manifest
 from pipeline.tokenize import main
 
 ROOT = Path(__file__).parent.parent.parent
@@ -43,7 +43,7 @@ pytestmark = pytest.mark.timeout(3600)
 
 def contents(folder: Path) -> dict[str, bytes]:
     """Every file of a data set, but for the name of the run that made it."""
-    files = (path for path in folder.rglob("*") if path.is_file() and path.name not in (".command", TRACKING))
+    files = (path for path in folder.rglob("*") if path.is_file() and path.name not in (".command", TRACKING_FILE))
     return {str(path.relative_to(folder)): path.read_bytes() for path in files}
 
 
@@ -93,7 +93,7 @@ def test_killed_at_random_moments_it_ends_with_the_same_bytes(
     main(replace(config, out=out))
     assert contents(out) == whole
     if "RECORD" in os.environ:
-        where = provenance.collect()
+        where = provenance.collect_tags()
         del where["command"]  # it holds the path of pytest, which is of this machine; what to run stands above it
         found = {
             "command": "make campaign-pipeline", "where": where, "partitions": total, "files_equal_at_the_end": True,

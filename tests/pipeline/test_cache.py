@@ -12,7 +12,7 @@ from infra.errors import UserError
 from infra.storage import directory
 from infra.storage.directory import StorageDir
 from pipeline.cache import ensure_local
-from pipeline.shards import MANIFEST, Manifest, TokenShards, read_manifest
+from pipeline.shards import MANIFEST_FILE, Manifest, TokenShards, read_manifest
 
 S3 = tuple[str, Callable[[float], None]]
 
@@ -93,16 +93,16 @@ def test_a_damaged_data_set_is_refused_and_described(
         ensure_local(data)
     assert not list(tmp_path.rglob("*.arrow")), "nothing of it is kept"
     data.write("train/000000-000.arrow", whole)
-    values = json.loads(data.read(MANIFEST))
+    values = json.loads(data.read(MANIFEST_FILE))
     for path in ("../../escaped", "train/000000-000.arrow/../../../../escaped"):
         values["shards"][0]["path"] = path
-        data.write_json(MANIFEST, values)
+        data.write_json(MANIFEST_FILE, values)
         with pytest.raises(UserError, match=rf"damaged \(it: Path '{path}'"):
             ensure_local(data)
-    data.write(MANIFEST, b"<html>Please log in.</html>")
+    data.write(MANIFEST_FILE, b"<html>Please log in.</html>")
     with pytest.raises(UserError, match=r"manifest\.json\S* is damaged"):
         ensure_local(data)
-    data.remove([MANIFEST])
+    data.remove([MANIFEST_FILE])
     with pytest.raises(UserError, match=r"has no manifest\.json"):
         ensure_local(data)
     _, set_rate = s3

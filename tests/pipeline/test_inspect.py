@@ -14,7 +14,7 @@ from infra.storage.directory import StorageDir
 from pipeline.books.sources import build_inventory
 from pipeline.config import TokenizeConfig
 from pipeline.encoding.tokenizer import GPT2_SHA256
-from pipeline.inspect import InspectConfig, main, passages, verify
+from pipeline.inspect import InspectConfig, decode_passages, find_damage, main
 from pipeline.job.partition_result import read_result
 from pipeline.job.plan import make_partitions
 from pipeline.job.task import run_partition
@@ -39,7 +39,7 @@ def tokens(tmp_path_factory: pytest.TempPathFactory, write_books: Callable[..., 
 
 def test_every_flipped_byte_is_found(tokens: Path) -> None:
     manifest = read_manifest(tokens)
-    assert not list(verify(StorageDir.of(tokens), manifest))
+    assert not list(find_damage(StorageDir.of(tokens), manifest))
     chance = random.Random(0)
     for _ in range(1000):
         path = tokens / chance.choice(manifest.shards).path
@@ -49,7 +49,7 @@ def test_every_flipped_byte_is_found(tokens: Path) -> None:
             (byte,) = file.read(1)
             file.seek(place)
             file.write(bytes([byte ^ bit]))
-        (sentence,) = verify(StorageDir.of(tokens), manifest)
+        (sentence,) = find_damage(StorageDir.of(tokens), manifest)
         assert str(path) in sentence
         with path.open("r+b") as file:
             file.seek(place)
@@ -99,12 +99,12 @@ def test_brackets_and_names_between_colons_are_printed_as_they_are(
 
 def test_passages_are_the_text_of_books_and_end_with_them(tokens: Path) -> None:
     manifest = read_manifest(tokens)
-    short = list(passages(StorageDir.of(tokens), manifest, 3, 40))
+    short = list(decode_passages(StorageDir.of(tokens), manifest, 3, 40))
     assert len(short) == 3
     for title, text in short:
         assert text in (tokens.parent / title.split(", from token")[0]).read_text(encoding="utf-8")
     books = sum(info.rows for info in manifest.shards)
-    found = list(passages(StorageDir.of(tokens), manifest, books, 5000))  # longer than a book
+    found = list(decode_passages(StorageDir.of(tokens), manifest, books, 5000))  # longer than a book
     assert len(found) == books
     for title, text in found:
         book = tokens.parent / title.split(", from token")[0]

@@ -21,7 +21,7 @@ from pipeline.books.readers import RawBook, read_books
 from pipeline.books.sources import build_inventory
 from pipeline.cache import ensure_local
 from pipeline.config import TokenizeConfig
-from pipeline.inspect import verify
+from pipeline.inspect import find_damage
 from pipeline.job.plan import make_partitions
 from pipeline.shards import read_manifest
 
@@ -132,7 +132,7 @@ def test_google_cloud_storage_is_read_and_written(
     set_scratch(tmp_path)
     copy = StorageDir.of(ensure_local(tokens))
     assert len(read_manifest(copy).shards) == 3
-    assert list(verify(copy, read_manifest(tokens))) == list(verify(tokens, read_manifest(copy))) == []
+    assert list(find_damage(copy, read_manifest(tokens))) == list(find_damage(tokens, read_manifest(copy))) == []
     tokens.remove([*tokens.list_files(), "never-there"])
     assert tokens.list_files() == {}
 

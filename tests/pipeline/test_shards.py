@@ -12,14 +12,14 @@ from infra.errors import UserError
 from infra.storage.directory import StorageDir
 from pipeline.shards import (
     FORMAT_VERSION,
-    MANIFEST,
-    TRACKING,
+    MANIFEST_FILE,
+    TRACKING_FILE,
     Manifest,
     Shard,
     ShardInfo,
     TokenShards,
     checksum,
-    producing_run,
+    find_producing_run,
     read_manifest,
     write_batch,
 )
@@ -53,13 +53,13 @@ def test_a_damaged_and_a_missing_shard_are_refused(tokens: Path) -> None:
 
 
 def test_a_manifest_cannot_name_a_file_outside(tokens: Path) -> None:
-    values = json.loads((tokens / MANIFEST).read_text())
+    values = json.loads((tokens / MANIFEST_FILE).read_text())
     for path in (
         "../../etc/passwd", "/etc/passwd", "train/../../escaped.arrow", "C:\\shards\\0.arrow", "train/0.arrow/../x",
         "train/0001.arrow",
     ):  # fmt: skip
         values["shards"][0]["path"] = path
-        (tokens / MANIFEST).write_text(json.dumps(values))
+        (tokens / MANIFEST_FILE).write_text(json.dumps(values))
         for opened in (read_manifest, TokenShards):
             with pytest.raises(UserError, match=r"manifest\.json is damaged \(.*not the name of a shard"):
                 opened(tokens)
@@ -72,7 +72,7 @@ def test_a_data_set_that_is_made_again_while_it_is_opened_is_refused(
     make_shards(tokens, seed=1)  # shards of the same lengths
     with pytest.raises(UserError, match="Run the same command again"):
         opened.open("train")
-    (tokens / MANIFEST).unlink()
+    (tokens / MANIFEST_FILE).unlink()
     with pytest.raises(UserError, match=r"has no manifest\.json"):
         opened.open("train")
 
@@ -97,9 +97,9 @@ def test_a_manifest_depends_on_its_shards_and_not_on_their_order(tokens: Path) -
 
 
 def test_another_format_and_a_damaged_manifest_are_refused(tokens: Path) -> None:
-    values = json.loads((tokens / MANIFEST).read_text(encoding="utf-8"))
+    values = json.loads((tokens / MANIFEST_FILE).read_text(encoding="utf-8"))
     for version in (0, FORMAT_VERSION + 1):
-        (tokens / MANIFEST).write_text(json.dumps(values | {"format_version": version}), encoding="utf-8")
+        (tokens / MANIFEST_FILE).write_text(json.dumps(values | {"format_version": version}), encoding="utf-8")
         with pytest.raises(UserError, match=f"has format version {version}"):
             read_manifest(tokens)
     for damage in (
@@ -110,7 +110,7 @@ def test_another_format_and_a_damaged_manifest_are_refused(tokens: Path) -> None
         b"\xff\xfe",
         b'{"format_version": %d, "shards": [{}]}' % FORMAT_VERSION,
     ):
-        (tokens / MANIFEST).write_bytes(damage)
+        (tokens / MANIFEST_FILE).write_bytes(damage)
         with pytest.raises(UserError, match=r"manifest\.json is damaged .* --overwrite"):
             read_manifest(tokens)
 
@@ -131,9 +131,9 @@ def test_storage_that_fails_is_not_taken_for_a_data_set_that_nobody_has_recorded
 ) -> None:
     query, set_rate = s3
     place = StorageDir.of(f"s3://places/tokens{query}")
-    assert producing_run(place) is None
-    place.write(TRACKING, b"cut sh")
-    assert producing_run(place) is None
+    assert find_producing_run(place) is None
+    place.write(TRACKING_FILE, b"cut sh")
+    assert find_producing_run(place) is None
     set_rate(1.0)
     with pytest.raises(UserError, match="s3://places/tokens"):
-        producing_run(place)
+        find_producing_run(place)

@@ -20,7 +20,7 @@ from infra.errors import UserError
 from infra.storage.directory import StorageDir
 from pipeline.config import TokenizeConfig
 from pipeline.job import processes
-from pipeline.shards import TRACKING, TokenShards, producing_run, read_manifest
+from pipeline.shards import TRACKING_FILE, TokenShards, find_producing_run, read_manifest
 from pipeline.tokenize import main
 
 ROOT = Path(__file__).parent.parent.parent
@@ -29,7 +29,7 @@ ROOT = Path(__file__).parent.parent.parent
 def contents(folder: Path) -> dict[str, str]:
     """Every file of a data set and the hash of its bytes, but for the name of the run that made it."""
     files = sorted(
-        path for path in folder.rglob("*") if path.is_file() and path.name not in (StorageDir.LOCK, TRACKING)
+        path for path in folder.rglob("*") if path.is_file() and path.name not in (StorageDir.LOCK_FILE, TRACKING_FILE)
     )
     return {str(path.relative_to(folder)): hashlib.sha256(path.read_bytes()).hexdigest() for path in files}
 
@@ -78,7 +78,7 @@ def test_ray_and_processes_without_it_make_the_same_bytes(
     assert runs[0].info.status == "FINISHED"
     assert runs[0].data.metrics["books/kept"] == 40
     assert "throughput/tokens_per_second" in runs[0].data.metrics
-    newest = [producing_run(folder) for folder in (two, one)]
+    newest = [find_producing_run(folder) for folder in (two, one)]
     assert [key and key.run_id for key in newest] == [run.info.run_id for run in runs[:2]], (
         "other tests share the store"
     )

@@ -20,9 +20,9 @@ from infra.errors import UserError
 from infra.storage.directory import StorageDir
 from pipeline import inspect, tokenize, vocabulary
 from pipeline.config import ReadingConfig, TokenizeConfig
-from pipeline.encoding.formats import PATTERNS
+from pipeline.encoding.formats import SPLIT_PATTERNS
 from pipeline.encoding.tokenizer import EncoderName, Tokenizer, gpt2, load_from, read_tokenizer
-from pipeline.inspect import InspectConfig, passages
+from pipeline.inspect import InspectConfig, decode_passages
 from pipeline.shards import TOKENIZER_FILE, TokenShards, read_manifest
 from pipeline.stream import Stream
 from pipeline.vocabulary import VocabularyConfig
@@ -68,7 +68,7 @@ def kinds(trained: Path, tmp_path_factory: pytest.TempPathFactory) -> dict[str, 
     }
     for name, content in files.items():
         (folder / name).write_text(json.dumps(content))
-    for pattern in PATTERNS:
+    for pattern in SPLIT_PATTERNS:
         (folder / f"own.{pattern}.tiktoken").write_bytes(ranks(own.tokens[:-1]))
     found = {file.name: read_tokenizer(str(file)) for file in folder.iterdir()}
     for each in found.values():
@@ -102,7 +102,7 @@ def test_ids_are_those_of_its_library_also_in_chunks_and_decode_to_the_text(
 @settings(max_examples=100)
 @given(texts)
 def test_a_rank_file_is_the_same_as_a_tokenizer_json(kinds: dict[str, Tokenizer], text: str) -> None:
-    for pattern in PATTERNS:
+    for pattern in SPLIT_PATTERNS:
         ranked = kinds[f"own.{pattern}.tiktoken"]
         exported = Tokenizer(ranked.tokenizer_json().encode(), pattern)
         assert (exported.tokens, exported.end_of_text) == (ranked.tokens, ranked.end_of_text)
@@ -156,7 +156,7 @@ def test_more_than_65_536_ids_take_four_bytes_from_book_to_batch(
         assert ids[-1] == found.end_of_text == 65_792
         assert found.decode(ids[:-1]) == (tmp_path / book).read_text()
     assert max(ids[:-1].max() for ids in read.values()) > 65_535
-    assert all(text for _, text in passages(place, shards.manifest, 3, 20))
+    assert all(text for _, text in decode_passages(place, shards.manifest, 3, 20))
 
     stream = Stream([str(books)], 0, ReadingConfig(tokenizer=str(large)))
     streamed = {book.book: book for book in stream.validation_books(10**9)}

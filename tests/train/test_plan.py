@@ -14,7 +14,7 @@ from infra.device.hardware import cpu_info
 from infra.errors import UserError
 from infra.storage.files import write_json
 from pipeline.encoding.tokenizer import read_tokenizer
-from pipeline.shards import MANIFEST, TOKENIZER_FILE
+from pipeline.shards import MANIFEST_FILE, TOKENIZER_FILE
 from pipeline.vocabulary import VocabularyConfig
 from pipeline.vocabulary import main as train_tokenizer
 from train.config import TrainConfig
@@ -113,8 +113,8 @@ def test_a_plan_is_of_the_model_that_its_data_make(small_shards: Path, tmp_path:
     """``small`` follows the tokenizer of the data; where there are none, or of another model, it is as it is named."""
     data, tokenizer = shutil.copytree(small_shards, tmp_path / "data"), tmp_path / "data" / TOKENIZER_FILE
     train_tokenizer(VocabularyConfig(size=300, sample=100_000, out=str(tokenizer)))
-    manifest = json.loads((data / MANIFEST).read_bytes())
-    write_json(data / MANIFEST, manifest | {"tokenizer_sha256": read_tokenizer(str(tokenizer)).sha256})
+    manifest = json.loads((data / MANIFEST_FILE).read_bytes())
+    write_json(data / MANIFEST_FILE, manifest | {"tokenizer_sha256": read_tokenizer(str(tokenizer)).sha256})
 
     def embedded(model: str, data: str) -> str:
         with console.capture() as printed:

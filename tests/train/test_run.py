@@ -21,7 +21,7 @@ from infra.storage.files import write_json
 from infra.tracking.store import store_uri
 from infra.tracking.tracker import Logged
 from pipeline.encoding.tokenizer import gpt2
-from pipeline.shards import MANIFEST, TOKENIZER_FILE, read_manifest
+from pipeline.shards import MANIFEST_FILE, TOKENIZER_FILE, read_manifest
 from train import run, train
 from train.config import Cycle, TrainConfig, config_from_json
 from train.launch.job import ResolvedRun
@@ -196,7 +196,7 @@ def test_data_whose_vocabulary_is_another_than_their_manifests_are_refused(
     assert TOKENIZER_FILE in said
     assert "--overwrite" in said
     Path("other", TOKENIZER_FILE).unlink()
-    manifest = Path("other", MANIFEST)
+    manifest = Path("other", MANIFEST_FILE)
     manifest.write_text(json.dumps(json.loads(manifest.read_text()) | {"config": {"tokenizer": "another"}}))
     assert TOKENIZER_FILE in refused(run.main, "--data", "other", "--steps", "1", *FLAGS), "which is lost"
 

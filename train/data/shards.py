@@ -12,7 +12,7 @@ from infra.storage.directory import StorageDir
 from infra.tracking.run_ref import RunRef
 from pipeline.cache import ensure_local
 from pipeline.encoding.tokenizer import Tokenizer, load_from
-from pipeline.shards import MANIFEST, TOKENIZER_FILE, Manifest, TokenShards, producing_run, read_manifest
+from pipeline.shards import MANIFEST_FILE, TOKENIZER_FILE, Manifest, TokenShards, find_producing_run, read_manifest
 from train.config import BatchConfig, Cycle, DatasetConfig
 from train.data.source import DataSource
 from train.data.windows import VALIDATION_SEED, Windows, refuse_short
@@ -55,10 +55,10 @@ class ShardSource(DataSource):
             )
 
     def producing_run(self) -> RunRef | None:
-        return producing_run(self.dataset.data)
+        return find_producing_run(self.dataset.data)
 
     def check_reachable(self, host: str) -> None:
-        if not self.directory.exists(MANIFEST):
+        if not self.directory.exists(MANIFEST_FILE):
             raise UserError(
                 f"--data {self.directory} is not on {host}, where Ray placed the worker. Use object storage, such as "
                 "--data s3://bucket/tokens, or a disk that all machines share."

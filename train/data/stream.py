@@ -10,7 +10,7 @@ import numpy as np
 
 from infra.errors import UserError
 from infra.storage.directory import StorageDir
-from pipeline.books.sources import absolute_source
+from pipeline.books.sources import to_absolute_source
 from pipeline.encoding.tokenizer import Tokenizer, load_by_hash
 from pipeline.shards import Manifest
 from pipeline.stream import BYTES_PER_TOKEN, EncodedBook, Stream
@@ -39,7 +39,7 @@ class StreamSource(DataSource):
     def absolute(self) -> Self:
         tokenizer = self.dataset.reading.tokenizer and StorageDir.of(self.dataset.reading.tokenizer).address
         reading = replace(self.dataset.reading, tokenizer=tokenizer)
-        sources = tuple(absolute_source(source) for source in self.dataset.stream)
+        sources = tuple(to_absolute_source(source) for source in self.dataset.stream)
         return type(self)(replace(self.dataset, stream=sources, reading=reading))
 
     def load_tokenizer(self, manifest: Manifest) -> Tokenizer:

@@ -3,7 +3,7 @@
 from collections.abc import Mapping
 from dataclasses import dataclass
 
-from infra.ceilings import matmul_rate_of, read_record
+from infra.ceilings import find_matmul_rate, read_record
 from infra.device.hardware import KNOWN_GPUS, DeviceInfo, peak_flops
 from infra.errors import UserError
 from infra.schema import from_json
@@ -29,7 +29,7 @@ class GpuRates:
 
     def matmul_rate(self, precision: str) -> float | None:
         """FLOP/s of matrix products in a resolved ``precision``; None if it is unknown."""
-        return matmul_rate_of({"matmul": self.matmul}, precision)
+        return find_matmul_rate({"matmul": self.matmul}, precision)
 
 
 def load_gpu_rates(gpu: str) -> GpuRates:

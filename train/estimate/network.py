@@ -6,7 +6,7 @@ and twice as often in an all-reduce. The time of an exchange is these bytes divi
 
 from typing import Any, NamedTuple
 
-from infra.ceilings import matmul_rate_of, read_record
+from infra.ceilings import find_matmul_rate, read_record
 from train.config import Batch, Execution
 from train.model_config import ModelSpec
 
@@ -47,7 +47,7 @@ def network_rows(model: ModelSpec, batch: Batch, execution: Execution, doctor_fi
     description, size, overlapping_flops, overlaps_with = step_exchange(model, batch, execution.fsdp)
     rows = [("exchange per step", f"{size / 1e9:.3g} GB on the bus: {description}")]
     measured = _read_all_reduce(doctor_file)
-    matmul_rate = matmul_rate_of(measured, execution.precision) if measured else None
+    matmul_rate = find_matmul_rate(measured, execution.precision) if measured else None
     if not matmul_rate:
         command = f"python -m infra.doctor --workers {batch.workers}"
         unknown = f"unknown, not in {doctor_file}; measure it with '{command}', with --address on a cluster"

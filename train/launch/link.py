@@ -292,10 +292,10 @@ def open_ray_link(recorded: RecordedProgress) -> Iterator[RayLink]:
     import ray
 
     # The actor's process would import flags and storage with it.
-    from infra.ray.machines import pin_to_driver_node
+    from infra.ray.machines import driver_node_strategy
 
     actor: Any = ray.remote(num_cpus=0)(Channel)
-    channel = actor.options(scheduling_strategy=pin_to_driver_node()).remote(recorded)
+    channel = actor.options(scheduling_strategy=driver_node_strategy()).remote(recorded)
     try:
         yield RayLink(channel)
     finally:

@@ -10,11 +10,11 @@ from infra.device.hardware import DeviceInfo, cpu_info, device_info
 from infra.errors import UserError
 from infra.ray.machines import (
     accelerator_resource,
-    await_accelerator,
     eligible_nodes,
-    is_this_machine_alone,
+    is_only_machine,
     max_cores_per_worker,
     run_on_nodes,
+    wait_for_accelerator,
 )
 from train.config import DatasetConfig, Execution, ExecutionConfig
 from train.data.sources import source_of
@@ -32,10 +32,10 @@ def worker_device_info(execution: ExecutionConfig, workers: int) -> DeviceInfo:
     Waits for a machine with the requested accelerator. Raises ``UserError`` when its GPU is not free in time.
     """
     if execution.accelerator:
-        await_accelerator(execution.accelerator)
+        wait_for_accelerator(execution.accelerator)
     eligible = eligible_nodes(accelerator=execution.accelerator)
     use_gpu = execution.device != "cpu" and sum(int(node.get("GPU", 0)) for node in eligible.values()) >= workers
-    if is_this_machine_alone():
+    if is_only_machine():
         return device_info() if use_gpu else cpu_info()
     if not use_gpu:
         largest = sorted(eligible, key=lambda node: eligible[node].get("CPU", 0))[-1:]

@@ -17,7 +17,7 @@ import ray.train
 from ray.exceptions import RayError
 
 from infra.device.host import count_oom_kills
-from infra.device.provenance import machine
+from infra.device.provenance import machine_tags
 from infra.device.telemetry import Telemetry, prefix_node
 from infra.errors import UserError
 from train.launch.job import RunJob, WorkerResult
@@ -87,7 +87,7 @@ def train_function(loop_config: dict[str, Any]) -> WorkerResult:
         try:
             if is_first:
                 hosts = [state.host for state in states]
-                driver = DriverConnection(link, WorkerStarted(step_of(resume), hosts, nodes, machine()))
+                driver = DriverConnection(link, WorkerStarted(step_of(resume), hosts, nodes, machine_tags()))
             elif nodes.index(node_id) == rank:  # It watches its machine, where the first worker is not.
                 stack.callback(link.flush)
                 stack.enter_context(watch_machine(link, host))
@@ -185,7 +185,7 @@ def lock_and_find_checkpoint(
     try:
         if earlier.refusal:
             return None, earlier.refusal.reason
-        if job.driver_marker and not folder.sees(job.driver_marker):
+        if job.driver_marker and not folder.has_file_of(job.driver_marker):
             return None, (
                 f"{folder.path} on {socket.gethostname()}, where Ray placed the worker, is not the driver's folder. "
                 f"{SHARED_STORAGE_HINT}"

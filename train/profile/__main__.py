@@ -15,7 +15,7 @@ import tyro
 from infra.cli import command, flags
 from infra.cli.console import console
 from infra.cli.options import ConfigFile, TrackingUri
-from infra.cli.progress import IMPORTING, status
+from infra.cli.progress import IMPORTING_ACTIVITY, status
 from infra.cli.table import Report, Table, bullet_list
 from infra.device.hardware import device_info
 from infra.errors import UserError
@@ -68,7 +68,7 @@ def profile(options: ProfileOptions) -> None:
             f"--stream {' '.join(options.training.dataset.stream)} is not supported by train.profile. Create token "
             "shards with 'python -m pipeline.tokenize', and use --data."
         )
-    with status(IMPORTING):
+    with status(IMPORTING_ACTIVITY):
         from infra.device import provenance
         from infra.tracking.store import create_run, open_store
         from infra.tracking.tracker import Tracker
@@ -81,7 +81,7 @@ def profile(options: ProfileOptions) -> None:
     manifest = read_manifest(options.training.dataset.data)
     config = resolve(prepare(options.training, manifest), device_info())
     name = options.name or f"profile-{short_name(options.training.model)}-{time.strftime('%Y%m%d-%H%M%S')}"
-    run_dir = new_directory(options.out, name, resumable_with=None, allowed_leftovers=(StorageDir.LOCK,))
+    run_dir = new_directory(options.out, name, resumable_with=None, allowed_leftovers=(StorageDir.LOCK_FILE,))
     folder = Workspace.of(run_dir).path
     try:
         folder.parent.mkdir(parents=True, exist_ok=True)
@@ -93,7 +93,7 @@ def profile(options: ProfileOptions) -> None:
             f"--out {options.out} has only {free / 1e9:.1f} GB free, but a trace may need {MAX_TRACE_BYTES / 1e9:g} "
             "GB. Free disk space, or choose another folder."
         )
-    tags = provenance.collect() | {"kind": "profile"}
+    tags = provenance.collect_tags() | {"kind": "profile"}
     open_store(options.tracking_uri)
     # The header comes first, because compilation can take a minute before any other output.
     report.print_header(config, manifest, run_dir)

@@ -16,7 +16,7 @@ from safetensors import SafetensorError
 from infra.cli.table import Table
 from infra.errors import UserError
 from infra.storage.directory import StorageDir
-from infra.storage.files import TEMPORARY, write_json
+from infra.storage.files import TEMPORARY_PREFIX, write_json
 from train.config import TrainConfig, config_from_json
 from train.data.tokenizer import tokenizer_files
 from train.loop.sampling import load_model
@@ -34,7 +34,7 @@ def write_model(checkpoint: Path, folder: Path, run: str = "") -> str:
     model, tokenizer = load_model(checkpoint)
     kind = config_from_json(progress.config, str(checkpoint)).model
     export = builder_of(kind).export(model, folder)
-    temporary = folder.with_name(f"{TEMPORARY}{folder.name}")
+    temporary = folder.with_name(f"{TEMPORARY_PREFIX}{folder.name}")
     shutil.rmtree(temporary, ignore_errors=True)
     try:
         temporary.mkdir(parents=True)

@@ -21,7 +21,7 @@ from torch import Tensor, nn
 from infra.errors import UserError
 from infra.schema import to_json
 from infra.storage.directory import StorageDir
-from infra.storage.files import TEMPORARY, sync_folder, write_json
+from infra.storage.files import TEMPORARY_PREFIX, sync_folder, write_json
 from pipeline.encoding.tokenizer import Tokenizer
 from pipeline.shards import TOKENIZER_FILE, checksum
 from train.models.blocks import shared_names
@@ -110,7 +110,7 @@ class Checkpoints:
         self._removal = threading.Lock()
         """Held while old checkpoints are removed, and while one is chosen to be uploaded."""
         folder.mkdir(parents=True, exist_ok=True)
-        for leftover in folder.glob(f"{TEMPORARY}*"):
+        for leftover in folder.glob(f"{TEMPORARY_PREFIX}*"):
             shutil.rmtree(leftover, ignore_errors=True)
 
     def save(self, snapshot: Snapshot, progress: Progress, is_valid: Callable[[list[float]], bool]) -> None:
@@ -164,7 +164,7 @@ class Checkpoints:
                     self._last_upload = self._uploads.submit(self._upload, self.latest, self.upload_dir)
         except Exception as failure:  # noqa: BLE001 raised in the training thread
             self._failure = failure
-            for leftover in self.folder.glob(f"{TEMPORARY}*"):  # The disk may be full.
+            for leftover in self.folder.glob(f"{TEMPORARY_PREFIX}*"):  # The disk may be full.
                 shutil.rmtree(leftover, ignore_errors=True)
 
     def _remove_old(self) -> None:
@@ -192,7 +192,7 @@ class Checkpoints:
 def write(folder: Path, snapshot: Snapshot, progress: Progress, tokenizer: Tokenizer | None = None) -> Path:
     """Write one checkpoint with its ``tokenizer`` to a temporary name, fsync it, read it back, and rename it."""
     name = f"step-{progress.step:08d}"
-    temporary = folder / f"{TEMPORARY}{os.getpid()}-{name}"
+    temporary = folder / f"{TEMPORARY_PREFIX}{os.getpid()}-{name}"
     temporary.mkdir()
     save_weights(snapshot.weights, temporary / WEIGHTS)
     torch.save(snapshot.state, temporary / _STATE)
@@ -208,7 +208,7 @@ def write(folder: Path, snapshot: Snapshot, progress: Progress, tokenizer: Token
     files = {file: checksum(temporary / file) for file in names}
     write_json(temporary / PROGRESS, to_json(replace(progress, files=files)))
     if (folder / name).exists():
-        aside = folder / f"{TEMPORARY}old-{name}"
+        aside = folder / f"{TEMPORARY_PREFIX}old-{name}"
         (folder / name).rename(aside)
         temporary.rename(folder / name)
         shutil.rmtree(aside)

@@ -8,7 +8,7 @@ import shutil
 from pathlib import Path
 
 from infra.storage.directory import StorageDir
-from infra.storage.files import TEMPORARY
+from infra.storage.files import TEMPORARY_PREFIX
 from train.run_files.progress import PROGRESS, checkpoints_in, find_damage
 
 CHECKPOINTS, CYCLES = "checkpoints", "cycles.jsonl"
@@ -70,7 +70,7 @@ def download_checkpoint(uploaded: StorageDir, checkpoint: Path) -> None:
     is_intact = (
         progress.exists() and progress.read_bytes() == uploaded.read(PROGRESS) and find_damage(checkpoint) is None
     )
-    target = checkpoint if is_intact else checkpoint.with_name(f"{TEMPORARY}{checkpoint.name}")
+    target = checkpoint if is_intact else checkpoint.with_name(f"{TEMPORARY_PREFIX}{checkpoint.name}")
     target.mkdir(parents=True, exist_ok=True)
     for name in uploaded.list_files():
         if not is_intact or name == CYCLES:

@@ -12,7 +12,7 @@ from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any, TypeVar
 
-from infra.errors import UserError, nearest
+from infra.errors import UserError, suggest_nearest
 from infra.schema import from_json, strict, to_json
 from infra.storage.directory import StorageDir
 from infra.storage.files import clear_temporaries, write_json
@@ -78,7 +78,7 @@ def read_record(directory: StorageDir, kind: str) -> ExperimentRecord:
     except OSError:
         siblings = directory.parent.entries() or ()
         names = [name for name in siblings if (directory.parent / name).exists(f"{kind}.json")]
-        hint = nearest(directory.name, names) if names else f". Check --out, or start a new {kind} with --name."
+        hint = suggest_nearest(directory.name, names) if names else f". Check --out, or start a new {kind} with --name."
         raise UserError(f"--resume {directory.name}: there is no {kind} in {directory}{hint}") from None
     try:
         return from_json(ExperimentRecord, json.loads(content), "it")

@@ -17,11 +17,11 @@ from infra.errors import UserError
 from infra.ray.machines import (
     Node,
     accelerator_resource,
-    await_accelerator,
     eligible_nodes,
-    is_this_machine_alone,
+    is_only_machine,
     max_cores_per_worker,
     run_on_nodes,
+    wait_for_accelerator,
 )
 from infra.storage.directory import StorageDir
 from pipeline.shards import read_manifest
@@ -86,8 +86,8 @@ def trial_machines(
     The token shards on each of them must have this ``fingerprint``.
     """
     if cluster and execution.accelerator:
-        await_accelerator(execution.accelerator)
-    is_local = not cluster or is_this_machine_alone()
+        wait_for_accelerator(execution.accelerator)
+    is_local = not cluster or is_only_machine()
     if is_local:
         # A parent, such as a notebook, may hold memory of the GPU, but only waits for this process.
         parents = [process.pid for process in psutil.Process().parents()]

@@ -152,7 +152,7 @@ def make_search(config: SearchConfig, machines: tuple[Machine, ...] = ()) -> Sea
     name = search_name(config)
     directory = StorageDir.of(config.out, name)
     if not (config.resume or config.dry_run):
-        new_directory(config.out, name, allowed_leftovers=(TRIALS, StorageDir.LOCK))
+        new_directory(config.out, name, allowed_leftovers=(TRIALS, StorageDir.LOCK_FILE))
     if config.gpu:
         machines = (_planned_machine(config.gpu),)
         config = replace(config, training=config.training.replace(device="cuda"))

@@ -23,7 +23,7 @@ from infra.tracking.run_ref import RunRef
 from infra.tracking.saved_views import tag_ranks
 from infra.tracking.store import create_run, find_children, read_logged, reopen_run
 from infra.tracking.tracker import Tracker
-from pipeline.shards import producing_run
+from pipeline.shards import find_producing_run
 from train.reporting.report import allocator_facts, memory_fact, speed_fact
 from tune.experiment.folder import (
     RESULT,
@@ -168,7 +168,7 @@ def log_data(tracker: Tracker, record: ExperimentRecord) -> None:
     """Log the data set of an experiment or of one of its trials."""
     data = StorageDir.of(record.data)
     tracker.log_dataset(data.name, record.fingerprint, record.data, record.splits, "training")
-    maker = producing_run(data)
+    maker = find_producing_run(data)
     tracker.set_tags({"data.run": maker.run_id} if maker else {})
 
 
@@ -199,7 +199,7 @@ def open_parent(experiment: Experiment) -> RunRef:
     folder."""
     return create_run(
         experiment.mlflow_experiment, experiment.directory.name, tracking_uri=experiment.config.tracking_uri,
-        run_dir=experiment.directory.address, tags=provenance.collect() | {"kind": experiment.config.kind},
+        run_dir=experiment.directory.address, tags=provenance.collect_tags() | {"kind": experiment.config.kind},
         keep=lambda mlflow_run: write_record(experiment.workspace, experiment.record(mlflow_run)),
     )  # fmt: skip
 

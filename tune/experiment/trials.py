@@ -8,7 +8,7 @@ from typing import TYPE_CHECKING, Any, ClassVar
 
 from infra.cli.console import console
 from infra.cli.table import Report
-from infra.ray.machines import await_accelerator, eligible_nodes
+from infra.ray.machines import wait_for_accelerator, eligible_nodes
 from infra.schema import to_json
 from infra.storage.directory import StorageDir
 from infra.storage.files import atomic_file, write_json, write_text
@@ -124,7 +124,7 @@ class Experiment(ABC):
         """Resources that each trial requests from the connected Ray."""
         dataset, execution = self.training.dataset, self.training.execution
         if execution.accelerator:
-            await_accelerator(execution.accelerator)
+            wait_for_accelerator(execution.accelerator)
         nodes = eligible_nodes(accelerator=execution.accelerator)
         return trial_resources(nodes.values(), dataset, execution, use_gpu=self.device == "cuda")
 

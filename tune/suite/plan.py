@@ -40,7 +40,7 @@ def make_ladder(config: LadderConfig) -> Ladder:
     config, name = config.with_ends(), config.name or config.suite
     directory = StorageDir.of(config.out, name)
     if not (config.resume or config.dry_run):
-        new_directory(config.out, name, allowed_leftovers=(TRIALS, StorageDir.LOCK))
+        new_directory(config.out, name, allowed_leftovers=(TRIALS, StorageDir.LOCK_FILE))
     manifest = read_manifest(config.data)
     start = prepare(config.training, manifest)
     suite = find_suite(config.suite)

@@ -36,7 +36,7 @@ def publish(ladder: Ladder, rows: Sequence[TrialRow], *, reference: dict[str, An
     control_rows = [control.row for control in controls if control.row]
     control_speeds = [row.speed.middle for row in control_rows if row.speed]
     record = {
-        "name": ladder.directory.name, "device": device, "commit": provenance.commit(), "suite": suite.name,
+        "name": ladder.directory.name, "device": device, "commit": provenance.find_commit(), "suite": suite.name,
         "controls": control_speeds, "rows": list(map(rung_json, results)),
     }  # fmt: skip
     write_json(folder / "rungs.json", record)

@@ -10,7 +10,7 @@ from dataclasses import dataclass, field, fields, replace
 from pathlib import Path
 from typing import Any
 
-from infra.errors import UserError, nearest
+from infra.errors import UserError, suggest_nearest
 from infra.schema import to_json
 from train.config import SETTING_TYPES, BatchConfig, TrainConfig, config_from_json
 from train.model_config import ModelConfig, ModelSpec, parse_model
@@ -219,7 +219,7 @@ def find_suite(text: str) -> Suite:
         return SUITES[text]
     path = Path(text)
     if path.suffix != ".py":
-        raise UserError(f"--suite {text!r} is not a suite{nearest(text, SUITES)} The name of a file must end in .py.")
+        raise UserError(f"--suite {text!r} is not a suite{suggest_nearest(text, SUITES)} The name of a file must end in .py.")
     return _load_suite(path)
 
 
@@ -286,7 +286,7 @@ def choose(suite: Suite, names: Iterable[str]) -> Suite:
     rung_names, names = [rung.name for rung in suite.rungs], list(names)
     for name in names:
         if name not in rung_names:
-            raise UserError(f"--rungs {name!r} is not a rung of the suite {suite.name}{nearest(name, rung_names)}")
+            raise UserError(f"--rungs {name!r} is not a rung of the suite {suite.name}{suggest_nearest(name, rung_names)}")
     return replace(suite, rungs=tuple(rung for rung in suite.rungs if rung.name in names))
 
 
@@ -316,7 +316,7 @@ def apply_changes(config: TrainConfig, changes: Changes, source: str = "the suit
     settings = (settings | {"batch", "vocabulary_multiple"}) - {"data"}  # The ladder's --data sets it.
     for name in changes:
         if name not in settings:
-            raise UserError(f"{source} changes {name!r}, which is not a setting{nearest(name, settings)}")
+            raise UserError(f"{source} changes {name!r}, which is not a setting{suggest_nearest(name, settings)}")
     for name in ("batch", "vocabulary_multiple"):
         if not (isinstance(changes.get(name, 1), int) and changes.get(name, 1) > 0):
             raise UserError(f"{source}: {name} is {changes[name]!r}, but must be an integer of at least 1.")

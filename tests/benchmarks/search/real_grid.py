@@ -24,7 +24,7 @@ from typing import Any
 import numpy as np
 
 from infra.device.hardware import cpu_info
-from infra.device.provenance import collect
+from infra.device.provenance import collect_tags
 from infra.schema import from_json, to_json
 from infra.storage.files import write_json
 from pipeline.shards import Manifest, ShardRow, write_shard
@@ -85,7 +85,7 @@ def main() -> int:
                 "base": base.to_json(),
                 "knobs": KNOBS,
                 "idle_bytes": idle,
-                "provenance": collect(),
+                "provenance": collect_tags(),
                 "rows": rows,
             },
         )

@@ -3,7 +3,7 @@
 import pytest
 
 from infra.cli.console import console
-from infra.cli.table import Report, Table, format_summary, tables
+from infra.cli.table import Report, Table, format_summary, split_table
 
 HEADING = ("rung", "tokens/s", "step", "GB", "[loss]")
 LINES = [("baseline", "1,000", "", "10.00", "3.250"), ("[fast] one", "123,456,789", "1.50x ±7%", "9.00", "3.249")]
@@ -11,7 +11,7 @@ LINES = [("baseline", "1,000", "", "10.00", "3.250"), ("[fast] one", "123,456,78
 
 @pytest.mark.parametrize(("width", "parts"), [(200, 1), (44, 2), (30, 3), (5, 4)])
 def test_columns_that_do_not_fit_follow_below(capsys: pytest.CaptureFixture[str], width: int, parts: int) -> None:
-    made = list(tables(HEADING, LINES, "A title", width))
+    made = list(split_table(HEADING, LINES, "A title", width))
     assert len(made) == parts
     for table in made:
         console.print(table)
@@ -28,7 +28,7 @@ def test_columns_that_do_not_fit_follow_below(capsys: pytest.CaptureFixture[str]
 
 def test_text_is_wrapped_between_words_before_a_table_is_parted(capsys: pytest.CaptureFixture[str]) -> None:
     lines = [("1", "compile=whole, checkpointing=full", "1,000"), ("2", "as the control", "999")]
-    (table,) = tables(("", "knobs", "tokens/s"), lines, "", 33)
+    (table,) = split_table(("", "knobs", "tokens/s"), lines, "", 33)
     console.print(table)
     printed = [line.rstrip() for line in capsys.readouterr().out.splitlines()]
     assert printed == [
@@ -40,7 +40,7 @@ def test_text_is_wrapped_between_words_before_a_table_is_parted(capsys: pytest.C
 def test_a_word_that_does_not_fit_is_parted_and_the_first_column_never(capsys: pytest.CaptureFixture[str]) -> None:
     long = "/a/path/without/any/blank" * 5
     lines = [("micro-batch 8 x 2", "1,234", "winner"), ("micro-batch 16 x 1", "-", f"failed: see {long}")]
-    for table in tables(("candidate", "tokens/s", ""), lines, "", 80):
+    for table in split_table(("candidate", "tokens/s", ""), lines, "", 80):
         console.print(table)
     printed = [line.rstrip() for line in capsys.readouterr().out.splitlines()]
     assert max(map(len, printed)) <= 80
@@ -86,11 +86,11 @@ def test_a_report_is_told_alike_with_its_facts_first_on_a_page_and_last_on_a_ter
 
 
 def test_a_long_heading_of_numbers_is_wrapped_before_a_table_is_parted(capsys: pytest.CaptureFixture[str]) -> None:
-    (table,) = tables(("rung", "peak memory (GB)", "speed vs control"), [("base", "10.00", "x1.234")], "", 24)
+    (table,) = split_table(("rung", "peak memory (GB)", "speed vs control"), [("base", "10.00", "x1.234")], "", 24)
     console.print(table)
     printed = capsys.readouterr().out
     assert max(map(len, map(str.rstrip, printed.splitlines()))) <= 24
     assert {"rung", "peak", "memory", "(GB)", "speed", "vs", "control", "10.00", "x1.234"} <= set(printed.split())
-    (wide,) = tables(("rung", "peak memory (GB)"), [("base", "10.00")], "", 80)
+    (wide,) = split_table(("rung", "peak memory (GB)"), [("base", "10.00")], "", 80)
     console.print(wide)
     assert "peak memory (GB)" in capsys.readouterr().out

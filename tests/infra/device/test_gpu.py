@@ -2,7 +2,7 @@
 
 import pytest
 
-from infra.device.gpu import GpuMeter, visible_gpu
+from infra.device.gpu import GpuMeter, find_visible_gpu
 
 
 def test_a_machine_without_a_gpu_reads_nothing(monkeypatch: pytest.MonkeyPatch) -> None:
@@ -21,7 +21,7 @@ def test_a_machine_without_a_gpu_reads_nothing(monkeypatch: pytest.MonkeyPatch) 
 )
 def test_the_gpus_of_a_process_are_those_that_it_may_see(visible: str | None, handles: list[int | str | None]) -> None:
     """NVML, here of a machine with two, knows nothing of the variable."""
-    assert [visible_gpu(index, visible, 2) for index in range(3)] == handles
+    assert [find_visible_gpu(index, visible, 2) for index in range(3)] == handles
 
 
 @pytest.mark.gpu

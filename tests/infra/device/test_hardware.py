@@ -7,7 +7,7 @@ from pathlib import Path
 import pytest
 
 from infra.device.gpu import GpuState
-from infra.device.hardware import DeviceInfo, compile_blocker, cpu_info, gpu_info
+from infra.device.hardware import DeviceInfo, cpu_info, find_compile_blocker, gpu_info
 
 
 @pytest.mark.parametrize(
@@ -74,10 +74,12 @@ def test_what_compiling_for_a_gpu_lacks_is_named(
         monkeypatch.setitem(sys.modules, "triton", None)  # as if it were not installed
     else:
         (tmp_path / "triton.py").write_text(triton)
-    reason = compile_blocker(capability, headers)
+    reason = find_compile_blocker(capability, headers)
     assert re.search(named, reason) if named else not reason
     (headers / "Python.h").unlink()
-    assert compile_blocker(capability, headers) == (reason or "the Python headers are missing; install python3-dev")
+    assert find_compile_blocker(capability, headers) == (
+        reason or "the Python headers are missing; install python3-dev"
+    )
     sys.modules.pop("triton", None)
 
 

@@ -19,7 +19,7 @@ import json, sys
 from infra.cli import command
 from infra.device import provenance
 command.program = sys.argv.pop(1)
-print(json.dumps(provenance.collect()))
+print(json.dumps(provenance.collect_tags()))
 """
 
 
@@ -100,7 +100,7 @@ def test_the_repository_whose_hook_runs_a_command_is_not_taken_for_this_projects
 @pytest.mark.parametrize(("limit", "said"), [(699.5, "699.5"), (700.0, "700"), (None, None)])
 def test_a_gpu_is_recorded_with_its_limit(limit: float | None, said: str | None) -> None:
     state = GpuState("H200", "570", 140 * 10**9, 0, None, (), 1980, limit, 40, 0)
-    found = provenance.machine(lambda: state)
+    found = provenance.machine_tags(lambda: state)
     assert (found["gpu"], found["driver"], found.get("gpu_power_limit_watts")) == ("H200", "570", said)
 
 
@@ -109,4 +109,4 @@ def test_a_user_without_a_name_is_a_number(monkeypatch: pytest.MonkeyPatch) -> N
     for name in ("LOGNAME", "USER", "LNAME", "USERNAME"):
         monkeypatch.delenv(name, raising=False)
     monkeypatch.setattr(os, "getuid", lambda: 2**31 - 77)
-    assert provenance.user() == str(2**31 - 77)
+    assert provenance.find_user_name() == str(2**31 - 77)

@@ -63,16 +63,16 @@ def test_only_problems_that_prevent_training_change_the_exit_code() -> None:
             raise PackageNotFoundError(package)
         return "1.0"
 
-    busy, missing = wrong(checks.cpu(4, 9999.0)), wrong(checks.software(find_version))
+    busy, missing = wrong(checks.check_cpu(4, 9999.0)), wrong(checks.check_software(find_version))
     assert "9999.0 of 4 cores" in busy["load"]
     assert "pip install ray" in missing["ray"]
-    assert not any(check.prevents_training for check in [*checks.cpu(4, 9999.0), *checks.software()])
-    assert [check.name for check in checks.software(find_version) if check.prevents_training] == ["ray"]
+    assert not any(check.prevents_training for check in [*checks.check_cpu(4, 9999.0), *checks.check_software()])
+    assert [check.name for check in checks.check_software(find_version) if check.prevents_training] == ["ray"]
 
 
 @pytest.mark.parametrize(("load", "busy"), [(2.0, False), (2.1, True)])
 def test_a_machine_is_busy_when_other_work_takes_more_than_half_of_its_cores(load: float, busy: bool) -> None:
-    assert ("load" in wrong(checks.cpu(4, load))) is busy
+    assert ("load" in wrong(checks.check_cpu(4, load))) is busy
 
 
 def test_a_full_disk_is_reported_in_one_sentence(
@@ -90,12 +90,12 @@ def test_a_full_disk_is_reported_in_one_sentence(
 
 def test_a_matrix_product_is_two_flops_for_each_multiplication() -> None:
     """Of 64 x 32 and 32 x 16: 32,768 multiplications and as many additions, here in half a second."""
-    assert ceilings.matmul_rate(64, 32, 16, "fp32", CPU, lambda work, device: 0.5) == 131_072
+    assert ceilings.measure_matmul_rate(64, 32, 16, "fp32", CPU, lambda work, device: 0.5) == 131_072
 
 
 def test_a_copy_reads_and_writes_each_byte() -> None:
     """On a CPU 2^27 of them, here in half a second: 2 x 2^27 / 0.5."""
-    assert ceilings.copy_rates(CPU, lambda work, device: 0.5) == {"device_to_device": 2**29}
+    assert ceilings.measure_copy_rates(CPU, lambda work, device: 0.5) == {"device_to_device": 2**29}
 
 
 def test_the_best_of_several_repetitions_counts() -> None:
@@ -105,7 +105,7 @@ def test_the_best_of_several_repetitions_counts() -> None:
     def work() -> None:
         now[0] += next(times)
 
-    assert ceilings.best_seconds(work, CPU, duration=0.0, clock=lambda: now[0]) == pytest.approx(0.05)
+    assert ceilings.measure_seconds(work, CPU, duration=0.0, clock=lambda: now[0]) == pytest.approx(0.05)
     assert list(times) == [], "three repetitions even where there is no time for them"
 
 
@@ -122,20 +122,20 @@ def test_a_card_that_torch_does_not_see_is_a_problem() -> None:
 
 
 def test_each_problem_has_a_fix() -> None:
-    assert wrong(checks.gpu(CARD, CARD.name)) == {}
+    assert wrong(checks.check_gpu(CARD, CARD.name)) == {}
     busy = replace(CARD, other_processes=(4711,), throttle_reasons=0x24)
-    found = wrong(checks.gpu(busy, CARD.name))
+    found = wrong(checks.check_gpu(busy, CARD.name))
     assert "kill 4711" in found["other processes on the GPU"]
-    assert "power" in str(checks.gpu(busy, CARD.name))
+    assert "power" in str(checks.check_gpu(busy, CARD.name))
     assert "nvidia-smi -pl" in found["throttling"]
     hidden = replace(CARD, memory_used=30 * 2**30)
-    assert "memory in use" in wrong(checks.gpu(hidden, CARD.name))
-    assert "MFU" in wrong(checks.gpu(CARD, "Mystery 9000"))["GPU"]
-    assert "nvidia-smi" in wrong(checks.gpu(None, CARD.name))["NVML"]
+    assert "memory in use" in wrong(checks.check_gpu(hidden, CARD.name))
+    assert "MFU" in wrong(checks.check_gpu(CARD, "Mystery 9000"))["GPU"]
+    assert "nvidia-smi" in wrong(checks.check_gpu(None, CARD.name))["NVML"]
 
 
 def test_attention_that_runs_is_reported() -> None:
-    (check,) = checks.attention_kernels(CPU)
+    (check,) = checks.check_attention_kernels(CPU)
     assert check.value == "available"
 
 
@@ -160,19 +160,19 @@ def test_a_clock_is_compared_by_the_fastest_answer() -> None:
     pauses = iter([0.5, 0.0, 0.5])
 
     def read_clock() -> float:
-        node_time = nodes.clock() + 100
+        node_time = nodes.read_clock() + 100
         time.sleep(next(pauses))
         return node_time
 
-    assert nodes.clock_offset(read_clock) == pytest.approx(100, abs=0.2)
-    assert nodes.clock_offset(lambda: None) is None
+    assert nodes.measure_clock_offset(read_clock) == pytest.approx(100, abs=0.2)
+    assert nodes.measure_clock_offset(lambda: None) is None
 
 
 def test_every_precision_has_the_rate_of_its_matrix_products() -> None:
     measured = {"matmul": {"bf16": 756e12, "tf32": 378e12, "fp32": 51e12}}
     rates = {"fp32": 51e12, "tf32": 378e12, "fp16": 756e12, "bf16": 756e12, "bf16-activations": 756e12}
-    assert {name: ceilings.matmul_rate_of(measured, name) for name in rates} == rates
-    assert ceilings.matmul_rate_of({"matmul": {}}, "fp32") is None
+    assert {name: ceilings.find_matmul_rate(measured, name) for name in rates} == rates
+    assert ceilings.find_matmul_rate({"matmul": {}}, "fp32") is None
 
 
 def test_the_peak_of_a_gpu_is_found_by_its_name_and_precision() -> None:
@@ -192,11 +192,11 @@ def test_the_peak_of_a_gpu_is_found_by_its_name_and_precision() -> None:
 @pytest.mark.gpu
 def test_a_gpu_reaches_most_of_its_datasheet() -> None:
     device = torch.device("cuda", 0)
-    rates = ceilings.matmul_rates(device)
+    rates = ceilings.measure_matmul_rates(device)
     peak = peak_flops(torch.cuda.get_device_name(device))
     assert rates["bf16"] > rates["tf32"] > rates["fp32"]
     assert peak is None or 0.4 < rates["bf16"] / peak < 1.05
-    assert ceilings.copy_rates(device)["host_to_device_pinned"] > 1e9
+    assert ceilings.measure_copy_rates(device)["host_to_device_pinned"] > 1e9
 
 
 def test_the_machines_of_a_cluster_are_reported(
@@ -208,11 +208,13 @@ def test_the_machines_of_a_cluster_are_reported(
 
 def test_another_version_is_a_problem_and_fatal_where_ray_fails() -> None:
     own = nodes.describe_node()
-    assert not nodes.compare(replace(own, scratch_free=10**12), own)
+    assert not nodes.compare_machines(replace(own, scratch_free=10**12), own)
     public = own.versions["torch"].partition("+")[0]
-    assert not nodes.compare(replace(own, scratch_free=10**12, versions=own.versions | {"torch": f"{public}+cu1"}), own)
+    assert not nodes.compare_machines(
+        replace(own, scratch_free=10**12, versions=own.versions | {"torch": f"{public}+cu1"}), own
+    )
     other = replace(own, python="3.1.0", versions={"ray": "1.0", "torch": f"{public}.1"})
-    found = nodes.compare(replace(other, scratch_free=10**9), own)
+    found = nodes.compare_machines(replace(other, scratch_free=10**9), own)
     assert list(found.values()) == [True, True, False, False]
     assert f"Python is 3.1.0, but {platform.python_version()} on this machine; install the same version" in found
     assert (
@@ -223,7 +225,7 @@ def test_another_version_is_a_problem_and_fatal_where_ray_fails() -> None:
 
 def test_a_machine_that_does_not_answer_is_named(capfd: pytest.CaptureFixture[str]) -> None:
     silent = nodes.NodeReport("w2", 2, problems={"does not respond: no reply within 45 s": True})
-    doctor.nodes_part(
+    doctor.nodes_table(
         [nodes.NodeReport("w1", 2, nodes.describe_node(), 0.0012, {"up": 5e7, "down": 9e7}), silent]
     ).show()
     output = capfd.readouterr().out

@@ -39,7 +39,7 @@ def node_address(monkeypatch: pytest.MonkeyPatch) -> Callable[[str], None]:
 PROGRAM = """
 import json, os, psutil, ray
 from infra.ray.cluster import ray_session
-from infra.ray.machines import await_accelerator
+from infra.ray.machines import wait_for_accelerator
 from infra.errors import UserError
 
 def train_of_worker():
@@ -53,7 +53,7 @@ with ray_session(cpus=1):
         listening = [at.laddr.ip for at in process.net_connections("inet") if at.status == psutil.CONN_LISTEN]
         found[process.pid] = process.name(), os.getpgid(process.pid) == os.getpgid(0), listening
     try:
-        await_accelerator("A100")
+        wait_for_accelerator("A100")
     except UserError as lack:
         refused = str(lack)
     started_by = ray.get_runtime_context().runtime_env.get("py_executable")

@@ -62,7 +62,7 @@ def test_a_directory_is_created_once_and_held(place: StorageDir) -> None:
         new.write("deep/er/file", b"content")
         with pytest.raises(UserError, match="in use"), new.exclusive_use("in use"):
             pass
-    assert new.entries() == {"deep"} | ({StorageDir.LOCK} if new.local_path else set())
+    assert new.entries() == {"deep"} | ({StorageDir.LOCK_FILE} if new.local_path else set())
     with pytest.raises(UserError, match=r"new\S* already exists.*--name"), new.create("in use"):
         pass
 

@@ -15,7 +15,7 @@ from pathlib import Path
 import pytest
 
 from infra.errors import UserError
-from infra.storage.files import TEMPORARY, atomic_file, clear_temporaries, lock, scratch, write_json
+from infra.storage.files import TEMPORARY_PREFIX, atomic_file, clear_temporaries, lock, scratch, write_json
 
 
 def test_an_error_leaves_the_old_file_and_no_temporary_one(tmp_path: Path) -> None:
@@ -44,7 +44,7 @@ def test_a_killed_writer_leaves_the_old_file(tmp_path: Path) -> None:
     done = subprocess.run([sys.executable, "-c", code, str(target)], env=os.environ | {"PYTHONPATH": str(Path.cwd())})
     assert done.returncode == -signal.SIGKILL
     assert target.read_bytes() == b"old"
-    assert list(tmp_path.glob(f"{TEMPORARY}*"))
+    assert list(tmp_path.glob(f"{TEMPORARY_PREFIX}*"))
     clear_temporaries(tmp_path)
     assert [path.name for path in tmp_path.iterdir()] == ["shard.arrow"]
 
@@ -67,7 +67,7 @@ def test_a_link_that_another_user_planted_is_not_followed(tmp_path: Path) -> Non
     victim = tmp_path / "victim"
     victim.write_text("mine")
     victim.chmod(0o600)
-    for name in (f"{TEMPORARY}{os.getpid()}-manifest.json", "manifest.json"):
+    for name in (f"{TEMPORARY_PREFIX}{os.getpid()}-manifest.json", "manifest.json"):
         (tmp_path / name).symlink_to(victim)
     write_json(tmp_path / "manifest.json", {})
     assert victim.read_text() == "mine"

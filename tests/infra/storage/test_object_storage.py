@@ -77,7 +77,7 @@ def test_a_profile_has_the_credentials_where_the_environment_has_none(
     monkeypatch.setenv("AWS_SHARED_CREDENTIALS_FILE", str(tmp_path / "credentials"))
     monkeypatch.delenv("AWS_ACCESS_KEY_ID")
     monkeypatch.delenv("AWS_SECRET_ACCESS_KEY")
-    object_storage._store.cache_clear()
+    object_storage._open_store.cache_clear()
     monkeypatch.setenv("AWS_PROFILE", "gone")
     with pytest.raises(UserError, match="gone"):
         StorageDir.of(f"s3://places/{bucket}").list_files()

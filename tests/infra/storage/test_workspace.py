@@ -48,9 +48,9 @@ def test_processes_with_copies_of_their_own_do_not_see_each_others_files(bucket:
     assert driver.path != worker.path
     driver.refresh()
     (driver.path / "marker").touch()
-    assert worker.sees(driver.path / "marker")
-    assert Workspace(tmp_path).sees(driver.path / "marker")
-    assert not Workspace(tmp_path).sees(tmp_path / "another disk")
+    assert worker.has_file_of(driver.path / "marker")
+    assert Workspace(tmp_path).has_file_of(driver.path / "marker")
+    assert not Workspace(tmp_path).has_file_of(tmp_path / "another disk")
 
 
 def test_a_copy_in_use_is_waited_for(bucket: str) -> None:

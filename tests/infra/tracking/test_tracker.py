@@ -18,7 +18,7 @@ from mlflow.tracking import MlflowClient
 from infra.errors import UserError
 from infra.tracking.orphaned_runs import is_complete
 from infra.tracking.send import send
-from infra.tracking.store import create_run, find_children, has_run, open_store, read_logged, reopen_run, store_uri
+from infra.tracking.store import create_run, find_children, open_store, read_logged, reopen_run, run_exists, store_uri
 from infra.tracking.tracker import Tracker, TrackerTiming
 
 ROOT = Path(__file__).resolve().parents[3]
@@ -183,7 +183,7 @@ def test_what_was_deleted_in_mlflow_is_to_be_restored() -> None:
         client.delete_run(key.run_id)
         tracker.log_metrics({"loss/step": 4.0}, step=2)
         assert not tracker.flush(2), "it waits"
-        assert not has_run(key)
+        assert not run_exists(key)
         with pytest.raises(UserError, match=rf"{key.run_id} .* was deleted. Restore it.* runs restore"):
             reopen_run(key)
         client.restore_run(key.run_id)

@@ -31,7 +31,7 @@ def test_encodings_are_found() -> None:
     for encoding in ("utf-8", "utf-8-sig", "utf-16", "utf-32", "cp1252", "iso-8859-15"):
         text = FRENCH.replace("œ", "oe") if encoding == "iso-8859-15" else FRENCH
         decoded = to_utf8(text.encode(encoding))
-        assert (decoded.text.decode(), decoded.replaced) == (text, 0)
+        assert (decoded.text.decode(), decoded.replaced_bytes) == (text, 0)
 
 
 WESTERN, CENTRAL = ("cp1252", "iso8859_15", "cp850", "mac_roman"), ("cp1250", "iso8859_2", "cp852", "mac_latin2")
@@ -114,7 +114,7 @@ def test_each_line_is_read_in_utf8_or_in_the_other_character_set_of_the_file(enc
     text = MIXTURES[encoding]
     for first, utf8, other in itertools.product((FRENCH.splitlines(keepends=True)[0], text), (2, 40), (2, 40)):
         decoded = to_utf8((first * utf8).encode() + (text * other).encode(encoding))
-        assert (decoded.text.decode(), decoded.replaced) == (first * utf8 + text * other, 0)
+        assert (decoded.text.decode(), decoded.replaced_bytes) == (first * utf8 + text * other, 0)
         assert decoded.encoding.endswith("and utf-8")
 
 
@@ -130,10 +130,10 @@ def test_single_bytes_of_windows_in_a_line_of_utf8_are_read_where_they_fit_and_d
     pasted = "Où est l’été? ".encode() * 20 + b"\x93Yes,\x94 he said, \x93I don\x92t know.\x94\n"
     decoded = to_utf8(pasted)
     assert decoded.text.decode() == "Où est l’été? " * 20 + "“Yes,” he said, “I don’t know.”\n"
-    assert (decoded.encoding, decoded.replaced) == ("cp1252 and utf-8", 0)
+    assert (decoded.encoding, decoded.replaced_bytes) == ("cp1252 and utf-8", 0)
     cut = "Où est l’été? ".encode() * 20 + b"caf\xc3 and don\xe2\x80t \xf0\x9f\x98 and\xff\n"
     decoded = to_utf8(cut)
-    assert (decoded.encoding, decoded.replaced) == ("utf-8", 1 + 2 + 3 + 1)
+    assert (decoded.encoding, decoded.replaced_bytes) == ("utf-8", 1 + 2 + 3 + 1)
 
 
 @pytest.mark.parametrize("declared", ["cp437", "cp850", "UTF-8", "US-ASCII", "windows-1251", "Big5", "Shift_JIS"])
@@ -141,26 +141,26 @@ def test_a_declared_character_set_that_the_bytes_contradict_is_not_used_and_name
     for encoding in ("cp1252", "koi8_r", "euc_jp"):
         text = f"Title: Pages\n\nCharacter set encoding: {declared}\n\n" + MIXTURES[encoding] * 9
         decoded = to_utf8(text.encode(encoding))
-        assert (decoded.text.decode(), decoded.contradicted) == (text, declared), encoding
+        assert (decoded.text.decode(), decoded.contradicted_encoding) == (text, declared), encoding
 
 
 def test_a_character_set_that_a_text_mentions_is_not_declared() -> None:
     text = "The old headers said\n\nCharacter set encoding: ISO-8859-2\n\n" + FRENCH.replace("œ", "oe")
     decoded = to_utf8(text.encode("latin-1"))
-    assert (decoded.text.decode(), decoded.contradicted) == (text, None)
+    assert (decoded.text.decode(), decoded.contradicted_encoding) == (text, None)
 
 
 def test_a_short_text_is_read_as_the_rest_of_its_file() -> None:
     lines = "Žluťoučký kůň úpěl ďábelské ódy, řekl starý mlynář a vnučka se hlasitě zasmála.\n" * 9
     sample = undecodable_lines(lines.encode("cp1250"))
     decoded = to_utf8("Kůň.".encode("cp1250"), declared="utf-8", sample=lambda: sample)
-    assert (decoded.text.decode(), decoded.is_guessed, decoded.contradicted) == ("Kůň.", False, None)
+    assert (decoded.text.decode(), decoded.is_guessed, decoded.contradicted_encoding) == ("Kůň.", False, None)
 
 
 def test_a_byte_that_makes_no_word_in_any_character_set_is_not_understood() -> None:
     for text in (b"It went on \xff and on.", b"Character set encoding: US-ASCII\n\nIt went on \xff and on."):
         decoded = to_utf8(text)
-        assert (decoded.text.decode(), decoded.replaced, decoded.is_guessed) == (
+        assert (decoded.text.decode(), decoded.replaced_bytes, decoded.is_guessed) == (
             text.decode("utf-8", "replace"),
             1,
             False,
@@ -168,9 +168,9 @@ def test_a_byte_that_makes_no_word_in_any_character_set_is_not_understood() -> N
 
 
 def test_a_single_byte_is_damage_where_the_format_says_utf8() -> None:
-    assert to_utf8(b"It go\xe9s on.", declared="utf-8").replaced == 1
+    assert to_utf8(b"It go\xe9s on.", declared="utf-8").replaced_bytes == 1
     decoded = to_utf8(b"A caf\xe9 in M\xe1laga.", declared="utf-8")
-    assert (decoded.text.decode(), decoded.is_guessed, decoded.replaced) == ("A café in Málaga.", True, 0)
+    assert (decoded.text.decode(), decoded.is_guessed, decoded.replaced_bytes) == ("A café in Málaga.", True, 0)
 
 
 def test_an_unknown_declared_character_set_is_ignored() -> None:
@@ -192,7 +192,7 @@ def test_a_few_damaged_bytes_are_replaced_and_counted() -> None:
     for few in (1, 30):
         damaged = b"Character set encoding: ISO-8859-1\n\n" + FRENCH.encode()[:-2] + b"\xff\n" * few
         decoded = to_utf8(damaged)
-        assert (decoded.encoding, decoded.replaced) == ("utf-8", few)
+        assert (decoded.encoding, decoded.replaced_bytes) == ("utf-8", few)
         assert decoded.text.decode().replace("\ufffd", "") == damaged.replace(b"\xff", b"").decode()
 
 

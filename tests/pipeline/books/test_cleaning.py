@@ -37,7 +37,7 @@ def test_a_book_is_described_by_its_cleaned_text() -> None:
     assert book.sha256 == hashlib.sha256(book.text).hexdigest()
     assert (book.id, book.source) == ("books/a.txt", "books.zip")
     assert book.labels == ("gutenberg: start line", "line ends: CRLF")
-    assert book.replaced == 0
+    assert book.replaced_bytes == 0
 
 
 @pytest.mark.timeout(60)
@@ -70,7 +70,7 @@ def test_zero_bytes_are_text_after_a_byte_order_mark() -> None:
 
 def test_damage_is_counted_and_named() -> None:
     book = cleaned("Où est l’été? ".encode() * 20 + b"\xff\n")
-    assert book.replaced == 1
+    assert book.replaced_bytes == 1
     assert book.labels == ("encoding: utf-8, damaged",)
 
 
@@ -111,7 +111,7 @@ def test_what_was_removed_is_counted_in_characters_by_rule() -> None:
 def test_a_few_zero_bytes_are_left_out_and_counted() -> None:
     text = ("It was a quiet morning on the harbour road.\n" * 99).encode()
     book = cleaned(text[:300] + b"\0" + text[300:] + b"\0\n")
-    assert (book.text, book.replaced) == (text, 2)
+    assert (book.text, book.replaced_bytes) == (text, 2)
     assert [flag.reason for flag in book.flags] == [UNDECODABLE_BYTES]
     assert isinstance(clean(RawBook("a", "a", text[:300] + bytes(40) + text[300:])), DroppedBook)
 

@@ -5,13 +5,13 @@ import pyarrow.parquet as pq
 import pytest
 
 from infra.storage.directory import StorageDir
-from pipeline.books.named_splits import NamedFile, labels
+from pipeline.books.named_splits import NamedFile, label_files
 from pipeline.books.sources import build_inventory
 
 
 def labels_of(*names: str, card: bytes = b"---") -> dict[str, str]:
     files = [NamedFile(f"/home/train/{name}", name.endswith((".txt", ".md", ".zip"))) for name in names]
-    return {names[number]: label for number, label in labels(files, lambda number: card).items()}
+    return {names[number]: label for number, label in label_files(files, lambda number: card).items()}
 
 
 @pytest.mark.parametrize(

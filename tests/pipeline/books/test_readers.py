@@ -351,7 +351,7 @@ def test_what_is_good_around_damage_is_kept_and_the_damage_counted(tmp_path: Pat
     books = read(tmp_path / "bad.jsonl")
     assert [book.data.decode() for book in books if isinstance(book, RawBook)][1] == "Document 1.\nIt go\ufffds on."
     found = [book.decoded for book in books if isinstance(book, RawBook)]
-    assert [decoded.replaced if decoded else 0 for decoded in found] == [0, 1, 0]
+    assert [decoded.replaced_bytes if decoded else 0 for decoded in found] == [0, 1, 0]
 
 
 @pytest.mark.parametrize("packed", list(PACKERS)[1:])

@@ -188,7 +188,7 @@ def test_a_bad_source_is_one_sentence(tmp_path: Path, source: str, monkeypatch: 
 def test_a_bad_mirror_is_one_sentence(mirror: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setenv("XDG_CACHE_HOME", str(tmp_path / "cache"))
     with pytest.raises(UserError, match="another --mirror"):
-        list(downloads.fetch("gutenberg:11", Mirror(mirror, retries=0)))
+        list(downloads.download_books("gutenberg:11", Mirror(mirror, retries=0)))
 
 
 WHOLE = (
@@ -241,7 +241,7 @@ def test_an_answer_that_is_no_book_or_not_all_of_it_is_one_sentence_and_not_kept
 ) -> None:
     monkeypatch.setenv("XDG_CACHE_HOME", str(tmp_path / "cache"))
     with server_that_answers(answer) as mirror, pytest.raises(UserError, match="another --mirror"):
-        list(downloads.fetch("gutenberg:11", Mirror(mirror, retries=0)))
+        list(downloads.download_books("gutenberg:11", Mirror(mirror, retries=0)))
     assert not list(tmp_path.rglob("pg11.txt"))
 
 
@@ -296,7 +296,7 @@ def test_a_cache_that_cannot_be_made_is_one_sentence(tmp_path: Path, monkeypatch
 
 def test_books_are_fetched_by_number_once(mirror: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setenv("XDG_CACHE_HOME", str(tmp_path / "cache"))
-    list(downloads.fetch("gutenberg:1342,84", Mirror(mirror, interval_seconds=0.01)))
+    list(downloads.download_books("gutenberg:1342,84", Mirror(mirror, interval_seconds=0.01)))
     expected = {"gutenberg/pg84.txt": TEXTS[0], "gutenberg/pg1342.txt": TEXTS[1]}
     assert books_of("gutenberg:84,1342", mirror="http://127.0.0.1:9") == expected
     with pytest.raises(UserError, match="Book 11 has no plain-text edition"):
@@ -308,7 +308,7 @@ def test_a_mirror_that_sends_more_than_a_book_is_not_listened_to(
 ) -> None:
     monkeypatch.setenv("XDG_CACHE_HOME", str(tmp_path / "cache"))
     with pytest.raises(UserError, match=r"pg84\.txt is larger than 10 bytes.* Remove its number"):
-        list(downloads.fetch("gutenberg:84", Mirror(mirror, max_book_bytes=10)))
+        list(downloads.download_books("gutenberg:84", Mirror(mirror, max_book_bytes=10)))
     assert list((tmp_path / "cache").rglob("*.txt")) == []
 
 
@@ -445,13 +445,13 @@ def test_downloads_are_polite_and_known_by_number_alone(
     seven.parent.mkdir(parents=True)
     seven.write_text(TEXTS[2], encoding="utf-8")
     polite = Mirror(mirror, sleep=pauses.append)
-    assert len(list(downloads.fetch("gutenberg:1342,84,7,84", polite))) == 3
+    assert len(list(downloads.download_books("gutenberg:1342,84,7,84", polite))) == 3
     files = build_inventory(["gutenberg:1342,84,7,84"], mirror).files
     assert [(file.id, file.modified) for file in files] == [
         (f"gutenberg/pg{number}.txt", 0) for number in (1342, 7, 84)
     ]  # fmt: skip
     assert pauses == [downloads.REQUEST_INTERVAL_SECONDS] * 2, "between three downloads"
-    list(downloads.fetch("gutenberg:1342,84,7", polite))
+    list(downloads.download_books("gutenberg:1342,84,7", polite))
     assert len(pauses) == 2
 
 

@@ -17,12 +17,12 @@ from infra.storage import local_directory
 from infra.storage.directory import StorageDir
 from pipeline.books.readers import DroppedBook
 from pipeline.config import IDENTITY_SETTINGS, TokenizeConfig
-from pipeline.inspect import verify
+from pipeline.inspect import find_damage
 from pipeline.job import output, task
 from pipeline.job.partition_result import PartitionResult, read_result
 from pipeline.job.plan import Job
 from pipeline.job.task import run_partition
-from pipeline.shards import MANIFEST, SPLIT_HISTORY, Manifest, read_manifest
+from pipeline.shards import MANIFEST_FILE, SPLIT_HISTORY_FILE, Manifest, read_manifest
 from pipeline.tokenize import main
 
 FOREIGN = ("train/own.arrow", "train/0001.arrow", "val/sub/000000-000.arrow", "partitions/notes.json", "readme.txt")
@@ -60,7 +60,7 @@ def files(folder: Path) -> set[str]:
 
 def test_clearing_removes_our_files_and_no_others(config: TokenizeConfig) -> None:
     out = Path(config.out)
-    put(out, (*FOREIGN, "train/.partial-7-000001-000.arrow", MANIFEST, output.QUARANTINE))
+    put(out, (*FOREIGN, "train/.partial-7-000001-000.arrow", MANIFEST_FILE, output.QUARANTINE_FILE))
     assert "train/000000-000.arrow" in files(out)
     output.clear(StorageDir.of(out))
     assert files(out) == {*FOREIGN, "partitions/settings.json"}
@@ -83,7 +83,7 @@ def test_strays_are_files_of_no_piece_and_temporary_files(config: TokenizeConfig
 
 def test_a_data_set_that_was_not_made_here_is_refused_before_anything_is_written(tmp_path: Path) -> None:
     out = tmp_path / "fetched"
-    put(out, (MANIFEST, "train/000000-000.arrow"))
+    put(out, (MANIFEST_FILE, "train/000000-000.arrow"))
     before = files(out)
     with pytest.raises(UserError, match=r"partitions/settings\.json.* --out.* --overwrite"):
         main(TokenizeConfig(out=str(out)))
@@ -109,7 +109,7 @@ def test_overwriting_starts_over_once_and_continues_after_an_interruption(
 
     assert "finished: 1 partition; remaining: 2 not finished" in said()
     assert "finished: 0 partitions; remaining: 3 because settings changed" in said(min_chars=100)
-    put(Path(config.out), (MANIFEST,))
+    put(Path(config.out), (MANIFEST_FILE,))
     assert "finished: 0 partitions; remaining: 3 because of --overwrite" in said()
 
 
@@ -184,7 +184,7 @@ def tokenize(config: TokenizeConfig, workers_out: Path | None = None, *, partiti
 
 def contents(folder: Path) -> dict[str, bytes]:
     """What a data set is made of: without the history of earlier ones."""
-    names = {name for name in files(folder) if not name.endswith(StorageDir.LOCK)} - {SPLIT_HISTORY}
+    names = {name for name in files(folder) if not name.endswith(StorageDir.LOCK_FILE)} - {SPLIT_HISTORY_FILE}
     return {name: (folder / name).read_bytes() for name in names}
 
 
@@ -275,7 +275,7 @@ def test_a_duplicate_comes_back_when_its_original_goes_with_the_last_piece(
         archive.writestr("copy.txt", prose(1))
     (tmp_path / "shelf.zip-1.txt").write_text(prose(1), encoding="utf-8")  # its file comes later, its book before
     assert tokenize(config).report["books_dropped"] == {"duplicate": 1}
-    assert "shelf.zip/copy.txt" in (Path(config.out) / output.QUARANTINE).read_text(encoding="utf-8")
+    assert "shelf.zip/copy.txt" in (Path(config.out) / output.QUARANTINE_FILE).read_text(encoding="utf-8")
     (tmp_path / "shelf.zip-1.txt").unlink()
     assert tokenize(config).report["books_dropped"] == {}
 
@@ -310,8 +310,8 @@ def test_killed_clearing_leaves_a_whole_data_set_or_nothing_that_looks_done(
             patch.setattr(Path, "unlink", limited)
             with pytest.raises(KeyboardInterrupt):
                 output.clear(StorageDir.of(out))
-        if (out / MANIFEST).exists():
-            assert list(verify(StorageDir.of(out), manifest)) == []
+        if (out / MANIFEST_FILE).exists():
+            assert list(find_damage(StorageDir.of(out), manifest)) == []
         else:
             done = output.compare_with_plan(Job(replace(small_partitions, out=str(out)))).done
             assert done == {}, "the next --overwrite would keep it"
@@ -333,7 +333,7 @@ def test_a_record_with_another_type_or_name_is_no_record(config: TokenizeConfig)
 def test_a_data_set_without_its_quarantine_is_not_finished(small_partitions: TokenizeConfig) -> None:
     tokenize(small_partitions)
     assert output.is_finished(Job(small_partitions))
-    (Path(small_partitions.out) / output.QUARANTINE).unlink()
+    (Path(small_partitions.out) / output.QUARANTINE_FILE).unlink()
     assert not output.is_finished(Job(small_partitions)), "the same command writes it again"
 
 
@@ -363,5 +363,5 @@ def test_the_quarantine_is_one_line_per_book_sorted_by_id(tmp_path: Path) -> Non
     dropped = [DroppedBook("b", "empty", "a"), DroppedBook("é", "language", "de"), DroppedBook("a", "unreadable", "b")]
     written = [PartitionResult("", [], [], some, {}, {}, [], 0, 0, 0) for some in (dropped[:1], dropped[1:])]
     assert output.write_quarantine(StorageDir.of(tmp_path), written) == [dropped[2], dropped[0], dropped[1]]
-    lines = (tmp_path / output.QUARANTINE).read_text(encoding="utf-8").splitlines()
+    lines = (tmp_path / output.QUARANTINE_FILE).read_text(encoding="utf-8").splitlines()
     assert [DroppedBook(**json.loads(line)) for line in lines] == [dropped[2], dropped[0], dropped[1]]

@@ -17,7 +17,7 @@ from pipeline.inspect import InspectConfig
 from pipeline.job import output
 from pipeline.job.plan import Job
 from pipeline.job.task import run_partition
-from pipeline.shards import SPLIT_HISTORY, read_manifest
+from pipeline.shards import SPLIT_HISTORY_FILE, read_manifest
 from pipeline.tokenize import main
 
 S3 = tuple[str, Callable[[float], None]]
@@ -55,7 +55,7 @@ def tokenize(config: TokenizeConfig) -> list[str]:
 
 def contents(where: str) -> dict[str, bytes]:
     place = StorageDir.of(where)
-    return {name: place.read(name) for name in place.list_files() if not name.endswith(StorageDir.LOCK)}
+    return {name: place.read(name) for name in place.list_files() if not name.endswith(StorageDir.LOCK_FILE)}
 
 
 def test_every_file_is_the_same_as_in_a_folder_also_through_failing_storage(
@@ -89,12 +89,12 @@ def test_a_whole_bucket_holds_a_data_set(config: TokenizeConfig, tmp_path: Path,
     assert output.is_finished(Job(root))
     assert output.compare_with_plan(Job(root)).todo == {}
     place = StorageDir.of(root.out)
-    assert list(inspect.verify(place, read_manifest(place))) == []
+    assert list(inspect.find_damage(place, read_manifest(place))) == []
     workspace = Workspace.of(place)
     workspace.refresh()
     assert contents(str(workspace.path)) == contents(local.out)
     output.clear(place)
-    assert contents(root.out).keys() == {output.SETTINGS_FILE, SPLIT_HISTORY}
+    assert contents(root.out).keys() == {output.SETTINGS_FILE, SPLIT_HISTORY_FILE}
 
 
 def test_what_is_missing_or_changed_is_redone_and_what_is_left_over_is_removed(
@@ -115,10 +115,10 @@ def test_what_is_missing_or_changed_is_redone_and_what_is_left_over_is_removed(
     (books / "book 0000.txt").write_text(prose(50, 100), encoding="utf-8")
     assert set(tokenize(config)) == held
     tokenize(replace(config, out=str(tmp_path / "fresh")))
-    fresh, history = contents(str(tmp_path / "fresh")) | foreign, place.read(SPLIT_HISTORY)
-    assert contents(config.out) == fresh | {SPLIT_HISTORY: history}, "which knows the earlier text, too"
+    fresh, history = contents(str(tmp_path / "fresh")) | foreign, place.read(SPLIT_HISTORY_FILE)
+    assert contents(config.out) == fresh | {SPLIT_HISTORY_FILE: history}, "which knows the earlier text, too"
     output.clear(place)
-    assert contents(config.out).keys() == foreign.keys() | {output.SETTINGS_FILE, SPLIT_HISTORY}
+    assert contents(config.out).keys() == foreign.keys() | {output.SETTINGS_FILE, SPLIT_HISTORY_FILE}
 
 
 def test_an_unfinished_output_has_no_manifest_and_a_lost_shard_is_never_published(config: TokenizeConfig) -> None:

@@ -10,7 +10,7 @@ from pipeline.books.sources import Inventory, SourceFile
 from pipeline.config import TokenizeConfig
 from pipeline.job.partition_result import PartitionResult
 from pipeline.job.plan import Partition
-from pipeline.job.report import METRICS, JobStats, Stopwatch, format_estimate, make_report, totals
+from pipeline.job.report import METRICS, JobStats, Stopwatch, format_estimate, make_report, sum_results
 from pipeline.shards import ShardInfo
 
 
@@ -35,7 +35,7 @@ RESULTS = [
 
 
 def test_totals_are_sums_over_all_records() -> None:
-    counts = totals(iter(RESULTS))
+    counts = sum_results(iter(RESULTS))
     assert {bound: count for bound, count in counts.pop("tokens_per_book").items() if count} == {
         "up to 1,000": 1, "up to 3,000": 1, "up to 1,000,000": 1, "over 1,000,000": 1
     }  # fmt: skip
@@ -54,7 +54,7 @@ def test_an_estimate_covers_the_remaining_work() -> None:
     def numbers(
         plan: list[Partition], todo: list[Partition], done: list[PartitionResult], workers: int, *, on_ray: bool
     ) -> list[str]:
-        told = format_estimate(plan, todo, done, workers, token_bytes=2, on_ray=on_ray)
+        told = format_estimate(plan, todo, done, workers, token_bytes=2, uses_ray=on_ray)
         return re.findall(r"[\d,.]+s?", told.replace(", ", " "))
 
     assert numbers(partitions, partitions[1:], [], 2, on_ray=True) == ["600.0", "1,200.0", "27s", "2"], (
@@ -65,7 +65,7 @@ def test_an_estimate_covers_the_remaining_work() -> None:
     )
     assert numbers(partitions, partitions[:1], RESULTS[:1], 2, on_ray=False)[0] == "197.6", "2,001 of 8,100 bytes"
     assert numbers(partitions, [], RESULTS, 2, on_ray=False) == ["0.0", "0.0", "0s", "2"]
-    wide = format_estimate(partitions, partitions[1:], [], 2, token_bytes=4, on_ray=False)
+    wide = format_estimate(partitions, partitions[1:], [], 2, token_bytes=4, uses_ray=False)
     assert "600.0 million tokens, 2,400.0 MB" in wide, "of a tokenizer of more than 65,536 ids"
 
 
@@ -89,11 +89,11 @@ def test_rates_are_of_this_run() -> None:
     assert named["detail/throughput/read_mb_per_second"] == 12
     assert len(METRICS) <= MAX_TOP_LEVEL_METRICS
     nothing = Inventory([]).summary()
-    told = make_report("tokens", totals(RESULTS), progress, "f" * 64, nothing).markdown()
+    told = make_report("tokens", sum_results(RESULTS), progress, "f" * 64, nothing).markdown()
     for number in ("4 books, 2,002,002 tokens", "2 empty, 1 language", "8,008,008", "4.00", "6.0 MB", "--cycle 200+0"):
         assert number in told
     assert told.index("| encode | 1.00 | 6 | 2.0 |") < told.index("| read | 0.50 | 12 | 4.0 |")
-    odd = totals(RESULTS) | {"labels": {"looks like HTML or XML": 3}, "books_val": 5, "extra_validation_books": 4}
+    odd = sum_results(RESULTS) | {"labels": {"looks like HTML or XML": 3}, "books_val": 5, "extra_validation_books": 4}
     inputs = nothing | {"skipped": {".csv": 2, "in a test split": 1}, "named_splits": {"train": 3, "val": 1}}
     told = make_report(
         "tokens", odd | {"first_extra_validation_books": ["a", "b", "c"]}, JobStats(), "f" * 64, inputs

@@ -2,7 +2,7 @@
 
 import random
 
-from pipeline.job.similarity import find_near_duplicates, find_similar, signature
+from pipeline.job.similarity import find_near_duplicates, find_similar, make_signature
 
 
 def text(seed: int, words: int = 2000) -> list[str]:
@@ -11,14 +11,14 @@ def text(seed: int, words: int = 2000) -> list[str]:
 
 
 def signed(words: list[str]) -> list[int]:
-    return signature(" ".join(words).encode())
+    return make_signature(" ".join(words).encode())
 
 
 def test_case_and_line_ends_do_not_matter() -> None:
     words = text(1)
-    assert signed(words) == signature("\n".join(words).upper().encode())
+    assert signed(words) == make_signature("\n".join(words).upper().encode())
     assert signed(words) != signed(words[:1000])
-    assert len(signature(b"few words")) == len(signature(b"")) == len(signed(words))
+    assert len(make_signature(b"few words")) == len(make_signature(b"")) == len(signed(words))
 
 
 def test_editions_are_compared_beyond_their_beginning() -> None:

@@ -5,7 +5,7 @@ import pytest
 from infra.errors import UserError
 from infra.storage.directory import StorageDir
 from pipeline.job.split_history import SplitHistory
-from pipeline.shards import SPLIT_HISTORY
+from pipeline.shards import SPLIT_HISTORY_FILE
 
 TEXTS = [f"{number:064x}" for number in range(4)]
 
@@ -24,9 +24,9 @@ def test_a_history_is_read_as_it_was_written(place: StorageDir, history: SplitHi
     history.write(place)
     again = SplitHistory.read(place, 0.5)
     assert again == history
-    content = place.read(SPLIT_HISTORY)
+    content = place.read(SPLIT_HISTORY_FILE)
     again.write(place)
-    assert place.read(SPLIT_HISTORY) == content
+    assert place.read(SPLIT_HISTORY_FILE) == content
     assert list(again.signatures.values()) == [[2**32 - 1] * 128], "of what is held out"
 
 
@@ -49,6 +49,6 @@ def test_a_larger_share_keeps_what_is_held_out_and_a_smaller_one_nothing(history
 @pytest.mark.parametrize("content", [b"", b"ARROW1", None])
 def test_a_damaged_history_is_refused(place: StorageDir, history: SplitHistory, content: bytes | None) -> None:
     history.write(place)
-    place.write(SPLIT_HISTORY, place.read(SPLIT_HISTORY)[:-9] if content is None else content)
+    place.write(SPLIT_HISTORY_FILE, place.read(SPLIT_HISTORY_FILE)[:-9] if content is None else content)
     with pytest.raises(UserError, match=r"split_history\S* is damaged .*Restore it, or use another --out"):
         SplitHistory.read(place, 0.1)

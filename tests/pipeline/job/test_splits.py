@@ -14,7 +14,7 @@ import pytest
 from infra.storage.directory import StorageDir
 from infra.storage.local_directory import LocalDir
 from pipeline.config import TokenizeConfig
-from pipeline.inspect import verify
+from pipeline.inspect import find_damage
 from pipeline.job import output
 from pipeline.job.plan import Job, split_hash
 from pipeline.job.task import run_partition
@@ -39,7 +39,7 @@ def tokenize(config: TokenizeConfig, tell: Callable[[str], None] = lambda senten
         if partition.name in todo:
             run_partition(partition, job.out_dir, f"test-{uuid.uuid4()}")
     manifest = output.finish(job, tell)
-    assert list(verify(job.out_dir, manifest)) == []
+    assert list(find_damage(job.out_dir, manifest)) == []
     assert output.is_finished(job)
     assert not output.compare_with_plan(job).todo
     return manifest

@@ -30,7 +30,7 @@ from pipeline.encoding.tokenizer import Tokenizer, gpt2
 from pipeline.job.output import write_quarantine
 from pipeline.job.partition_result import PartitionResult, read_result
 from pipeline.job.plan import Partition, make_partitions
-from pipeline.job.report import totals
+from pipeline.job.report import sum_results
 from pipeline.job.task import run_partition
 from pipeline.shards import Shard, checksum
 
@@ -116,8 +116,8 @@ def test_a_book_whose_character_set_was_guessed_is_kept_counted_and_listed(tmp_p
     assert [label.endswith("guessed") for label in result.labels] == [True]
     listed = write_quarantine(StorageDir.of(tmp_path / "out"), [result])
     assert [(entry.book, entry.reason) for entry in listed] == [("books/cafe.txt", ENCODING_GUESSED)]
-    assert totals([result])["books_dropped"] == {}
-    assert totals([result])["books_flagged"] == {ENCODING_GUESSED: 1}
+    assert sum_results([result])["books_dropped"] == {}
+    assert sum_results([result])["books_flagged"] == {ENCODING_GUESSED: 1}
 
 
 def test_a_record_counts_what_cleaning_removed_and_lists_books_with_damage(tmp_path: Path, prose: Prose) -> None:

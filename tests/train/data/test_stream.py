@@ -52,7 +52,9 @@ class Inline(Stream):
     """A stream whose books are encoded in this process and not ahead by Ray Data."""
 
     def read(self, epoch: int, partition: int = 0) -> Iterator[EncodedBook]:
-        return itertools.chain.from_iterable(encoded_books(each, "train") for each in self.order(epoch)[partition:])
+        return itertools.chain.from_iterable(
+            encoded_books(each, "train") for each in self.order_partitions(epoch)[partition:]
+        )
 
 
 def open_inline(config: ResolvedConfig, stream: Stream) -> StreamData:

@@ -26,7 +26,7 @@ from infra.tracking.run_ref import RunRef
 from infra.tracking.saved_views import COLUMNS, VIEWS
 from infra.tracking.store import create_run
 from infra.tracking.tracker import Tracker
-from pipeline.shards import TRACKING, producing_run, read_manifest
+from pipeline.shards import TRACKING_FILE, find_producing_run, read_manifest
 from train.config import ResolvedConfig, TrainConfig
 from train.model_config import ModelConfig
 from train.reporting import tracking
@@ -192,7 +192,7 @@ def test_a_run_links_to_the_run_that_made_its_data(
     """It is named beside the manifest, so that the fingerprint is the same whoever made the shards."""
     folder = Path(shutil.copytree(small_shards, tmp_path / "tokens"))
     maker = create_run("pipeline", "tokens")
-    write_json(folder / TRACKING, maker.to_json_for(str(folder)))
+    write_json(folder / TRACKING_FILE, maker.to_json_for(str(folder)))
     manifest = read_manifest(folder)
     assert manifest.fingerprint == read_manifest(small_shards).fingerprint
     key, run = recorded(config.replace(data=str(folder)), result)
@@ -202,11 +202,11 @@ def test_a_run_links_to_the_run_that_made_its_data(
 
 
 def test_an_unknown_run_is_not_named(tmp_path: Path, small_shards: Path) -> None:
-    assert producing_run(small_shards) is None
+    assert find_producing_run(small_shards) is None
     folder = Path(shutil.copytree(small_shards, tmp_path / "tokens"))
     for unknown in ("{damaged", json.dumps(RunRef("sqlite:////gone/mlflow.db", "3", "1").to_json_for(str(folder)))):
-        (folder / TRACKING).write_text(unknown)
-        assert producing_run(folder) is None
+        (folder / TRACKING_FILE).write_text(unknown)
+        assert find_producing_run(folder) is None
 
 
 @pytest.mark.usefixtures("working_folder")

@@ -7,7 +7,7 @@ import pytest
 
 from infra.errors import UserError
 from infra.storage.directory import StorageDir
-from infra.storage.files import TEMPORARY
+from infra.storage.files import TEMPORARY_PREFIX
 from infra.storage.workspace import Workspace
 from infra.tracking.run_ref import RunRef
 from tune.config import LadderConfig, SearchConfig
@@ -43,7 +43,7 @@ def test_one_process_at_a_time_and_no_halves_of_rows(tmp_path: Path) -> None:
         open_workspace(place, "search"),
     ):
         pass
-    half = folder / TRIALS / f"{TEMPORARY}1-m8.json"
+    half = folder / TRIALS / f"{TEMPORARY_PREFIX}1-m8.json"
     half.write_text("{")
     row = folder / TRIALS / "m8.json"
     row.write_text("{}")

@@ -64,7 +64,7 @@ class Inline(Stream):
     """A stream whose books are encoded in this process and not ahead by Ray Data."""
 
     def read(self, epoch: int, partition: int = 0) -> Iterator[EncodedBook]:
-        return (book for each in self.order(epoch)[partition:] for book in encoded_books(each, "train"))
+        return (book for each in self.order_partitions(epoch)[partition:] for book in encoded_books(each, "train"))
 
 
 @pytest.fixture
