@@ -159,7 +159,7 @@ def nodes_table(machines: "list[nodes.NodeReport]") -> Table:
             cells = (
                 f"{machine.load:.1f}", ", ".join(machine.gpus) or "none", f"{machine.memory / 1e9:,.0f}",
                 machine.python, machine.versions["ray"], machine.versions["torch"],
-                "?" if report.clock_offset is None else f"{report.clock_offset:+.3f}", f"{machine.scratch_free / 1e9:,.0f}",
+                "?" if report.clock is None else f"{report.clock:+.3f}", f"{machine.scratch_free / 1e9:,.0f}",
             )  # fmt: skip
         speeds = ", ".join(f"{rate / 1e6:,.0f}" for rate in report.storage.values())
         fastest = report.rates and max(report.rates.matmul.items(), key=itemgetter(1))

@@ -67,7 +67,7 @@ class NodeReport:
     cores: int
     machine: MachineReport | None = None
     """Description of the machine; None if the machine did not respond."""
-    clock_offset: float | None = None
+    clock: float | None = None
     """Seconds by which the machine's clock is ahead of the driver's; None if it was not measured."""
     storage: dict[str, float] = field(default_factory=dict)
     """Speed of the storage in bytes/s, for writing (``up``) and reading (``down``)."""
@@ -155,13 +155,11 @@ def examine(address: str, out: StorageDir, *, measure: bool = False) -> list[Nod
                 report.problems[f"does not respond: {_failure_reason(response, RESPONSE_TIMEOUT_SECONDS)}"] = True
         reachable = {node: report for node, report in reports.items() if report.machine}
         for node, report in reachable.items():
-            report.clock_offset = measure_clock_offset(
+            report.clock = measure_clock_offset(
                 lambda node=node: run_on_nodes([node], read_clock, seconds=CLOCK_TIMEOUT_SECONDS).get(node)
             )
-            if report.clock_offset is not None and abs(report.clock_offset) > MAX_CLOCK_OFFSET_SECONDS:
-                problem = (
-                    f"its clock differs from this machine's by {report.clock_offset:+.1f} s; synchronize it with NTP"
-                )
+            if report.clock is not None and abs(report.clock) > MAX_CLOCK_OFFSET_SECONDS:
+                problem = f"its clock differs from this machine's by {report.clock:+.1f} s; synchronize it with NTP"
                 report.problems[problem] = False
         if out.local_path is None:
             responses = run_on_nodes(list(reachable), measure_storage, out, seconds=STORAGE_TIMEOUT_SECONDS)

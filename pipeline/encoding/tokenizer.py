@@ -274,9 +274,10 @@ class Tokenizer:
         common_length = min(len(expected), len(encoded_ids))
         difference_positions = np.nonzero(expected[:common_length] != encoded_ids[:common_length])[0]
         first_difference = int(difference_positions[0]) if len(difference_positions) else common_length
+        examples = slice(first_difference, first_difference + 4)
         raise EncodingMismatch(
             f"gigatoken and {self.library} encode {book} differently from token {first_difference:,} on "
-            f"({encoded_ids[first_difference : first_difference + 4].tolist()} instead of {expected[first_difference : first_difference + 4].tolist()}). "
+            f"({encoded_ids[examples].tolist()} instead of {expected[examples].tolist()}). "
             f"Use --encoder tiktoken, and report the versions of gigatoken and {self.library} with this book."
         )
 

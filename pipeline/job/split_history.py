@@ -55,8 +55,8 @@ class SplitHistory:
             fraction = float((table.schema.metadata or {})[_FRACTION_KEY])
         except (pa.ArrowException, ValueError, KeyError, OSError) as damage:
             raise UserError(
-                f"{out_dir / SPLIT_HISTORY_FILE} is damaged ({damage}). Restore it, or use another --out. Without it, books "
-                "that were held out for validation could be trained on."
+                f"{out_dir / SPLIT_HISTORY_FILE} is damaged ({damage}). Restore it, or use another --out. Without it, "
+                "books that were held out for validation could be trained on."
             ) from damage
         texts, was_val, books, signatures = (column.to_pylist() for column in table.columns)
         return cls(
