@@ -401,8 +401,8 @@ def _select_visible(folder: str, names: list[str], skipped: dict[str, str]) -> l
 def find_hidden_path(path: str, pattern: str = "") -> str | None:
     """Return the first hidden file or folder in ``path``, which is relative to a source; None if there is none.
 
-    A name is hidden if it begins with exactly one dot (titles may begin with several) or is in ``_TEMPORARY_FOLDERS``. A name
-    that ``pattern`` selects explicitly, as ``.*`` does, is not hidden.
+    A name is hidden if it begins with exactly one dot (titles may begin with several), or is in
+    ``_TEMPORARY_FOLDERS``. A name that ``pattern`` selects explicitly, as ``.*`` does, is not hidden.
     """
     names, parts = path.split("/"), pattern.split("/")
     for number, name in enumerate(names):
