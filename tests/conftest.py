@@ -253,8 +253,8 @@ def cluster() -> Iterator[str]:
     """
     hold = """
 import os, sys
-from infra.ray.cluster import _SETTINGS
-os.environ.update(_SETTINGS, RAY_prestart_worker_first_driver="0")
+from infra.ray.cluster import _RAY_SETTINGS
+os.environ.update(_RAY_SETTINGS, RAY_prestart_worker_first_driver="0")
 from infra.ray.local_ray import only_needed_processes
 import ray  # and not by connected(), whose own Ray is for nobody else to join
 with only_needed_processes():

@@ -61,7 +61,7 @@ def test_any_name_is_written_listed_and_read(bucket: str, name: str) -> None:
 
 def test_what_storage_refuses_for_good_is_said_at_once(bucket: str) -> None:
     began = time.monotonic()
-    with pytest.raises(UserError, match="there is no bucket nowhere"):
+    with pytest.raises(UserError, match="the bucket nowhere does not exist"):
         StorageDir.of(f"s3://nowhere/{bucket}").write("file", b"content")
     with pytest.raises(UserError, match=r"Cannot open s3://places.*no_setting"):
         StorageDir.of("s3://places/?no_setting=1").write("file", b"content")
