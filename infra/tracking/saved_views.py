@@ -128,7 +128,7 @@ def save_views(client: MlflowClient, experiment: str, run: RunRef, tags: Mapping
                     "name": view.name,
                     "createdAt": time_ms,
                     "updatedAt": time_ms,
-                    "state": view.state(experiment),
+                    "state": view.to_page_state(experiment),
                 }
                 client.set_experiment_tag(run.experiment_id, tag, json.dumps(content))
         if experiment in ("ladder", "tune"):

@@ -97,7 +97,7 @@ def test_a_damaged_data_set_is_refused_and_described(
     for path in ("../../escaped", "train/000000-000.arrow/../../../../escaped"):
         values["shards"][0]["path"] = path
         data.write_json(MANIFEST_FILE, values)
-        with pytest.raises(UserError, match=rf"damaged \(it: Path '{path}'"):
+        with pytest.raises(UserError, match=rf"damaged \(the manifest: Path '{path}'"):
             ensure_local(data)
     data.write(MANIFEST_FILE, b"<html>Please log in.</html>")
     with pytest.raises(UserError, match=r"manifest\.json\S* is damaged"):

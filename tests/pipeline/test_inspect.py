@@ -121,6 +121,6 @@ def test_each_split_is_shown_with_what_it_holds(
     Manifest.of(shards, config={}, tokenizer_sha256=GPT2_SHA256, inputs={}, report=report).write(tmp_path)
     assert main(InspectConfig(str(tmp_path), passages=0)) == 0
     lines = [" ".join(line.replace("│", " ").split()) for line in capsys.readouterr().out.splitlines()]
-    for info, size in zip(shards, ("5.3 MB", "1.3 MB"), strict=True):
+    for info, size in zip(shards, ("5.3", "1.3"), strict=True):
         assert f"{info.split} 1 {info.rows:,} {info.tokens:,} {info.chars:,} {size}" in lines
     assert any("1,200 empty, 1 language" in line for line in lines)

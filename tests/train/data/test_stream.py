@@ -417,7 +417,7 @@ def test_the_sources_of_a_run_are_listed_once(
     monkeypatch.setattr(stream, "build_inventory", counted)
     run = RunPlan.new(config, RunFolder(tmp_path / "run"))
     handed = pickle.loads(pickle.dumps(run.source))  # noqa: S301 as Ray hands it to a worker
-    assert handed.stream.order(0)
+    assert handed.stream.order_partitions(0)
     assert open_inline(config, handed.stream).manifest.fingerprint == run.manifest.fingerprint
     assert len(listed) == 1
 

@@ -66,5 +66,5 @@ def test_without_a_measurement_it_says_how_to_make_one(tmp_path: Path) -> None:
         in dict(network_rows(CONFIG.model, CONFIG.batch, CONFIG.execution, str(file)))["bandwidth"]
     )
     file.write_text("{")
-    with pytest.raises(UserError, match=r"doctor\.json is not readable as JSON: .*infra\.doctor"):
+    with pytest.raises(UserError, match=r"doctor\.json cannot be read as JSON: .*infra\.doctor"):
         network_rows(CONFIG.model, CONFIG.batch, CONFIG.execution, str(file))
