@@ -151,7 +151,7 @@ def test_shards_are_written_where_they_are_made_and_are_those_of_one_machine(lab
     assert "finished: 5 partitions; remaining: 1 with missing" in lab.run("head", f"{command} s3://lab/tokens")
     assert contents(lab, "s3://lab/tokens") == alone
     said = lab.run("head", f"{command} tokens", code=2)
-    assert re.search("on this machine's disk, which w[12]\\S* .*of the cluster cannot see: give object storage", said)
+    assert re.search("on this machine's disk, which w[12]\\S* .*cannot read. Use object storage", said)
     lab.run("head", "pipeline.tokenize ~/books --shard-size 1MB --out s3://lab/carried")  # which only the head has
     shards = {name: there for name, there in alone.items() if name.endswith(".arrow")}
     assert shards.items() <= contents(lab, "s3://lab/carried").items()

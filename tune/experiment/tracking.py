@@ -50,8 +50,12 @@ TRIAL_METRICS = (
 class TrialRuns:
     """The child runs of an experiment's trials in MLflow, which are filled from the trials' rows."""
 
-from infra.tracking.saved_views import tag_ranks
-from infra.tracking.store import create_run, find_children, read_logged, reopen_run
+    def __init__(self, record: ExperimentRecord, *, resumed: bool = False) -> None:
+        """Args:
+        resumed: Whether the experiment may have child runs already.
+        """
+        self.record, self.parent = record, record.mlflow_run
+        existing = find_children(self.parent, "trial") if resumed else {}
         self._refs = {trial: child for trial, (child, _) in existing.items()}
         """Child runs by the trial's key."""
         self._filled = {trial for trial, (_, is_complete) in existing.items() if is_complete}

@@ -8,7 +8,7 @@ from typing import TYPE_CHECKING, Any, ClassVar
 
 from infra.cli.console import console
 from infra.cli.table import Report
-from infra.ray.machines import wait_for_accelerator, eligible_nodes
+from infra.ray.machines import eligible_nodes, wait_for_accelerator
 from infra.schema import to_json
 from infra.storage.directory import StorageDir
 from infra.storage.files import atomic_file, write_json, write_text

@@ -219,7 +219,8 @@ def find_suite(text: str) -> Suite:
         return SUITES[text]
     path = Path(text)
     if path.suffix != ".py":
-        raise UserError(f"--suite {text!r} is not a suite{suggest_nearest(text, SUITES)} The name of a file must end in .py.")
+        hint = suggest_nearest(text, SUITES)
+        raise UserError(f"--suite {text!r} is not a suite{hint} The name of a file must end in .py.")
     return _load_suite(path)
 
 
@@ -286,7 +287,9 @@ def choose(suite: Suite, names: Iterable[str]) -> Suite:
     rung_names, names = [rung.name for rung in suite.rungs], list(names)
     for name in names:
         if name not in rung_names:
-            raise UserError(f"--rungs {name!r} is not a rung of the suite {suite.name}{suggest_nearest(name, rung_names)}")
+            raise UserError(
+                f"--rungs {name!r} is not a rung of the suite {suite.name}{suggest_nearest(name, rung_names)}"
+            )
     return replace(suite, rungs=tuple(rung for rung in suite.rungs if rung.name in names))
 
 

@@ -276,7 +276,7 @@ def test_a_ray_that_starts_processes_otherwise_stays_in_our_group_and_that_is_lo
     monkeypatch.delattr(services, "ConsolePopen")
     with caplog.at_level(logging.WARNING), own_process_group():
         assert not hasattr(services, "ConsolePopen")
-    assert "stays in our process group" in caplog.text
+    assert "runs in the command's process group" in caplog.text
 
 
 def test_a_ray_that_starts_its_processes_otherwise_has_them_all(monkeypatch: pytest.MonkeyPatch) -> None:
