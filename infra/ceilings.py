@@ -71,13 +71,13 @@ def measure_matmul_rate(
 ) -> float:
     """Measure the FLOP/s of one matrix product. ``precision`` is fp32, tf32 or bf16."""
     dtype = torch.bfloat16 if precision == "bf16" else torch.float32
-    left = torch.randn(rows, inner, device=device, dtype=dtype)
-    right = torch.randn(inner, columns, device=device, dtype=dtype)
+    first_factor = torch.randn(rows, inner, device=device, dtype=dtype)
+    second_factor = torch.randn(inner, columns, device=device, dtype=dtype)
     out = torch.empty(rows, columns, device=device, dtype=dtype)
     previous_precision = torch.get_float32_matmul_precision()
     torch.set_float32_matmul_precision("high" if precision == "tf32" else "highest")
     try:
-        seconds = measure(lambda: torch.mm(left, right, out=out), device)
+        seconds = measure(lambda: torch.mm(first_factor, second_factor, out=out), device)
     finally:
         torch.set_float32_matmul_precision(previous_precision)
     return 2 * rows * inner * columns / seconds

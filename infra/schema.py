@@ -40,14 +40,14 @@ def _adapter(kind: type[T]) -> TypeAdapter[T]:
 
 def _fault(kind: type, mistake: ValidationError) -> str:
     """Describe the first invalid field, as the end of a message that begins with the file's name."""
-    first = mistake.errors(include_url=False)[0]
-    name, message = ".".join(map(str, first["loc"])), first["msg"]
-    match first["type"]:
-        case "unexpected_keyword_argument" if len(first["loc"]) == 1:
+    error = mistake.errors(include_url=False)[0]
+    name, message = ".".join(map(str, error["loc"])), error["msg"]
+    match error["type"]:
+        case "unexpected_keyword_argument" if len(error["loc"]) == 1:
             settings = ", ".join(field.name for field in fields(kind))  # type: ignore[arg-type]
             return f" has an unknown setting {name!r}. Valid settings are {settings}."
         case "missing":
             return f" is missing the setting {name!r}."
         case "value_error":  # The dataclass itself raises it with a whole message.
-            return f": {first.get('ctx', {})['error']}"
-    return f": {name or 'the value'} is {first['input']!r}. {message}."
+            return f": {error.get('ctx', {})['error']}"
+    return f": {name or 'the value'} is {error['input']!r}. {message}."

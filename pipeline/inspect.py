@@ -115,9 +115,9 @@ def decode_passages(data_dir: StorageDir, manifest: Manifest, count: int, length
     books = sum(info.rows for info in manifest.shards)
     selected = {int(number) for number in np.linspace(0, books - 1, count)} if books else set()
     tokenizer = load_from(data_dir, manifest.tokenizer_sha256)
-    first = 0
+    first_book = 0
     for info in manifest.shards:
-        for row in sorted(number - first for number in selected if first <= number < first + info.rows):
+        for row in sorted(number - first_book for number in selected if first_book <= number < first_book + info.rows):
             shard = Shard(data_dir / info.path)
             begin, end = int(shard.offsets[row]), int(shard.offsets[row + 1]) - 1
             middle = max(begin, (begin + end - length) // 2)
@@ -125,7 +125,7 @@ def decode_passages(data_dir: StorageDir, manifest: Manifest, count: int, length
             ids = shard.tokens[middle : min(middle + length, end)].tolist()
             text = tokenizer.decode(ids) if tokenizer else " ".join(map(str, ids))
             yield f"{book}, from token {middle - begin:,}, {info.path}", text
-        first += info.rows
+        first_book += info.rows
 
 
 def _print_manifest(data_dir: StorageDir, manifest: Manifest) -> None:

@@ -112,8 +112,8 @@ class Stream:
     def read(self, epoch: int, partition: int = 0) -> Iterator[EncodedBook]:
         """Yield the training books in the order of ``epoch``, starting at its partition number ``partition``."""
         partitions = self.order_partitions(epoch)
-        for first in range(partition, len(partitions), PARTITIONS_PER_EXECUTION):
-            yield from _read_ahead(partitions[first : first + PARTITIONS_PER_EXECUTION])
+        for start in range(partition, len(partitions), PARTITIONS_PER_EXECUTION):
+            yield from _read_ahead(partitions[start : start + PARTITIONS_PER_EXECUTION])
 
     def order_partitions(self, epoch: int) -> list[Partition]:
         """Return the partitions of an epoch in shuffled order, made from shuffled files.

@@ -127,14 +127,14 @@ def split_table(columns: Sequence[str], rows: Sequence[Sequence[str]], title: st
 
 def _split_columns(columns: Sequence[Column], width: int) -> list[list[Column]]:
     """Return the columns in parts of at most ``width`` characters if possible, each with the first column."""
-    first, *remaining = columns
-    parts: list[list[Column]] = [[first]]
+    first_column, *remaining = columns
+    parts: list[list[Column]] = [[first_column]]
     for column in remaining:
         if (
             len(parts[-1]) > 1
             and sum(_min_width(each) + COLUMN_GAP for each in (*parts[-1], column)) - COLUMN_GAP > width
         ):
-            parts.append([first])
+            parts.append([first_column])
         parts[-1].append(column)
     return parts
 

@@ -82,7 +82,7 @@ class Telemetry:
 
     def joules(self, since: float, until: float) -> float | None:
         """Return the GPU's energy in joules between two times of ``time.perf_counter``; None if unknown."""
-        return self._energy.between(since, until)
+        return self._energy.joules_between(since, until)
 
     def averages_since(self, since: float) -> dict[str, float]:
         """Return the mean of each metric over the points that began after ``since``, a time of ``time.perf_counter``.
@@ -199,7 +199,7 @@ class Energy:
             self._times.append(self._latest[0])
             self._joules.append(self._latest[1])
 
-    def between(self, since: float, until: float) -> float | None:
+    def joules_between(self, since: float, until: float) -> float | None:
         """Return the joules between two times; None if both are before the first or after the last reading."""
         if len(self._times) < 2 or since >= until or until <= self._times[0] or since >= self._times[-1]:
             return None

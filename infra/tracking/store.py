@@ -245,8 +245,8 @@ def add_to_description(run_ref: RunRef, paragraph: str, tags: Mapping[str, str])
     with suppress(Exception):
         client = MlflowClient(run_ref.store)
         description = client.get_run(run_ref.run_id).data.tags.get(DESCRIPTION_TAG, "")
-        first, separator, remainder = description.partition("\n\n")
-        client.set_tag(run_ref.run_id, DESCRIPTION_TAG, f"{first}\n\n{paragraph}{separator}{remainder}")
+        first_paragraph, separator, remainder = description.partition("\n\n")
+        client.set_tag(run_ref.run_id, DESCRIPTION_TAG, f"{first_paragraph}\n\n{paragraph}{separator}{remainder}")
         for name, value in tags.items():
             client.set_tag(run_ref.run_id, name, value)
 

@@ -175,11 +175,11 @@ def _decode_line(line: bytes, codec: str, default_codec: str, *, can_repair: boo
             return _decode(line, line_codec or codec)
     if not damage:
         return Decoded(line, "utf-8")
-    repaired = _UNDECODED.sub(lambda match: _decode_as_windows(match) or match[0], text) if can_repair else text
-    undecoded_lengths = [len(match[0]) for match in _UNDECODED.finditer(repaired)]
-    encoding = "utf-8" if repaired == text else f"{_WINDOWS_CODEC} and utf-8"
+    repaired_text = _UNDECODED.sub(lambda match: _decode_as_windows(match) or match[0], text) if can_repair else text
+    undecoded_lengths = [len(match[0]) for match in _UNDECODED.finditer(repaired_text)]
+    encoding = "utf-8" if repaired_text == text else f"{_WINDOWS_CODEC} and utf-8"
     return Decoded(
-        _UNDECODED.sub(lambda match: _REPLACEMENT_CHARACTER * len(match[0]), repaired).encode(),
+        _UNDECODED.sub(lambda match: _REPLACEMENT_CHARACTER * len(match[0]), repaired_text).encode(),
         encoding,
         sum(undecoded_lengths),
     )
@@ -197,7 +197,7 @@ def _decode_as_windows(match: re.Match[str]) -> str | None:
     """Decode an undecodable byte as Windows-1252; return None if the character does not fit between its neighbors."""
     char = match[0].encode("utf-8", "surrogateescape").decode(_WINDOWS_CODEC, "replace")
     preceding, following = match.string[match.start() - 1 : match.start()], match.string[match.end() : match.end() + 1]
-    return char if len(char) == 1 and _fits(preceding, char, following) else None
+    return char if len(char) == 1 and _is_plausible_between(preceding, char, following) else None
 
 
 def _find_codec(name: str | None) -> str | None:
@@ -252,8 +252,8 @@ def _is_other_script(lines: bytes, declared: str) -> bool:
     letters = [char for char in text if char >= _IPA and char.isalpha()]
     if len(letters) * 2 < len(_NON_ASCII.findall(text)):
         return False
-    detected = _detect(lines)
-    detected_text = lines[:_DETECTION_SAMPLE_BYTES].decode(detected, "replace")
+    detected_codec = _detect(lines)
+    detected_text = lines[:_DETECTION_SAMPLE_BYTES].decode(detected_codec, "replace")
     common_letters = Counter(letters) & Counter(detected_text)
     return common_letters.total() * 2 < len(letters) and _is_plausible(detected_text)
 
@@ -264,8 +264,8 @@ def _detect(data: bytes) -> str:
     import chardet  # Imported here, because few books need its models.
 
     eras = chardet.EncodingEra.ALL & ~chardet.EncodingEra.MAINFRAME
-    detected = str(chardet.detect(data, encoding_era=eras, compat_names=False)["encoding"] or _WINDOWS_CODEC)
-    return _find_codec(detected) or _WINDOWS_CODEC
+    encoding = str(chardet.detect(data, encoding_era=eras, compat_names=False)["encoding"] or _WINDOWS_CODEC)
+    return _find_codec(encoding) or _WINDOWS_CODEC
 
 
 def _is_plausible_in(codec: str, data: bytes) -> bool:
@@ -284,7 +284,7 @@ def _is_plausible(text: str) -> bool:
 
 def _has_plausible_positions(text: str) -> bool:
     """Whether nearly all non-ASCII characters are at plausible positions in and between words."""
-    fits = [_fits(*neighbors) for neighbors in _with_neighbors(text)]
+    fits = [_is_plausible_between(*neighbors) for neighbors in _with_neighbors(text)]
     return (len(fits) - sum(fits)) * 10 <= len(fits)
 
 
@@ -294,7 +294,7 @@ def _with_neighbors(text: str) -> Iterator[tuple[str, str, str]]:
         yield text[match.start() - 1 : match.start()], match[0], text[match.end() : match.end() + 1]
 
 
-def _fits(preceding: str, char: str, following: str) -> bool:
+def _is_plausible_between(preceding: str, char: str, following: str) -> bool:
     """Whether ``char`` is plausible between these two characters."""
     unicode_category = category(char)
     if unicode_category in ("Cc", "Cn", "Co", "Cs") or char == _REPLACEMENT_CHARACTER or _is_table_character(char):

@@ -115,7 +115,7 @@ def _is_note(text: bytes) -> bool:
         paragraph = match[1].lower()
         if not re.search(rb"\w", paragraph) or (not bracket and match.start() == 0):
             continue
-        if _opens_book_part(match[1]):
+        if _is_book_heading(match[1]):
             return False
         if _NOTE_TOPICS.search(paragraph):
             is_after_example = False
@@ -126,7 +126,7 @@ def _is_note(text: bytes) -> bool:
     return not is_after_example
 
 
-def _opens_book_part(paragraph: bytes) -> bool:
+def _is_book_heading(paragraph: bytes) -> bool:
     """Whether ``paragraph`` is the heading of a part of the book, and not of a note."""
     return bool(_OPENS_BOOK.match(paragraph) or _BACK_MATTER.match(paragraph.lower()) or paragraph.isupper())
 
@@ -205,16 +205,16 @@ def _find_note_end(front: bytes, begin: int, end: int) -> int:
     if bracket is not None:
         return bracket
     is_bare_heading = not re.search(rb"\w", _NOTE.sub(b"", front[begin:end].lower(), count=1))
-    for first, last, paragraph in _iterate_paragraphs(front, end):
-        is_continuation = is_bare_heading or (first - end < 2 and paragraph[:1] in b" \t")
+    for paragraph_start, paragraph_end, paragraph in _iterate_paragraphs(front, end):
+        is_continuation = is_bare_heading or (paragraph_start - end < 2 and paragraph[:1] in b" \t")
         is_list = front[begin:end].rstrip().endswith(b":") and not is_bare_heading
         if (
             not is_continuation
-            or _opens_book_part(paragraph)
+            or _is_book_heading(paragraph)
             or not (is_list or _NOTE_TOPICS.search(paragraph.lower()))
         ):
             break
-        end, is_bare_heading = last, False
+        end, is_bare_heading = paragraph_end, False
     return end
 
 

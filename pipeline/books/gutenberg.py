@@ -251,7 +251,7 @@ def _find_header_start(text: bytes, low: int, mark: _Span, headers: list[_Span])
     if opening if "small print" in mark.patterns else proof:
         lines = (opening, proof, _FIELD.search(text, fields_start, mark.start))
         start = min(line.start() for line in lines if line)
-        if not (opening or _ends_header(text, fields_start, mark.start)):
+        if not (opening or _is_header_end(text, fields_start, mark.start)):
             return None
         is_below_title = low == 0 and len(text[:start].strip()) <= SHORT_TEXT_BYTES
         return low if is_below_title or (is_chained and first == low and not opening) else start
@@ -268,17 +268,19 @@ def _is_joined(text: bytes, at: int) -> bool:
     return b"\n" not in text[max(0, at - HEADER_FIELDS_BYTES) : at + HEADER_FIELDS_BYTES]
 
 
-def _ends_header(text: bytes, fields_start: int, stop: int) -> bool:
+def _is_header_end(text: bytes, fields_start: int, stop: int) -> bool:
     """Whether only credits are between the last field of a header and its start line, which begins at ``stop``."""
     fields = [*_FIELD.finditer(text, fields_start, stop), *_PROOF.finditer(text, fields_start, stop)]
     if _is_joined(text, stop):
         fields += _JOINED_PROOF.finditer(text, fields_start, stop)
         return stop - max(field.end() for field in fields) < JOINED_FIELDS_BYTES
-    last = text.find(b"\n", max(field.end() for field in fields) - 1, stop)
+    last_field_end = text.find(b"\n", max(field.end() for field in fields) - 1, stop)
     remainder = b"".join(
-        paragraph for paragraph in text[last:stop].split(b"\n\n") if not _HEADER_PARAGRAPH.match(paragraph.strip())
+        paragraph
+        for paragraph in text[last_field_end:stop].split(b"\n\n")
+        if not _HEADER_PARAGRAPH.match(paragraph.strip())
     )
-    return last < 0 or not remove_credits(remainder, Counter()).strip()
+    return last_field_end < 0 or not remove_credits(remainder, Counter()).strip()
 
 
 def _find_footers(text: bytes, low: int, limit: int, ends: list[_Span], *, has_header: bool) -> list[_Span]:
@@ -288,7 +290,7 @@ def _find_footers(text: bytes, low: int, limit: int, ends: list[_Span], *, has_h
         if end.start >= low and _is_footer(text, end.stop, following.start, has_header=has_header):
             begin = max(low, end.start - END_SENTENCE_BYTES)
             sentences = [begin + at for at, _ in _find_closings(text[begin : end.start].upper(), has_header=has_header)]
-            sentences += [other.start for other in ends if begin <= other.start < end.start]
+            sentences += [other_end.start for other_end in ends if begin <= other_end.start < end.start]
             low = _find_footer_end(text, end.stop, limit)
             start = end.start
             if _is_joined(text, start) and (sentence := _JOINED_CLOSING.search(text, begin, start)):
@@ -343,10 +345,10 @@ def _find_footer_end(text: bytes, at: int, limit: int) -> int:
         last_mention = mention + 1
     reach = min(furthest, last_mention + LICENSE_MENTION_BYTES)
     ends = [position + len(words) for words in _LEGAL_ENDS if (position := text.rfind(words, at, reach)) >= 0]
-    last = max(ends, default=last_mention)
-    stop = text.find(b"\n", last, min(furthest, last + FOOTER_START_BYTES))
+    license_end = max(ends, default=last_mention)
+    stop = text.find(b"\n", license_end, min(furthest, license_end + FOOTER_START_BYTES))
     if stop < 0:
-        stop = last if _is_joined(text, last) else min(furthest, last + FOOTER_START_BYTES)
+        stop = license_end if _is_joined(text, license_end) else min(furthest, license_end + FOOTER_START_BYTES)
     return furthest if limit - stop < NEAR_HEADER_BYTES and len(text[stop:limit].strip()) <= SHORT_TEXT_BYTES else stop
 
 

@@ -41,25 +41,27 @@ def parse_tokenizer_json(values: dict[str, Any]) -> list[bytes]:
     merge the text, because its tokens would not be the bytes of the text.
     """
     model, splits = values["model"], values.get("pre_tokenizer") or {}
-    *first_pretokenizers, last = splits.get("pretokenizers", [splits])
+    *first_pretokenizers, last_pretokenizer = splits.get("pretokenizers", [splits])
     kind = model.get("type") or ("BPE" if "merges" in model else "unknown")  # Files written before 2022 have no type.
-    if kind != "BPE" or last.get("type") != "ByteLevel":
-        raise ValueError(f"its model is {kind} with the pre-tokenizer {last.get('type')}")
+    if kind != "BPE" or last_pretokenizer.get("type") != "ByteLevel":
+        raise ValueError(f"its model is {kind} with the pre-tokenizer {last_pretokenizer.get('type')}")
     changes = [name for name in ("dropout", "continuing_subword_prefix", "end_of_word_suffix") if model.get(name)]
-    changes += ["add_prefix_space"] * bool(last["add_prefix_space"]) + ["normalizer"] * bool(values.get("normalizer"))
+    changes += ["add_prefix_space"] * bool(last_pretokenizer["add_prefix_space"]) + ["normalizer"] * bool(
+        values.get("normalizer")
+    )
     if changes:
         raise ValueError(f"it changes the text; {' and '.join(changes)} must be off")
-    if [split["type"] for split in first_pretokenizers] != ["Split"] * (not last.get("use_regex", True)):
+    if [split["type"] for split in first_pretokenizers] != ["Split"] * (not last_pretokenizer.get("use_regex", True)):
         raise ValueError("its pre-tokenizer is not one split pattern and ByteLevel")
     bytes_of = {letter: byte for byte, letter in byte_letters().items()}
-    added = {token["id"]: token["content"].encode() for token in added_tokens(values)}
+    added_by_id = {token["id"]: token["content"].encode() for token in added_tokens(values)}
     tokens_by_id = {
         number: bytes(bytes_of[letter] for letter in token)
         for token, number in model["vocab"].items()
-        if number not in added
+        if number not in added_by_id
     }
     find_end_of_text(values)
-    return _order_tokens(tokens_by_id, added)
+    return _order_tokens(tokens_by_id, added_by_id)
 
 
 def added_tokens(values: dict[str, Any]) -> list[dict[str, Any]]:
@@ -76,9 +78,9 @@ def find_end_of_text(values: dict[str, Any]) -> int:
     raise ValueError(f"no added token marks the end of a text (expected one of {' '.join(_END_OF_TEXT_NAMES)})")
 
 
-def _order_tokens(tokens_by_id: dict[int, bytes], added: dict[int, bytes] | None = None) -> list[bytes]:
+def _order_tokens(tokens_by_id: dict[int, bytes], added_by_id: dict[int, bytes] | None = None) -> list[bytes]:
     """Return the tokens by id. Raises ``ValueError`` if an id or a single byte is missing."""
-    all_tokens = tokens_by_id | (added or {})
+    all_tokens = tokens_by_id | (added_by_id or {})
     if missing_bytes := sorted({bytes([value]) for value in range(256)} - set(all_tokens.values())):
         raise ValueError(f"{len(missing_bytes)} of the 256 single bytes have no token (first: {missing_bytes[0]!r})")
     if missing_ids := set(range(len(all_tokens))) - all_tokens.keys():
@@ -91,8 +93,8 @@ def _order_tokens(tokens_by_id: dict[int, bytes], added: dict[int, bytes] | None
 def to_ordinary_json(values: dict[str, Any]) -> str:
     """Return a ``tokenizer.json`` that encodes special and end-of-text tokens as ordinary text, and only the text."""
     end = find_end_of_text(values)
-    added = [token for token in added_tokens(values) if not token["special"] and token["id"] != end]
-    return json.dumps(values | _DISABLED_SETTINGS | {"added_tokens": added}, ensure_ascii=False)
+    kept_tokens = [token for token in added_tokens(values) if not token["special"] and token["id"] != end]
+    return json.dumps(values | _DISABLED_SETTINGS | {"added_tokens": kept_tokens}, ensure_ascii=False)
 
 
 def to_reference_json(values: dict[str, Any]) -> str:
@@ -101,8 +103,8 @@ def to_reference_json(values: dict[str, Any]) -> str:
     The end-of-text token is marked as special, because the library can encode special tokens as ordinary text.
     """
     end = find_end_of_text(values)
-    added = [token | {"special": True} if token["id"] == end else token for token in added_tokens(values)]
-    return json.dumps(values | _DISABLED_SETTINGS | {"added_tokens": added}, ensure_ascii=False)
+    reference_tokens = [token | {"special": True} if token["id"] == end else token for token in added_tokens(values)]
+    return json.dumps(values | _DISABLED_SETTINGS | {"added_tokens": reference_tokens}, ensure_ascii=False)
 
 
 def byte_letters() -> dict[int, str]:

@@ -206,8 +206,8 @@ class Tokenizer:
 
         Raises ``UserError`` if an encoder cannot be built, gives different ids, or loses text.
         """
-        added = [] if self.pattern else [token["content"] for token in added_tokens(self._values)]
-        sample = _PROSE + "".join(f"x{t}x {t} {t}{t}  {t}\n{t}.\t{t}" for t in added)
+        added_texts = [] if self.pattern else [token["content"] for token in added_tokens(self._values)]
+        sample = _PROSE + "".join(f"x{t}x {t} {t}{t}  {t}\n{t}.\t{t}" for t in added_texts)
         words = [token.decode(errors="ignore") for token in self.tokens]
         text = "\n".join((sample, *words)) + " ".join(words)
         advice = "Use a tokenizer.json as written by 'python -m pipeline.vocabulary'."
@@ -252,7 +252,7 @@ class Tokenizer:
 
     def _encode(self, text: bytes, encoder: EncoderName) -> np.ndarray:
         if encoder == "tiktoken" or any(
-            first in text and letter.search(text) for first, letter in _NEWEST_LETTERS.items()
+            first_byte in text and letter.search(text) for first_byte, letter in _NEWEST_LETTERS.items()
         ):
             return self.encode_with_reference(text.decode())
         return self._fast.encode(text)

@@ -28,10 +28,10 @@ def find_duplicates(results: dict[str, PartitionResult], rank: Callable[[str], R
     Of several duplicates, the first by ``rank`` is kept. Near duplicates are only found among books with signatures.
     """
     texts = {book: sha256 for result in results.values() for book, sha256, *_ in result.books}
-    first: dict[str, str] = {}
+    original_by_text: dict[str, str] = {}
     duplicates: dict[str, DroppedBook] = {}
     for book in sorted(texts, key=rank):
-        original = first.setdefault(texts[book], book)
+        original = original_by_text.setdefault(texts[book], book)
         if original != book:
             duplicates[book] = DroppedBook(book, EXACT_DUPLICATE, f"same text as {original}")
     all_signatures = {book: signature for result in results.values() for book, signature in result.signatures.items()}

@@ -96,8 +96,8 @@ def _write_settings(job: Job) -> None:
 def source_changes(job: Job) -> list[str]:
     """Return lines about new sources, and about added or removed files of the same sources."""
     stored = _stored_settings(job.out_dir).get("sources", [])
-    added = [source for source in to_absolute_sources(job.config.sources) if stored and source not in stored]
-    lines = [f"new sources: {', '.join(added[:3])}{', ...' * (len(added) > 3)}"] if added else []
+    new_sources = [source for source in to_absolute_sources(job.config.sources) if stored and source not in stored]
+    lines = [f"new sources: {', '.join(new_sources[:3])}{', ...' * (len(new_sources) > 3)}"] if new_sources else []
     with suppress(UserError):  # The data set may be unfinished.
         old_inputs, new_inputs = read_manifest(job.out_dir).inputs, job.inventory.summary()
         if old_inputs != new_inputs:

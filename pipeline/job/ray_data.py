@@ -61,7 +61,7 @@ def group_partitions(partitions: Sequence[Partition], workers: int | None) -> li
     size = min(
         MAX_PARTITIONS_PER_TASK, max(1, len(partitions) // (TASKS_PER_WORKER * (workers or ASSUMED_CLUSTER_TASKS)))
     )
-    return [partitions[first : first + size] for first in range(0, len(partitions), size)]
+    return [partitions[start : start + size] for start in range(0, len(partitions), size)]
 
 
 def warm_up(workers: int) -> None:

@@ -155,11 +155,11 @@ def _with_books_moved(out_dir: StorageDir, name: str, result: PartitionResult, m
         batch = Shard(out_dir / info.path).batch
         moving_rows = batch.filter(pa.array([book in moving for book in batch.column("book").to_pylist()]))
         if moving_rows.num_rows:
-            other: Split = "train" if info.split == "val" else "val"
+            other_split: Split = "train" if info.split == "val" else "val"
             paths = {shard.path for shard in (*result.shards, *new_shards)}
             path = next(
-                path for number in range(len(paths) + 1) if (path := shard_path(other, name, number)) not in paths
+                path for number in range(len(paths) + 1) if (path := shard_path(other_split, name, number)) not in paths
             )
-            new_shards.append(write_batch(out_dir, path, other, moving_rows))
+            new_shards.append(write_batch(out_dir, path, other_split, moving_rows))
     old_shards = [shard for info in result.shards if (shard := without_books(out_dir, info, moving))]
     return replace(result, shards=old_shards + new_shards, moved_books=moved)

@@ -168,13 +168,13 @@ def test_energy_is_that_of_the_time_in_question() -> None:
         energy.add(second, GpuReading(None, None, watts, None, None, None, joules))
         if second % 2 == 0:
             energy.checkpoint()
-    assert energy.between(12.0, 25.5) == pytest.approx(13.5 * 700)
-    assert energy.between(2.0, 10.0) == pytest.approx(8 * 300)
-    assert energy.between(10.0, 12.0) == pytest.approx(2 * 700)
-    assert energy.between(40.0, 50.0) is None
+    assert energy.joules_between(12.0, 25.5) == pytest.approx(13.5 * 700)
+    assert energy.joules_between(2.0, 10.0) == pytest.approx(8 * 300)
+    assert energy.joules_between(10.0, 12.0) == pytest.approx(2 * 700)
+    assert energy.joules_between(40.0, 50.0) is None
     nothing = Energy()
     nothing.add(1.0, SILENT)
-    assert nothing.between(0.0, 1.0) is None
+    assert nothing.joules_between(0.0, 1.0) is None
 
 
 def test_metrics_of_several_machines_are_named_after_them_as_mlflows_own_are() -> None:
