@@ -92,11 +92,11 @@ class PausedReader(HostReader):
 
     readings = 0
 
-    def read(self, now: float) -> dict[str, float]:
+    def read(self, time_read: float) -> dict[str, float]:
         self.readings += 1
         if self.readings == 2:
             time.sleep(1.0)
-        return super().read(now)
+        return super().read(time_read)
 
 
 def test_after_a_pause_of_the_process_the_missed_readings_are_not_made_up(monkeypatch: pytest.MonkeyPatch) -> None:
@@ -130,10 +130,10 @@ class FailingReader(HostReader):
 
     calls = itertools.count()
 
-    def read(self, now: float) -> dict[str, float]:
+    def read(self, time_read: float) -> dict[str, float]:
         if next(self.calls) % 2:
             raise OSError(24, "Too many open files")
-        return super().read(now)
+        return super().read(time_read)
 
 
 class LostGpu(GpuMeter):
