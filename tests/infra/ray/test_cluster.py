@@ -59,7 +59,7 @@ def test_an_address_at_which_something_else_listens_is_refused_after_one_attempt
             [sys.executable, "-c", program], cwd=PROJECT_DIR, env=os.environ | short, capture_output=True, text=True,
             timeout=60,
         )  # fmt: skip
-    assert "UserError: --address 127.0.0.1:" in done.stderr
+    assert "UserError: Cannot connect to Ray at --address 127.0.0.1:" in done.stderr
 
 
 def test_an_address_is_not_ignored_where_ray_is_connected_already(cluster: str) -> None:
