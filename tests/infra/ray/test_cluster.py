@@ -27,7 +27,9 @@ def test_an_address_at_which_nothing_listens_is_refused_at_once(address: str) ->
     """Ray by itself tries for a quarter of an hour."""
     with socket.socket() as taken:
         taken.bind(("127.0.0.1", 0))  # and not listened at
-        with pytest.raises(UserError, match=r"Cannot connect to Ray at --address .*[^.]\. Start a cluster with 'ray start"):
+        with pytest.raises(
+            UserError, match=r"Cannot connect to Ray at --address .*[^.]\. Start a cluster with 'ray start"
+        ):
             ray_session(f"{address}:{taken.getsockname()[1]}").__enter__()
 
 
