@@ -152,7 +152,7 @@ def unimportable(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
 @pytest.mark.parametrize(
     ("model", "flags", "named"),
     [
-        ("nowhere:model", [], "no module nowhere"), ("wrong_models:absent", [], "no callable 'absent'"),
+        ("nowhere:model", [], "no module named nowhere"), ("wrong_models:absent", [], "no callable 'absent'"),
         ("wrong_models:nothing", [], "torch.nn.Module"), ("wrong_models:broken", [], "it cannot be built"),
         ("wrong_models:Bigram,depth=3", [], "depth"), ("wrong_models:Bigram,depth", [], "NAME=VALUE"),
         ("wrong_models:Unreduced", [], "a scalar"), ("wrong_models:Detached", [], "without a gradient"),
@@ -170,7 +170,7 @@ def unimportable(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
         ("./wrong_models:Bigram", [], "./wrong_models"), ("unclosed:model", [], "SyntaxError"),
         ("leaving:model", [], "SystemExit"), ("broken.inside:model", [], "ZeroDivisionError"),
         ("lacking:model", [], "lacking.py, line 2"),
-        ("wrong_models:Bigram", ["--checkpointing", "full"], "no ModuleList"),
+        ("wrong_models:Bigram", ["--checkpointing", "full"], "no nn.ModuleList"),
         ("wrong_models:Bigram", ["--attention", "manual"], "scaled_dot_product_attention"),
         ("wrong_models:Bigram", ["--loss", "fused"], "--loss fused"),
         ("wrong_models:Bigram", ["--loss-chunks", "2"], "--loss-chunks 2"),
@@ -223,7 +223,7 @@ def test_a_loss_that_is_no_mean_and_an_evaluation_without_numbers_are_told(
     flags += ["--cycle", "1+1", "--max-loss-spike", "0"]
     for name, part, said_at_once, told in (
         ("Summed", "first loss", "not a sum", "not a sum"),
-        ("Spoiled", "evaluation", "Check what its forward pass does", "model.eval()"),
+        ("Spoiled", "evaluation", "Check what its forward pass does", "eval()"),
     ):
         capfd.readouterr()
         assert command(run.main, *flags, "--model", f"wrong_models:{name},context_length=32", "--name", name) == 0

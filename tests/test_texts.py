@@ -14,7 +14,7 @@ RETIRED = frozenset(
 """Participles, pronouns and adverbs that were names of several things; a name says what the thing is."""
 ALLOWED_NAMES: dict[tuple[str, str], str] = {}
 """Bindings that stay, by file and name, each with its reason."""
-SENTENCES = re.compile(r"advice|example|hint|valid|mistake|_fault\(.*\)|suggest_nearest\(.*\)")
+SENTENCES = re.compile(r"(?i:\w*advice)|example|hint|valid|mistake|_fault\(.*\)|suggest_nearest\(.*\)")
 """Expressions that are the end of a sentence, so that an error may end with them."""
 REASONS = {("tune/suite/checks.py", "check_suits_device"), ("tune/suite/replay.py", "_plan")}
 """Functions whose errors are reasons in a table, which have neither a capital letter nor a period."""

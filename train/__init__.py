@@ -1,4 +1,8 @@
-"""Token shards in, one measured run out. From Python: ``train(TrainConfig.of(...), name="first")``, ``open_shards``."""
+"""Train a model on token shards or books, and measure the run.
+
+The interface for Python is :func:`train` and :func:`open_shards`, for example
+``train(TrainConfig.of(steps=100), name="first")``.
+"""
 
 from typing import TYPE_CHECKING
 
@@ -10,9 +14,10 @@ if TYPE_CHECKING:
 
 
 def train(config: "TrainConfig", name: str | None = None, out: str = "runs") -> "RunResult":
-    """Train and measure one configuration, as ``python -m train.run`` does, and return what was measured.
+    """Train and measure one configuration, as ``python -m train.run`` does, and return the result.
 
-    The run is in ``out/name`` and in MLflow. Raises ``infra.errors.UserError`` for what a user can correct.
+    The run is stored in ``out/name`` and in MLflow. Raises ``infra.errors.UserError`` for errors that a user can
+    correct.
     """
     import json
 
@@ -32,7 +37,7 @@ def train(config: "TrainConfig", name: str | None = None, out: str = "runs") -> 
 
 
 def open_shards(data: str, context_length: int = 1024, split: "Split" = "train") -> "TokenDataset":
-    """Token shards as a map-style dataset of torch: pairs of inputs and targets, int64 of shape (context_length,)."""
+    """Open token shards as torch's map-style dataset of (inputs, targets), each int64 of shape (context_length,)."""
     from train.data.torch_dataset import TokenDataset
 
     return TokenDataset(data, context_length, split)

@@ -131,7 +131,7 @@ def _choose_batch_and_loss(config: TrainConfig, requested: TrainConfig, memory: 
     """
     micro_batch, loss, chunks = config.batch.micro_batch, config.execution.loss, config.execution.loss_chunks
     if micro_batch != AUTO and loss != AUTO:
-        return ResolvedConfig.of_decided(config, requested)
+        return ResolvedConfig.from_resolved(config, requested)
     from train.estimate.memory import peak_with_margin
 
     sizes, length = config.micro_batches if micro_batch == AUTO else [micro_batch], config.model.context_length
@@ -139,7 +139,7 @@ def _choose_batch_and_loss(config: TrainConfig, requested: TrainConfig, memory: 
         sizes = [size for size in sizes if size * length <= CPU_TOKENS] or sizes[:1]
     losses: list[Loss] = [loss] if loss != AUTO else ["fused"] if chunks > 1 else ["plain", "fused"]
     candidates = [
-        ResolvedConfig.of_decided(config.replace(micro_batch=size, loss=loss), requested)
+        ResolvedConfig.from_resolved(config.replace(micro_batch=size, loss=loss), requested)
         for size in reversed(sizes)
         for loss in losses
     ]

@@ -37,4 +37,4 @@ def find_fastest(config: "SearchConfig") -> "ResolvedConfig":
             f"The search in {directory} has no winner. See the outcome of each trial in {directory}/summary.md."
         )
     settings = json.loads(directory.read("best.json"))["config"]
-    return ResolvedConfig.of_decided(config_from_json(settings, f"{directory}/best.json"))
+    return ResolvedConfig.from_resolved(config_from_json(settings, f"{directory}/best.json"))

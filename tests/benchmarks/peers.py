@@ -77,7 +77,7 @@ def main() -> None:
     sides = [side for side in SIDES if side not in given or given[side]]
     sizes = dict.fromkeys(sides, largest(options.global_batch, options.micro_batch))
     if options.config:
-        sizes["ours"] = ResolvedConfig.of_decided(load_config(options.config)).batch.micro_batch
+        sizes["ours"] = ResolvedConfig.from_resolved(load_config(options.config)).batch.micro_batch
     journal = options.record and options.record.with_suffix(".rows.jsonl")
     rows: list[dict[str, Any]] = []
     if journal and journal.exists():

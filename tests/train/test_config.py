@@ -19,7 +19,7 @@ from train.run import RunOptions, defaults
 @pytest.mark.parametrize(
     ("settings", "named"),
     [
-        ({"global_batch": 7, "micro_batch": 2}, ["--global-batch 7", "--micro-batch 2", "1, 7"]),
+        ({"global_batch": 7, "micro_batch": 2}, ["--global-batch 7", "--micro-batch 2", "--micro-batch 1 or 7"]),
         ({"global_batch": 10**24 + 1, "micro_batch": 2}, [f"--global-batch {10**24 + 1}", "2^31"]),
         ({"global_batch": 8, "micro_batch": 4, "workers": 3}, ["--global-batch 8", "--workers 3"]),
         ({"steps": 5, "time_budget": 3.0}, ["--steps", "--time-budget"]),

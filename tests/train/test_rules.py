@@ -68,8 +68,8 @@ def test_a_pair_that_excludes_each_other_is_named(settings: dict[str, Any], firs
         ({"ablate": ("sink",)}, "--ablate sink"), ({"optimizer": "adam"}, "--optimizer adam is"),
         ({"stream": ("books",)}, "--stream books"),
         ({"tokens": 5000, "time_budget": 3.0}, "--tokens and --time-budget"),
-        ({"global_batch": 8, "micro_batch": 3, "workers": 2}, "for --micro-batch 1, 2, 4 it is"),
-        ({"global_batch": 8, "micro_batch": 2, "loss_chunks": 3}, "the 2048 tokens of --micro-batch 2"),
+        ({"global_batch": 8, "micro_batch": 3, "workers": 2}, "Use --micro-batch 1, 2 or 4"),
+        ({"global_batch": 8, "micro_batch": 2, "loss_chunks": 3}, "the 2,048 tokens of --micro-batch 2"),
     ],
 )  # fmt: skip
 def test_a_setting_out_of_its_range_is_named(settings: dict[str, Any], named: str) -> None:

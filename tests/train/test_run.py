@@ -177,7 +177,7 @@ def test_a_step_that_is_too_large_is_refused_with_both_numbers(refused: Callable
     ("model", "named"),
     [
         ("tiny,vocab_size=200,padded_vocab_size=256", "vocab_size=257"),
-        ("tiny,context_length=90000,vocab_size=257", "one window needs 90,001"),
+        ("tiny,context_length=90000,vocab_size=257", "a window needs 90,001"),
     ],
 )
 def test_data_that_do_not_fit_the_model_are_refused(

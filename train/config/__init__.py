@@ -1,7 +1,7 @@
 """The settings of a run: the model, the mathematics of its steps, and how they are executed.
 
-A :class:`TrainConfig` is made of parts, one file for each, with their defaults and checks. Flags, files, suites and
-searches know the settings by their names alone: the flat view of :class:`TrainConfig`.
+A :class:`TrainConfig` has one section per concern, each in a file of its own with its defaults and checks. Flags,
+files, suites and searches use the flat view of :class:`TrainConfig`, which has every setting by its name.
 """
 
 from train.config.batch import AUTO, Batch, BatchConfig, divisors

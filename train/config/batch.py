@@ -53,28 +53,35 @@ class BatchConfig:
     def __post_init__(self) -> None:
         if self.global_batch >= 2**31:  # Searching the divisors of larger numbers would take too long.
             flag = format_flag("global_batch", self.global_batch)
-            raise UserError(f"{flag} is too many sequences: give less than 2^31.")
+            raise UserError(f"{flag} is too large. Use fewer than 2^31 sequences.")
         check_part(self, global_batch=1, workers=1, **({} if self.micro_batch == AUTO else {"micro_batch": 1}))
         if self.micro_batch == AUTO and self.global_batch % self.workers:
             raise UserError(f"--global-batch {self.global_batch} is not a multiple of --workers {self.workers}.")
         if self.micro_batch != AUTO and self.global_batch % (self.micro_batch * self.workers):
             near = [m for m in divisors(self.global_batch) if self.global_batch % (m * self.workers) == 0]
-            hint = f"for --micro-batch {', '.join(map(str, near))} it is" if near else "choose another --global-batch"
+            valid = f"--micro-batch {_alternatives(near)}" if near else "another --global-batch"
             raise UserError(
                 f"--global-batch {self.global_batch} is not a multiple of --micro-batch {self.micro_batch} "
-                f"x --workers {self.workers}; {hint}."
+                f"x --workers {self.workers}. Use {valid}."
             )
+
+
+def _alternatives(values: list[int]) -> str:
+    """Format ``1, 2 or 4``."""
+    *head, tail = map(str, values)
+    return f"{', '.join(head)} or {tail}" if head else tail
 
 
 @strict
 @dataclass(frozen=True)
 class Batch(BatchConfig):
-    """The sequences of an optimizer step, divided."""
+    """The resolved division of an optimizer step's sequences, with an integer as micro-batch."""
 
     micro_batch: int = 1
+    """Sequences per forward pass on one worker."""
 
     def __post_init__(self) -> None:
-        assert self.micro_batch != AUTO, "the micro-batch has been decided"
+        assert self.micro_batch != AUTO, "a resolved batch has an integer as micro-batch"
         super().__post_init__()
 
     @property

@@ -1,4 +1,4 @@
-"""The data of a run, and how they are read."""
+"""Settings of the data of a run, and of reading them."""
 
 from dataclasses import dataclass, field, fields
 from typing import Annotated
@@ -10,14 +10,14 @@ from infra.schema import strict
 from pipeline.config import ReadingConfig
 from train.config.checks import check_combinations, check_part, format_flag
 
-MAX_LOADER_WORKERS = 1024
-"""Threads that read batches, each with a buffer."""
+MAX_LOADER_THREADS = 1024
+"""Upper limit of ``--loader-threads``; each thread has a buffer in pinned memory."""
 
 
 @strict
 @dataclass(frozen=True)
 class DatasetConfig:
-    """The tokens or books that a run trains on, and how they are read."""
+    """Settings of the tokens or books that a run trains on, and of reading them."""
 
     data: Annotated[str, tyro.conf.arg(metavar="DIR")] = "data/tokens"
     """Token shards, created by python -m pipeline.tokenize: a folder, or s3://bucket/folder (gs://, az://)."""
@@ -33,9 +33,9 @@ class DatasetConfig:
 
     def __post_init__(self) -> None:
         check_part(self, seed=0, loader_threads=0)
-        if self.loader_threads > MAX_LOADER_WORKERS:
+        if self.loader_threads > MAX_LOADER_THREADS:
             flag = format_flag("loader_threads", self.loader_threads)
-            raise UserError(f"{flag} must be at most {MAX_LOADER_WORKERS:,}.")
+            raise UserError(f"{flag} must be at most {MAX_LOADER_THREADS:,}.")
         several_threads = ("loader_threads", self.loader_threads > 1)
         reason = "a stream is read by one thread, in the order of its books"
         check_combinations(vars(self), [(several_threads, ("stream", bool(self.stream)), reason)])
@@ -47,16 +47,16 @@ class DatasetConfig:
         for setting in fields(ReadingConfig):
             if getattr(self.reading, setting.name) != setting.default:
                 raise UserError(
-                    f"--{setting.name.replace('_', '-')} is about books, but this run reads none: name them with "
-                    "--stream, or give it to 'python -m pipeline.tokenize', which makes the shards of --data."
+                    f"--{setting.name.replace('_', '-')} only applies to books read with --stream. For --data, pass it "
+                    "to 'python -m pipeline.tokenize'."
                 )
 
     @property
     def flag(self) -> str:
-        """The flag that names the data."""
+        """The flag that selects the data: ``--stream`` or ``--data``."""
         return "--stream" if self.stream else "--data"
 
     @property
     def source(self) -> str:
-        """The data, as the user named it."""
+        """The data as the user wrote them: the value of ``--stream`` or ``--data``."""
         return ", ".join(self.stream) or self.data

@@ -1,4 +1,4 @@
-"""When a run ends, and its cycles."""
+"""Settings of the length of a run and of its cycles."""
 
 import math
 from dataclasses import dataclass
@@ -11,27 +11,33 @@ from infra.errors import UserError
 from infra.schema import strict
 from train.config.checks import check_part, format_flag
 
-MAX_CYCLE = 10_000_000
-"""Steps of the longest cycle: the losses of all of them stay on the device until it ends."""
+MAX_CYCLE_STEPS = 10_000_000
+"""Maximum number of steps of a cycle, whose losses stay on the device until the cycle ends."""
 
 
 @dataclass(frozen=True)
 class Cycle:
-    """What a run repeats: ``train_steps`` steps, then ``val_batches`` batches of validation, then a report.
+    """The unit that a run repeats: training steps, then validation batches, then a report.
 
-    Every validation uses the same held-out windows, and all of them if ``val_batches`` batches would need more.
+    Every validation uses the same held-out windows. If there are fewer than ``val_batches`` batches need, it uses all.
     """
 
     train_steps: int = 200
+    """Training steps per cycle."""
     val_batches: int = 20
+    """Validation batches per cycle (0: no validation)."""
 
     @classmethod
     def parse(cls, text: str) -> "Cycle":
+        """Parse ``200+20``. Raises ``UserError`` if ``text`` is not a valid cycle."""
         train, plus, val = text.partition("+")
         if not (plus and train.isdecimal() and val.isdecimal() and int(train) > 0):
-            raise UserError(f"--cycle {text!r} is not N+M, such as 200+20: training steps, then validation batches.")
-        if max(int(train), int(val)) > MAX_CYCLE:
-            raise UserError(f"--cycle {text} is too long: both numbers may be at most {MAX_CYCLE:,}.")
+            raise UserError(
+                f"--cycle {text!r} is not N+M, the training steps and validation batches of a cycle. Use a value such "
+                "as 200+20."
+            )
+        if max(int(train), int(val)) > MAX_CYCLE_STEPS:
+            raise UserError(f"--cycle {text} is too long. Use numbers of at most {MAX_CYCLE_STEPS:,}.")
         return cls(int(train), int(val))
 
     def __str__(self) -> str:
@@ -49,7 +55,7 @@ CycleText = Annotated[
 @strict
 @dataclass(frozen=True)
 class DurationConfig:
-    """When a run ends, and what it repeats until then."""
+    """Settings of the length of a run, and of its cycles."""
 
     steps: int | None = None
     """Number of optimizer steps (at least 1). By default, without --tokens and --time-budget too, one epoch."""
@@ -74,7 +80,7 @@ class DurationConfig:
             raise UserError(f"{flag} must be a fraction between 0 and 1.")
         if len(self.ends) > 1:
             first, second = (f"--{name.replace('_', '-')}" for name in self.ends[:2])
-            raise UserError(f"{first} and {second} both end the run; give one of them.")
+            raise UserError(f"{first} and {second} both set the length of the run. Use only one of them.")
         if self.time_budget is not None and not 0 < self.time_budget < math.inf:
             raise UserError(f"--time-budget {self.time_budget}s must be above 0.")
         if self.steps is not None and self.steps < 1:

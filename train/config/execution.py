@@ -1,4 +1,4 @@
-"""How the model is executed: its device, its precision, its kernels, and the memory that it may trade for time."""
+"""Settings of the model's execution: device, precision, kernels, and techniques that trade speed for memory."""
 
 from collections.abc import Iterator
 from dataclasses import dataclass
@@ -38,7 +38,7 @@ GPU_KERNELS = ("coordinate-descent", "max-autotune", "max-autotune-graphs")
 @strict
 @dataclass(frozen=True)
 class ExecutionConfig:
-    """How the model is executed on its device."""
+    """Settings of the model's execution on its device."""
 
     device: Literal["auto", Device] = "auto"
     """Device to train on; auto is a CUDA GPU if there is one, else the CPU."""
@@ -111,38 +111,40 @@ class ExecutionConfig:
         check_part(self, loss_chunks=1)
         for name in self.ablate:
             if name not in get_args(Ablation):
-                raise UserError(f"--ablate {name} is not known; choose one of {', '.join(get_args(Ablation))}.")
+                raise UserError(f"--ablate {name} is not a valid value. Choose from {', '.join(get_args(Ablation))}.")
         check_combinations(vars(self), self._conflicts())
 
     def _conflicts(self) -> Iterator[Conflict]:
         on_cpu = ("device", self.device == "cpu")
         yield ("precision", self.precision == "fp16"), on_cpu, "loss scaling needs a GPU; use bf16 or fp32"
-        yield ("attention", self.attention in (*FUSED_ATTENTION, "flex")), on_cpu, "a CPU has manual and sdpa"
+        yield ("attention", self.attention in (*FUSED_ATTENTION, "flex")), on_cpu, "a CPU supports only manual and sdpa"
         fp32_only = ("precision", self.precision in ("fp32", "tf32"))
-        yield ("attention", self.attention in ("flash", "cudnn")), fp32_only, "these kernels exist in 16 bits only"
+        half_only = ("attention", self.attention in ("flash", "cudnn"))
+        yield half_only, fp32_only, "these kernels only support 16-bit precision; use bf16 or fp16"
         fused = ("attention", self.attention in FUSED_ATTENTION)
         yield fused, ("mask_books", self.mask_books), "these kernels do not support the mask; use auto or flex"
         selective, blocks = ("checkpointing", self.checkpointing == "selective"), ("compile", self.compile == "blocks")
-        yield selective, blocks, "a compiled block hides what to keep, so all of it is recomputed; use --compile whole"
+        yield selective, blocks, "a compiled block is recomputed as a whole; use --compile whole"
         graphless = ("compile", self.compile not in ("auto", *WHOLE_GRAPH))
-        yield ("checkpointing", self.checkpointing == "budget"), graphless, "a compiled graph is what the budget is for"
+        budget = ("checkpointing", self.checkpointing == "budget")
+        yield budget, graphless, "the budget needs a compiled graph; use --compile whole"
         fp8 = ("fp8", self.fp8)
-        yield fp8, on_cpu, "8-bit matmuls need a GPU"
+        yield fp8, on_cpu, "8-bit matrix products need a GPU"
         not_bf16 = ("precision", self.precision in ("fp32", "tf32", "fp16"))
-        yield fp8, not_bf16, "with it the rest of the model runs in bf16"
+        yield fp8, not_bf16, "8-bit matrix products need bf16 in the other operations; use --precision bf16"
         fsdp = ("fsdp", self.fsdp)
-        yield fsdp, ("precision", self.precision == "fp16"), "loss scaling would have to agree between shards"
+        yield fsdp, ("precision", self.precision == "fp16"), "loss scaling is not synchronized between shards; use bf16"
         whole = ("compile", self.compile in WHOLE_GRAPH)
-        yield fsdp, whole, "gathering a block's weights would break the graph; use --compile blocks"
+        yield fsdp, whole, "gathering the weights of a block breaks the graph; use --compile blocks"
         yield fsdp, fp8, "this combination is not supported"
 
 
 @strict
 @dataclass(frozen=True)
 class Execution(ExecutionConfig):
-    """How the model is executed, decided for a device. By default a CPU executes it operation by operation.
+    """Resolved settings of the model's execution. The defaults execute it eagerly on a CPU.
 
-    On a GPU ``attention`` may be ``auto``: the first supported one of the GPU's kernels, best first.
+    On a GPU ``attention`` may still be ``auto``, which uses the GPU's fastest kernel that supports the inputs.
     """
 
     device: Device = "cpu"

@@ -1,4 +1,4 @@
-"""The optimizer and its schedule."""
+"""Settings of the optimizer and of its learning-rate schedule."""
 
 from dataclasses import dataclass
 from typing import Literal
@@ -11,12 +11,13 @@ Optimizer = Literal["adamw", "adamw-fused", "adamw-8bit", "adamw-bf16", "adafact
 Schedule = Literal["cosine", "wsd", "constant"]
 
 TORCHAO_OPTIMIZERS = ("adamw-8bit", "adamw-bf16")
+"""Values of ``--optimizer`` that torchao implements."""
 
 
 @strict
 @dataclass(frozen=True)
 class OptimizationConfig:
-    """How gradients change the weights."""
+    """Settings of the optimizer and of its learning-rate schedule."""
 
     learning_rate: float = 6e-4
     """Peak learning rate (above 0)."""

@@ -1,4 +1,4 @@
-"""All settings of a run as it is executed."""
+"""The settings of a run as it is executed."""
 
 from dataclasses import dataclass, field, fields
 from typing import Self
@@ -10,16 +10,16 @@ from train.config.train_config import TrainConfig
 
 @dataclass(frozen=True)
 class ResolvedConfig(TrainConfig):
-    """All settings of a run with nothing left to be chosen: what :func:`train.resolved.resolve` returns."""
+    """All settings of a run, with every ``auto`` replaced by a value; :func:`train.resolved.resolve` returns it."""
 
     batch: Batch = field(default_factory=Batch)
     execution: Execution = field(default_factory=Execution)
     requested: TrainConfig = field(default_factory=TrainConfig, compare=False)
-    """The settings that it was resolved from, which tell what was chosen automatically."""
+    """The settings as the user requested them, which show what was chosen automatically."""
 
     @classmethod
-    def of_decided(cls, config: TrainConfig, requested: TrainConfig | None = None) -> Self:
-        """``config``, which leaves nothing open, as it was resolved from ``requested``; by default from itself."""
+    def from_resolved(cls, config: TrainConfig, requested: TrainConfig | None = None) -> Self:
+        """Convert a ``config`` without ``auto``, which ``requested`` was resolved to (by default ``config`` itself)."""
         parts = {part.name: getattr(config, part.name) for part in fields(TrainConfig)}
         parts |= {"batch": Batch(**vars(config.batch)), "execution": Execution(**vars(config.execution))}
         return cls(**parts, requested=requested or config)

@@ -1,4 +1,4 @@
-"""All settings of a run, and their flat view by name, which flags, files, suites and searches use."""
+"""All settings of a run in sections, and their flat view by name, which flags, files, suites and searches use."""
 
 import json
 from collections.abc import Iterator
@@ -25,7 +25,7 @@ SWITCHES = (
     "attention", "checkpointing", "compile", "fp8", "loss", "loss_chunks", "mask_books", "optimizer", "precision",
     "fsdp",
 )  # fmt: skip
-"""Settings that not every model has."""
+"""Settings that not every model supports."""
 
 
 @dataclass(frozen=True)
@@ -59,11 +59,11 @@ class TrainConfig:
 
     @classmethod
     def of(cls, **settings: Any) -> Self:
-        """The config with these settings by name, and the defaults of all others."""
+        """A config with these ``settings`` by name, and the defaults of all other settings."""
         return cls().replace(**settings)
 
     def replace(self, **settings: Any) -> Self:
-        """This config with other values of these settings by name."""
+        """A copy of this config with these ``settings``, by name, changed."""
         changes: dict[str, dict[str, Any]] = {}
         for name, value in settings.items():
             if name not in _PART_OF:
@@ -95,7 +95,7 @@ class TrainConfig:
 
     @classmethod
     def __get_pydantic_core_schema__(cls, source: Any, handler: GetCoreSchemaHandler) -> CoreSchema:
-        """How pydantic reads and writes a config inside of another dataclass: by its flat view."""
+        """Let pydantic read and write a config inside another dataclass by its flat view."""
         return core_schema.no_info_plain_validator_function(
             lambda values: config_from_json(values, "training"),
             serialization=core_schema.plain_serializer_function_ser_schema(cls.to_json),
@@ -116,29 +116,30 @@ class TrainConfig:
         if batch.micro_batch == AUTO and not self.micro_batches:
             tokens = batch.global_batch // batch.workers * self.model.context_length
             raise UserError(
-                f"--loss-chunks {chunks} does not divide the {tokens} tokens of --global-batch {batch.global_batch} on "
-                "each worker."
+                f"--loss-chunks {chunks} does not divide the {tokens:,} tokens of --global-batch {batch.global_batch} "
+                "on each worker. Use a divisor of this number."
             )
         if batch.micro_batch != AUTO and (tokens := batch.micro_batch * self.model.context_length) % chunks:
             raise UserError(
-                f"--loss-chunks {chunks} does not divide the {tokens} tokens of --micro-batch {batch.micro_batch}."
+                f"--loss-chunks {chunks} does not divide the {tokens:,} tokens of --micro-batch {batch.micro_batch}. "
+                "Use a divisor of this number."
             )
 
     def _check_length(self) -> None:
         tokens = self.duration.tokens
         if self.dataset.stream and not self.duration.ends:
             raise UserError(
-                f"--stream {' '.join(self.dataset.stream)} has no end that is known in advance: say when to stop with "
-                "--steps, --tokens or --time-budget."
+                f"--stream {' '.join(self.dataset.stream)} has no known length. Set --steps, --tokens or --time-budget."
             )
         if tokens is not None and tokens < self.step_tokens:
             raise UserError(
-                f"--tokens {tokens:,} is less than one step: --global-batch {self.batch.global_batch} sequences "
-                f"of {self.model.context_length} are {self.step_tokens:,} tokens."
+                f"--tokens {tokens:,} is less than the {self.step_tokens:,} tokens of one step "
+                f"(--global-batch {self.batch.global_batch} x context length {self.model.context_length}). Increase "
+                "--tokens or reduce --global-batch."
             )
 
     def _conflicts(self) -> Iterator[Conflict]:
-        """Combinations of settings of different parts that are not supported."""
+        """Combinations of settings of different sections that are not supported."""
         optimizer, workers, precision = self.optimization.optimizer, self.batch.workers, self.execution.precision
         bf16_weights = ("optimizer", optimizer == "adamw-bf16")
         other_precision = ("precision", precision != "bf16-activations")
@@ -151,7 +152,7 @@ class TrainConfig:
 
     @property
     def micro_batches(self) -> list[int]:
-        """The micro-batches that fit the global batch, the workers and the chunks of the loss, in ascending order."""
+        """Micro-batches that divide each worker's global batch into whole loss chunks, in ascending order."""
         length, chunks = self.model.context_length, self.execution.loss_chunks
         sizes = divisors(self.batch.global_batch // self.batch.workers)
         return [size for size in sizes if size * length % chunks == 0]
@@ -163,7 +164,7 @@ class TrainConfig:
 
     @property
     def total_steps(self) -> int | None:
-        """Optimizer steps of the run; None when a time budget or the end of the epoch ends it."""
+        """Optimizer steps of the run; None if a time budget or the end of the epoch ends it."""
         if self.duration.tokens is not None:
             return self.duration.tokens // self.step_tokens
         return self.duration.steps
@@ -175,7 +176,7 @@ _PARTS: dict[str, type[Any]] = {
 }  # fmt: skip
 
 _PART_OF = {"model": "model"} | {setting.name: part for part, kind in _PARTS.items() for setting in fields(kind)}
-"""The field of a config that has a setting, by the setting's name."""
+"""Name of the config's section that has a setting, by the setting's name."""
 
 SETTING_TYPES: dict[str, Any] = {"model": AnyModel}
 """The types of all settings by name."""
@@ -183,15 +184,15 @@ for _kind in _PARTS.values():
     SETTING_TYPES |= get_type_hints(_kind)
 
 CHOICES = {name: values for kind in _PARTS.values() for name, values in choices(kind).items()}
-"""The valid values of settings that have a name for each."""
+"""The valid values of each setting whose type is a ``Literal``, by the setting's name."""
 
 
 def config_from_json(values: Any, source: str) -> TrainConfig:
-    """The config of the settings ``values``. Raises ``UserError``, which names ``source`` as their origin."""
+    """Read the config from ``values`` by setting. Raises ``UserError`` with their ``source`` if a value is invalid."""
     if not isinstance(values, dict):
         raise UserError(f"{source} is not a JSON object of settings.")
     if unknown := next((name for name in values if name not in _PART_OF), None):
-        raise UserError(f"{source} has the unknown setting {unknown!r}; the settings are {', '.join(_PART_OF)}.")
+        raise UserError(f"{source} has an unknown setting {unknown!r}. Valid settings are {', '.join(_PART_OF)}.")
     parts: dict[str, Any] = {
         part: from_json(kind, {name: value for name, value in values.items() if _PART_OF[name] == part}, source)
         for part, kind in _PARTS.items()
@@ -205,15 +206,15 @@ def config_from_json(values: Any, source: str) -> TrainConfig:
 
 
 def load_config(path: Path | str, flag: str = "--config") -> TrainConfig:
-    """The file that ``flag`` names: a run's ``config.json`` or a search's ``best.json``, also in object storage."""
-    where = StorageDir.of(path)
+    """Load the file that ``flag`` names: ``config.json`` of a run or ``best.json`` of a search, in any storage."""
+    location = StorageDir.of(path)
     try:
-        values = json.loads(where.parent.read(where.name))
+        values = json.loads(location.parent.read(location.name))
     except FileNotFoundError:
         raise UserError(
-            f"{flag} {path} does not exist; a run has runs/NAME/config.json, a search runs/NAME/best.json."
+            f"{flag} {path} does not exist. Use runs/NAME/config.json of a run, or runs/NAME/best.json of a search."
         ) from None
-    except (OSError, ValueError, RecursionError) as damage:  # not JSON, or a number or nesting that is too long
+    except (OSError, ValueError, RecursionError) as damage:  # RecursionError: JSON that is nested too deeply.
         raise UserError(f"{flag} {path} cannot be read as JSON: {damage}.") from damage
     if not isinstance(values, dict):
         raise UserError(f"{flag} {path} is not a JSON object of settings.")

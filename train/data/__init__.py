@@ -1,1 +1,1 @@
-"""Token shards or a stream of books as batches on the device, at an exact position."""
+"""Read token shards or a stream of books, and load their batches on the device from an exact position."""

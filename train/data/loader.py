@@ -1,7 +1,7 @@
-"""Shards to device batches: shuffled windows read by memory map, at an exact position.
+"""Load shuffled windows of tokens as batches on the device, from an exact position.
 
-The loader's whole state is one integer, the number of windows consumed: any worker can compute any batch, and steps see
-the same windows at every micro-batch and number of workers.
+The state of a loader is one integer, the number of windows consumed. Any worker can compute any batch from it, and a
+step has the same windows at every micro-batch and number of workers.
 """
 
 from collections import deque
@@ -17,40 +17,52 @@ from torch import Tensor
 from train.data.windows import OrderedWindows
 
 PLANNED_WINDOWS = 1024
-"""Windows whose order is computed at once: on small batches numpy's cost per call exceeds that of its work."""
+"""Number of windows whose order is computed in one call of numpy, because small calls are mostly overhead."""
 
 
 @cache
 def _copy_stream(device: torch.device) -> torch.cuda.Stream:
-    """One stream for all loaders: the allocator keeps memory per stream, and each validation would leave some."""
+    """The CUDA stream in which all loaders copy batches.
+
+    The allocator caches memory per stream, so a stream per loader would reserve more memory with each validation.
+    """
     return torch.cuda.Stream(device)
 
 
 NEXT_BATCH = "throughline: next batch"
-"""The name in a profile of the loop's requests for a batch."""
+"""Name of the loop's requests for a batch in a profile."""
 
 
 @cache
 def _readers(count: int) -> ThreadPoolExecutor:
-    """Threads that read batches; one set for all loaders, because each validation creates a loader."""
+    """The thread pool in which all loaders read batches, because each validation creates a new loader."""
     return ThreadPoolExecutor(count, thread_name_prefix="batches")
 
 
 @dataclass(frozen=True)
 class _ReadyBatch:
-    """A batch that was read: on the host, or on its way to the device until ``copied``."""
+    """A batch on the host, or a batch on the device whose copy ends with the event ``copy_done``."""
 
     batch: Tensor
-    copied: torch.cuda.Event | None = None
+    copy_done: torch.cuda.Event | None = None
 
 
 class BatchLoader:
-    """Micro-batches of one worker, read ahead.
+    """The micro-batches of one worker, which are prefetched.
 
-    ``next()`` returns (inputs, targets), int64 of shape (micro_batch, context_length), and prepares the following
-    batch. On CUDA a batch is read into pinned memory and copied on a side stream while the model computes on the one
-    before it. Without ``prefetch`` all of that happens when a batch is requested. ``threads`` is the number of threads
-    that read, and do the part of the copying that happens ahead; with 0 the calling thread does.
+    ``next()`` returns (inputs, targets), int64 of shape (micro_batch, context_length), and prefetches another batch. On
+    CUDA a batch is read into pinned memory and copied on a side stream while the model computes on the previous batch.
+
+    Args:
+        windows: windows of tokens in the order of training.
+        micro_batch: sequences of a batch.
+        accumulation: micro-batches per step on this worker.
+        position: number of windows consumed by all workers before the first batch.
+        device: device of the batches.
+        rank: number of this worker.
+        workers: number of workers.
+        prefetch: whether batches are read and copied before they are requested.
+        threads: number of threads that prefetch; with 0 the calling thread does.
     """
 
     def __init__(
@@ -73,7 +85,7 @@ class BatchLoader:
         self.device = device
         self.rank = rank
         self.start = position
-        self._planned = max(1, PLANNED_WINDOWS // (micro_batch * accumulation))
+        self._planned_steps = max(1, PLANNED_WINDOWS // (micro_batch * accumulation))
         self.batches_taken = 0
         self.prefetch = prefetch
         cuda = device.type == "cuda" and prefetch
@@ -81,9 +93,9 @@ class BatchLoader:
         self._depth = threads + 1 if threads else int(prefetch)
         shape = (micro_batch, windows.context_length + 1)
         self._host = [torch.empty(shape, dtype=torch.int64, pin_memory=cuda) for _ in range(max(2, self._depth))]
-        self._copied = [torch.cuda.Event() for _ in self._host] if cuda else []
-        self._prepared = 0
-        self._numbers = np.zeros(0, dtype=np.int64)
+        self._copies_done = [torch.cuda.Event() for _ in self._host] if cuda else []
+        self._batches_requested = 0
+        self._window_ids = np.zeros(0, dtype=np.int64)
         self._readers = _readers(threads) if threads else None
         self._ready: deque[Callable[[], _ReadyBatch]] = deque()
         for _ in range(self._depth):
@@ -91,19 +103,19 @@ class BatchLoader:
 
     @property
     def position(self) -> int:
-        """Windows consumed by all workers, in whole steps: where a resumed run continues."""
+        """Number of windows consumed by all workers in whole steps, from which a run can be resumed."""
         return self.start + self.batches_taken // self.accumulation * self.step_windows
 
     @torch.profiler.record_function(NEXT_BATCH)
     def next(self) -> tuple[Tensor, Tensor]:
-        """The next micro-batch; later work in the current stream waits for its copy to the device."""
+        """Return the next micro-batch; later work in the current CUDA stream waits for its copy to the device."""
         if not self._depth:
             self._prefetch_next()
-        prepared = self._ready.popleft()()
-        batch = prepared.batch if self.prefetch else prepared.batch.to(self.device, copy=True)
-        if prepared.copied is not None:
+        ready = self._ready.popleft()()
+        batch = ready.batch if self.prefetch else ready.batch.to(self.device, copy=True)
+        if ready.copy_done is not None:
             current = torch.cuda.current_stream(self.device)
-            current.wait_event(prepared.copied)
+            current.wait_event(ready.copy_done)
             batch.record_stream(current)
         self.batches_taken += 1
         if self._depth:
@@ -111,37 +123,40 @@ class BatchLoader:
         return batch[:, :-1], batch[:, 1:]
 
     def _window_positions(self, step: int) -> np.ndarray:
-        """Places of this worker's windows in the next few steps; planned together because each call is expensive."""
-        mine = self.micro_batch * self.accumulation
-        steps = self.start + (step + np.arange(self._planned)) * self.step_windows
-        return (steps[:, None] + self.rank * mine + np.arange(mine)).ravel()
+        """Positions of this worker's windows in the planned steps from ``step`` on."""
+        worker_windows = self.micro_batch * self.accumulation
+        steps = self.start + (step + np.arange(self._planned_steps)) * self.step_windows
+        return (steps[:, None] + self.rank * worker_windows + np.arange(worker_windows)).ravel()
 
     def _prefetch_next(self) -> None:
-        """Prepare the batch after those that are ready, or have a thread do it."""
-        micro = self._prepared % (self._planned * self.accumulation)
+        """Prepare one more batch, in a thread if there are any."""
+        micro = self._batches_requested % (self._planned_steps * self.accumulation)
         if micro == 0:
-            self._numbers = self.windows.window_ids(self._window_positions(self._prepared // self.accumulation))
-        numbers = self._numbers[micro * self.micro_batch : (micro + 1) * self.micro_batch]
-        buffer_index = self._prepared % len(self._host)
-        self._prepared += 1
+            step = self._batches_requested // self.accumulation
+            self._window_ids = self.windows.window_ids(self._window_positions(step))
+        window_ids = self._window_ids[micro * self.micro_batch : (micro + 1) * self.micro_batch]
+        buffer_index = self._batches_requested % len(self._host)
+        self._batches_requested += 1
         if self._readers:
-            self._ready.append(self._readers.submit(self._prepare, numbers, buffer_index).result)
+            self._ready.append(self._readers.submit(self._prepare, window_ids, buffer_index).result)
             return
-        prepared = self._prepare(numbers, buffer_index)
-        self._ready.append(lambda: prepared)
+        ready = self._prepare(window_ids, buffer_index)
+        self._ready.append(lambda: ready)
 
-    def _prepare(self, numbers: np.ndarray, buffer_index: int) -> _ReadyBatch:
-        """Read a batch into host buffer ``buffer_index``, whose last one has been taken, and with ``prefetch`` start
-        its copy."""
+    def _prepare(self, window_ids: np.ndarray, buffer_index: int) -> _ReadyBatch:
+        """Read a batch into the host buffer ``buffer_index``, and with ``prefetch`` start its copy to the device.
+
+        The previous batch of the buffer has been returned by ``next()``, or its copy is waited for.
+        """
         host = self._host[buffer_index]
         if self._stream is not None:
-            self._copied[buffer_index].synchronize()
-        self.windows.read(numbers, host.numpy())
+            self._copies_done[buffer_index].synchronize()
+        self.windows.read(window_ids, host.numpy())
         if not self.prefetch:
             return _ReadyBatch(host)
         if self._stream is None:
             return _ReadyBatch(host.to(self.device, copy=True))
         with torch.cuda.stream(self._stream):
             batch = host.to(self.device, non_blocking=True)
-            self._copied[buffer_index].record(self._stream)
-        return _ReadyBatch(batch, self._copied[buffer_index])
+            self._copies_done[buffer_index].record(self._stream)
+        return _ReadyBatch(batch, self._copies_done[buffer_index])

@@ -15,7 +15,7 @@ from pipeline.encoding.tokenizer import Tokenizer, load_from
 from pipeline.shards import MANIFEST_FILE, TOKENIZER_FILE, Manifest, TokenShards, find_producing_run, read_manifest
 from train.config import BatchConfig, Cycle, DatasetConfig
 from train.data.source import DataSource
-from train.data.windows import VALIDATION_SEED, Windows, refuse_short
+from train.data.windows import VALIDATION_SEED, Windows, check_window_fits
 from train.model_config import ModelSpec
 
 
@@ -43,15 +43,15 @@ class ShardSource(DataSource):
     def check_lengths(self, context_length: int, cycle: Cycle, manifest: Manifest) -> None:
         for split in ("train", "val") if cycle.val_batches else ("train",):
             lengths = (shard.tokens for shard in manifest.shards if shard.split == split)
-            refuse_short(split, lengths, context_length)
+            check_window_fits(split, lengths, context_length)
 
     def check_enough_tokens(self, global_batch: int, context_length: int, manifest: Manifest) -> None:
         available = manifest.splits["train"]["tokens"]
         available_windows = available // context_length
         if 0 < available_windows < global_batch:
             raise UserError(
-                f"--global-batch {global_batch:,} needs {global_batch * context_length:,} tokens for one step, and "
-                f"{self.dataset.data} has {available:,} for training: give at most {available_windows:,}."
+                f"--global-batch {global_batch:,} needs {global_batch * context_length:,} tokens per step, but "
+                f"{self.dataset.data} has only {available:,} training tokens. Use at most {available_windows:,}."
             )
 
     def producing_run(self) -> RunRef | None:
@@ -78,7 +78,7 @@ class ShardSource(DataSource):
 
 
 class ShardData:
-    """Token shards: any window can be read at once, so a position is enough to continue.
+    """Opened token shards, in which any window can be read directly, so that a position is the whole state.
 
     ``on_download`` is called as :func:`ensure_local` calls it.
     """
@@ -91,7 +91,7 @@ class ShardData:
         on_download: Callable[[Manifest, int], None] = lambda manifest, number: None,
     ) -> None:
         if dataset.stream:
-            raise UserError("--stream is for 'python -m train.run' alone: here, give token shards with --data.")
+            raise UserError("--stream is only supported by 'python -m train.run'. Use token shards with --data.")
         shards = TokenShards(ensure_local(StorageDir.of(dataset.data), on_download))
         length = model.context_length
         self.manifest = shards.manifest
@@ -102,7 +102,7 @@ class ShardData:
         self.validation = None
         if cycle.val_batches:
             self.validation = Windows(shards.streams("val"), length, VALIDATION_SEED, split="val")
-        if self.tokenizer is None:  # which would tell its ids
+        if self.tokenizer is None:  # A tokenizer has been compared with the model's vocabulary already.
             _check_token_ids(
                 dataset.source,
                 model.vocab_size,
@@ -110,22 +110,22 @@ class ShardData:
             )
 
     def state_dict(self, position: int) -> None:
-        """Always None: the position is enough."""
+        """Return None, because the position is the whole state."""
 
     def load_state_dict(self, state_dict: dict[str, Any] | None) -> None:
-        """Do nothing: every window can be read at any time."""
+        """Do nothing, because the position is the whole state."""
 
     def summary(self) -> None:
-        """Always None: the manifest says it all."""
+        """Return None, because the manifest describes all shards."""
 
 
 def _check_token_ids(source: str, vocab_size: int, streams: Iterable[np.ndarray]) -> None:
-    """Raise ``UserError`` when a token of ``streams`` is none of the model's."""
+    """Raise ``UserError`` if a token id in ``streams`` is not below ``vocab_size``."""
     largest = max(int(stream.max(initial=0)) for stream in streams)
     if largest >= vocab_size:
         raise UserError(
-            f"{source} has the token id {largest:,} and --model has vocab_size={vocab_size:,}: give --model "
-            f"with vocab_size={largest + 1} or more."
+            f"{source} contains token id {largest:,}, but --model has vocab_size={vocab_size:,}. Use "
+            f"vocab_size={largest + 1} or more."
         )
 
 
@@ -133,7 +133,7 @@ def _load_tokenizer(dataset: DatasetConfig, manifest: Manifest) -> Tokenizer | N
     tokenizer = load_from(StorageDir.of(dataset.data), manifest.tokenizer_sha256)
     if tokenizer is None and "tokenizer" in manifest.config:
         raise UserError(
-            f"{dataset.source} lacks the {TOKENIZER_FILE} of its ids: put it back, or make the data again with "
-            "'python -m pipeline.tokenize --overwrite'."
+            f"{dataset.source} has no {TOKENIZER_FILE}, which its token ids need. Restore the file, or re-create the "
+            "data with 'python -m pipeline.tokenize --overwrite'."
         )
     return tokenizer

@@ -1,8 +1,8 @@
-"""The data of a run: the interface of all sources of data, before and after they are opened.
+"""The interface of all sources of training data, before and after they are opened.
 
-A source is what a config names: it knows the flag, the fingerprint and the size of the data, and the driver hands it to
-the workers. Opened, it is the windows that the loop reads. A kind of source has a file of its own, and is registered in
-:mod:`train.data.sources`.
+A :class:`DataSource` has the flag, the fingerprint and the size of the data in a config; the driver sends it to the
+workers. Opened there, it becomes :class:`TrainingData`, whose windows the loop reads. Each kind of source is in a file
+of its own and is registered in :mod:`train.data.sources`.
 """
 
 from abc import ABC, abstractmethod
@@ -19,7 +19,7 @@ from train.model_config import ModelSpec
 
 
 class TrainingData(Protocol):
-    """The data of a run as the loop sees it."""
+    """The opened data of a run, which the training loop reads."""
 
     @property
     def windows(self) -> OrderedWindows:
@@ -28,7 +28,7 @@ class TrainingData(Protocol):
 
     @property
     def validation(self) -> Windows | None:
-        """The windows for validation; None when the config does not validate."""
+        """The windows for validation; None if the config has no validation."""
         ...
 
     @property
@@ -38,37 +38,37 @@ class TrainingData(Protocol):
 
     @property
     def tokenizer(self) -> Tokenizer | None:
-        """The tokenizer of the data; None if their ids have none."""
+        """The tokenizer of the data; None if the data set was created without one."""
         ...
 
     @property
     def epoch_windows(self) -> int | None:
-        """Windows in an epoch; None if that is unknown."""
+        """Number of windows in an epoch; None if it is unknown."""
         ...
 
     @property
     def encoded_on(self) -> Mapping[str, int]:
-        """Tokens by the machine that encoded them during the run."""
+        """Number of tokens encoded during the run, by machine."""
         ...
 
     def state_dict(self, position: int) -> dict[str, Any] | None:
-        """What a checkpoint keeps in addition to ``position``, the number of windows consumed."""
+        """Return the state for a checkpoint in addition to ``position``, the number of windows consumed."""
         ...
 
     def load_state_dict(self, state_dict: dict[str, Any] | None) -> None:
-        """Continue reading from a value of :meth:`state_dict`."""
+        """Continue from the state that :meth:`state_dict` returned."""
         ...
 
     def summary(self) -> dict[str, Any] | None:
-        """What was read, for the run's folder; None if the manifest says it all."""
+        """Return counts of the books that were read, for the run's folder; None if the manifest has them."""
         ...
 
 
 class DataSource(ABC):
-    """The data that a config names, before they are opened. It can be pickled, and each value is computed once."""
+    """The data of a config, before they are opened. A source can be pickled, and computes each value once."""
 
     has_epoch: ClassVar[bool]
-    """Whether the number of tokens is known, so that a run may be one epoch long."""
+    """Whether the number of tokens is known, so that a run can be one epoch long."""
     reads_on_ray: ClassVar[bool]
     """Whether Ray's tasks read the data while the model trains, which takes cores."""
 
@@ -78,19 +78,22 @@ class DataSource(ABC):
     @cached_property
     @abstractmethod
     def manifest(self) -> Manifest:
-        """Fingerprint, tokenizer and totals. Raises ``UserError`` if there are no data."""
+        """Fingerprint, tokenizer and totals of the data. Raises ``UserError`` if there are none."""
 
     @abstractmethod
     def absolute(self) -> Self:
-        """This source with absolute local paths, because workers run in a folder of Ray's."""
+        """Return this source with absolute local paths, because workers run in a folder of Ray."""
 
     @abstractmethod
     def load_tokenizer(self, manifest: Manifest) -> Tokenizer | None:
-        """The tokenizer of data with ``manifest``; None if their ids have none. Raises ``UserError`` if it is lost."""
+        """Load the tokenizer of the data with this ``manifest``; None if the data were created without one.
+
+        Raises ``UserError`` if its file is missing.
+        """
 
     @abstractmethod
     def check_lengths(self, context_length: int, cycle: Cycle, manifest: Manifest) -> None:
-        """Raise ``UserError`` if a split that a run needs is known to be shorter than a window."""
+        """Raise ``UserError`` if a required split is known to be shorter than a window."""
 
     @abstractmethod
     def check_enough_tokens(self, global_batch: int, context_length: int, manifest: Manifest) -> None:
@@ -102,11 +105,11 @@ class DataSource(ABC):
 
     @abstractmethod
     def check_reachable(self, host: str) -> None:
-        """Raise ``UserError`` if the data cannot be read on this machine, which is named ``host``."""
+        """Raise ``UserError`` if the data cannot be read on this machine, whose name is ``host``."""
 
     @abstractmethod
     def download(self) -> None:
-        """Download what can be downloaded before the run."""
+        """Download the data that can be downloaded before the run."""
 
     @abstractmethod
     def open(
@@ -116,4 +119,4 @@ class DataSource(ABC):
         cycle: Cycle,
         on_download: Callable[[Manifest, int], None] = lambda manifest, number: None,
     ) -> TrainingData:
-        """The windows for a run. ``on_download`` is called as :func:`pipeline.cache.ensure_local` calls it."""
+        """Open the windows for a run. ``on_download`` is called as :func:`pipeline.cache.ensure_local` calls it."""

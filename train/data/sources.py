@@ -1,4 +1,4 @@
-"""The source of data that a config names: the one place that knows all kinds of sources."""
+"""Registry of all kinds of data sources."""
 
 from train.config import DatasetConfig
 from train.data.shards import ShardSource
@@ -7,5 +7,5 @@ from train.data.stream import StreamSource
 
 
 def source_of(dataset: DatasetConfig) -> DataSource:
-    """The source of ``dataset``."""
+    """Create the source of the data that ``dataset`` specifies."""
     return StreamSource(dataset) if dataset.stream else ShardSource(dataset)

@@ -1,4 +1,4 @@
-"""A stream of books as the data of a run, which Ray Data reads and encodes while the model trains."""
+"""A book stream as the data of a run; Ray Data reads and encodes the books while the model trains."""
 
 from collections import Counter
 from collections.abc import Callable, Iterator, Sequence
@@ -22,14 +22,14 @@ from train.model_config import ModelSpec
 
 
 class StreamSource(DataSource):
-    """The books of a run that trains on them directly. Their sources are listed once, by whoever needs it first."""
+    """The books of a run with ``--stream``. Their sources are listed once, on the first access."""
 
     has_epoch = False
     reads_on_ray = True
 
     @cached_property
     def stream(self) -> Stream:
-        """The books. Raises ``UserError`` if there are none."""
+        """The book stream. Raises ``UserError`` if there are no books."""
         return Stream(self.dataset.stream, self.dataset.seed, self.dataset.reading)
 
     @cached_property
@@ -46,19 +46,19 @@ class StreamSource(DataSource):
         return load_by_hash(manifest.tokenizer_sha256, self.dataset.reading.tokenizer)
 
     def check_lengths(self, context_length: int, cycle: Cycle, manifest: Manifest) -> None:
-        """Nothing: lengths are known once the books are read."""
+        """Do nothing, because lengths are unknown until the books are read."""
 
     def check_enough_tokens(self, global_batch: int, context_length: int, manifest: Manifest) -> None:
-        """Nothing: the books are read as often as needed."""
+        """Do nothing, because the books are read as often as needed."""
 
     def producing_run(self) -> None:
-        """Always None: books are no run's output."""
+        """Return None, because books are not the output of a run."""
 
     def check_reachable(self, host: str) -> None:
-        """Nothing: Ray reads the books where they are."""
+        """Do nothing, because Ray reads the books on machines that can reach them."""
 
     def download(self) -> None:
-        """Nothing: the books are read during the run."""
+        """Do nothing, because the books are read during the run."""
 
     def open(
         self,
@@ -71,7 +71,7 @@ class StreamSource(DataSource):
 
 
 class StreamData:
-    """The data of a run with ``--stream``. Raises ``UserError`` when too little is held out for validation."""
+    """The opened data of a run with ``--stream``. Raises ``UserError`` if the validation books are too short."""
 
     def __init__(self, stream: Stream, context_length: int, batch: BatchConfig, cycle: Cycle) -> None:
         length = context_length
@@ -82,37 +82,37 @@ class StreamData:
         self.books = self.tokens = self.chars = 0
         self.dropped: Counter[str] = Counter()
         self.encoded_on: Counter[str] = Counter()
-        """Tokens by the machine that encoded them."""
+        """Number of tokens encoded during the run, by machine."""
         held_out = []
         if cycle.val_batches:
             held_out = self.stream.validation_books(cycle.val_batches * batch.global_batch * length + 1)
             tokens = np.concatenate([book.tokens for book in held_out] or [np.zeros(0, np.uint16)])
             if len(tokens) <= length:
                 raise UserError(
-                    f"--stream: the validation books have {len(tokens):,} tokens, and one window needs {length + 1:,}"
-                    f"{_format_first_drop(held_out)}. Add more books, or turn validation off "
-                    f"(--cycle {cycle.train_steps}+0)."
+                    f"--stream: the validation books have {len(tokens):,} tokens, but a window needs {length + 1:,}"
+                    f"{_format_first_drop(held_out)}. Add more books, or turn validation off with "
+                    f"--cycle {cycle.train_steps}+0."
                 )
             self.validation = Windows([tokens], length, VALIDATION_SEED, split="val")
         self._held_out = held_out
 
     def _read(self, epoch: int, partition: int) -> Iterator[EncodedBook]:
-        """The stream's books that are not dropped, and count them. Raises ``UserError`` when all are dropped."""
-        first: EncodedBook | None = None
+        """Yield and count the stream's books that are not dropped. Raises ``UserError`` if all are dropped."""
+        first_dropped: EncodedBook | None = None
         for book in self.stream.read(epoch, partition):
             if book.dropped:
                 self.dropped[book.dropped] += 1
-                first = first or book
+                first_dropped = first_dropped or book
                 continue
             self.books += 1
             self.tokens += len(book.tokens)
             self.encoded_on[book.node] += len(book.tokens)
             self.chars += book.chars
             yield book
-        if first and not self.books:
+        if first_dropped and not self.books:
             raise UserError(
-                f"--stream has no book that can be used for training{_format_first_drop([first])}. Use other books, or "
-                "change how they are read."
+                f"--stream has no book that can be used for training{_format_first_drop([first_dropped])}. Use other "
+                "books, or change the reading settings."
             )
 
     @property
@@ -125,12 +125,12 @@ class StreamData:
         return estimate_manifest(self.stream, self.tokens / self.books if self.books else None, self._held_out)
 
     def summary(self) -> dict[str, Any]:
-        """What was read, including a last block that has not been trained on."""
+        """Return counts of the books that were read, including a last block that has not been trained on."""
         counts = {"books": self.books, "tokens": self.tokens, "chars": self.chars}
         return counts | {"dropped": dict(self.dropped), "encoded_on": dict(self.encoded_on)}
 
     def state_dict(self, position: int) -> dict[str, Any]:
-        """Where the block that holds the window at ``position`` begins."""
+        """Return the start of the block that contains the window at ``position``."""
         return asdict(
             next(
                 block_position
@@ -140,7 +140,7 @@ class StreamData:
         )
 
     def load_state_dict(self, state_dict: dict[str, Any] | None) -> None:
-        """Begin at a value of :meth:`state_dict`."""
+        """Begin at the block that :meth:`state_dict` returned."""
         if state_dict:
             self.windows.load_state_dict(StreamPosition(**state_dict))
 
@@ -148,10 +148,10 @@ class StreamData:
 def estimate_manifest(
     stream: Stream, book_tokens: float | None = None, held_out: Sequence[EncodedBook] = ()
 ) -> Manifest:
-    """The manifest of a stream: its fingerprint, and an epoch's totals as estimated from the size of its sources.
+    """Estimate the manifest of a stream: its fingerprint, and the totals of an epoch by the size of its sources.
 
-    ``book_tokens`` is the mean length of a book, from which the number of books is estimated; without it, every file
-    counts as one.
+    The number of books is estimated from ``book_tokens``, the mean length of a book. Without it, every file counts as
+    one book.
     """
     summary = stream.inventory.summary()
     tokens = max(1, summary["bytes"] // BYTES_PER_TOKEN)
@@ -174,5 +174,5 @@ def estimate_manifest(
 
 
 def _format_first_drop(books: Sequence[EncodedBook]) -> str:
-    """The first of ``books`` that was dropped, with the reason, in brackets; empty if none was."""
+    """Format the first of ``books`` that was dropped and its reason, in brackets; empty if none was dropped."""
     return next((f" ({book.book} was dropped: {book.drop_detail})" for book in books if book.dropped), "")

@@ -1,4 +1,4 @@
-"""The tokenizer of a run, which is that of its data; the size of the model's vocabulary follows it."""
+"""The tokenizer of a run's data, which determines the size of the model's vocabulary."""
 
 import json
 
@@ -7,9 +7,10 @@ from train.model_config import AnyModel
 
 
 def match_tokenizer(model: AnyModel, tokenizer: Tokenizer | None, source: str) -> AnyModel:
-    """``model`` with the vocabulary of the data of ``source``, padded as it was; unchanged if they have no tokenizer.
+    """Return ``model`` with the vocabulary size of ``tokenizer``, or unchanged without a tokenizer.
 
-    A model follows the data unless its vocabulary is not the default, GPT-2's. Raises ``UserError`` if it has another.
+    Raises ``UserError`` if the user set another vocabulary size than that of the data at ``source``. The default, the
+    vocabulary of GPT-2, counts as not set.
     """
     if tokenizer is None:
         return model
@@ -19,9 +20,9 @@ def match_tokenizer(model: AnyModel, tokenizer: Tokenizer | None, source: str) -
 
 
 def tokenizer_files(tokenizer: Tokenizer, context_length: int) -> dict[str, str]:
-    """The tokenizer as files that transformers reads.
+    """Convert the tokenizer to the files that transformers loads, by file name.
 
-    With ``truncation=True``, and in a warning without, it knows a model's ``context_length``.
+    They contain the model's ``context_length``, at which transformers truncates texts or warns of longer ones.
     """
     end = tokenizer.decode([tokenizer.end_of_text])
     settings = {

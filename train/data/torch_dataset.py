@@ -1,4 +1,4 @@
-"""Token shards as a dataset of torch, for loops other than ours: ``DataLoader(open_shards("data/tokens"))``."""
+"""Token shards as a torch dataset, for other training loops: ``DataLoader(open_shards("data/tokens"))``."""
 
 import numpy as np
 import torch
@@ -11,11 +11,11 @@ from train.data.windows import Windows
 
 
 class TokenDataset(Dataset[tuple[torch.Tensor, torch.Tensor]]):
-    """The windows of a split, in the order of its shards: pairs of inputs and targets.
+    """The windows of a split as (inputs, targets), in the order of its shards.
 
-    Both are int64 of shape (context_length,), the targets one token further. The shards are mapped into memory, so that
-    workers of a ``DataLoader`` share them. ``data`` is a folder, or one in object storage, which is then fetched.
-    Raises ``UserError`` when it holds no shards, or none as long as a window.
+    Both are int64 of shape (context_length,); targets are inputs shifted by one token. The shards are mapped into
+    memory, so that workers of a ``DataLoader`` share them. Data in object storage are downloaded first. Raises
+    ``UserError`` if there are no shards, or if none of them is as long as a window.
     """
 
     def __init__(self, data: str, context_length: int, split: Split) -> None:

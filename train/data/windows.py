@@ -1,8 +1,8 @@
-"""Token streams cut into windows, in an order that is computed and not stored.
+"""Cut token streams into windows, and compute their shuffled order.
 
-A window is ``context_length + 1`` tokens of one shard's stream, and neighbours share one token, so that every token is
-predicted once per epoch. The order is a pseudo-random permutation, a pure function of (seed, epoch): any worker can
-compute any batch, and the position in the data is one integer.
+A window is ``context_length + 1`` tokens of one shard's stream. Neighboring windows share one token, so that every
+token is predicted once per epoch. The order is a pseudo-random permutation, computed from the seed and the epoch, so
+that any worker can compute any batch and the position in the data is one integer.
 """
 
 from collections.abc import Iterable, Sequence
@@ -13,9 +13,10 @@ import numpy as np
 from infra.errors import UserError
 
 VALIDATION_SEED = 0
-"""Seed of the order of held-out windows, whatever that of a run: where not all are read, runs are to read the same."""
+"""Seed of the order of validation windows, the same for all runs, so that their validation losses are comparable."""
 
 _ROUNDS = 4
+"""Number of rounds of the Feistel network in :func:`permute`."""
 
 
 class OrderedWindows(Protocol):
@@ -24,11 +25,11 @@ class OrderedWindows(Protocol):
     context_length: int
 
     def window_ids(self, positions: np.ndarray) -> np.ndarray:
-        """Numbers of the windows at ``positions``."""
+        """Return the ids of the windows at ``positions`` of the order."""
         ...
 
-    def read(self, numbers: np.ndarray, out: np.ndarray) -> None:
-        """Copy the windows ``numbers`` into ``out``, of shape (len(numbers), context_length + 1)."""
+    def read(self, window_ids: np.ndarray, out: np.ndarray) -> None:
+        """Copy the windows ``window_ids`` into ``out``, of shape (len(window_ids), context_length + 1)."""
         ...
 
 
@@ -40,44 +41,45 @@ class Windows:
         self.seed = seed
         self.streams = list(streams)
         counts = [max(0, (len(stream) - 1) // context_length) for stream in streams]
-        self.first = np.concatenate([np.zeros(1, dtype=np.int64), np.cumsum(counts, dtype=np.int64)])
-        self.count = int(self.first[-1])
-        refuse_short(split, map(len, streams), context_length)
+        self._first_ids = np.concatenate([np.zeros(1, dtype=np.int64), np.cumsum(counts, dtype=np.int64)])
+        self.count = int(self._first_ids[-1])
+        check_window_fits(split, map(len, streams), context_length)
 
     def window_ids(self, positions: np.ndarray) -> np.ndarray:
-        """Numbers of the windows at ``positions`` of the shuffled order, which continues from epoch to epoch."""
-        epochs, within = np.divmod(positions, self.count)
-        numbers = np.empty(len(positions), dtype=np.int64)
+        """Return the ids of the windows at ``positions`` of the shuffled order, which continues across epochs."""
+        epochs, epoch_positions = np.divmod(positions, self.count)
+        window_ids = np.empty(len(positions), dtype=np.int64)
         for epoch in np.unique(epochs):
-            chosen = epochs == epoch
-            numbers[chosen] = permute(within[chosen], self.count, self.seed, int(epoch))
-        return numbers
+            in_epoch = epochs == epoch
+            window_ids[in_epoch] = permute(epoch_positions[in_epoch], self.count, self.seed, int(epoch))
+        return window_ids
 
-    def read(self, numbers: np.ndarray, out: np.ndarray) -> None:
-        shards = np.searchsorted(self.first, numbers, side="right") - 1
-        starts = (numbers - self.first[shards]) * self.context_length
-        for row, (shard, start) in enumerate(zip(shards.tolist(), starts.tolist(), strict=True)):
-            out[row] = self.streams[shard][start : start + self.context_length + 1]
+    def read(self, window_ids: np.ndarray, out: np.ndarray) -> None:
+        """Copy the windows ``window_ids`` into ``out``, of shape (len(window_ids), context_length + 1)."""
+        shards = np.searchsorted(self._first_ids, window_ids, side="right") - 1
+        offsets = (window_ids - self._first_ids[shards]) * self.context_length
+        for row, (shard, offset) in enumerate(zip(shards.tolist(), offsets.tolist(), strict=True)):
+            out[row] = self.streams[shard][offset : offset + self.context_length + 1]
 
 
-def refuse_short(split: str, lengths: Iterable[int], context_length: int) -> None:
-    """Raise ``UserError`` when none of the token streams of a split, which have these ``lengths``, holds a window."""
+def check_window_fits(split: str, lengths: Iterable[int], context_length: int) -> None:
+    """Raise ``UserError`` unless a token stream of the split is as long as a window; ``lengths`` are the streams'."""
     longest, needed = max(lengths, default=0), context_length + 1
     if longest >= needed:
         return
-    validated = "raise --val-fraction of 'python -m pipeline.tokenize', turn validation off with --cycle 200+0, "
+    val_advice = "increase --val-fraction of 'python -m pipeline.tokenize', turn validation off with --cycle 200+0, "
     raise UserError(
-        f"The {split} split's largest shard has {longest:,} tokens, and one window needs {needed:,}. Tokenize more "
-        f"books, {validated if split == 'val' else ''}or use a shorter context length."
+        f"The longest shard of the {split} split has {longest:,} tokens, but a window needs {needed:,}. Tokenize more "
+        f"books, {val_advice if split == 'val' else ''}or use a shorter context length."
     )
 
 
 def permute(positions: np.ndarray, count: int, seed: int, epoch: int) -> np.ndarray:
-    """A pseudo-random permutation of ``range(count)``, applied to ``positions``; needs no memory of size ``count``.
+    """Apply a pseudo-random permutation of ``range(count)`` to ``positions``, without memory of size ``count``.
 
-    A Feistel network over the smallest even number of bits that holds ``count``, repeated until the result is in range
-    (Black and Rogaway 2002, "Ciphers with arbitrary finite domains", method 2). The round function is splitmix64's
-    finaliser (Steele et al. 2014).
+    The permutation is a Feistel network over the smallest even number of bits that can represent ``count``, repeated
+    until the result is in range (Black and Rogaway 2002, "Ciphers with arbitrary finite domains", method 2). The round
+    function is the finalizer of splitmix64 (Steele et al. 2014).
     """
     half = max(1, ((count - 1).bit_length() + 1) // 2)
     mask = np.uint64((1 << half) - 1)

@@ -77,7 +77,7 @@ def _peak(device: torch.device) -> int:
 
 
 if __name__ == "__main__":
-    config = ResolvedConfig.of_decided(config_from_json(json.loads(sys.stdin.read()), "the probe's config"))
+    config = ResolvedConfig.from_resolved(config_from_json(json.loads(sys.stdin.read()), "the probe's config"))
     answer, sys.stdout = sys.stdout, open(os.devnull, "w")  # noqa: PTH123, SIM115 where the model may print
     try:
         print(json.dumps(to_json(probe(config, 3 * config.batch.micro_batch))), file=answer, flush=True)

@@ -1,4 +1,4 @@
-"""What is trained, without torch: a GPT-2 by its shape, or a custom model by the callable that returns it."""
+"""Specifications of models, without torch: a GPT-2 by its shape, or a custom model by the callable that creates it."""
 
 from train.model_config.gpt2 import PRESETS, ModelConfig
 from train.model_config.spec import Formula, ModelSpec

@@ -1,4 +1,4 @@
-"""A custom model as a config names it: a callable that returns an ``nn.Module``, and what was found of it."""
+"""The specification of a custom model: a callable that returns an ``nn.Module``, and the result of its inspection."""
 
 import hashlib
 import sys
@@ -17,28 +17,30 @@ from train.model_config.spec import Formula, ModelSpec, check_sizes
 @strict
 @dataclass(frozen=True)
 class ModelInfo:
-    """What was found of a custom model by running it once: see :func:`train.models.custom.inspect_model`."""
+    """Properties of a custom model that :func:`train.models.custom.inspect_model` measures by running it once."""
 
     parameters: int
+    """Number of parameters."""
     flops_per_token: float
-    """Forward and backward."""
+    """FLOPs per token of a forward and backward pass."""
     blocks: tuple[str, ...]
-    """Its repeated blocks, in words; without any, nothing can be recomputed, sharded or compiled block by block."""
+    """Descriptions of the model's lists of repeated blocks, which are the units of recomputation, sharding and
+    compilation."""
     attention: bool
-    """Whether it calls ``scaled_dot_product_attention``, whose kernel can be chosen within its blocks."""
+    """Whether the model calls ``scaled_dot_product_attention``, whose kernel can be chosen within its blocks."""
     logits: bool
-    """Whether it gives logits when there are no targets."""
+    """Whether the model returns logits if there are no targets."""
     idle: bool = False
-    """Whether a parameter has no part in its loss, for whose gradient no worker must wait."""
+    """Whether a parameter does not contribute to the loss, so that workers must not wait for its gradient."""
 
 
 _NOT_CUSTOM = {
-    "attention": ("flex", "only torch's scaled_dot_product_attention is switched in it"),
-    "loss": ("fused", "it computes its loss itself"),
-    "precision": ("bf16-activations", "the type of its residual stream is its own"),
-    "mask_books": (True, "its attention has a mask of its own"),
+    "attention": ("flex", "only the kernel of torch's scaled_dot_product_attention can be chosen in it"),
+    "loss": ("fused", "it computes its own loss"),
+    "precision": ("bf16-activations", "it determines the type of its residual stream"),
+    "mask_books": (True, "it applies its own attention mask"),
 }
-"""Values of settings that no custom model has, and why."""
+"""Values of settings that no custom model supports, each with the reason."""
 
 _BY_BLOCK = {
     "checkpointing": ("selective", "alternate", "full"), "compile": ("blocks",), "fp8": (True,), "fsdp": (True,),
@@ -50,29 +52,35 @@ _BY_BLOCK = {
 @strict
 @dataclass(frozen=True)
 class CustomModel(ModelSpec):
-    """A model of the user's: a callable that returns an ``nn.Module``, with arguments.
+    """A user's model: a callable that returns an ``nn.Module``, with arguments.
 
-    Its forward takes ``(inputs, targets)``, ids of shape (batch, time), and returns the mean loss, or logits when
-    ``targets`` is None. The callable gets ``context_length`` and ``vocab_size`` as well, if it takes them.
+    The module's forward takes ``(inputs, targets)``, token ids of shape (batch, time), and returns the mean loss, or
+    logits if ``targets`` is None. The callable also receives ``context_length`` and ``vocab_size`` if it accepts them.
     """
 
     callable: str
-    """``package.module:name``."""
+    """Name of the callable, as ``package.module:name``."""
     arguments: str = ""
-    """As they are written: ``width=512,layers=4``."""
+    """Arguments of the callable as they are written in ``--model``: ``width=512,layers=4``."""
     source_sha256: str = ""
-    """Of the module's file, which must not change while a run is continued."""
+    """Hash of the module's file, which must not change before a run is resumed."""
     context_length: int = 1024
+    """Tokens of a sequence."""
     vocab_size: int = 50257
+    """Number of token ids."""
     end_of_text: int = -1
+    """Id of the token that ends a book, by the tokenizer of the data; -1 is the last id."""
     info: ModelInfo | None = field(default=None, compare=False)
+    """Result of the inspection; None until the config is resolved."""
 
     def __post_init__(self) -> None:
         check_sizes(self)
         names = [name for name, _ in self._pairs]
         for name, value in self._pairs:
             if not (name.isidentifier() and value) or names.count(name) > 1:
-                raise UserError(f"--model {self.callable}: {name}={value} is not NAME=VALUE, each name once.")
+                raise UserError(
+                    f"--model {self.callable}: {name}={value} is not a valid argument. Use NAME=VALUE, each name once."
+                )
 
     @property
     def _pairs(self) -> list[tuple[str, str]]:
@@ -81,13 +89,13 @@ class CustomModel(ModelSpec):
 
     @property
     def values(self) -> dict[str, bool | int | float | str]:
-        """The arguments as the callable gets them: true and false, numbers, or text."""
-        return {name: _value(text) for name, text in self._pairs}
+        """The arguments as the callable receives them: booleans, numbers, or text."""
+        return {name: _parse_value(text) for name, text in self._pairs}
 
     @property
     def model_info(self) -> ModelInfo:
-        """What was found of it; a resolved config has been looked at."""
-        assert self.info, "of a resolved config's model"
+        """The result of the inspection, which every resolved config has."""
+        assert self.info, "the model of a resolved config has been inspected"
         return self.info
 
     @property
@@ -120,7 +128,7 @@ class CustomModel(ModelSpec):
 
     @property
     def calls_attention(self) -> bool:
-        """Whether it is known to call torch's ``scaled_dot_product_attention``."""
+        """Whether the inspected model calls torch's ``scaled_dot_product_attention``."""
         return bool(self.info and self.info.attention)
 
     @property
@@ -137,49 +145,49 @@ class CustomModel(ModelSpec):
 
     @property
     def min_flops_per_token(self) -> float:
-        """Up to half of the counted FLOPs may be attention that is causal."""
+        """Half of the counted FLOPs, because causal attention needs half of them."""
         return self.flops_per_token / 2
 
     def executed_flops_per_token(self, checkpointing: str) -> float:
-        """Without recomputation, because the FLOPs of the blocks are unknown."""
+        """The FLOPs without recomputation, because the FLOPs of the blocks are unknown."""
         return self.flops_per_token
 
     @property
     def summary(self) -> str:
         info = self.model_info
-        attention = "torch's, whose kernel can be chosen" if info.attention and info.blocks else "its own"
+        attention = "torch SDPA (kernel selectable)" if info.attention and info.blocks else "custom"
         return (
             f"{info.parameters:,} parameters, {info.flops_per_token / 1e6:,.1f} MFLOP per token, repeated blocks "
             f"{', '.join(info.blocks) or 'none'}, attention {attention}"
         )
 
     def unsupported_reason(self, setting: str, value: Any) -> str:
-        """What depends on its inside is known once it has been looked at."""
+        """Why the setting does not apply; reasons that depend on the module are known after its inspection."""
         if setting == "vocabulary_multiple" or (setting.startswith("model.") and not hasattr(self, setting[6:])):
-            return "only its callable decides its shape"
+            return "its callable determines its shape"
         if setting == "loss_chunks" and value > 1:
             setting, value = "loss", "fused"
         if setting in _NOT_CUSTOM and value == _NOT_CUSTOM[setting][0]:
             return _NOT_CUSTOM[setting][1]
         if self.info and not self.info.blocks and value in _BY_BLOCK.get(setting, ()):
-            return "it has no ModuleList of equal blocks"
+            return "it has no nn.ModuleList of identical blocks"
         kernel = setting == "attention" and value not in ("auto", "sdpa")
         if kernel and self.info and not (self.info.attention and self.info.blocks):
             return "none of its repeated blocks calls torch's scaled_dot_product_attention"
         return ""
 
     def with_vocab_size(self, ids: int, end_of_text: int, source: str) -> Self:
-        """The default vocabulary gives way."""
+        """Replace the default vocabulary size by the number of the data's token ``ids``."""
         if self.vocab_size not in (CustomModel.vocab_size, ids):
             raise UserError(
-                f"{source} has {ids:,} token ids and --model has vocab_size={self.vocab_size:,}: leave it out, or give "
-                "data that were made with another --tokenizer."
+                f"{source} has {ids:,} token ids, but --model has vocab_size={self.vocab_size:,}. Remove vocab_size, "
+                "or use data with another --tokenizer."
             )
-        changed = self.info if self.vocab_size == ids else None
-        return replace(self, vocab_size=ids, end_of_text=end_of_text, info=changed)
+        info = self.info if self.vocab_size == ids else None
+        return replace(self, vocab_size=ids, end_of_text=end_of_text, info=info)
 
 
-def _value(text: str) -> bool | int | float | str:
+def _parse_value(text: str) -> bool | int | float | str:
     if text.lower() in ("true", "false"):
         return text.lower() == "true"
     for kind in (int, float):
@@ -191,33 +199,31 @@ def _value(text: str) -> bool | int | float | str:
 
 
 def parse_custom(name: str, changes: Sequence[str]) -> CustomModel:
-    """The model that the callable ``name`` returns, with ``changes``, each NAME=VALUE."""
+    """Parse the model of the callable ``name``, whose arguments are ``changes``, each NAME=VALUE."""
     sizes = {"context_length": CustomModel.context_length, "vocab_size": CustomModel.vocab_size}
     for change in changes:
         size, _, value = change.partition("=")
         if size in sizes:
             if not value.isdecimal():
-                raise UserError(f"--model {name}: {value!r} is not a value for {size}.")
+                raise UserError(f"--model {name}: {value!r} is not a valid {size}. Use an integer above 0.")
             sizes[size] = int(value)
     arguments = ",".join(change for change in changes if change.partition("=")[0] not in sizes)
     return CustomModel(name, arguments, source_sha256(name), sizes["context_length"], sizes["vocab_size"])
 
 
-_NAMED = "name it as an import does, package.module, where that works"
+_IMPORT_ADVICE = "Write it as in an import statement, package.module, and run the command where that import works."
 
 
 def source_sha256(name: str) -> str:
-    """The hash of the file of the module in ``package.module:name``. Raises ``UserError`` where there is none."""
+    """Hash the file of the module in ``package.module:name``. Raises ``UserError`` if it cannot be found."""
     module = name.partition(":")[0]
-    if str(Path.cwd()) not in sys.path:  # where a console script does not look; last, so that it hides nothing
+    if str(Path.cwd()) not in sys.path:  # A console script does not search it. At the end, it hides no other module.
         sys.path.append(str(Path.cwd()))
     try:
         spec = find_spec(module)
         if spec and spec.origin:
             return hashlib.sha256(Path(spec.origin).read_bytes()).hexdigest()
-    except (Exception, SystemExit) as failure:  # of the packages that it is in, which are imported
-        why = f"{type(failure).__name__}: {first_line(failure).rstrip('.')}"
-        raise UserError(f"--model {name}: the module {module} cannot be found ({why}): {_NAMED}.") from failure
-    raise UserError(
-        f"--model {name}: there is no module {module} in {Path.cwd()} or among what is installed: {_NAMED}."
-    )
+    except (Exception, SystemExit) as failure:  # The search imports the module's parent packages, which may raise.
+        reason = f"{type(failure).__name__}: {first_line(failure).rstrip('.')}"
+        raise UserError(f"--model {name}: cannot find the module {module} ({reason}). {_IMPORT_ADVICE}") from failure
+    raise UserError(f"--model {name}: no module named {module} in {Path.cwd()} or in the environment. {_IMPORT_ADVICE}")

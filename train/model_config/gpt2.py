@@ -1,4 +1,4 @@
-"""A GPT-2 by its shape, with presets and the formulas for its parameters and FLOPs."""
+"""The specification of a GPT-2 by its shape, with presets and formulas for its parameters and FLOPs."""
 
 import json
 from collections.abc import Sequence
@@ -14,40 +14,49 @@ from train.model_config.spec import Formula, ModelSpec, check_sizes
 @strict
 @dataclass(frozen=True)
 class ModelConfig(ModelSpec):
-    """The shape of a GPT-2: sizes count elements, not bytes."""
+    """The shape of a GPT-2. Sizes are numbers of elements, not of bytes."""
 
     title: ClassVar[str] = "GPT-2"
     library: ClassVar[str] = "transformers"
 
     layers: int = 12
+    """Number of transformer blocks."""
     heads: int = 12
+    """Number of attention heads per block."""
     width: int = 768
+    """Size of the hidden states."""
     context_length: int = 1024
+    """Tokens of a sequence."""
     vocab_size: int = 50257
+    """Number of token ids."""
     padded_vocab_size: int = 50304
     """Rows of the embedding and the head; a multiple of 64 fills whole tensor-core tiles. Ids past
     ``vocab_size`` never occur."""
     dropout: float = 0.0
+    """Dropout probability (at least 0 and below 1)."""
     bias: bool = True
+    """Whether linear layers and norms have a bias."""
     tied: bool = True
-    """Share the token embedding with the head."""
+    """Whether the head shares the weights of the token embedding."""
     end_of_text: int = -1
-    """Id of the token that ends a book, by the tokenizer of the data; -1 is the last."""
+    """Id of the token that ends a book, by the tokenizer of the data; -1 is the last id."""
     init_from: str = ""
-    """Folder, in Hugging Face's format, with whose weights a run begins; empty: random ones."""
+    """Folder in the Hugging Face format with the initial weights; empty: random weights."""
 
     def __post_init__(self) -> None:
         check_sizes(self)
         if self.width % self.heads:
-            raise UserError(f"Model width={self.width} is not divisible by heads={self.heads}.")
+            raise UserError(f"--model width={self.width} must be a multiple of heads={self.heads}.")
         if self.padded_vocab_size < self.vocab_size:
             raise UserError(
-                f"Model padded_vocab_size={self.padded_vocab_size} is smaller than vocab_size={self.vocab_size}."
+                f"--model padded_vocab_size={self.padded_vocab_size} must be at least vocab_size={self.vocab_size}."
             )
         if not -1 <= self.end_of_text < self.vocab_size:
-            raise UserError(f"Model end_of_text={self.end_of_text} is not an id below vocab_size={self.vocab_size}.")
+            raise UserError(
+                f"--model end_of_text={self.end_of_text} must be a token id below {self.vocab_size}, or -1."
+            )
         if not 0 <= self.dropout < 1:
-            raise UserError(f"Model dropout={self.dropout} must be at least 0 and below 1.")
+            raise UserError(f"--model dropout={self.dropout} must be at least 0 and below 1.")
 
     @property
     def text(self) -> str:
@@ -95,9 +104,9 @@ class ModelConfig(ModelSpec):
 
     @property
     def parameters(self) -> int:
-        """Parameters of the model with its padded vocabulary; a tied head counts once.
+        """Number of parameters with the padded vocabulary; a tied head counts once.
 
-        In closed form, because creating the model, even on the meta device, takes a second in every command.
+        A formula computes it, because creating the model takes a second in every command, even on the meta device.
         """
         embeddings = self._embedding + self.context_length * self.width
         return embeddings + (0 if self.tied else self._embedding) + self.layers * self._block + self._norm
@@ -151,12 +160,12 @@ class ModelConfig(ModelSpec):
 
     @property
     def palm_flops(self) -> float:
-        """FLOPs per token by PaLM's formula (arXiv 2204.02311, appendix B), which counts attention as not causal."""
+        """FLOPs per token by PaLM's formula (arXiv 2204.02311, appendix B), which ignores the causal mask."""
         return 6 * self.matmul_parameters + 12 * self.layers * self.context_length * self.width
 
     @property
     def causal_flops(self) -> float:
-        """FLOPs per token with causal attention, half of PaLM's (FlashAttention-2, arXiv 2307.08691, section 4)."""
+        """FLOPs per token if causal attention needs half of PaLM's FLOPs (FlashAttention-2, arXiv 2307.08691)."""
         return 6 * self.matmul_parameters + 6 * self.layers * self.context_length * self.width
 
     def hardware_flops(self, *, recomputed: int) -> float:
@@ -169,28 +178,30 @@ class ModelConfig(ModelSpec):
         return self.palm_flops + recomputed * block
 
     def recomputed_blocks(self, checkpointing: str) -> int:
-        """Number of blocks whose matrix products and attention are recomputed; selective checkpointing stores
-        theirs."""
+        """Number of blocks whose matrix products and attention are recomputed with this activation checkpointing.
+
+        With selective checkpointing it is 0, because their outputs are stored.
+        """
         return {"full": self.layers, "alternate": (self.layers + 1) // 2}.get(checkpointing, 0)
 
     def unsupported_reason(self, setting: str, value: Any) -> str:
-        """FlexAttention is not for every shape."""
+        """Why FlexAttention does not support this shape; every other setting applies to every GPT-2."""
         if (setting, value) != ("attention", "flex"):
             return ""
         if self.dropout:
-            return "FlexAttention has no dropout"
-        return "FlexAttention's heads are at least 16 wide" if self.width // self.heads < 16 else ""
+            return "FlexAttention does not support dropout"
+        return "FlexAttention needs heads of at least 16 elements" if self.width // self.heads < 16 else ""
 
     def with_vocab_size(self, ids: int, end_of_text: int, source: str) -> Self:
-        """The default vocabulary gives way, padded to a multiple of 64 if it was padded."""
+        """Replace the default vocabulary size by the data's; it is padded to a multiple of 64 if it was padded."""
         padded, model = -(-ids // 64) * 64, self
         if self.vocab_size == ModelConfig.vocab_size != ids and not self.init_from:
             pads = self.padded_vocab_size > self.vocab_size
             model = replace(self, vocab_size=ids, padded_vocab_size=padded if pads else ids)
         if model.vocab_size != ids:
             raise UserError(
-                f"{source} has {ids:,} token ids and --model has vocab_size={self.vocab_size:,}: give --model with "
-                f"vocab_size={ids},padded_vocab_size={padded}, or data that were made with another --tokenizer."
+                f"{source} has {ids:,} token ids, but --model has vocab_size={self.vocab_size:,}. Use "
+                f"vocab_size={ids},padded_vocab_size={padded}, or data with another --tokenizer."
             )
         return replace(model, end_of_text=end_of_text)
 
@@ -204,26 +215,26 @@ PRESETS: dict[str, ModelConfig] = {
     "edu-3m": ModelConfig(layers=4, heads=4, width=256, context_length=512, vocab_size=512, padded_vocab_size=512),
     "tiny": ModelConfig(layers=2, heads=2, width=64, context_length=128),
 }
-"""The four published GPT-2 sizes, and three that train on a CPU.
+"""The four published sizes of GPT-2, and three small models that train on a CPU.
 
-``edu-3m`` is the model of a study that treats its loop as a black box, with a vocabulary of its own, so that the blocks
-and not the head decide time and memory.
+``edu-3m`` is the model of a published study. Its vocabulary is so small that the blocks, not the head, determine time
+and memory.
 """
 
 
-_PUBLISHED = {
+_HF_NAMES = {
     "layers": "n_layer", "heads": "n_head", "width": "n_embd", "context_length": "n_positions",
     "vocab_size": "vocab_size",
 }  # fmt: skip
-"""The fields of GPT2Config that are ours under another name."""
+"""Names in GPT2Config of transformers, by the field of :class:`ModelConfig`."""
 
 
 def parse_preset(text: str, preset: str, changes: Sequence[str]) -> ModelConfig:
-    """The ``preset`` with ``changes``, from the ``text`` of ``--model``. Raises ``UserError`` if it is unknown."""
+    """Parse a ``preset`` and its ``changes`` in the ``text`` of ``--model``. Raises ``UserError`` if it is unknown."""
     if preset not in PRESETS:
         raise UserError(
-            f"--model {preset!r} is not a preset; the presets are {', '.join(PRESETS)}. A model of your own is named "
-            "as package.module:callable."
+            f"--model {preset!r} is not a preset. Use one of {', '.join(PRESETS)}, or a custom model as "
+            "package.module:callable."
         )
     return _apply_changes(
         PRESETS[preset], text, changes, [f.name for f in fields(ModelConfig) if f.name != "init_from"]
@@ -231,22 +242,28 @@ def parse_preset(text: str, preset: str, changes: Sequence[str]) -> ModelConfig:
 
 
 def parse_hf_folder(text: str, folder: str, changes: Sequence[str]) -> ModelConfig:
-    """The GPT-2 in a ``folder`` in Hugging Face's format, with ``changes``, from the ``text`` of ``--model``."""
+    """Parse the ``folder`` with a GPT-2 in the Hugging Face format, and ``changes``, in the ``text`` of ``--model``."""
     return _apply_changes(_read_hf_config(folder), text, changes, ["dropout"])
 
 
 def _read_hf_config(folder: str) -> ModelConfig:
-    """The shape that a folder in Hugging Face's format has, whose weights a run is to start from."""
-    where = Path(folder).resolve()
+    """Read the shape of the GPT-2 in ``folder``, whose weights a run starts from."""
+    path = Path(folder).resolve()
     try:
-        hf_config = json.loads((where / "config.json").read_text(encoding="utf-8"))
+        hf_config = json.loads((path / "config.json").read_text(encoding="utf-8"))
         if hf_config["model_type"] != "gpt2":
-            raise UserError(f"--model hf:{folder} holds a {hf_config['model_type']}: only GPT-2 can be started from.")
-        sizes = {name: int(hf_config[hf_name]) for name, hf_name in _PUBLISHED.items()}
+            raise UserError(
+                f"--model hf:{folder} has a model of type {hf_config['model_type']}, but only GPT-2 is supported. Use "
+                "the folder of a GPT-2."
+            )
+        sizes = {name: int(hf_config[hf_name]) for name, hf_name in _HF_NAMES.items()}
     except (OSError, ValueError, KeyError, TypeError) as damage:
-        raise UserError(f"--model hf:{folder}: no config.json of a GPT-2 can be read there ({damage!r}).") from damage
+        raise UserError(
+            f"--model hf:{folder}: cannot read config.json of a GPT-2 ({damage!r}). Use a folder in the Hugging Face "
+            "format."
+        ) from damage
     padded, tied = -(-sizes["vocab_size"] // 64) * 64, bool(hf_config.get("tie_word_embeddings", True))
-    return replace(ModelConfig(tied=tied, init_from=str(where)), **sizes, padded_vocab_size=padded)
+    return replace(ModelConfig(tied=tied, init_from=str(path)), **sizes, padded_vocab_size=padded)
 
 
 def _apply_changes(model: ModelConfig, text: str, changes: Sequence[str], names: Sequence[str]) -> ModelConfig:
@@ -255,10 +272,13 @@ def _apply_changes(model: ModelConfig, text: str, changes: Sequence[str], names:
     for change in changes:
         name, _, value = change.partition("=")
         if name not in types or not value:
-            raise UserError(f"--model {text!r}: {change!r} is not FIELD=VALUE with a field among {', '.join(types)}.")
+            raise UserError(
+                f"--model {text!r}: {change!r} is not a valid change. Use FIELD=VALUE with one of the fields "
+                f"{', '.join(types)}."
+            )
         try:
             kind = types[name]
             values[name] = {"true": True, "false": False}[value.lower()] if kind is bool else kind(value)  # type: ignore[operator]
         except (ValueError, KeyError):
-            raise UserError(f"--model {text!r}: {value!r} is not a value for {name}.") from None
+            raise UserError(f"--model {text!r}: {value!r} is not a valid value of {name}.") from None
     return replace(model, **values)

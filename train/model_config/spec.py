@@ -1,7 +1,7 @@
-"""What is trained, as a config names it: the interface of all kinds of models, without torch.
+"""The interface of all kinds of models in a config, without torch.
 
-A kind of model is a subclass here, registered in :mod:`train.model_config.text`. How its module is built is registered
-in :mod:`train.models.builder`, and what is predicted of it in :mod:`train.estimate.estimates`.
+Each kind of model is a subclass of :class:`ModelSpec`, registered in :mod:`train.model_config.text`. The code that
+builds its module is registered in :mod:`train.models.builders`, and its predictions in :mod:`train.estimate.estimates`.
 """
 
 from abc import ABC, abstractmethod
@@ -14,7 +14,7 @@ MAX_SIZES = {
     "layers": 2**16, "heads": 2**16, "width": 2**20, "context_length": 2**26, "vocab_size": 2**31,
     "padded_vocab_size": 2**31,
 }  # fmt: skip
-"""Sizes beyond any model that can be trained, with which the number of a matrix's bytes still fits 64 bits."""
+"""Upper limits of sizes, above any model that can be trained; the bytes of a matrix still fit in 64 bits."""
 
 
 @dataclass(frozen=True)
@@ -32,7 +32,7 @@ class ModelSpec(ABC):
     Attributes:
         context_length: tokens of a sequence.
         vocab_size: number of token ids.
-        end_of_text: id of the token that ends a book, by the tokenizer of the data; -1 is the last.
+        end_of_text: id of the token that ends a book, by the tokenizer of the data; -1 is the last id.
     """
 
     context_length: int
@@ -43,7 +43,7 @@ class ModelSpec(ABC):
     title: ClassVar[str] = ""
     """Name of the architecture, if all models of the kind have the same."""
     library: ClassVar[str] = ""
-    """Library that loads the exported model; empty: the code that built it."""
+    """Library that loads the exported model; empty: only the user's code loads it."""
 
     @property
     def needs_inspection(self) -> bool:
@@ -62,12 +62,12 @@ class ModelSpec(ABC):
 
     @property
     def summary(self) -> str:
-        """What an inspection of the model has shown, as a text; empty if formulas describe it."""
+        """Description of the inspected model; empty if the model needs no inspection."""
         return ""
 
     @property
     def user_code(self) -> str:
-        """The user's code that builds the model, as named in ``--model``; empty if it is part of this program."""
+        """The user's callable in ``--model`` that creates the model; empty if it is part of this program."""
         return ""
 
     @property
@@ -112,11 +112,11 @@ class ModelSpec(ABC):
 
     @abstractmethod
     def parameter_rows(self) -> list[tuple[str, str]]:
-        """The parameters by part, for a table."""
+        """Table rows of (part of the model, number of its parameters)."""
 
     @abstractmethod
     def flops_formulas(self) -> list[Formula]:
-        """FLOPs per token, forward and backward, by all formulas; the first one defines MFU."""
+        """FLOPs per token of a forward and backward pass, by each formula; the first formula defines MFU."""
 
     @property
     def flops_per_token(self) -> float:
@@ -126,7 +126,7 @@ class ModelSpec(ABC):
     @property
     @abstractmethod
     def min_flops_per_token(self) -> float:
-        """Minimum FLOPs per token of any kernels."""
+        """Minimum FLOPs per token that any implementation executes."""
 
     @abstractmethod
     def executed_flops_per_token(self, checkpointing: str) -> float:
@@ -138,10 +138,13 @@ class ModelSpec(ABC):
 
     @abstractmethod
     def with_vocab_size(self, ids: int, end_of_text: int, source: str) -> Self:
-        """This model with the token ids of the data at ``source``. Raises ``UserError`` if it has another number."""
+        """Return this model with the number of token ``ids`` of the data at ``source``.
+
+        Raises ``UserError`` if the user set another number.
+        """
 
     def without_paths(self) -> Self:
-        """This model without local paths, which a published model card should not contain."""
+        """Return this model without local paths, which a published model card should not contain."""
         return self
 
 

@@ -1,1 +1,1 @@
-"""What a person reads about a run: its report, charts, advice, and its pages in MLflow and on Hugging Face."""
+"""Reports, charts and advice about a run, its page in MLflow, and its model card for Hugging Face."""

@@ -5,11 +5,11 @@ from train.run_files.run_folder import RunFolder
 
 
 def draw_curves(run_folder: RunFolder, title: str, steps: int) -> None:
-    """Draw the cycles of the run's first ``steps`` in its folder, if there are at least two cycles."""
+    """Draw the cycles of the run's first ``steps`` steps to its folder, if there are at least two cycles."""
     cycles = list(run_folder.cycles_until(steps))
     if len(cycles) < 2:
         return
-    from matplotlib.figure import Figure  # Importing it takes half a second, for which training must not wait.
+    from matplotlib.figure import Figure  # The import takes half a second, and commands must not wait for it.
 
     figure = Figure(figsize=(9, 6), layout="constrained")
     losses, speed = figure.subplots(2, sharex=True, height_ratios=(2, 1))

@@ -1,9 +1,9 @@
 """Export of a trained model in the Hugging Face format, with its model card.
 
-A checkpoint becomes a folder that ``GPT2LMHeadModel.from_pretrained`` of ``transformers`` loads, with the same logits:
-weights under GPT-2's published names, without the padding rows of the vocabulary, and the tokenizer's files if the
-token ids have a tokenizer. A custom model is exported with its weights under its own names and the name of its
-callable. The export itself does not need transformers.
+A checkpoint of a GPT-2 becomes a folder that ``GPT2LMHeadModel.from_pretrained`` of transformers loads, with the same
+logits. It has the weights under GPT-2's published names, without the padding rows of the vocabulary, and the files of
+the tokenizer if the data have one. A custom model is exported with the names of its own weights and of its callable.
+The export does not need transformers.
 """
 
 import json
@@ -26,7 +26,7 @@ from train.run_files.progress import Progress, read_progress
 
 
 def write_model(checkpoint: Path, folder: Path, run: str = "") -> str:
-    """Write the model of ``checkpoint`` to the new ``folder``, atomically; returns a sentence on how to load it.
+    """Write the model of ``checkpoint`` to the new ``folder`` atomically, and return a sentence on how to load it.
 
     ``run`` is the name of the run that trained it, for the model card.
     """
@@ -54,7 +54,7 @@ def write_model(checkpoint: Path, folder: Path, run: str = "") -> str:
 
 
 def model_card(progress: Progress, checkpoint: Path, run: str = "") -> str:
-    """The model card: the ``run`` that trained the model if it is known, its data, config and measured loss."""
+    """Format the model card: the ``run`` that trained the model if it is known, its data, config and loss."""
     config = _without_paths(config_from_json(progress.config, str(checkpoint)))
     result_file = checkpoint.parent.parent / "result.json"
     result = json.loads(result_file.read_text(encoding="utf-8")) if result_file.is_file() else {}
@@ -79,7 +79,8 @@ def model_card(progress: Progress, checkpoint: Path, run: str = "") -> str:
     rows += [(text, str(result[name])) for name, text in names.items() if result.get(name) is not None]
     table = Table("", ("property", "value"), rows).markdown()
     settings = json.dumps(config.to_json(), indent=2, sort_keys=True)
-    initial_weights = f"the weights of {start}" if (start := config.model.initial_weights) else "random weights"
+    weights_folder = config.model.initial_weights
+    initial_weights = f"the weights of {weights_folder}" if weights_folder else "random weights"
     title = f"{config.model.title}, " if config.model.title else ""
     library = f"library_name: {config.model.library}\n" if config.model.library else ""
     return (
@@ -91,7 +92,7 @@ def model_card(progress: Progress, checkpoint: Path, run: str = "") -> str:
 
 
 def _without_paths(config: TrainConfig) -> TrainConfig:
-    """``config`` without local paths, which a published model card should not contain."""
+    """Return ``config`` without local paths, which a published model card should not contain."""
     tokenizer = config.dataset.reading.tokenizer and StorageDir.of(config.dataset.reading.tokenizer).name
     return config.replace(model=config.model.without_paths(), data=StorageDir.of(config.dataset.data).name,
         stream=tuple(StorageDir.of(source).name for source in config.dataset.stream),

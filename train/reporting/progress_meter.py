@@ -1,7 +1,7 @@
-"""How a run is getting on between two cycles: its step, speed and time left, from what its worker says twice a second.
+"""The progress of a run between two cycles: its step, speed and time left, from updates that a worker sends regularly.
 
-The loop only counts steps, so that showing them costs it nothing. On a GPU these are the steps that were launched, a
-few more than have been computed.
+The loop only counts steps, so that the progress costs it no time. On a GPU, launched steps are counted, a few of which
+have not been computed yet.
 """
 
 import time
@@ -13,11 +13,13 @@ from infra.cli.units import format_duration
 from pipeline.shards import Manifest
 from train.result import TRAINING
 
-WINDOW = 15.0
-"""Seconds over which the speed is taken, or as long as three steps take."""
+SPEED_WINDOW_SECONDS = 15.0
+"""Time over which the speed is averaged; the time of three steps if they take longer."""
 
 
 class ProgressMeter:
+    """The step, speed, loss and time left of a run, for its progress line."""
+
     def __init__(
         self,
         step_tokens: int,
@@ -27,53 +29,57 @@ class ProgressMeter:
         clock: Callable[[], float] = time.monotonic,
         trained_seconds: float = 0.0,
     ) -> None:
-        """``trained_seconds`` are the seconds that a run which is continued has trained already."""
+        """Start with ``trained_seconds`` of training, which a resumed run has from its checkpoint."""
         self._step_tokens, self._time_budget = step_tokens, time_budget
         self._clock = clock
-        self._spent = trained_seconds
+        self._trained_seconds = trained_seconds
         self._steps: deque[tuple[float, int]] = deque()
         self._loss: float | None = None
         self._elapsed: tuple[float, float] | None = None
-        """When it was known, and how long the run had trained then."""
+        """(time of the clock, seconds of training by then)."""
         self.total = total_steps
-        """Steps of the run, of an epoch by the number of its tokens; None when only time ends it."""
+        """Number of steps of the run, or of an epoch by its tokens; None if a time budget ends the run."""
         if self.total is None and time_budget is None:
             self.total = max(1, manifest.splits["train"]["tokens"] // step_tokens)
 
     def cycle(self, cycle: Mapping[str, Any]) -> None:
+        """Take the loss and the training time of a reported ``cycle``."""
         self._loss = cycle["train_loss"]
         self._elapsed = self._clock(), cycle["elapsed"]
 
-    def describe(self, what: str, step: int) -> tuple[str, str]:
-        """What the worker does and, while it trains, how it is getting on, as text; it has launched ``step`` steps."""
-        if what != TRAINING:
+    def describe(self, activity: str, step: int) -> tuple[str, str]:
+        """Format the progress of a worker that has launched ``step`` steps.
+
+        Returns: (activity, its progress; empty unless the worker is training).
+        """
+        if activity != TRAINING:
             self._steps.clear()
-            return what, ""
-        now = self._clock()
-        self._elapsed = self._elapsed or (now, self._spent)
+            return activity, ""
+        time_now = self._clock()
+        self._elapsed = self._elapsed or (time_now, self._trained_seconds)
         if not self._steps or step > self._steps[-1][1]:
-            self._steps.append((now, step))
-        while len(self._steps) > 3 and now - self._steps[0][0] > WINDOW:
+            self._steps.append((time_now, step))
+        while len(self._steps) > 3 and time_now - self._steps[0][0] > SPEED_WINDOW_SECONDS:
             self._steps.popleft()
-        parts = [f"step {step:,}" + (f" of {self.total:,}" if self.total else "")]
-        if seconds := self._step_seconds():
-            parts.append(f"{self._step_tokens / seconds:,.0f} tokens/s")
+        texts = [f"step {step:,}" + (f" of {self.total:,}" if self.total else "")]
+        if step_seconds := self._step_seconds():
+            texts.append(f"{self._step_tokens / step_seconds:,.0f} tokens/s")
         if self._loss is not None:
-            parts.append(f"loss {self._loss:.3f}")
-        left = self._left(step, seconds, now)
-        if left is not None:
-            parts.append(f"{format_duration(round(left))} left")
-        return what, " | ".join(parts)
+            texts.append(f"loss {self._loss:.3f}")
+        seconds_left = self._seconds_left(step, step_seconds, time_now)
+        if seconds_left is not None:
+            texts.append(f"{format_duration(round(seconds_left))} left")
+        return activity, " | ".join(texts)
 
     def _step_seconds(self) -> float | None:
-        """Seconds per step lately; None until two steps have been seen."""
+        """Seconds per recent step; None until two steps were launched."""
         if len(self._steps) < 2:
             return None
-        (first, begin), (last, end) = self._steps[0], self._steps[-1]
-        return (last - first) / (end - begin)
+        (start_time, start_step), (end_time, end_step) = self._steps[0], self._steps[-1]
+        return (end_time - start_time) / (end_step - start_step)
 
-    def _left(self, step: int, seconds: float | None, now: float) -> float | None:
+    def _seconds_left(self, step: int, step_seconds: float | None, time_now: float) -> float | None:
         if self._time_budget is not None and self._elapsed:
-            known, elapsed = self._elapsed
-            return max(0.0, self._time_budget - elapsed - (now - known))
-        return seconds and self.total and max(0, self.total - step) * seconds
+            cycle_time, trained_seconds = self._elapsed
+            return max(0.0, self._time_budget - trained_seconds - (time_now - cycle_time))
+        return step_seconds and self.total and max(0, self.total - step) * step_seconds

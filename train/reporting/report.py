@@ -25,7 +25,7 @@ def print_header(
 ) -> None:
     """Print the header of a run: its model, data and batch, and its execution settings.
 
-    ``device_info`` of the device explains why it cannot compile.
+    A warning from ``device_info`` explains why the model is not compiled.
     """
     train = manifest.splits["train"]
     tokens = f"{'' if source_of(config.dataset).has_epoch else 'about '}{train['tokens']:,} training tokens"
@@ -43,7 +43,7 @@ def print_header(
 
 
 def _batch(batch: Batch, micro_batch: str) -> str:
-    """``global batch 8 = micro-batch 8 (auto) x accumulation 1 x 1 worker``."""
+    """Format ``global batch 8 = micro-batch 8 (auto) x accumulation 1 x 1 worker``."""
     workers = f"{batch.workers} worker{'s' * (batch.workers > 1)}"
     factors = f"micro-batch {micro_batch} x accumulation {batch.accumulation} x {workers}"
     return f"global batch {batch.global_batch} = {factors}"
@@ -52,7 +52,7 @@ def _batch(batch: Batch, micro_batch: str) -> str:
 def run_report(
     config: ResolvedConfig, result: RunResult, run_dir: StorageDir, memory_limit: int | None = None
 ) -> Report:
-    """The report of a run in ``run_dir``, for its last lines on the terminal, ``summary.md`` and MLflow."""
+    """Build the report of the run in ``run_dir`` for the terminal, ``summary.md`` and MLflow."""
     execution = config.execution
     settings = (
         f"Settings: {_batch(config.batch, str(config.batch.micro_batch))} (sequences), precision "
@@ -67,26 +67,27 @@ def run_report(
 
 
 def speed_fact(speed: Estimate | None) -> Fact:
-    """Tokens per second with their interval; empty without a speed."""
+    """The speed in tokens per second with its interval; empty if it was not measured."""
     return Fact.of(
         "result/tokens_per_second", speed and speed.middle, "{:,.0f}", interval=speed and (speed.low, speed.high)
     )
 
 
-def memory_fact(used: float | None, limit: float | None = None) -> Fact:
-    """The peak memory of a process and its limit, both in bytes; empty if it was not measured."""
-    return Fact.of("memory/process_gb", used and used / GB, "{:.2f} GB", limit=limit and limit / GB)
+def memory_fact(peak_bytes: float | None, limit_bytes: float | None = None) -> Fact:
+    """The peak memory of a process in GB and its limit; empty if it was not measured."""
+    limit = limit_bytes and limit_bytes / GB
+    return Fact.of("memory/process_gb", peak_bytes and peak_bytes / GB, "{:.2f} GB", limit=limit)
 
 
 def peak_text(result: RunResult, memory_limit: int | None = None) -> Fact:
-    """The peak memory of a run's process, its limit in bytes, and what was predicted."""
+    """The peak memory of a run's process with its limit (``memory_limit`` in bytes) and the predicted peak."""
     predicted = result.predicted_memory
     prediction = Fact.of("memory/predicted_gb", predicted and predicted / GB, "(predicted {:.2f} GB)")
     return Fact.joined(memory_fact(result.memory.process, memory_limit), prediction, separator=" ")
 
 
 def allocator_facts(memory: Memory) -> dict[str, Fact]:
-    """What torch's allocator had on a GPU, in GB, by the name of the part of the peak."""
+    """The peaks of torch's GPU allocator in GB, by name: allocated and reserved; empty on a CPU."""
     sizes = {"allocated": memory.allocated, "reserved": memory.reserved}
     return {name: Fact.of(f"memory/{name}_gb", size / GB, "{:.3f}") for name, size in sizes.items() if size is not None}
 
@@ -94,7 +95,7 @@ def allocator_facts(memory: Memory) -> dict[str, Fact]:
 def summary_fields(
     config: ResolvedConfig, result: RunResult, run_dir: StorageDir, memory_limit: int | None
 ) -> list[tuple[str, str]]:
-    """The first lines of a run's report, by name."""
+    """The first lines of a run's report: (name, text)."""
     speed, loss = result.throughput, "no cycle completed"
     speed_text = f"not measured: {result.implausible_reason or 'fewer than three steps after warm-up'}"
     if speed:
@@ -117,9 +118,9 @@ def summary_fields(
 
 
 def unprinted(config: ResolvedConfig, result: RunResult) -> list[Fact]:
-    """Quantities of a run that are metrics only: FLOPs by each formula, and details of the memory.
+    """Metrics of a run that its report does not print: FLOPs by each formula, and details of the memory.
 
-    ``result/mfu`` uses PaLM's formula; with causal attention half of attention counts.
+    ``result/mfu`` uses the model's first FLOPs formula; ``result/mfu_causal`` counts only half of the attention.
     """
     flops_by_formula = {formula.name: formula.flops for formula in config.model.flops_formulas()}
     causal, predicted, memory = flops_by_formula.get("causal"), result.predicted_memory, result.memory
@@ -167,10 +168,10 @@ def detail_rows(config: ResolvedConfig, result: RunResult) -> list[tuple[str, st
     """The details of a run's result as rows of a name and a value with its unit."""
     rows: list[tuple[str, str]] = []
     if result.failed_micro_batches:
-        failed = ", ".join(map(str, result.failed_micro_batches))
-        rows.append(("micro-batch", f"{config.batch.micro_batch}; {failed} did not fit"))
+        sizes = ", ".join(map(str, result.failed_micro_batches))
+        rows.append(("micro-batch", f"{config.batch.micro_batch}; {sizes} did not fit"))
     if speed := result.throughput:
-        rows.append(("measurement", f"median of {speed.steps} steps after {speed.warmup_steps} of warm-up"))
+        rows.append(("measurement", f"median of {speed.steps} steps after {speed.warmup_steps} steps of warm-up"))
         flops = (result.flops_per_second or 0.0) / 1e12
         rows.append(("utilization", Fact.joined(
             Fact.of("result/tflops_per_second", flops, "{:,.3f} TFLOP/s"),
@@ -219,7 +220,7 @@ def detail_rows(config: ResolvedConfig, result: RunResult) -> list[tuple[str, st
 
 
 def memory_table(config: ResolvedConfig, result: RunResult) -> Table:
-    """The predicted peak by part, with the measurements of sums and of the parts that can be measured."""
+    """The table of the peak memory by part: the prediction, and a measurement if the part can be measured."""
     breakdown, memory = predict_peak(config), result.memory
     predicted, measured = breakdown.parts(), dict(result.shortage.bytes_by_part) if result.shortage else {}
     if memory.allocated is not None and memory.reserved is not None:
@@ -229,19 +230,19 @@ def memory_table(config: ResolvedConfig, result: RunResult) -> Table:
         if memory.process_source == "nvml":
             measured["context"] = memory.process - memory.reserved
     names = {
-        "nvml": "NVML", "device": "growth of the GPU's use", "reserved": "reserved; not available from NVML",
-        "rss": "resident set",
+        "nvml": "NVML", "device": "increase of the GPU's used memory",
+        "reserved": "reserved by torch; not available from NVML", "rss": "resident set",
         "rss-of-process": "resident set, including memory from before this run",
     }  # fmt: skip
     process = f"process ({names[memory.process_source]})"
     predicted[process], measured[process] = breakdown.total, memory.process
     facts = allocator_facts(memory)
-    lines = [
+    rows = [
         (part, _gigabytes(predicted.get(part)), facts.get(part) or _gigabytes(measured.get(part)))
         for part in predicted
         if predicted[part] or measured.get(part)
     ]
-    return Table(f"Peak memory ({breakdown.moment})", ("part", "predicted (GB)", "measured (GB)"), lines)
+    return Table(f"Peak memory ({breakdown.moment})", ("part", "predicted (GB)", "measured (GB)"), rows)
 
 
 def _gigabytes(size: int | None) -> str:
@@ -249,7 +250,7 @@ def _gigabytes(size: int | None) -> str:
 
 
 def print_result(report: Report, result: RunResult, in_mlflow: str) -> None:
-    """Print the report of a run, and its link in MLflow."""
+    """Print the report of a run, and the text ``in_mlflow`` with its link."""
     report.show()
     if result.outcome == "finished":
         minutes = (result.train_seconds + (result.first_step_seconds or 0.0)) / 60

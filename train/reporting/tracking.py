@@ -48,31 +48,31 @@ DENSE_STEPS = 1000
 @strict
 @dataclass(frozen=True)
 class RunStart:
-    """What a command decided about a run when it started or resumed it, as ``start.json`` of the run's folder."""
+    """Content of ``start.json`` in a run's folder, written when a command starts or resumes the run."""
 
     config: dict[str, Any]
-    """The resolved config."""
+    """Resolved settings of the run."""
     fingerprint: str
     """Fingerprint of the data set."""
     splits: dict[str, dict[str, int]]
     """Totals of the data set by split."""
     step: int = 0
-    """Step from which the run is resumed."""
+    """Step at which the run is resumed; 0 for a new run."""
     memory_limit: int | None = None
-    """Bytes that a worker's process may use."""
+    """Memory limit of a worker's process in bytes; None without a limit."""
 
 
 def fill(tracker: Tracker, run_folder: RunFolder, *, until: int | None = None) -> RunResult | None:
-    """Log what the run of ``tracker`` lacks of the content of ``run_folder``: its start, cycles and result.
+    """Log the entries of ``run_folder`` that the run of ``tracker`` lacks: its start, cycles and result.
 
-    ``until`` is the last step whose cycle is final, if the run goes on from its checkpoint; its result is then of an
-    earlier part. Returns the result, if it is complete. Raises ``UserError`` or ``OSError`` for a damaged folder.
+    If the run is being resumed, ``until`` is the last step whose cycle is final, and its earlier result is not logged.
+    Returns the result if it is complete. Raises ``UserError`` or ``OSError`` if the folder is damaged.
     """
     start, config, step = None, None, 0
     if run_folder.start.exists():
         start = from_json(RunStart, _read_json(run_folder.start), run_folder.start)
         settings = config_from_json(start.config, str(run_folder.start))
-        config = ResolvedConfig.of_decided(settings, load_config(run_folder.config))
+        config = ResolvedConfig.from_resolved(settings, load_config(run_folder.config))
         log_start(tracker, config, start)
     for cycle in run_folder.cycles_until(sys.maxsize if until is None else until):
         log_cycle(tracker, cycle)
@@ -80,7 +80,7 @@ def fill(tracker: Tracker, run_folder: RunFolder, *, until: int | None = None) -
     if until is not None or not (start and config and run_folder.result.exists()):
         return None
     result = from_json(RunResult, _read_json(run_folder.result), run_folder.result)
-    if step > result.steps:  # It is of a part before the one that was killed.
+    if step > result.steps:  # The result is outdated, because the run was resumed after it and then killed.
         return None
     config = next_smaller_micro_batch(config, result.failed_micro_batches) or config
     _log_result(tracker, config, result, run_folder, start.memory_limit)
@@ -95,14 +95,11 @@ def _read_json(file: Path) -> Any:
 
 
 def log_start(tracker: Tracker, config: ResolvedConfig, start: RunStart) -> None:
-    """Log the settings and the data of a run, and a description.
-
-    Of a run that has them, only where it is resumed.
-    """
+    """Log the settings, the data and the description of a run; for a resumed run, the step at which it is resumed."""
     if not tracker.logged.params:
         settings = params(config)
         tracker.log_params(settings)
-        tracker.logged.params.update(settings)  # The end fills the run again, which then has its start.
+        tracker.logged.params.update(settings)  # Otherwise fill() would log them again at the end of the run.
         tracker.log_json(start.config, "config.json")
         source = config.dataset.source
         tracker.log_dataset(Path(source).name, start.fingerprint, source, start.splits, "training")
@@ -118,7 +115,7 @@ def log_start(tracker: Tracker, config: ResolvedConfig, start: RunStart) -> None
 
 
 def params(config: ResolvedConfig) -> dict[str, Any]:
-    """A run's params: requested settings that differ from the default, and a few that every run has."""
+    """The params of a run in MLflow: requested settings that differ from the default, and a few that every run has."""
 
     def values_by_name(settings: TrainConfig) -> dict[str, Any]:
         values = settings.to_json() | {"model": settings.model.text}
@@ -132,7 +129,7 @@ def params(config: ResolvedConfig) -> dict[str, Any]:
 
 
 def link_search(tracker: Tracker, name: str, config_file: str) -> None:
-    """Link the run ``name`` and the search whose best.json is ``config_file``; do nothing if it is of no search.
+    """Link the run ``name`` and the search whose best.json is ``config_file``; do nothing for any other file.
 
     The search's description gets a link to this run, and this run the tag ``search.run``.
     """
@@ -163,9 +160,11 @@ def link_export(run_ref: RunRef, step: int, folder: Path, model: tuple[str, str]
 
 
 def cycle_metrics(cycle: dict[str, Any]) -> Iterator[tuple[int, dict[str, float | None]]]:
-    """Yields: (step, metrics by their names in MLflow) of a logged cycle: losses of its steps, then its own metrics.
+    """Convert a logged cycle to metrics: the losses of its steps, then the metrics of the cycle.
 
-    After the first thousand steps the losses are downsampled: of 100,000 steps 6,577 are sent, of a million 9,954.
+    After the first thousand steps the losses are downsampled: 6,577 of 100,000 steps are sent, and 9,954 of a million.
+
+    Yields: (step, values by the metric's name in MLflow).
     """
     step, losses = cycle["step"], cycle["step_losses"]
     for number, loss in enumerate(losses, step - len(losses) + 1):
@@ -191,13 +190,13 @@ def cycle_metrics(cycle: dict[str, Any]) -> Iterator[tuple[int, dict[str, float 
 
 
 def log_cycle(tracker: Tracker, cycle: dict[str, Any]) -> None:
-    """Log a cycle as far as the run lacks it."""
+    """Log the metrics of a cycle that the run of ``tracker`` lacks."""
     for step, values in cycle_metrics(cycle):
         tracker.log_metrics(values, step)
 
 
 def data_paragraph(dataset: DatasetConfig, store: str) -> list[str]:
-    """A paragraph with a link to the run that created the data, for a description in ``store``; empty if unknown."""
+    """Format a paragraph that links the run that created the data, for a description in ``store``; empty if unknown."""
     maker = source_of(dataset).producing_run()
     return [f"Data: {page_link(maker, Path(dataset.data).name, store=store)}"] if maker else []
 
@@ -211,14 +210,15 @@ def write_summary(run_folder: RunFolder, report: Report, dataset: DatasetConfig,
 def _log_result(
     tracker: Tracker, config: ResolvedConfig, result: RunResult, run_folder: RunFolder, memory_limit: int | None
 ) -> None:
-    """Log the result of a run. Metrics are at step 0, because MLflow draws bars if that is the only step."""
+    """Log the result of a run. Its metrics are logged at step 0, because MLflow draws bars for a single step."""
     report = run_report(config, result, run_folder.location, memory_limit)
     tracker.log_metrics(group_under_detail(report.metrics(), METRICS))
-    reason = "" if result.outcome == "finished" else result.reason  # of a run that was continued, it is replaced
+    # An empty reason replaces the reason of an earlier, interrupted part of a resumed run.
+    reason = "" if result.outcome == "finished" else result.reason
     tags = {"outcome": result.outcome, "reason": reason, "device": result.device, "attention": result.attention}
     if result.failed_micro_batches:
         tags["micro_batch.failed_micro_batches"] = ", ".join(map(str, result.failed_micro_batches))
-        tracker.log_json(config.to_json(), "config.json")  # Its micro-batch is not the one logged at the start.
+        tracker.log_json(config.to_json(), "config.json")  # The micro-batch has changed since the start.
     tracker.set_tags(tags | run_list_tags(result))
     tracker.log_json(to_json(result), "result.json")
     if result.sample:
@@ -231,9 +231,9 @@ def _log_result(
 
 
 def complete_orphaned_runs(run_ref: RunRef) -> None:
-    """Send the missing entries of ended runs of this machine in the experiment of ``run_ref``. Never raises.
+    """Send the missing entries of ended runs of this machine in the experiment of ``run_ref``.
 
-    Stops at the first run whose entries cannot be sent.
+    Stops at the first run whose entries cannot be sent. Never raises an exception.
     """
     with suppress(Exception):
         for orphan in incomplete_runs:
@@ -245,24 +245,24 @@ def complete_orphaned_runs(run_ref: RunRef) -> None:
 
 
 def _complete_run(run_folder: RunFolder, run_ref: RunRef) -> bool:
-    """Fill a run that has ended from its folder, and close it; returns whether all entries were sent."""
+    """Log the missing entries of an ended run from its folder, and close it; return whether all entries were sent."""
     if is_complete(run_ref):
         return True
-    tracker, result, ended = Tracker(run_ref, read_logged(run_ref)), None, None
-    stored = run_folder.run_ref(run_ref.store)
-    if stored and stored.run_id == run_ref.run_id:  # The folder may belong to a new run by now.
+    tracker, result, end_time = Tracker(run_ref, read_logged(run_ref)), None, None
+    folder_run = run_folder.run_ref(run_ref.store)
+    if folder_run and folder_run.run_id == run_ref.run_id:  # The folder may belong to a new run by now.
         with suppress(OSError, UserError):
             result = fill(tracker, run_folder)
         files = [file for file in (run_folder.cycles, run_folder.result) if file.exists()]
-        ended = max((file.stat().st_mtime for file in files), default=None)
-    tracker.finish(STATUS.get(result.outcome, "FAILED") if result else "KILLED", ended=ended, wait=False)
+        end_time = max((file.stat().st_mtime for file in files), default=None)
+    tracker.finish(STATUS.get(result.outcome, "FAILED") if result else "KILLED", ended=end_time, wait=False)
     return tracker.wait_until_sent()
 
 
 def run_list_tags(result: RunResult) -> dict[str, str]:
     """Speed and memory as texts, for tags that are columns of MLflow's list of runs.
 
-    All of them are always set, to replace the values of an earlier part of a resumed run.
+    Both tags are always set, to replace the values of an earlier part of a resumed run.
     """
     speed = speed_fact(result.throughput and result.throughput.estimate)
     return {"memory": peak_text(result), "tokens/s": speed or "not measured"}

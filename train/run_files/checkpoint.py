@@ -30,6 +30,7 @@ from train.run_files.progress import PROGRESS, Progress, checkpoints_in, find_da
 from train.run_files.uploads import CHECKPOINTS, CYCLES, upload
 
 WEIGHTS, _STATE = "model.safetensors", "state.pt"
+"""Files of a checkpoint with its weights, and with its other tensors."""
 
 
 @dataclass(frozen=True)
@@ -37,7 +38,9 @@ class Snapshot:
     """Copies of a run's tensors on the host."""
 
     weights: dict[str, Tensor]
+    """Weights of the model, by name."""
     state: dict[str, Any]
+    """State of the optimizer, the loss scaling and the random generators, and losses that are not reported yet."""
     copy_done: torch.cuda.Event | None
     """Recorded when the copies from a GPU are complete; None without a GPU."""
 
@@ -108,7 +111,7 @@ class Checkpoints:
         self._last_upload: Future[None] | None = None
         self._uploading: Path | None = None
         self._removal = threading.Lock()
-        """Held while old checkpoints are removed, and while one is chosen to be uploaded."""
+        """Lock that is held while old checkpoints are removed, and while one is chosen to be uploaded."""
         folder.mkdir(parents=True, exist_ok=True)
         for leftover in folder.glob(f"{TEMPORARY_PREFIX}*"):
             shutil.rmtree(leftover, ignore_errors=True)
@@ -141,8 +144,8 @@ class Checkpoints:
             location = f"{self.folder} or {self.upload_dir}" if self.upload_dir else str(self.folder)
             reason = str(self._failure).rstrip(".")
             raise UserError(
-                f"Cannot write a checkpoint to {location}: {reason}. Free disk space or fix the storage, then continue "
-                "with --resume; earlier checkpoints are intact."
+                f"Cannot write a checkpoint to {location}: {reason}. Free disk space or fix the storage, then resume "
+                "with --resume. Earlier checkpoints are intact."
             ) from self._failure
 
     def address(self, checkpoint: Path) -> str:
@@ -156,9 +159,9 @@ class Checkpoints:
             finite = all(bool(torch.isfinite(value).all()) for value in snapshot.weights.values())
             if finite and is_valid(snapshot.state["losses"].tolist()):
                 self.latest = write(self.folder, snapshot, progress, self.tokenizer)
-                for later in checkpoints_in(self.folder):
-                    if later.name > self.latest.name:  # It is damaged, because the run would have been resumed from it.
-                        shutil.rmtree(later, ignore_errors=True)
+                for checkpoint in checkpoints_in(self.folder):
+                    if checkpoint.name > self.latest.name:  # An intact one would have been resumed, so it is damaged.
+                        shutil.rmtree(checkpoint, ignore_errors=True)
                 self._remove_old()
                 if self.upload_dir:
                     self._last_upload = self._uploads.submit(self._upload, self.latest, self.upload_dir)
@@ -174,7 +177,7 @@ class Checkpoints:
                     shutil.rmtree(old, ignore_errors=True)
 
     def _upload(self, checkpoint: Path, directory: StorageDir) -> None:
-        """Upload ``checkpoint``, unless it has been removed as an old one meanwhile."""
+        """Upload ``checkpoint``, unless it was removed as an old one in the meantime."""
         with self._removal:
             if self._failure or not checkpoint.exists():
                 return
@@ -200,12 +203,12 @@ def write(folder: Path, snapshot: Snapshot, progress: Progress, tokenizer: Token
     if tokenizer and not tokenizer.is_gpt2:
         names.append(TOKENIZER_FILE)
         (temporary / TOKENIZER_FILE).write_bytes(tokenizer.content)
-    for file in names:
-        with (temporary / file).open("rb") as opened:
-            os.fsync(opened.fileno())
+    for file_name in names:
+        with (temporary / file_name).open("rb") as file:
+            os.fsync(file.fileno())
     if any(not torch.equal(value, snapshot.weights[key]) for key, value in load_file(temporary / WEIGHTS).items()):
         raise OSError(f"{temporary / WEIGHTS} differs from the written weights when it is read back")
-    files = {file: checksum(temporary / file) for file in names}
+    files = {file_name: checksum(temporary / file_name) for file_name in names}
     write_json(temporary / PROGRESS, to_json(replace(progress, files=files)))
     if (folder / name).exists():
         aside = folder / f"{TEMPORARY_PREFIX}old-{name}"
@@ -229,7 +232,7 @@ def save_weights(weights: dict[str, Tensor], file: Path) -> None:
 def load_weights(checkpoint: Path, model: nn.Module, device: torch.device) -> None:
     """Load the weights of ``checkpoint`` into ``model``."""
     weights = load_file(checkpoint / WEIGHTS, device=str(device))
-    weights |= {name: weights[other] for name, other in shared_names(model).items()}
+    weights |= {name: weights[stored_name] for name, stored_name in shared_names(model).items()}
     model.load_state_dict({name: shard_like(weights[name], like) for name, like in model.state_dict().items()})
 
 

@@ -13,24 +13,26 @@ from train.run_files.uploads import CHECKPOINTS
 
 
 def find_run(text: str, out: Path | str) -> tuple[RunFolder, Path]:
-    """Find the run that ``--resume`` names by its name in ``out``, its location, or that of its newest checkpoint.
+    """Find the run in ``--resume``: a name in ``out``, the location of a run, or the location of its newest checkpoint.
 
-    Returns: (run, its newest intact checkpoint). A copy of object storage only has the progress of that checkpoint.
     Raises ``UserError`` if there is nothing to resume.
+
+    Returns: (run, its newest intact checkpoint). For a run in object storage, only the progress of the checkpoint is
+    downloaded.
     """
     run = RunFolder.of(_resumable_run(text, out))
     return run, _intact(*run.newest_progress(), f"--resume {text}: {run.location}")
 
 
 def load_run_config(text: str, out: Path | str) -> TrainConfig:
-    """Load the requested settings of the run that ``--resume`` names."""
+    """Load the requested settings of the run in ``--resume``."""
     return load_config((_resumable_run(text, out) / CONFIG).address, "--resume")
 
 
 def find_checkpoint(text: str, out: Path | str) -> tuple[RunFolder, Path]:
-    """Find the checkpoint that ``--checkpoint`` names, or the newest intact one of the run that it names.
+    """Find the checkpoint in ``--checkpoint``, or the newest intact checkpoint if it contains a run.
 
-    A checkpoint in object storage is downloaded, unless it is on this machine already.
+    A checkpoint in object storage is downloaded, unless this machine has a copy.
 
     Returns: (run, checkpoint).
     """
@@ -57,7 +59,7 @@ def _intact(checkpoint: Path | None, damaged: list[str], run: str) -> Path:
 
 
 def _find(text: str, out: Path | str, flag: str) -> tuple[StorageDir, bool]:
-    """Find what ``flag`` names, in ``out`` or by its location.
+    """Find the run or checkpoint in ``flag``, by its name in ``out`` or by its location.
 
     Returns: (location, whether it is a checkpoint and not a run).
     """
@@ -74,7 +76,7 @@ def _find(text: str, out: Path | str, flag: str) -> tuple[StorageDir, bool]:
 
 
 def _resumable_run(text: str, out: Path | str) -> StorageDir:
-    """Find the run that ``--resume`` names, or whose newest checkpoint it names."""
+    """Find the run in ``--resume``, which may contain the run or its newest checkpoint."""
     location, is_checkpoint = _find(text, out, "--resume")
     if not is_checkpoint:
         return location
@@ -94,7 +96,7 @@ def _resumable_run(text: str, out: Path | str) -> StorageDir:
 
 
 def format_run_argument(run_dir: StorageDir) -> str:
-    """Format the run as an argument with which :func:`find_run` finds it from the current folder."""
+    """Format the run as an argument from which :func:`find_run` finds it in the current folder."""
     return shlex.quote(run_dir.name if run_dir.parent == StorageDir.of("runs") else str(run_dir))
 
 

@@ -17,6 +17,7 @@ from train.config import DurationConfig, TrainConfig, config_from_json
 from train.model_config import ModelSpec
 
 PROGRESS = "progress.json"
+"""File of a checkpoint with its progress."""
 
 
 @dataclass(frozen=True)
@@ -24,6 +25,7 @@ class RunState:
     """Counters of a run's loop, which its checkpoints and its result contain."""
 
     step: int = 0
+    """Number of completed optimizer steps."""
     windows_consumed: int = 0
     """Number of windows consumed by all workers."""
     last_reported_step: int = 0
@@ -31,8 +33,9 @@ class RunState:
     reference_loss: float | None = None
     """Mean loss of the last reported cycle, the reference for spike detection."""
     val_tokens: int = 0
+    """Number of validation tokens processed."""
     train_seconds: float = 0.0
-    """Seconds of training."""
+    """Seconds of training since the end of the first step."""
 
 
 @strict
@@ -41,9 +44,11 @@ class Progress(RunState):
     """The part of a checkpoint that is not a tensor."""
 
     data_fingerprint: str
+    """Fingerprint of the data."""
     tokenizer_sha256: str
+    """Hash of the data's tokenizer."""
     config: dict[str, Any]
-    """The run as it was resolved."""
+    """Resolved settings of the run."""
     data_state: dict[str, Any] | None = None
     """State of the data loader for a stream of books; None for shards."""
     files: dict[str, str] = field(default_factory=dict)
@@ -75,19 +80,19 @@ def newest(folder: Path) -> Path | None:
 
 def describe_skipped(checkpoint: Path) -> Iterator[str]:
     """Yield a message for each damaged checkpoint that is newer than ``checkpoint``, the newest intact one."""
-    for later in checkpoints_in(checkpoint.parent):
-        if later.name > checkpoint.name and (fault := find_damage(later)):
-            yield f"{later} is damaged: {fault}. Using {checkpoint.name}."
+    for candidate in checkpoints_in(checkpoint.parent):
+        if candidate.name > checkpoint.name and (fault := find_damage(candidate)):
+            yield f"{candidate} is damaged: {fault}. Using {checkpoint.name}."
 
 
 def find_damage(checkpoint: Path, file_name: str | None = None) -> str | None:
-    """How a checkpoint, or only its file ``file_name``, is damaged; None if it is intact."""
+    """Describe the damage of a checkpoint, or only of its file ``file_name``; None if it is intact."""
     try:
         for file, expected in read_progress(checkpoint).files.items():
             if file_name and file != file_name:
                 continue
             if Path(file).name != file:
-                return f"{PROGRESS} names {file!r}, which is outside of the checkpoint"
+                return f"{PROGRESS} refers to {file!r}, which is outside the checkpoint"
             if not (checkpoint / file).is_file():
                 return f"{file} is missing"
             if _checksum(checkpoint / file) != expected:
@@ -98,7 +103,7 @@ def find_damage(checkpoint: Path, file_name: str | None = None) -> str | None:
 
 
 def _checksum(file: Path) -> str:
-    """The checksum of ``file``, which is only read again if it changes: a checkpoint of GPT-2 has 1.5 GB."""
+    """Compute the checksum of ``file``, or reuse it if the file is unchanged, because a checkpoint has gigabytes."""
     file_status = file.stat()
     stamp = (str(file), file_status.st_size, file_status.st_mtime_ns, file_status.st_ino)
     if stamp not in _checksums:
@@ -112,11 +117,11 @@ def read_progress(checkpoint: Path) -> Progress:
         return from_json(Progress, json.loads((checkpoint / PROGRESS).read_text(encoding="utf-8")), PROGRESS)
     except (OSError, ValueError, UserError) as fault:
         reason = str(fault).rstrip(".")
-        raise UserError(f"{checkpoint} cannot be read as a checkpoint: {reason}.") from fault
+        raise UserError(f"Cannot read {checkpoint} as a checkpoint: {reason}.") from fault
 
 
 _FIXED_SETTINGS = ("seed", "global_batch", "optimizer", "mask_books")
-"""Settings that must be the same when a run is resumed."""
+"""Settings that cannot be changed when a run is resumed."""
 
 
 def check_same_run(path: Path | str, progress: Progress, config: TrainConfig, manifest: Manifest) -> None:
@@ -139,11 +144,14 @@ def check_same_run(path: Path | str, progress: Progress, config: TrainConfig, ma
         raise UserError(
             f"{path} has the model {_with_changes(old_config.model, config.model)}. Remove --model to resume it."
         )
-    _check_unchanged(path, *({name: each.setting(name) for name in _FIXED_SETTINGS} for each in (old_config, config)))
+    old_settings, new_settings = (
+        {name: settings.setting(name) for name in _FIXED_SETTINGS} for settings in (old_config, config)
+    )
+    _check_unchanged(path, old_settings, new_settings)
 
 
 def _check_unchanged(path: Path | str, old_settings: dict[str, Any], new_settings: dict[str, Any]) -> None:
-    """Raise ``UserError`` for the first of the settings, by name, that has changed."""
+    """Raise ``UserError`` for the first setting whose value has changed."""
     for name, old_value in old_settings.items():
         new_value = new_settings[name]
         if old_value != new_value:
@@ -152,20 +160,20 @@ def _check_unchanged(path: Path | str, old_settings: dict[str, Any], new_setting
 
 
 def check_not_finished(path: Path | str, progress: Progress, duration: DurationConfig, total_steps: int | None) -> None:
-    """Raise ``UserError`` if the finished run of the checkpoint ``path`` has nothing left to do."""
+    """Raise ``UserError`` if the run of the checkpoint ``path`` has reached its length."""
     if total_steps is None and duration.time_budget is None:
-        raise UserError(f"{path} is at the end of its epoch. Set --steps to continue training.")
+        raise UserError(f"{path} is at the end of its epoch. Set --steps to resume training.")
     if total_steps is not None and progress.step >= total_steps:
-        raise UserError(f"{path} is at step {progress.step:,} of {total_steps:,}. Set a larger --steps to continue.")
+        raise UserError(f"{path} is at step {progress.step:,} of {total_steps:,}. Set a larger --steps to resume it.")
     if duration.time_budget is not None and progress.train_seconds >= duration.time_budget:
-        raise UserError(f"{path} has already trained for its --time-budget. Set a longer one to continue.")
+        raise UserError(f"{path} has trained for its --time-budget. Set a longer --time-budget to resume it.")
 
 
 def _with_changes(old_model: ModelSpec, new_model: ModelSpec) -> str:
     if type(old_model) is not type(new_model):
         return f"{old_model.text}, not {new_model.text}"
-    changed = [
+    names = [
         f.name for f in fields(old_model) if f.compare and getattr(old_model, f.name) != getattr(new_model, f.name)
     ]
-    differences = ", ".join(f"{name}={getattr(old_model, name)}, not {getattr(new_model, name)}" for name in changed)
+    differences = ", ".join(f"{name}={getattr(old_model, name)}, not {getattr(new_model, name)}" for name in names)
     return f"{old_model.text} ({differences})"

@@ -1,8 +1,8 @@
 """A run's folder, ``runs/NAME``, and its files.
 
-The worker appends each cycle to ``cycles.jsonl``. Together with the newest checkpoint this is the progress of the run
-after the driver or the worker was killed. If the run is in object storage, driver and worker have copies of their own:
-the driver of the small files, the worker of the checkpoints.
+The worker appends each cycle to ``cycles.jsonl``. This log and the newest checkpoint are enough to resume the run after
+the driver or the worker was killed. If the run is in object storage, the driver has a local copy of the small files,
+and the worker has one of the checkpoints.
 """
 
 import json
@@ -33,9 +33,10 @@ from train.run_files.uploads import (
 )
 
 KEY, CONFIG, RESULT = "tracking.json", "config.json", "result.json"
+"""Files of a run with the reference to its MLflow run, its requested settings, and its result."""
 
 HANDOVER_TIMEOUT_SECONDS = 60.0
-"""Time limit for an earlier worker to end, because Ray's workers outlive their driver by a few seconds."""
+"""Time limit for an earlier worker to exit, because Ray's workers outlive their driver by a few seconds."""
 
 
 @dataclass(frozen=True)
@@ -44,42 +45,42 @@ class RunFolder(Workspace):
 
     @property
     def config(self) -> Path:
-        """The requested settings of the run, which ``--config`` and ``--resume`` read."""
+        """File of the run's requested settings, which ``--config`` and ``--resume`` read."""
         return self.path / CONFIG
 
     @property
     def start(self) -> Path:
-        """What the last start or resume of the run decided: :class:`train.reporting.tracking.RunStart`."""
+        """File of the resolved settings at the last start or resume: a :class:`train.reporting.tracking.RunStart`."""
         return self.path / "start.json"
 
     @property
     def result(self) -> Path:
-        """The ``RunResult``, written when the run ends."""
+        """File of the run's :class:`train.result.RunResult`, written when the run ends."""
         return self.path / RESULT
 
     @property
     def summary(self) -> Path:
-        """The report of the run."""
+        """File of the run's report."""
         return self.path / "summary.md"
 
     @property
     def curves(self) -> Path:
-        """The chart of losses and speed."""
+        """File of the chart of losses and speed."""
         return self.path / "curves.png"
 
     @property
     def checkpoints(self) -> Path:
-        """The folder of the checkpoints."""
+        """Folder of the run's checkpoints."""
         return self.path / CHECKPOINTS
 
     @property
     def cycles(self) -> Path:
-        """The log of cycles, with a JSON line for each."""
+        """File of the log of cycles, with a JSON line per cycle."""
         return self.path / CYCLES
 
     @property
     def stream(self) -> Path:
-        """The summary of the books that a run with ``--stream`` has read."""
+        """File of the summary of books that a run with ``--stream`` has read."""
         return self.path / "stream.json"
 
     def is_finished(self, step: int) -> bool:
@@ -96,10 +97,11 @@ class RunFolder(Workspace):
         self.push(self.path / KEY)
 
     def run_ref(self, store: str | None = None) -> RunRef | None:
-        """The MLflow run that :meth:`save_run_ref` stored, in ``store`` if that is given; None if there is none.
+        """Read the reference to the MLflow run that :meth:`save_run_ref` stored, for another ``store`` if it is set.
 
-        Also None if a new MLflow run must be created: because the folder was copied or moved and another ``store`` is
-        given, or because the store is a file on another machine. Raises ``UserError`` if a ``store`` must be given.
+        None if a new MLflow run must be created: if no reference is stored, if the folder was copied or moved and
+        ``store`` is set, or if the store is a file on another machine. Raises ``UserError`` if a copied or moved folder
+        needs a ``store``.
         """
         try:
             run_ref = from_json(RunRef, json.loads((self.path / KEY).read_text(encoding="utf-8")), self.path)
@@ -113,20 +115,20 @@ class RunFolder(Workspace):
 
     @contextmanager
     def worker_lock(self) -> Iterator[None]:
-        """Lock the workspace for the worker that trains, after waiting for an earlier one that is ending."""
+        """Lock the workspace for the worker that trains, after waiting for an earlier worker to exit."""
         message = f"Another process is training in {self.path}. Stop it, or use another --name."
         with lock(self.path / "lock", message, timeout=HANDOVER_TIMEOUT_SECONDS):
             yield
 
     def command_lock(self) -> AbstractContextManager[None]:
-        """Hold the run for the command that resumes it."""
+        """Lock the run for the command that resumes it."""
         return self.exclusive_use(self._in_use)
 
     @contextmanager
     def create(self) -> Iterator[None]:
-        """Create the folder of a new run, and hold it against other commands.
+        """Create the folder of a new run, and lock it against other commands.
 
-        If the block fails before the first cycle or checkpoint, the folder is removed, so that its name can be used.
+        If the block fails before the first cycle or checkpoint, the folder is removed, so that its name can be reused.
         """
         with self.location.create(self._in_use):
             self.discard_copy()
@@ -148,7 +150,7 @@ class RunFolder(Workspace):
         return list_uploaded(self.copy_of) if self.copy_of else [path.name for path in checkpoints_in(self.checkpoints)]
 
     def newest_checkpoint(self) -> tuple[Path | None, list[str]]:
-        """The newest intact checkpoint. A copy downloads it, and then has no other checkpoint.
+        """Find the newest intact checkpoint. For a run in object storage it is downloaded and replaces other copies.
 
         Returns: (checkpoint or None, one message per newer checkpoint that is damaged).
         """
@@ -158,7 +160,10 @@ class RunFolder(Workspace):
         return checkpoint, list(describe_skipped(checkpoint)) if checkpoint else []
 
     def pull_checkpoint(self, location: StorageDir) -> Path:
-        """The checkpoint at ``location``, downloaded to a copy. Raises ``UserError`` if the download is damaged."""
+        """Return the local checkpoint for ``location``, which is downloaded from object storage if it is there.
+
+        Raises ``UserError`` if the download is damaged.
+        """
         checkpoint = self.path / location.parent.name / location.name
         if self.copy_of:
             download_checkpoint(location, checkpoint)
@@ -167,9 +172,11 @@ class RunFolder(Workspace):
         return checkpoint
 
     def newest_progress(self) -> tuple[Path | None, list[str]]:
-        """As :meth:`newest_checkpoint`, but a copy only downloads the progress of the checkpoint, and small files.
+        """Find the newest checkpoint, but only download its progress and small files from object storage.
 
-        It is not checked for damage, because the worker that resumes the run does that.
+        A downloaded checkpoint is not checked for damage, because the worker that resumes the run does that.
+
+        Returns: (checkpoint or None, one message per newer checkpoint that is damaged).
         """
         if not self.copy_of:
             return self.newest_checkpoint()
@@ -177,12 +184,12 @@ class RunFolder(Workspace):
             self.refresh(lambda name: "/" not in name)
         checkpoint = download_progress(self.copy_of, self.checkpoints)
         if checkpoint:
-            # Training continued, and reported cycles, while the checkpoint was uploaded.
+            # Training reported more cycles while the checkpoint was uploaded. They will be repeated.
             self.truncate_after(read_progress(checkpoint).last_reported_step)
         return checkpoint, []
 
     def checkpoint_address(self, checkpoint: Path) -> str:
-        """The address of ``checkpoint`` for a message."""
+        """The location of ``checkpoint`` for a message."""
         return str(self.location / f"{CHECKPOINTS}/{checkpoint.name}")
 
     def has_checkpoint(self) -> bool:
@@ -208,40 +215,40 @@ class RunFolder(Workspace):
         except OSError as failure:
             raise UserError(
                 f"Cannot write {self.cycles}: {failure.strerror}. Free disk space or fix the folder's permissions, "
-                "then continue with --resume."
+                "then resume with --resume."
             ) from failure
 
     def receive_cycle(self, cycle: dict[str, Any]) -> None:
-        """Append a cycle that the worker has logged in its own copy. Without copies, its log is this one."""
+        """Append a cycle that the worker has logged in its copy of the run; without copies, do nothing."""
         if self.copy_of:
             self.append_cycle(cycle)
 
     def cycles_until(self, step: int) -> Iterator[dict[str, Any]]:
         """The logged cycles up to ``step``."""
-        return (json.loads(line) for line in self._lines_until(step))
+        return (json.loads(json_line) for json_line in self._lines_until(step))
 
     def truncate_after(self, step: int) -> None:
         """Remove cycles after ``step``, which will be repeated, and an incomplete last line."""
         if self.cycles.exists():
-            lines = self._lines_until(step)
+            json_lines = self._lines_until(step)
             with atomic_file(self.cycles) as file:
-                file.writelines(lines)
+                file.writelines(json_lines)
 
     def _lines_until(self, step: int) -> list[bytes]:
         if not self.cycles.exists():
             return []
-        lines = self.cycles.read_bytes().splitlines(keepends=True)
-        return [line for line in lines if line.endswith(b"\n") and json.loads(line)["step"] <= step]
+        json_lines = self.cycles.read_bytes().splitlines(keepends=True)
+        return [line for line in json_lines if line.endswith(b"\n") and json.loads(line)["step"] <= step]
 
 
 def new_directory(
     out: Path | str, name: str, *, resumable_with: str | None = "", allowed_leftovers: Sequence[str] = ()
 ) -> StorageDir:
-    """The directory ``name`` in ``out`` for a new run, ladder, search or profile; it is not created yet.
+    """Check the directory ``name`` in ``out`` for a new run, ladder, search or profile; it is not created yet.
 
-    Raises ``UserError`` if the name is invalid, ``out`` is not writable, or the directory exists, unless that contains
-    nothing but ``allowed_leftovers``, the files of a command that failed at the beginning. The message suggests
-    ``--resume`` if a file's name ends with ``resumable_with``.
+    Raises ``UserError`` if the name is invalid, ``out`` is not writable, or the directory exists. An existing directory
+    is accepted if it only contains ``allowed_leftovers``, the files of a command that failed at its start. The message
+    suggests ``--resume`` if the name of a file ends with ``resumable_with``.
     """
     if not re.fullmatch(r"[^/\0]+", name) or name in (".", "..") or len(os.fsencode(name)) > 200:
         raise UserError(f"--name {name!r} is not a valid folder name. Use a name such as --name first.")

@@ -1,7 +1,8 @@
-"""Upload checkpoints of a run to object storage, from which every machine can resume it, and download them.
+"""Upload the checkpoints of a run to object storage, from which every machine can resume it, and download them.
 
-``progress.json`` is uploaded last and removed first, so that an uploaded checkpoint that has one is complete. Each has
-the log of cycles, too, so that a machine without any other file of the run can log complete curves in MLflow.
+``progress.json`` is uploaded last and removed first, so that a checkpoint with this file is complete. Each uploaded
+checkpoint also has the log of cycles, so that a machine without other files of the run can log complete curves in
+MLflow.
 """
 
 import shutil
@@ -12,12 +13,13 @@ from infra.storage.files import TEMPORARY_PREFIX
 from train.run_files.progress import PROGRESS, checkpoints_in, find_damage
 
 CHECKPOINTS, CYCLES = "checkpoints", "cycles.jsonl"
+"""Folder of the checkpoints and file of the log of cycles in a run's folder."""
 
 
 def upload(checkpoint: Path, cycles: Path, run_dir: StorageDir, keep: int) -> None:
     """Upload ``checkpoint`` and the log of ``cycles`` to ``run_dir``, and keep the newest ``keep`` checkpoints there.
 
-    Checkpoints of later steps are removed, too. They are damaged, because the run would have been resumed from them.
+    Checkpoints of later steps are also removed. An intact one would have been resumed, so they are damaged.
     Raises ``UserError`` if storage keeps failing.
     """
     files = sorted(checkpoint.iterdir(), key=lambda file: file.name == PROGRESS)
@@ -39,8 +41,8 @@ def list_uploaded(run_dir: StorageDir) -> list[str]:
 def download_newest(run_dir: StorageDir, checkpoints: Path) -> tuple[Path | None, list[str]]:
     """Download the newest intact checkpoint in ``run_dir`` to ``checkpoints``, a local folder that then has no other.
 
-    A checkpoint that is there already is not downloaded again. The log of cycles is moved next to ``checkpoints``.
-    Raises ``UserError`` if storage keeps failing.
+    A checkpoint that is already in ``checkpoints`` is not downloaded again. The log of cycles is moved next to that
+    folder. Raises ``UserError`` if storage keeps failing.
 
     Returns: (checkpoint or None, one message per newer checkpoint that is damaged).
     """
@@ -54,9 +56,9 @@ def download_newest(run_dir: StorageDir, checkpoints: Path) -> tuple[Path | None
             newest = checkpoint
             break
         messages.append(f"{run_dir / CHECKPOINTS / name} is damaged: {fault}. Using the previous one.")
-    for other in checkpoints_in(checkpoints):
-        if other != newest:
-            shutil.rmtree(other)
+    for local_copy in checkpoints_in(checkpoints):
+        if local_copy != newest:
+            shutil.rmtree(local_copy)
     cycles = checkpoints.parent / CYCLES
     cycles.unlink(missing_ok=True)
     if newest and (newest / CYCLES).exists():

@@ -140,7 +140,7 @@ def links(
             tracker.log_params({"out": "data/books"})
             tracker.log_metrics({"books/kept": 66, "tokens/train": 975165, "throughput/mb_per_second": 81.5})
             tracker.set_tags({"dropped": "2 empty"})
-        resolved = ResolvedConfig.of_decided(config)
+        resolved = ResolvedConfig.from_resolved(config)
         run = trained("first", resolved, 1234.0)
         trained("second", resolved, 1567.0)
         climb = make_ladder(LadderConfig(data=str(small_shards), device="cpu", name="rungs", out=str(folder)))

@@ -131,7 +131,7 @@ def test_a_split_of_exactly_one_window_is_read_again_and_again() -> None:
             inputs, targets = loader.next()
             assert inputs.tolist() == [list(range(32))] * 3
             assert targets.tolist() == [list(range(1, 33))] * 3
-    with pytest.raises(UserError, match="has 32 tokens, and one window needs 33"):
+    with pytest.raises(UserError, match="has 32 tokens, but a window needs 33"):
         Windows([np.arange(32, dtype=np.uint16)], 32, 0)
 
 
@@ -175,7 +175,7 @@ def test_a_failure_of_a_reading_thread_is_the_loops(small_shards: Path) -> None:
 
 
 def test_too_few_tokens_for_a_window_are_refused(small_shards: Path) -> None:
-    with pytest.raises(UserError, match="val split's largest shard has 4,001 tokens, and one window needs 10,001"):
+    with pytest.raises(UserError, match="longest shard of the val split has 4,001 tokens, but a window needs 10,001"):
         Windows(TokenShards(small_shards).streams("val"), 10_000, 0, split="val")
 
 
@@ -240,7 +240,7 @@ def test_a_batch_is_taken_only_when_its_copy_is_there(
     windows = windows_of(small_shards)
     plain, loader = (BatchLoader(windows, micro_batch=3, accumulation=2, position=6, device=CPU) for _ in range(2))
     loader._stream = stream  # type: ignore[assignment]
-    loader._copied = [LazyEvent() for _ in loader._host]  # type: ignore[misc]
+    loader._copies_done = [LazyEvent() for _ in loader._host]  # type: ignore[misc]
     for number in range(7):
         expected, found = plain.next(), loader.next()
         assert torch.equal(found[0], expected[0])

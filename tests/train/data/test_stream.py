@@ -250,7 +250,7 @@ def test_the_sources_of_a_run_mean_the_same_in_every_folder(
 
 
 def test_what_a_stream_cannot_do_is_said(config: ResolvedConfig, tmp_path: Path) -> None:
-    with pytest.raises(UserError, match="has no end that is known in advance: say when to stop with --steps"):
+    with pytest.raises(UserError, match="has no known length. Set --steps"):
         config.replace(steps=None)
     with pytest.raises(UserError, match=r"--stream is for 'python -m train.run' alone"):
         Trainer(config)
@@ -262,7 +262,7 @@ def test_what_a_stream_cannot_do_is_said(config: ResolvedConfig, tmp_path: Path)
     data = open_inline(unvalidated, Inline(alone.dataset.stream, 0, alone.dataset.reading))
     assert Trainer(unvalidated, data=data).run().outcome == "finished"
     long = config.replace(model=dataclasses.replace(config.model, context_length=10_000))
-    with pytest.raises(UserError, match=r"--stream: .*validation.* one window needs 10,001"):
+    with pytest.raises(UserError, match=r"--stream: .*validation.* a window needs 10,001"):
         open_inline(long, Inline(long.dataset.stream, 0, long.dataset.reading))
 
 

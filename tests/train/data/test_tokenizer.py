@@ -87,7 +87,7 @@ def test_the_models_vocabulary_follows_the_data_and_any_other_is_refused(own: Tr
     unpadded = own.replace(model=replace(own.model, padded_vocab_size=50257))
     assert cast(ModelConfig, prepare(unpadded, manifest).model).padded_vocab_size == 600
     for words in ("edu-3m", "tiny,vocab_size=599", "tiny,vocab_size=601"):
-        with pytest.raises(UserError, match=r"600 token ids .* vocab_size=600,padded_vocab_size=640"):
+        with pytest.raises(UserError, match=r"600 token ids.*vocab_size=600,padded_vocab_size=640"):
             RunPlan.new(own.replace(model=parse_model(words)), RunFolder(tmp_path))
 
 

@@ -35,7 +35,7 @@ def config(small_shards: Path, small_model: ModelConfig) -> ResolvedConfig:
         data=str(small_shards), model=small_model, global_batch=8, micro_batch=AUTO, precision="fp32", attention="sdpa",
         compile="off", loss="plain", allocator="default", device="cpu",
     )  # fmt: skip
-    return ResolvedConfig.of_decided(requested.replace(micro_batch=8), requested)
+    return ResolvedConfig.from_resolved(requested.replace(micro_batch=8), requested)
 
 
 @pytest.fixture
@@ -71,7 +71,7 @@ def test_a_worker_gets_the_job_of_its_run(run: ResolvedRun, config: ResolvedConf
         run,
         progress=progress,
         memory_limit=5 * 10**9,
-        config=ResolvedConfig.of_decided(config),
+        config=ResolvedConfig.from_resolved(config),
     )
     with Tracker(create_run("train", "one")) as tracker:
         train_and_record(run, tracker, train=worker)

@@ -148,7 +148,7 @@ def on_a_cpu(config: ResolvedConfig, rung: Rung) -> ResolvedConfig:
         changes["model.padded_vocab_size"] = -(-257 // multiple) * multiple
     batch = {"global_batch": 8, "micro_batch": 2 if "micro_batch" in changes else 8}
     width = {name: changes[name] for name in ("model.width",) if name in changes}
-    return ResolvedConfig.of_decided(apply_changes(config, {**changes, **SMALL, **width, **batch}))
+    return ResolvedConfig.from_resolved(apply_changes(config, {**changes, **SMALL, **width, **batch}))
 
 
 @pytest.mark.parametrize("suite", SUITES.values(), ids=SUITES)

@@ -32,7 +32,7 @@ for line in sys.stdin:
     path = lambda name: Path(job[name]) if job[name] else None
     calls = iter(range(10**9))
     trainer = Trainer(
-        ResolvedConfig.of_decided(config_from_json(job["config"], "test")), on_cycle=reports.append,
+        ResolvedConfig.from_resolved(config_from_json(job["config"], "test")), on_cycle=reports.append,
         checkpoints=path("checkpoints"), resume=path("resume"), should_stop=lambda: next(calls) + 1 >= job["stop"],
     )
     result = trainer.run()

@@ -110,7 +110,7 @@ def test_a_smaller_batch_is_no_advice_where_the_model_itself_did_not_fit(
         result = failed(make_result, room, process=process, shortage=shortage)
         found = diagnose_oom(config, result, HOME, None)
         assert found
-        assert found.advice.startswith(f"no change is predicted to fit the available {room / GB:.2f} GB: ")
+        assert found.advice.startswith(f"no change is predicted to fit the available {room / GB:.2f} GB; ")
 
 
 def test_when_nothing_can_be_changed_it_is_said(config: ResolvedConfig, make_result: Make) -> None:
@@ -165,8 +165,8 @@ GUESS = 5.549
     [
         ({"first_loss": 1633.0}, ("first loss", "1,633.0")),
         ({"first_loss": 2 * GUESS - 0.1}, None),
-        ({"loss_curve": flat(5.6, 5.55, 5.5)}, ("nothing learned", "5.50")),
-        ({"loss_curve": flat(3.9, 3.16, 3.15, 3.16), "unigram_loss": 3.15}, ("nothing learned", "3.15")),
+        ({"loss_curve": flat(5.6, 5.55, 5.5)}, ("no progress", "5.50")),
+        ({"loss_curve": flat(3.9, 3.16, 3.15, 3.16), "unigram_loss": 3.15}, ("no progress", "3.15")),
         ({"loss_curve": flat(3.9, 3.16, 3.15, 3.0), "unigram_loss": 3.15}, None),
         ({"loss_curve": flat(3.9, 3.6, 3.4, 3.2), "unigram_loss": 3.15}, None),
         ({"loss_curve": flat(3.0, 3.0, 3.0), "unigram_loss": 3.15}, None),

@@ -316,7 +316,7 @@ def test_a_checkpoint_that_names_a_file_outside_is_damaged(tmp_path: Path, taken
     values = json.loads(progress.read_text())
     for file in ("../outside", str(tmp_path / "outside")):
         progress.write_text(json.dumps(values | {"files": {file: checksum(tmp_path / "outside")}}))
-        assert find_damage(progress.parent) == f"progress.json names '{file}', which is outside of the checkpoint"
+        assert find_damage(progress.parent) == f"progress.json refers to '{file}', which is outside the checkpoint"
 
 
 def test_the_loss_scale_continues(config: ResolvedConfig, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
