@@ -155,18 +155,18 @@ def unimportable(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
         ("nowhere:model", [], "no module named nowhere"), ("wrong_models:absent", [], "no callable 'absent'"),
         ("wrong_models:nothing", [], "torch.nn.Module"), ("wrong_models:broken", [], "it cannot be built"),
         ("wrong_models:Bigram,depth=3", [], "depth"), ("wrong_models:Bigram,depth", [], "NAME=VALUE"),
-        ("wrong_models:Unreduced", [], "a scalar"), ("wrong_models:Detached", [], "without a gradient"),
-        ("wrong_models:Raising", [], "of two"), ("wrong_models:few", [], "256 ids"),
+        ("wrong_models:Unreduced", [], "a scalar"), ("wrong_models:Detached", [], "no gradient"),
+        ("wrong_models:Raising", [], "of two"), ("wrong_models:few", [], "256 token ids"),
         ("wrong_models:sparse", [], "sparse"), ("wrong_models:double", [], "float64"),
-        ("wrong_models:lazy", [], "late"), ("wrong_models:frozen", [], "no parameters"),
+        ("wrong_models:lazy", [], "late"), ("wrong_models:frozen", [], "no trainable parameters"),
         ("wrong_models:half", [], "float16"), ("wrong_models:turned", [], "complex64"),
-        ("wrong_models:Empty", [], "no parameters"), ("wrong_models:Imaginary", [], "complex64"),
+        ("wrong_models:Empty", [], "no trainable parameters"), ("wrong_models:Imaginary", [], "complex64"),
         ("wrong_models:Pair", [], "tuple"), ("wrong_models:Inputs", [], "positional"),
         ("wrong_models:ByData", [], "head.weight and rows.weight"),
         ("wrong_models:Late", [], "more."), ("wrong_models:Noted", [], "a checkpoint"),
         ("wrong_models:positional", [], "positional"), ("wrong_models:leaving", [], "by itself"),
-        ("wrong_models:model", [], "a module itself"), ("wrong_models:again", [], "the same module"),
-        ("wrong_models:OrderedDict", [], "its arguments"), ("wrong_models.py:Bigram", [], "wrong_models.py"),
+        ("wrong_models:model", [], "nn.Module instance"), ("wrong_models:again", [], "the same module"),
+        ("wrong_models:OrderedDict", [], "signature"), ("wrong_models.py:Bigram", [], "wrong_models.py"),
         ("./wrong_models:Bigram", [], "./wrong_models"), ("unclosed:model", [], "SyntaxError"),
         ("leaving:model", [], "SystemExit"), ("broken.inside:model", [], "ZeroDivisionError"),
         ("lacking:model", [], "lacking.py, line 2"),
@@ -195,7 +195,7 @@ def test_where_a_model_fails_that_could_be_built_is_told_and_what_was_trained_is
     flags = ["--data", str(small_shards), "--device", "cpu", "--global-batch", "2", "--cycle", "3+1"]
     flags += ["--steps", "9", "--checkpoint-every", "5"]
     for name, stage in {
-        "Short": "step 1", "Twice": "the backward pass of step 2", "Unseen": "the validation", "Tired": "step 7"
+        "Short": "step 1", "Twice": "running the backward pass of step 2", "Unseen": "running the validation", "Tired": "step 7"
     }.items():  # fmt: skip
         said = refused(
             run.main, *flags, "--model", f"wrong_models:{name},{SIZES}", "--micro-batch", "2", "--name", name

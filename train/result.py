@@ -13,7 +13,7 @@ MemorySource = Literal["nvml", "device", "reserved", "rss", "rss-of-process"]
 TRAINING = "training"
 """What a loop does between its first step, which compiles, and its end."""
 
-BUILDING = "the building of the model"
+BUILDING = "building the model"
 """The stage of a loop before its first step: weights, optimizer and, of a run that is continued, its checkpoint."""
 
 
@@ -60,7 +60,7 @@ class MemoryShortage:
     """What was known when a run did not fit in memory. Sizes in bytes."""
 
     stage: str
-    """What the loop was doing: ``the backward pass of step 1``."""
+    """Activity of the loop at that time, such as ``running the backward pass of step 1``."""
     requested_bytes: int | None
     """The allocation that failed, by torch's message; None where nothing failed, or the message has no size."""
     available_bytes: int

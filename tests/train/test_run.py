@@ -156,7 +156,7 @@ def test_memory_that_runs_out_in_one_of_two_workers_ends_the_run_with_the_reason
     assert code == 1, printed.err
     result = json.loads(Path("runs/vast/result.json").read_text())
     assert result["outcome"] == "oom"
-    assert re.match(r"out of memory in the building of the model on worker [12] of 2: a tensor of", result["reason"])
+    assert re.match(r"out of memory while building the model on worker [12] of 2, allocating", result["reason"])
     assert "no change is predicted to fit" in printed.out
     assert "continuing on" not in printed.out, "it is not tried again"
 

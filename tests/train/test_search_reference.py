@@ -183,7 +183,9 @@ def test_it_is_in_the_result_of_the_run_and_after_memory(make_result: Make, smal
     assert found
     assert found.rows[1] in detail_rows(config, replace(result, diagnosis=found))
     assert diagnose(replace(run, confirmed=None), result) is None
-    over = replace(result, outcome="over_limit", shortage=MemoryShortage("the check after step 1", None, 10**9, {}))
+    over = replace(
+        result, outcome="over_limit", shortage=MemoryShortage("checking memory after step 1", None, 10**9, {})
+    )
     found = diagnose(run, over)
     assert found
     assert "predicted to fit" in found.advice

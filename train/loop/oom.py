@@ -35,7 +35,7 @@ def over_limit(model: nn.Module, optimizer: torch.optim.Optimizer, limit: Memory
     """Of a run that was found to be over its limit after ``step``, which has freed its gradients."""
     now = bytes_by_part(model, optimizer)
     del now["gradients"]
-    return MemoryShortage(f"the check after step {step}", None, limit.usable_bytes, now)
+    return MemoryShortage(f"checking memory after step {step}", None, limit.usable_bytes, now)
 
 
 def out_of_memory(
@@ -52,7 +52,7 @@ def out_of_memory(
         frame.f_code is type(model).mean_loss.__code__ for frame, _ in frames
     )
     if is_loss:  # Compiled code has other frames.
-        stage = f"the loss in {stage}"
+        stage = f"{stage} (computing the loss)"
     room = limit.usable_bytes if limit else available_bytes(device)
     return MemoryShortage(
         stage, failed_allocation_bytes(failure), room, bytes_by_part(model, optimizer), first_line(failure)
@@ -60,12 +60,14 @@ def out_of_memory(
 
 
 def format_oom(shortage: MemoryShortage, config: ResolvedConfig, limit: MemoryLimit | None) -> str:
-    text = f"out of memory in {shortage.stage}"
+    """Format the reason of a run that ran out of memory, with its predicted peak and its limit if it has one."""
+    text = f"out of memory while {shortage.stage}"
     if shortage.requested_bytes is not None:
-        text += f": a tensor of {shortage.requested_bytes / 1e9:,.2f} GB did not fit"
-    if expected := peak_if_known(config):
-        text += f"; {expected.total / 1e9:,.2f} GB were predicted in all"
-    return text + (f", the limit is {limit.size / 1e9:.2f} GB" if limit else "")
+        text += f", allocating {shortage.requested_bytes / 1e9:,.2f} GB"
+    breakdown = peak_if_known(config)
+    sizes = [f"predicted peak {breakdown.total / 1e9:,.2f} GB"] if breakdown else []
+    sizes += [f"limit {limit.size / 1e9:.2f} GB"] if limit else []
+    return text + (f" ({', '.join(sizes)})" if sizes else "")
 
 
 def failed_allocation_bytes(failure: Exception) -> int | None:

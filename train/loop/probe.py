@@ -55,7 +55,7 @@ def probe(config: ResolvedConfig, larger: int) -> MemoryFit:
                         loss = forward(tokens, tokens)
                     scaler.scale(loss).backward()
                 except Exception as failure:
-                    stage = "a step that measures its memory"
+                    stage = "measuring its memory"
                     error = builder_of(config.model).user_error(stage, failure)
                     if error is None or memory.is_oom_error(failure):
                         raise

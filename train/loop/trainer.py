@@ -47,7 +47,7 @@ from train.result import BUILDING, TRAINING, CycleReport, MemoryShortage, Outcom
 from train.run_files import checkpoint as save
 from train.run_files.progress import Progress, RunState, check_same_run, read_progress
 
-BACKWARD = "the backward pass"
+BACKWARD = "running the backward pass"
 
 
 class Trainer:
@@ -255,13 +255,13 @@ class Trainer:
             torch.manual_seed(hash((config.dataset.seed, self.state.step, self.workers.rank)))
         set_learning_rate(self.optimizer, cycle.learning_rate)
         for micro in range(config.batch.accumulation):
-            self.stage = f"the loading of a batch for step {step}"
+            self.stage = f"loading a batch for step {step}"
             batch_requested_at = timing.mark(self.device)
             inputs, targets = loader.next()
             cycle.batch_waits.append((batch_requested_at, timing.mark(self.device)))
             if config.execution.compile in CUDA_GRAPHS:
                 torch.compiler.cudagraph_mark_step_begin()
-            self.stage = f"the forward pass of step {step}"
+            self.stage = f"running the forward pass of step {step}"
             with parallel.gradient_sync(self.forward, self.model, micro == config.batch.accumulation - 1):
                 with autocast_context(config.execution):
                     loss = self.forward(inputs, targets)
@@ -270,7 +270,7 @@ class Trainer:
             cycle.losses[index] += loss.detach() / config.batch.accumulation
             if "async-loss" in config.execution.ablate:
                 loss.item()
-        self.stage = f"the optimizer's part of step {step}"
+        self.stage = f"running the optimizer in step {step}"
         cycle.backward_ends.append(timing.mark(self.device))
         if config.optimization.clip_norm:
             self.scaler.unscale_(self.optimizer)
@@ -314,7 +314,7 @@ class Trainer:
         """Queue the validation after ``cycle``'s steps, and close the cycle."""
         windows = self.data.validation
         if windows is not None:
-            self.stage = f"the validation after step {self.state.step}"
+            self.stage = f"running the validation after step {self.state.step}"
             cycle.val_windows = window_count(windows, self.config.batch.global_batch, self.config.duration.cycle)
             cycle.val_losses = validate(
                 windows, self.config, self.device, self.workers, self.model, self.forward,
@@ -372,7 +372,7 @@ class Trainer:
         losses = self.workers.mean(unreported)
         if not (self.workers.is_first or self.config.execution.fsdp):
             return
-        self.stage = f"the snapshot for a checkpoint after step {self.state.step}"
+        self.stage = f"copying the checkpoint of step {self.state.step}"
         taken = save.take_snapshot(self.model, self.optimizer, self.scaler, losses)
         if self.checkpoints is None:
             return

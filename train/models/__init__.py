@@ -1,1 +1,1 @@
-"""The model and its mathematics: GPT-2, attention, loss, optimizers, recomputation, parallelism."""
+"""Models and their mathematics: GPT-2, attention, loss, optimizers, recomputation, parallelism."""

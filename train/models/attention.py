@@ -1,7 +1,8 @@
-"""Causal self-attention: one function per implementation, all mathematically equivalent.
+"""Causal self-attention, with one function per implementation, all mathematically equivalent.
 
-In: queries, keys and values of shape (batch, heads, time, head width), the dropout of the weights, and a mask if
-attention must stay within books, made once per forward pass. Out: the shape of the queries.
+Inputs are queries, keys and values of shape (batch, heads, time, head width), the dropout probability of the attention
+weights, and a mask if attention must stay within books, which is computed once per forward pass. The output has the
+shape of the queries.
 """
 
 import math
@@ -22,14 +23,15 @@ from torch.nn.attention import SDPBackend, sdpa_kernel
 from torch.nn.attention.flex_attention import BlockMask, create_block_mask, flex_attention
 
 Mask = Any
-"""None for causal attention; a bool tensor, True where a token may attend; for FlexAttention a ``BlockMask``."""
+"""None for causal attention; else a bool tensor that is True where a token may attend, or a ``BlockMask`` for flex."""
 AttentionFunction = Callable[[Tensor, Tensor, Tensor, float, Mask], Tensor]
+"""Function of (queries, keys, values, dropout probability, mask) that computes attention."""
 MaskFunction = Callable[[Tensor], Mask]
-"""Token ids (batch, time) to the attention function's mask."""
+"""Function that computes the mask of an attention function from token ids of shape (batch, time)."""
 
 
 def manual(q: Tensor, k: Tensor, v: Tensor, dropout: float, mask: Mask = None) -> Tensor:
-    """Softmax attention as in the paper (arXiv 1706.03762): the T x T matrix is written to memory."""
+    """Compute softmax attention as in the paper (arXiv 1706.03762), which writes the T x T matrix to memory."""
     time = q.size(-2)
     scores = q @ k.transpose(-2, -1) / math.sqrt(q.size(-1))
     if mask is None:
@@ -39,24 +41,24 @@ def manual(q: Tensor, k: Tensor, v: Tensor, dropout: float, mask: Mask = None) -
 
 
 def sdpa(q: Tensor, k: Tensor, v: Tensor, dropout: float, mask: Mask = None) -> Tensor:
-    """torch's fused attention (FlashAttention, arXiv 2307.08691, where it can): no T x T matrix in memory."""
+    """Compute torch's fused attention, by FlashAttention (arXiv 2307.08691) if it supports the inputs."""
     return F.scaled_dot_product_attention(q, k, v, attn_mask=mask, dropout_p=dropout, is_causal=mask is None)
 
 
 def by_kernels(kernels: list[SDPBackend], q: Tensor, k: Tensor, v: Tensor, dropout: float, mask: Mask = None) -> Tensor:
-    """torch's fused attention by the first of ``kernels`` that supports it; an error when none does."""
+    """Compute torch's fused attention by the first of ``kernels`` that supports the inputs; raise if none does."""
     with sdpa_kernel(kernels, set_priority=True):
         return sdpa(q, k, v, dropout, mask)
 
 
 def flex(q: Tensor, k: Tensor, v: Tensor, dropout: float, mask: Mask = None) -> Tensor:
-    """FlexAttention (arXiv 2412.05496): skips blocks that ``mask`` excludes. It has no dropout."""
+    """Compute FlexAttention (arXiv 2412.05496), which skips blocks that ``mask`` excludes and ignores ``dropout``."""
     return (flex_attention if torch.compiler.is_compiling() else _compiled_flex())(q, k, v, block_mask=mask)
 
 
 @cache
 def _compiled_flex() -> Any:
-    """Without compilation FlexAttention computes the whole T x T matrix."""
+    """Compile FlexAttention, which otherwise computes the whole T x T matrix."""
     return torch.compile(flex_attention, dynamic=False)
 
 
@@ -81,51 +83,51 @@ def attention_for_gpu(
     masked: bool,
     cudnn_version: Callable[[], int | None] = torch.backends.cudnn.version,
 ) -> AttentionFunction:
-    """Attention over ``time`` tokens by the fastest suitable kernel of a GPU with this compute capability.
+    """Choose attention over ``time`` tokens by the fastest correct kernel of a GPU with this compute capability.
 
-    cuDNN's is 1.7 to 2.3 times as fast as FlashAttention-2 on Hopper, and 0.8 times on an A100. Before 9.15.1 it is
-    wrong where ``time`` is not a multiple of 128, and with a mask it can produce NaN gradients (pytorch/pytorch, issues
-    169849 and 196678). FlashAttention does not support masks.
+    cuDNN attention is 1.7 to 2.3 times as fast as FlashAttention-2 on Hopper, and 0.8 times as fast on an A100. Before
+    version 9.15.1 it is wrong if ``time`` is not a multiple of 128, and with a mask it can produce NaN gradients
+    (pytorch/pytorch, issues 169849 and 196678). FlashAttention does not support masks.
     """
-    sound = time % 128 == 0 or (cudnn_version() or 0) > 91500
-    order = ["cudnn", "flash", "efficient"] if capability[0] == 9 and sound else ["flash", "efficient"]
+    is_cudnn_correct = time % 128 == 0 or (cudnn_version() or 0) > 91500
+    order = ["cudnn", "flash", "efficient"] if capability[0] == 9 and is_cudnn_correct else ["flash", "efficient"]
     if masked:
         order = ["efficient"]
     return partial(by_kernels, [*(KERNELS[name] for name in order), SDPBackend.MATH])
 
 
 def kernel_order(attention: AttentionFunction) -> list[SDPBackend]:
-    """The kernels that torch's fused ``attention`` tries, in their order."""
+    """The kernels that torch's fused ``attention`` tries, in this order."""
     (order,) = cast(partial[Tensor], attention).args
     return order
 
 
 def first_supported_kernel(attention: AttentionFunction, q: Tensor, dropout: float, mask: Mask = None) -> str:
-    """Which kernel :func:`attention_for_gpu`'s ``attention`` takes on the GPU for queries such as ``q``, by its
-    name."""
+    """Name of the kernel that ``attention``, from :func:`attention_for_gpu`, uses on the GPU for queries like ``q``."""
     order = kernel_order(attention)
     sdpa_params = SDPAParams(q, q, q, mask, dropout, mask is None, False)
-    usable = {
+    is_supported = {
         "cudnn": can_use_cudnn_attention, "flash": can_use_flash_attention, "efficient": can_use_efficient_attention,
     }  # fmt: skip
     names = {kernel: name for name, kernel in KERNELS.items()}
-    return next((names[kernel] for kernel in order if kernel in names and usable[names[kernel]](sdpa_params)), "math")
+    supported = (names[kernel] for kernel in order if kernel in names and is_supported[names[kernel]](sdpa_params))
+    return next(supported, "math")
 
 
 def book_numbers(tokens: Tensor, end_of_text: int) -> Tensor:
-    """The number, within its window, of the book of each of ``tokens`` (B, T); the end of text belongs to its book."""
-    ends = (tokens == end_of_text).int()
-    return ends.cumsum(dim=1) - ends
+    """Number the books within each window of ``tokens`` (B, T); an end-of-text token belongs to the book it ends."""
+    is_end = (tokens == end_of_text).int()
+    return is_end.cumsum(dim=1) - is_end
 
 
 def dense_mask(tokens: Tensor, end_of_text: int) -> Tensor:
-    """True where a token may attend: backwards within its book. (B, 1, T, T)."""
+    """Compute the mask (B, 1, T, T), which is True where a token may attend: backwards within its book."""
     books = book_numbers(tokens, end_of_text)
     return (books[:, None, :, None] == books[:, None, None, :]).tril()
 
 
 def block_mask(tokens: Tensor, end_of_text: int | None) -> BlockMask:
-    """The same for FlexAttention, which skips whole blocks; without ``end_of_text`` only causal."""
+    """Compute the mask of attention within books for FlexAttention; only causal if ``end_of_text`` is None."""
     time = tokens.size(1)
     if end_of_text is None:
         return create_block_mask(_causal, None, None, time, time, device=tokens.device)

@@ -1,21 +1,23 @@
-"""The parts of a model, whatever its kind: repeated blocks, which are recomputed, compiled, sharded or converted as
-units, the loss, and tensors that have several names."""
+"""Parts of models of all kinds: repeated blocks, the loss, and tensors with several names.
+
+Repeated blocks are the units of recomputation, compilation, sharding and conversion to 8-bit matrix products.
+"""
 
 from torch import Tensor, nn
 
 
 class LossModel(nn.Module):
-    """A model whose loss is a unit of its own, which ``--compile blocks`` compiles separately."""
+    """A model with a separate method for its loss, which ``--compile blocks`` compiles as one unit."""
 
     def mean_loss(self, x: Tensor, targets: Tensor) -> Tensor:
-        """The loss of the last block's output ``x``."""
+        """Compute the loss from the last block's output ``x``."""
         raise NotImplementedError
 
 
 def find_block_lists(model: nn.Module) -> dict[str, list[nn.Module]]:
-    """The stacks of equal blocks in ``model``, by name: every ``ModuleList`` of modules of one class and one shape.
+    """Find the lists of identical blocks in ``model``: each ``ModuleList`` of modules of one class and shape, by name.
 
-    Those within a block belong to it.
+    Lists inside a block are not included.
     """
     block_lists: dict[str, list[nn.Module]] = {}
     for name, module in model.named_modules():
@@ -28,12 +30,14 @@ def find_block_lists(model: nn.Module) -> dict[str, list[nn.Module]]:
 
 
 def repeated_blocks(model: nn.Module) -> list[nn.Module]:
-    """The blocks of all :func:`find_block_lists`, in the order of ``model``."""
+    """The blocks of all lists that :func:`find_block_lists` finds, in the order of ``model``."""
     return [block for blocks in find_block_lists(model).values() for block in blocks]
 
 
 def shared_names(model: nn.Module) -> dict[str, str]:
-    """Names in the model's state of tensors that it has under an earlier name, too, with that name."""
-    first: dict[int, str] = {}
-    every = model.state_dict(keep_vars=True)
-    return {name: first[id(value)] for name, value in every.items() if first.setdefault(id(value), name) != name}
+    """Further names of tensors in the model's state that have several, each with the first name of its tensor."""
+    first_names: dict[int, str] = {}
+    state = model.state_dict(keep_vars=True)
+    return {
+        name: first_names[id(value)] for name, value in state.items() if first_names.setdefault(id(value), name) != name
+    }

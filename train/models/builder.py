@@ -1,6 +1,6 @@
-"""How a model's module is built, run and exported: the interface of all kinds of models.
+"""The interface that builds, runs and exports the module of a model of any kind.
 
-A kind of model has a subclass here, registered in :mod:`train.models.builders`.
+Each kind of model has a subclass of :class:`ModelBuilder`, registered in :mod:`train.models.builders`.
 """
 
 from abc import ABC, abstractmethod
@@ -24,48 +24,50 @@ class Export:
     """A trained model in the Hugging Face format."""
 
     weights: dict[str, Tensor]
+    """Weights by their names in the exported file."""
     config: dict[str, Any]
     """Content of ``config.json``."""
     loading: str
-    """Sentence on how to load it."""
+    """Sentence on how to load the exported model."""
 
 
 @dataclass(frozen=True)
 class ModelBuilder(ABC, Generic[M]):
-    """The module of a model. Raises ``UserError`` for a mistake in the model's own code."""
+    """Builds the module of a model. Raises ``UserError`` for an error in the user's code."""
 
     model: M
+    """Specification of the model."""
 
     @abstractmethod
     def inspect(self) -> M:
-        """The model with what one run of it has shown, if it needs that."""
+        """Return the specification with the result of an inspection, if the model needs one."""
 
     @abstractmethod
     def build(self, execution: Execution) -> nn.Module:
-        """The module with random weights, executed as configured."""
+        """Build the module with random weights, which executes as ``execution`` says."""
 
     @abstractmethod
     def build_for_inference(self, *, mask_books: bool, has_weights: bool) -> nn.Module:
-        """The module for texts of any length: eager, with torch's own choice of attention kernel.
+        """Build the module for texts of any length: eager, with the attention kernel that torch chooses.
 
-        ``has_weights`` tells that those of another module will replace its own.
+        With ``has_weights`` the weights of another module will replace its weights.
         """
 
     @abstractmethod
     def attention_kernel(self, execution: Execution, device: torch.device) -> str:
-        """The kernel that computes attention on ``device``: as configured, or the first usable one for the GPU."""
+        """Name of the kernel that computes attention on ``device``: the configured one, or the choice of ``auto``."""
 
     @abstractmethod
     def export(self, module: Any, folder: Path) -> Export:
-        """The trained ``module`` for Hugging Face's ``folder``."""
+        """Convert the trained ``module`` for export to ``folder``."""
 
     @abstractmethod
     def load_initial_weights(self, module: Any) -> None:
-        """Load the weights that a run starts from into ``module``, if they are not random."""
+        """Load the weights that a run starts from into ``module``; do nothing if it starts from random weights."""
 
     @abstractmethod
     def user_error(self, stage: str, failure: Exception) -> UserError | None:
-        """What the model's author must correct after this ``failure`` in its module; None if the code is ours."""
+        """Convert a ``failure`` in the user's code to an error message; None for a model of this program."""
 
     def _attention(self, execution: Execution) -> AttentionFunction:
         if execution.attention != "auto":

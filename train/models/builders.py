@@ -1,4 +1,4 @@
-"""The builders of all kinds of models, by the class of their specification."""
+"""Registry of the builders of all kinds of models, by the class of their specification."""
 
 from collections.abc import Callable
 from typing import Any
@@ -16,5 +16,5 @@ BUILDERS: dict[type[ModelSpec], Callable[[Any], ModelBuilder[Any]]] = {
 
 
 def builder_of(model: ModelSpec) -> ModelBuilder[Any]:
-    """The builder of ``model``."""
+    """Create the builder of ``model``."""
     return BUILDERS[type(model)](model)

@@ -1,7 +1,6 @@
-"""A model of the user's: make it by its callable, look at what it is, and switch how its blocks are executed.
+"""Build a custom model by its callable, inspect it, and change how its blocks are executed.
 
-In: a :class:`CustomModel`. Out: the ``nn.Module`` that its callable returns. Whatever is wrong with it raises
-``UserError``, because only its author can mend it.
+Every fault of the model raises ``UserError``, because only its author can fix it.
 """
 
 import importlib.util
@@ -27,64 +26,67 @@ from train.models import recompute
 from train.models.blocks import find_block_lists, repeated_blocks
 
 ASSUMED_DROPOUT = 1.0
-"""The dropout of a custom model's blocks, for which the random state is kept wherever they are recomputed."""
+"""Dropout probability assumed of custom blocks, so that recomputation always restores the random state."""
 
 
 def build_model(model: CustomModel) -> nn.Module:
-    """The module that the callable returns, imported where this process runs, in training mode."""
-    named = f"--model {model.callable}"
-    build = _imported(model)
+    """Import the callable in this process, call it, and return its module in training mode."""
+    flag = f"--model {model.callable}"
+    build = _import_callable(model)
     if isinstance(build, nn.Module):
-        raise UserError(f"{named} is a module itself: name its class, or a function that returns a new one.")
+        raise UserError(f"{flag} is an nn.Module instance. Name its class, or a function that returns a new module.")
     try:
         parameters = inspect.signature(build).parameters.values()
-    except ValueError as untold:  # of some types that are written in C
-        raise UserError(f"{named} does not tell its arguments ({untold}): name a function that calls it.") from None
-    takes_all = any(parameter.kind is parameter.VAR_KEYWORD for parameter in parameters)
-    takes_all = takes_all and getattr(build, "__init__", None) is not nn.Module.__init__  # which refuses all
+    except ValueError as error:  # Some types that are written in C have no signature.
+        raise UserError(
+            f"Cannot inspect the signature of {flag}: {error}. Name a Python function that calls it."
+        ) from None
+    accepts_all = any(parameter.kind is parameter.VAR_KEYWORD for parameter in parameters)
+    # nn.Module.__init__ is declared with **kwargs, but rejects every argument.
+    accepts_all = accepts_all and getattr(build, "__init__", None) is not nn.Module.__init__
+    names = {parameter.name for parameter in parameters}
     sizes = {"context_length": model.context_length, "vocab_size": model.vocab_size}
-    taken = {name: size for name, size in sizes.items() if takes_all or name in {each.name for each in parameters}}
-    keyword_arguments = taken | model.values
+    keyword_arguments = {name: size for name, size in sizes.items() if accepts_all or name in names} | model.values
     try:
         inspect.signature(build).bind(**keyword_arguments)
     except TypeError as mismatch:
         raise UserError(
-            f"{named} cannot be called with {', '.join(keyword_arguments) or 'no arguments'}: {mismatch}."
+            f"{flag} cannot be called with {', '.join(keyword_arguments) or 'no arguments'}: {mismatch}."
         ) from None
     try:
         module = build(**keyword_arguments)
     except (Exception, SystemExit) as failure:
-        raise UserError(f"{named} fails: {_describe_exception(failure, model)}.") from failure
+        raise UserError(f"{flag} failed: {_describe_exception(failure, model)}.") from failure
     if not isinstance(module, nn.Module):
-        raise UserError(f"{named} returns {type(module).__name__}, and must return a torch.nn.Module.")
+        raise UserError(f"{flag} returned {type(module).__name__}, but must return a torch.nn.Module.")
     return module.train()
 
 
-def _imported(model: CustomModel) -> Callable[..., Any]:
-    """The callable. Raises ``UserError`` where its source is not the one that the config was made with."""
-    named = f"--model {model.callable}"
+def _import_callable(model: CustomModel) -> Callable[..., Any]:
+    """Import the callable. Raises ``UserError`` if its module's source has changed since the config was created."""
+    flag = f"--model {model.callable}"
     if source_sha256(model.callable) != model.source_sha256:
         raise UserError(
-            f"{named}: the source of its module has changed since this config was made (sha256 "
-            f"{model.source_sha256[:12]}): restore it, or start a new run with --model and --name."
+            f"{flag}: the source of its module has changed since this config was created (sha256 "
+            f"{model.source_sha256[:12]}). Restore it, or start a new run with --model and --name."
         )
     module, _, name = model.callable.partition(":")
     try:
         build = getattr(importlib.import_module(module), name, None)
     except (Exception, SystemExit) as failure:
-        raise UserError(f"{named} cannot be imported: {_describe_exception(failure, model)}.") from failure
+        raise UserError(f"{flag} cannot be imported: {_describe_exception(failure, model)}.") from failure
     if not callable(build):
-        raise UserError(f"{named}: the module {module} has no callable {name!r}.")
+        raise UserError(f"{flag}: the module {module} has no callable {name!r}.")
     return build
 
 
-@cache  # a ladder decides many configs of one model
+@cache  # A ladder resolves many configs with the same model.
 def inspect_model(model: CustomModel) -> ModelInfo:
-    """What ``model`` is, from one forward pass of one sequence: on torch's meta device, which computes nothing.
+    """Inspect ``model`` by a forward pass of one sequence on torch's meta device, which computes nothing.
 
-    A model that asks for values there runs on the CPU instead. Raises ``UserError`` for one that cannot be trained.
+    A model that needs values runs on the CPU instead. Raises ``UserError`` for a model that cannot be trained.
     """
-    _imported(model)  # what is wrong with it does not depend on the device
+    _import_callable(model)  # An error of the import does not depend on the device, so it is raised here.
     with suppress(Exception, SystemExit):
         return _inspect_on_device(model, torch.device("meta"))
     try:
@@ -92,55 +94,57 @@ def inspect_model(model: CustomModel) -> ModelInfo:
     except UserError:
         raise
     except (Exception, SystemExit) as failure:
-        raise model_error(model, "its forward pass", failure) from failure
+        raise model_error(model, "running its forward pass", failure) from failure
 
 
 def model_error(model: CustomModel, stage: str, failure: BaseException) -> UserError:
-    """What tells its author that ``model`` has failed in ``stage`` of a run, and where."""
-    return UserError(f"--model {model.callable} fails in {stage}: {_describe_exception(failure, model)}.")
+    """Describe that ``model`` failed in ``stage``, such as "building the model", with the line of its code."""
+    return UserError(f"--model {model.callable} failed while {stage}: {_describe_exception(failure, model)}.")
 
 
 def raised_in_forward(module: nn.Module, failure: BaseException) -> bool:
-    """Whether ``failure`` was raised within the forward pass of ``module``, which compiled code has under its name."""
-    own = inspect.unwrap(type(module).forward).__code__
+    """Whether ``failure`` was raised in the forward pass of ``module``, whose function keeps its name when compiled."""
+    forward = inspect.unwrap(type(module).forward).__code__
     frames = (frame.f_code for frame, _ in traceback.walk_tb(failure.__traceback__))
-    return any((code.co_filename, code.co_name) == (own.co_filename, own.co_name) for code in frames)
+    return any((code.co_filename, code.co_name) == (forward.co_filename, forward.co_name) for code in frames)
 
 
 def _inspect_on_device(model: CustomModel, device: torch.device) -> ModelInfo:
     with device:
         module = build_model(model)
-        again = build_model(model)
-    named = f"--model {model.callable}"
-    if again is module:
-        raise UserError(f"{named} returns the same module again: return a new one at each call.")
+        second_module = build_model(model)
+    flag = f"--model {model.callable}"
+    if second_module is module:
+        raise UserError(f"{flag} returns the same module twice. Return a new module at each call.")
     module.to(device)
-    _refuse_untrainable(module, named)
+    _check_trainable(module, flag)
     tokens = torch.zeros(1, model.context_length, dtype=torch.int64, device=device)
     state_names = module.state_dict().keys()
-    # The counter knows the matrix products, and not every device's fused kernel.
+    # The FLOP counter supports matrix products, but not the fused attention kernels of every device.
     with sdpa_kernel(SDPBackend.MATH), FlopCounterMode(display=False) as counter, _Calls(tokens.shape) as calls:
         loss = module(tokens, tokens)
     if not (isinstance(loss, Tensor) and loss.dim() == 0 and not loss.is_complex()):
         kind = type(loss).__name__
         shape = f"a {kind} of {loss.dtype} and shape {tuple(loss.shape)}" if isinstance(loss, Tensor) else kind
-        raise UserError(f"{named} returns {shape} for (inputs, targets), and must return the mean loss, a scalar.")
+        raise UserError(f"{flag} returned {shape} for (inputs, targets), but must return the mean loss, a scalar.")
     if not loss.requires_grad:
-        raise UserError(f"{named} gives a loss without a gradient: none of its parameters can be trained by it.")
-    if late := module.state_dict().keys() - state_names:
-        raise UserError(f"{named} makes {min(late)} in its forward pass, where no optimizer knows it: make it earlier.")
+        raise UserError(f"The loss of {flag} has no gradient, so none of its parameters can be trained.")
+    if new_names := module.state_dict().keys() - state_names:
+        raise UserError(
+            f"{flag} creates {min(new_names)} in forward(), where the optimizer cannot see it. Create it in __init__()."
+        )
     logits, gradients = None, ()
     with suppress(Exception):
-        trained = [parameter for parameter in module.parameters() if parameter.requires_grad]
-        gradients = torch.autograd.grad(loss, trained, allow_unused=True)
+        trainable = [parameter for parameter in module.parameters() if parameter.requires_grad]
+        gradients = torch.autograd.grad(loss, trainable, allow_unused=True)
     with suppress(Exception), torch.no_grad():
-        logits = module.eval()(tokens[:, :2], None)  # of a text that has just begun
+        logits = module.eval()(tokens[:, :2], None)  # Generation starts with texts as short as this.
     logits = logits if isinstance(logits, Tensor) and logits.dim() == 3 and logits.size(1) <= 2 else None
     ids = min(filter(None, (calls.ids, logits is not None and logits.size(-1))), default=model.vocab_size)
     if ids < model.vocab_size:
         raise UserError(
-            f"{named} has {ids:,} ids, and the data have {model.vocab_size:,}: make it as large; the callable gets the "
-            "number as its argument 'vocab_size'."
+            f"{flag} supports {ids:,} token ids, but the data have {model.vocab_size:,}. Size it by the argument "
+            "'vocab_size', which the callable receives if it accepts it."
         )
     return ModelInfo(
         parameters=sum(parameter.numel() for parameter in module.parameters()),
@@ -154,42 +158,50 @@ def _inspect_on_device(model: CustomModel, device: torch.device) -> ModelInfo:
     )
 
 
-def _refuse_untrainable(user_module: nn.Module, named: str) -> None:
-    """Raise ``UserError`` for parameters that the optimizers do not take."""
-    trained = {name: parameter for name, parameter in user_module.named_parameters() if parameter.requires_grad}
-    if not trained:
-        raise UserError(f"{named} has no parameters to train.")
-    for name, parameter in trained.items():
+def _check_trainable(user_module: nn.Module, flag: str) -> None:
+    """Raise ``UserError`` unless the optimizers and checkpoints support all parameters of ``user_module``."""
+    trainable = {name: parameter for name, parameter in user_module.named_parameters() if parameter.requires_grad}
+    if not trainable:
+        raise UserError(f"{flag} has no trainable parameters.")
+    for name, parameter in trainable.items():
         if nn.parameter.is_lazy(parameter):
-            raise UserError(f"{named}: the shape of {name} is not known before its first use: give it one.")
+            raise UserError(f"{flag}: parameter {name} is lazy. Give it a shape when it is created.")
         if parameter.dtype not in (torch.float32, torch.bfloat16):
             raise UserError(
-                f"{named}: {name} is {parameter.dtype}, which the optimizers do not take: make it float32; "
-                "--precision chooses the type of the arithmetic."
+                f"{flag}: parameter {name} is {parameter.dtype}; float32 or bfloat16 is required. Use float32; "
+                "--precision sets the compute type."
             )
-    # By their storages' objects, which are kept meanwhile, because the meta device has no addresses.
-    storages = [(name, each.untyped_storage(), each.storage_offset()) for name, each in user_module.named_parameters()]
-    first: dict[tuple[int, int], str] = {}
+    # The meta device has no addresses, so storages are compared by their Python objects, which the list keeps alive.
+    storages = [
+        (name, parameter.untyped_storage(), parameter.storage_offset())
+        for name, parameter in user_module.named_parameters()
+    ]
+    first_names: dict[tuple[int, int], str] = {}
     for name, storage, offset in storages:
-        if (other := first.setdefault((id(storage), int(offset)), name)) != name:
+        if (first_name := first_names.setdefault((id(storage), int(offset)), name)) != name:
             raise UserError(
-                f"{named}: {name} and {other} are two parameters with the same memory, as after an assignment to "
-                ".data, which a move to another device separates: assign the parameter itself to tie them."
+                f"{flag}: {name} and {first_name} are two parameters that share memory, for example after an "
+                "assignment to .data; moving the model to another device would separate them. To tie them, assign the "
+                "parameter itself."
             )
     for name, module in user_module.named_modules():
         if isinstance(module, nn.Embedding | nn.EmbeddingBag) and module.sparse:
-            raise UserError(f"{named}: {name} gives sparse gradients, which the optimizers do not take: make it dense.")
+            raise UserError(
+                f"{flag}: {name} has sparse gradients, which the optimizers do not support. Use sparse=False."
+            )
     for name, value in user_module.state_dict().items():
         if not isinstance(value, Tensor):
             raise UserError(
-                f"{named}: {name} in its state is {type(value).__name__}: a checkpoint keeps tensors alone."
+                f"{flag}: {name} in state_dict() is of type {type(value).__name__}, but a checkpoint can only store "
+                "tensors."
             )
 
 
 class _Calls(TorchFunctionMode):
-    """Notices calls of ``scaled_dot_product_attention``, also those that ``nn.MultiheadAttention`` makes, and the ids.
+    """Records whether attention is torch's ``scaled_dot_product_attention``, and the number of token ids.
 
-    ``ids`` are the rows of the largest embedding in which tokens of this ``shape`` are looked up; 0 without any.
+    Calls by ``nn.MultiheadAttention`` count as well. ``ids`` is the number of rows of the largest embedding in which
+    tokens of this ``shape`` are looked up; 0 if there is none.
     """
 
     def __init__(self, shape: torch.Size) -> None:
@@ -198,8 +210,8 @@ class _Calls(TorchFunctionMode):
 
     def __torch_function__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
         kwargs = kwargs or {}
-        within = func is F.multi_head_attention_forward and not kwargs.get("need_weights", True)
-        self.attention = self.attention or within or func is F.scaled_dot_product_attention
+        by_module = func is F.multi_head_attention_forward and not kwargs.get("need_weights", True)
+        self.attention = self.attention or by_module or func is F.scaled_dot_product_attention
         if func is F.embedding and args[0].shape == self.shape:
             self.ids = max(self.ids, args[1].size(0))
         return func(*args, **kwargs)
@@ -208,45 +220,47 @@ class _Calls(TorchFunctionMode):
 def with_execution_switches(
     module: nn.Module, checkpointing: Checkpointing, kernels: Sequence[SDPBackend]
 ) -> nn.Module:
-    """``module`` with its blocks executed as asked: by the first suitable of ``kernels``, if any, and recomputed.
+    """Change ``module`` so that its blocks are recomputed, and use the first supported of ``kernels`` if there are any.
 
-    The kernel is chosen within a block, so that its recomputation takes the same.
+    The kernel is chosen inside a block, so that its recomputation uses the same kernel.
     """
     for number, block in enumerate(repeated_blocks(module)):
         forward = block.forward
         if kernels:
-            forward = _within(lambda: sdpa_kernel(list(kernels), set_priority=True), forward)
+            forward = _in_context(lambda: sdpa_kernel(list(kernels), set_priority=True), forward)
         if checkpointing in ("full", "selective") or (checkpointing == "alternate" and number % 2 == 0):
-            again = recompute.selective if checkpointing == "selective" else recompute.full
-            forward = _recomputed(block, forward, again)
+            checkpoint = recompute.selective if checkpointing == "selective" else recompute.full
+            forward = _with_recomputation(block, forward, checkpoint)
         block.forward = forward
     if checkpointing == "budget":
-        module.forward = _within(recompute.budget, module.forward)
+        module.forward = _in_context(recompute.budget, module.forward)
     return module
 
 
-def _within(context: Callable[[], AbstractContextManager[Any]], forward: Callable[..., Any]) -> Callable[..., Any]:
+def _in_context(context: Callable[[], AbstractContextManager[Any]], forward: Callable[..., Any]) -> Callable[..., Any]:
     @wraps(forward)
-    def inside(*inputs: Any, **named: Any) -> Any:
+    def wrapper(*args: Any, **kwargs: Any) -> Any:
         with context():
-            return forward(*inputs, **named)
+            return forward(*args, **kwargs)
 
-    return inside
+    return wrapper
 
 
-def _recomputed(block: nn.Module, forward: Callable[..., Any], again: Callable[..., Any]) -> Callable[..., Any]:
+def _with_recomputation(
+    block: nn.Module, forward: Callable[..., Any], checkpoint: Callable[..., Any]
+) -> Callable[..., Any]:
     @wraps(forward)
-    def inside(*inputs: Any, **named: Any) -> Any:
-        return (
-            again(forward, *inputs, dropout=ASSUMED_DROPOUT, **named) if block.training else forward(*inputs, **named)
-        )
+    def wrapper(*args: Any, **kwargs: Any) -> Any:
+        if not block.training:
+            return forward(*args, **kwargs)
+        return checkpoint(forward, *args, dropout=ASSUMED_DROPOUT, **kwargs)
 
-    return inside
+    return wrapper
 
 
 def _describe_exception(failure: BaseException, model: CustomModel) -> str:
-    """The kind of the ``failure`` and its first line, with the last line of the model's own source that led to it."""
+    """Format the type and first line of ``failure``, and the last line of the model's source in its traceback."""
     spec = importlib.util.find_spec(model.callable.partition(":")[0])
     frames = [frame for frame in traceback.extract_tb(failure.__traceback__) if spec and frame.filename == spec.origin]
-    where = f" ({Path(frames[-1].filename).name}, line {frames[-1].lineno})" if frames else ""
-    return f"{type(failure).__name__}: {first_line(failure).rstrip('.')}{where}"
+    location = f" ({Path(frames[-1].filename).name}, line {frames[-1].lineno})" if frames else ""
+    return f"{type(failure).__name__}: {first_line(failure).rstrip('.')}{location}"

@@ -1,4 +1,4 @@
-"""The module of a custom model, from its callable to its export."""
+"""Build and export the module of a custom model."""
 
 from dataclasses import replace
 from pathlib import Path
@@ -18,7 +18,7 @@ from train.models.builder import Export, ModelBuilder
 
 
 class CustomModelBuilder(ModelBuilder[CustomModel]):
-    """Builds the module that a callable returns, and switches how its blocks are executed."""
+    """Builds the module that a callable returns, and changes how its blocks are executed."""
 
     def inspect(self) -> CustomModel:
         return self.model if self.model.info else replace(self.model, info=custom.inspect_model(self.model))
@@ -32,16 +32,16 @@ class CustomModelBuilder(ModelBuilder[CustomModel]):
         return custom.with_execution_switches(custom.build_model(self.model), execution.checkpointing, kernels)
 
     def build_for_inference(self, *, mask_books: bool, has_weights: bool) -> nn.Module:
-        """With weights in any case, because the module may hold more than its state, such as tables of positions."""
+        """Build the module with real weights in any case, because it may have tensors outside its state."""
         return custom.build_model(self.model)
 
     def attention_kernel(self, execution: Execution, device: torch.device) -> str:
         if not self.model.calls_attention:
-            return "the model's own"
+            return "custom"
         return "math" if execution.attention == "manual" else execution.attention
 
     def load_initial_weights(self, module: nn.Module) -> None:
-        """Nothing: they are random."""
+        """Do nothing, because a custom model starts from the weights that its callable creates."""
 
     def user_error(self, stage: str, failure: Exception) -> UserError:
         return custom.model_error(self.model, stage, failure)
@@ -49,5 +49,5 @@ class CustomModelBuilder(ModelBuilder[CustomModel]):
     def export(self, module: nn.Module, folder: Path) -> Export:
         shared = shared_names(module)
         weights = {name: value.contiguous().cpu() for name, value in module.state_dict().items() if name not in shared}
-        loading = f"load it with safetensors.torch.load_model into the module that {self.model.callable} returns"
+        loading = f"Load it with safetensors.torch.load_model into the module that {self.model.callable} returns."
         return Export(weights, to_json(replace(self.model, info=None)), loading)

@@ -1,8 +1,8 @@
-"""GPT-2 as published (Radford et al. 2019), plain and readable: learned positions, pre-norm, tanh GELU.
+"""GPT-2 as published (Radford et al. 2019), with learned positions, pre-norm and tanh GELU.
 
-In: token ids (batch, time), and as targets the ids one position later. Out: the mean cross-entropy, or logits if there
-are no targets. What can be executed in different ways (attention, loss, recomputation, the activations' type) is passed
-in, so that the mathematics is written once.
+Inputs are token ids (batch, time), and targets are the ids one position later. The output is the mean cross-entropy, or
+logits if there are no targets. The implementations of attention, loss and recomputation and the type of the activations
+are arguments, so that the mathematics is written once.
 """
 
 import math
@@ -21,7 +21,7 @@ from train.models.loss import chunk_count, fused, plain
 
 
 class LayerNorm(nn.LayerNorm):
-    """A layer norm that computes in its input's type; torch accumulates in fp32 internally."""
+    """A layer norm that computes in the type of its input; torch accumulates in fp32 internally."""
 
     def forward(self, input: Tensor) -> Tensor:
         bias = None if self.bias is None else self.bias.to(input.dtype)
@@ -36,8 +36,8 @@ class SelfAttention(nn.Module):
         self.heads = config.heads
         self.dropout = config.dropout
         self.attention = attention
-        parts = (3, config.heads, config.width // config.heads)
-        self.qkv = Linear(config.width, 3 * config.width, bias=config.bias, parts=parts)
+        shape = (3, config.heads, config.width // config.heads)
+        self.qkv = Linear(config.width, 3 * config.width, bias=config.bias, output_shape=shape)
         self.projection = Linear(config.width, config.width, bias=config.bias)
 
     def forward(self, x: Tensor, mask: Mask) -> Tensor:
@@ -79,7 +79,7 @@ class Block(nn.Module):
 
 
 class GPT(LossModel):
-    """GPT-2. ``forward(tokens, targets)`` returns the mean loss, ``forward(tokens)`` logits (padded vocabulary)."""
+    """GPT-2. ``forward(tokens, targets)`` returns the mean loss, ``forward(tokens)`` the logits (padded vocabulary)."""
 
     def __init__(
         self,
@@ -92,7 +92,17 @@ class GPT(LossModel):
         loss_chunks: int = 1,
         activations: torch.dtype | None = None,
     ) -> None:
-        """``activations`` is the type of the residual stream and what is computed from it; by default the weights'."""
+        """Create the modules with random weights.
+
+        Args:
+            config: shape of the model.
+            attention: implementation of attention.
+            mask: function that computes the attention mask from token ids.
+            checkpointing: kind of activation checkpointing.
+            loss: implementation of the loss.
+            loss_chunks: number of chunks of the fused loss.
+            activations: type of the residual stream; by default the type of the weights.
+        """
         super().__init__()
         self.config = config
         self.mask = mask
@@ -107,21 +117,21 @@ class GPT(LossModel):
         self.head = Linear(config.width, config.padded_vocab_size, bias=False)
         self.apply(self._init_weights)
         for name, parameter in self.named_parameters():
-            if name.endswith("projection.weight"):  # GPT-2, section 2.3: residual layers scaled by 1/sqrt(N)
+            if name.endswith("projection.weight"):  # GPT-2, section 2.3: residual layers are scaled by 1/sqrt(N).
                 nn.init.normal_(parameter, std=0.02 / math.sqrt(2 * config.layers))
         if config.tied:
             self.head.weight = self.token_embedding.weight
 
     @staticmethod
     def _init_weights(module: nn.Module) -> None:
-        """Normal with 0.02 everywhere: with a tied head, torch's own N(0, 1) for embeddings starts at a loss of 37."""
+        """Initialize weights with N(0, 0.02), because torch's N(0, 1) for a tied embedding starts at a loss of 37."""
         if isinstance(module, nn.Linear | nn.Embedding):
             nn.init.normal_(module.weight, std=0.02)
         if isinstance(module, nn.Linear) and module.bias is not None:
             nn.init.zeros_(module.bias)
 
     def hidden_states(self, tokens: Tensor) -> Tensor:
-        """The last block's output (B, T, D) for ``tokens`` (B, T)."""
+        """Compute the last block's output (B, T, D) for ``tokens`` (B, T)."""
         positions = torch.arange(tokens.size(1), device=tokens.device)
         x = self.token_embedding(tokens) + self.position_embedding(positions)
         x = F.dropout(x.to(self.activations or x.dtype), self.config.dropout, self.training)
@@ -131,13 +141,13 @@ class GPT(LossModel):
         return x
 
     def _run_block(self, number: int, block: nn.Module, x: Tensor, mask: Mask) -> Tensor:
-        keeps_activations = self.checkpointing in ("none", "budget") or (
+        stores_activations = self.checkpointing in ("none", "budget") or (
             self.checkpointing == "alternate" and number % 2 == 1
         )
-        if keeps_activations or not self.training:
+        if stores_activations or not self.training:
             return block(x, mask)
-        again = recompute.selective if self.checkpointing == "selective" else recompute.full
-        return again(block, x, mask, dropout=self.config.dropout)
+        checkpoint = recompute.selective if self.checkpointing == "selective" else recompute.full
+        return checkpoint(block, x, mask, dropout=self.config.dropout)
 
     def forward(self, tokens: Tensor, targets: Tensor | None = None) -> Tensor:
         if self.checkpointing == "budget" and self.training:
@@ -150,9 +160,9 @@ class GPT(LossModel):
         return self.head(self.norm(x)) if targets is None else self.mean_loss(x, targets)
 
     def mean_loss(self, x: Tensor, targets: Tensor) -> Tensor:
-        """Norm, head and cross-entropy of the last block's output, compiled as one unit by ``--compile blocks``.
+        """Compute norm, head and cross-entropy of the last block's output, one unit of ``--compile blocks``.
 
-        In evaluation it is that of the model as it is exported, without the padding of its vocabulary.
+        In evaluation mode the loss excludes the padding of the vocabulary, which the exported model does not have.
         """
         hidden, head = self.norm(x), self.head.weight
         chunks = chunk_count(self.loss, self.loss_chunks, targets.numel())

@@ -1,4 +1,4 @@
-"""The module of a GPT-2, from its shape to its export."""
+"""Build and export the module of a GPT-2."""
 
 from functools import partial
 from pathlib import Path
@@ -13,14 +13,14 @@ from train.models.gpt2 import GPT
 from train.models.hf_weights import load_hf_weights, to_hf_config, to_hf_state_dict
 
 ATTENTION_TYPES = {"fp16": torch.float16, "bf16": torch.bfloat16, "bf16-activations": torch.bfloat16}
-"""Types of queries, keys and values by precision, if they are not fp32."""
+"""Type of queries, keys and values by precision; fp32 for all other precisions."""
 
 
 class GPT2Builder(ModelBuilder[ModelConfig]):
     """Builds a :class:`GPT`."""
 
     def inspect(self) -> ModelConfig:
-        """The model itself: formulas describe it."""
+        """Return the model unchanged, because formulas describe it."""
         return self.model
 
     def build(self, execution: Execution) -> GPT:
@@ -53,10 +53,10 @@ class GPT2Builder(ModelBuilder[ModelConfig]):
         return first_supported_kernel(self._attention(execution), q, model.dropout, mask)
 
     def user_error(self, stage: str, failure: Exception) -> None:
-        """Always None: the code is ours."""
+        """Return None, because the model is code of this program."""
 
     def export(self, module: GPT, folder: Path) -> Export:
-        loading = f"load it with transformers: GPT2LMHeadModel.from_pretrained({str(folder)!r})"
+        loading = f"Load it with transformers: GPT2LMHeadModel.from_pretrained({str(folder)!r})."
         return Export(to_hf_state_dict(module), to_hf_config(self.model), loading)
 
     def _mask(self, execution: Execution) -> MaskFunction:

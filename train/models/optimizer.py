@@ -1,4 +1,4 @@
-"""Optimizers, with weight decay for matrices only, and the learning-rate schedule."""
+"""Optimizers, with weight decay only for matrices, and the learning-rate schedule."""
 
 import math
 from collections.abc import Callable
@@ -13,9 +13,9 @@ from train.models.blocks import repeated_blocks
 
 
 def make_optimizer(model: nn.Module, optimization: OptimizationConfig) -> torch.optim.Optimizer:
-    """The config's optimizer over two groups: matrices decay, vectors (biases, norms) do not.
+    """Create the optimizer, with one parameter group for matrices and one without weight decay for biases and norms.
 
-    AdamW is arXiv 1711.05101, its 8-bit moments 2110.02861, Adafactor 1804.04235, and Muon 2502.16982.
+    The papers are arXiv 1711.05101 (AdamW), 2110.02861 (8-bit moments), 1804.04235 (Adafactor) and 2502.16982 (Muon).
     """
     parameters = [p for p in model.parameters() if p.requires_grad]
     if optimization.optimizer == "muon":
@@ -64,41 +64,41 @@ def _torchao(optimizer: Optimizer) -> Any:
         import torchao.optim  # type: ignore[import-not-found]
     except ImportError:
         raise UserError(
-            f"--optimizer {optimizer} needs torchao, which is not installed: 'pip install "
-            "torchao', or choose another --optimizer."
+            f"--optimizer {optimizer} needs torchao, which is not installed. Install it with 'pip install torchao', or "
+            "choose another --optimizer."
         ) from None
     return torchao.optim
 
 
 class CombinedOptimizer(torch.optim.Optimizer):
-    """Several optimizers, each over its own parameters, as one."""
+    """Several optimizers with different parameters as one optimizer."""
 
     def __init__(self, optimizers: list[torch.optim.Optimizer]) -> None:
         self.optimizers = optimizers
 
     @property
     def param_groups(self) -> list[dict[str, Any]]:  # type: ignore[override]
-        return [group for part in self.optimizers for group in part.param_groups]
+        return [group for optimizer in self.optimizers for group in optimizer.param_groups]
 
     def step(self, closure: Callable[[], float] | None = None) -> None:  # type: ignore[override]
-        """Step every part; closures are not supported."""
-        for part in self.optimizers:
-            part.step()
+        """Step every optimizer; closures are not supported."""
+        for optimizer in self.optimizers:
+            optimizer.step()
 
     def zero_grad(self, set_to_none: bool = True) -> None:
-        for part in self.optimizers:
-            part.zero_grad(set_to_none)
+        for optimizer in self.optimizers:
+            optimizer.zero_grad(set_to_none)
 
     def state_dict(self) -> dict[str, Any]:
-        return {"parts": [part.state_dict() for part in self.optimizers]}
+        return {"parts": [optimizer.state_dict() for optimizer in self.optimizers]}
 
     def load_state_dict(self, state_dict: dict[str, Any]) -> None:
-        for part, state in zip(self.optimizers, state_dict["parts"], strict=True):
-            part.load_state_dict(state)
+        for optimizer, state in zip(self.optimizers, state_dict["parts"], strict=True):
+            optimizer.load_state_dict(state)
 
 
 def set_learning_rate(optimizer: torch.optim.Optimizer, rate: float) -> None:
-    """Set the learning rate of every group; torchao keeps it in a tensor, so that compiled steps stay valid."""
+    """Set the learning rate of every group, in place if it is a tensor, as torchao's compiled step needs it."""
     for group in optimizer.param_groups:
         if isinstance(group["lr"], torch.Tensor):
             group["lr"].fill_(rate)
@@ -107,23 +107,23 @@ def set_learning_rate(optimizer: torch.optim.Optimizer, rate: float) -> None:
 
 
 def learning_rate(optimization: OptimizationConfig, step: int, total: int | None, progress: float) -> float:
-    """The rate of ``step`` (from 0) of ``total`` (None if not known) when ``progress`` (0 to 1) of the run has passed.
+    """Compute the learning rate of ``step`` (from 0) at ``progress`` (0 to 1) of a run with ``total`` steps, if known.
 
-    Linear warm-up; then cosine down to a tenth of the peak (Chinchilla's choice, arXiv 2203.15556), or
-    warm-up-stable-decay with a linear fall over the last fifth (arXiv 2405.18392), or constant.
+    After a linear warm-up, the schedule is a cosine to a tenth of the peak (as Chinchilla's, arXiv 2203.15556),
+    warm-up-stable-decay with a linear decrease over the last fifth (arXiv 2405.18392), or constant.
     """
     warmup = min(optimization.warmup_steps, max(1, total // 10)) if total else optimization.warmup_steps
-    warm = (step + 1) / warmup if warmup else 1.0
-    if total is None:  # a tenth of the time ends the warm-up too: a short run would never leave it
-        warm = max(warm, 10 * progress)
-    if warm < 1:
-        return optimization.learning_rate * warm
+    warmup_fraction = (step + 1) / warmup if warmup else 1.0
+    if total is None:  # Warm-up ends after a tenth of the time budget at the latest.
+        warmup_fraction = max(warmup_fraction, 10 * progress)
+    if warmup_fraction < 1:
+        return optimization.learning_rate * warmup_fraction
     match optimization.schedule:
         case "constant":
             return optimization.learning_rate
         case "wsd":
             return optimization.learning_rate * min(1.0, (1 - min(1.0, progress)) / 0.2)
         case "cosine":
-            start = warmup / total if total else 0.0  # it begins where the warm-up ends
-            fallen = min(1.0, max(0.0, progress - start) / (1 - start)) if start < 1 else 1.0
-            return optimization.learning_rate * (0.1 + 0.45 * (1 + math.cos(math.pi * fallen)))
+            warmup_end = warmup / total if total else 0.0
+            phase = min(1.0, max(0.0, progress - warmup_end) / (1 - warmup_end)) if warmup_end < 1 else 1.0
+            return optimization.learning_rate * (0.1 + 0.45 * (1 + math.cos(math.pi * phase)))

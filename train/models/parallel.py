@@ -1,8 +1,8 @@
-"""Data-parallel workers: this worker's rank, what the workers agree on, and how the model is distributed.
+"""Data-parallel workers: their ranks, the values that they exchange, and the distribution of the model.
 
-In: a process group that the launcher created, or none. Out: the same interface for one worker and for many. Rank 0
-decides, for example when to stop, except that any worker can report that it exceeds its memory limit. Decisions are
-exchanged over the CPU, so that no GPU waits for them.
+The interface is the same for one worker and for several in a process group. Rank 0 decides, for example when to stop,
+except that any worker can report that it exceeds its memory limit. Decisions are exchanged over the CPU, so that no GPU
+waits for them.
 """
 
 import contextlib
@@ -18,40 +18,40 @@ from infra.errors import UserError
 from train.config import Device
 from train.models.blocks import repeated_blocks
 
-if TYPE_CHECKING:  # importing these takes a second, for which a single worker need not wait
+if TYPE_CHECKING:  # The imports take a second, and a single worker does not need them.
     from torch.distributed.fsdp import FSDPModule
     from torch.distributed.tensor import DTensor
 
 
 class Workers:
-    """The data-parallel workers of a run, seen by one of them."""
+    """The data-parallel workers of a run, from the perspective of one of them."""
 
     def __init__(self, workers: int) -> None:
-        together = dist.is_available() and dist.is_initialized()
-        self.rank = dist.get_rank() if together else 0
-        self.size = dist.get_world_size() if together else 1
+        is_distributed = dist.is_available() and dist.is_initialized()
+        self.rank = dist.get_rank() if is_distributed else 0
+        self.size = dist.get_world_size() if is_distributed else 1
         if self.size != workers:
             raise UserError(
-                f"--workers {workers} does not match the process group of {self.size}: start the run with "
+                f"--workers {workers} does not match the process group of {self.size}. Start the run with "
                 f"'python -m train.run --workers {workers}'."
             )
         self._control: Any = dist.new_group(backend="gloo") if self.size > 1 else None
 
     @property
     def is_first(self) -> bool:
-        """Whether this worker reports and saves for all."""
+        """Whether this worker reports and saves for all workers."""
         return self.rank == 0
 
     def all_max(self, *values: float) -> list[float]:
-        """The largest of all ranks' ``values``, on every rank."""
+        """Return the maximum of each of ``values`` over all workers."""
         if self._control is None:
             return list(values)
-        largest = torch.tensor(values, dtype=torch.float64)
-        dist.all_reduce(largest, dist.ReduceOp.MAX, group=self._control)
-        return largest.tolist()
+        maximums = torch.tensor(values, dtype=torch.float64)
+        dist.all_reduce(maximums, dist.ReduceOp.MAX, group=self._control)
+        return maximums.tolist()
 
     def mean(self, values: Tensor) -> Tensor:
-        """The mean of ``values`` over the workers; a new tensor."""
+        """Return the mean of ``values`` over all workers, without changing ``values``."""
         if self.size == 1:
             return values
         total = values.clone()
@@ -60,7 +60,7 @@ class Workers:
 
 
 def all_gather(value: Any) -> list[Any]:
-    """Every worker's ``value``, by rank. All workers must call it, before the loop; it is exchanged over the CPU."""
+    """Return the ``value`` of every worker, in the order of ranks. All workers must call it, before they train."""
     values: list[Any] = [None] * dist.get_world_size()
     dist.all_gather_object(values, value, group=dist.new_group(backend="gloo"))
     return values
@@ -77,9 +77,9 @@ def apply_fsdp(model: nn.Module, device: Device, workers: int) -> None:
 
 
 def apply_ddp(forward: Any, device: torch.device, has_unused_parameters: bool) -> DistributedDataParallel:
-    """A copy of the model on each worker, whose gradients are averaged while the backward pass still runs.
+    """Wrap the model in DDP: each worker has a copy, and gradients are averaged during the backward pass.
 
-    Each step first looks for parameters without a part in the loss where some are ``has_unused_parameters``.
+    With ``has_unused_parameters`` each step first finds the parameters that do not contribute to the loss.
     """
     return DistributedDataParallel(
         forward,
@@ -90,7 +90,7 @@ def apply_ddp(forward: Any, device: torch.device, has_unused_parameters: bool) -
 
 
 def gradient_sync(forward: Any, model: nn.Module, last: bool) -> contextlib.AbstractContextManager[Any]:
-    """The context of one micro-batch: gradients are exchanged only in the ``last`` one of a step."""
+    """The context of a micro-batch, in which gradients are only exchanged if it is the ``last`` of its step."""
     if _is_sharded_model(model):
         model.set_requires_gradient_sync(last)
     elif isinstance(forward, DistributedDataParallel) and not last:
@@ -99,17 +99,17 @@ def gradient_sync(forward: Any, model: nn.Module, last: bool) -> contextlib.Abst
 
 
 def full_tensor(tensor: Tensor) -> Tensor:
-    """The whole of a tensor that may be sharded; all workers must call it together."""
+    """Gather a tensor that may be sharded; all workers must call it together."""
     return tensor.full_tensor() if _is_sharded(tensor) else tensor
 
 
 def local_shard(tensor: Tensor) -> Tensor:
-    """This worker's part of a tensor that may be sharded."""
+    """Return this worker's shard of a tensor that may be sharded."""
     return tensor.to_local() if _is_sharded(tensor) else tensor
 
 
 def shard_like(tensor: Tensor, like: Tensor) -> Tensor:
-    """This worker's shard of the whole ``tensor``, distributed like ``like``."""
+    """Return this worker's shard of the full ``tensor``, distributed as ``like``."""
     if not _is_sharded(like) or tensor.shape != like.shape:
         return tensor
     from torch.distributed.tensor import distribute_tensor

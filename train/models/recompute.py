@@ -1,7 +1,7 @@
-"""Activation checkpointing (arXiv 1604.06174): which activations are kept, and which are recomputed.
+"""Activation checkpointing (arXiv 1604.06174), which stores some activations and recomputes the others.
 
-In: a block and its input. Out: the block's output, the same as without checkpointing, also with dropout: torch restores
-the random state for the recomputation. Or the context of a whole forward pass, in which torch.compile chooses.
+The output of a block is the same as without checkpointing, even with dropout, because torch restores the random state
+for the recomputation.
 """
 
 from collections.abc import Callable
@@ -24,41 +24,44 @@ _ATTENTION = {
 
 
 BUDGET = 0.5
-"""Share of the activations' memory that is kept between recomputing all blocks (0) and nothing (1)."""
+"""Fraction of the activations' memory that is stored: 0 recomputes all blocks, and 1 recomputes nothing."""
 
 
 def check_budget_supported() -> None:
-    """Raise ``UserError`` where this torch has no name for a budget."""
+    """Raise ``UserError`` unless this version of torch supports memory budgets."""
     if not hasattr(torch.autograd.graph, "region_activation_memory_budget"):
-        raise UserError(f"--checkpointing budget needs torch 2.13 and there is {torch.__version__}: use selective.")
+        raise UserError(
+            f"--checkpointing budget needs torch 2.13 or later, but {torch.__version__} is installed. Use "
+            "--checkpointing selective."
+        )
 
 
 def budget() -> AbstractContextManager[None]:
-    """The context of a forward pass of which compiled code keeps ``BUDGET`` of the activations' memory.
+    """The context of a forward pass in which compiled code stores the fraction ``BUDGET`` of the activations' memory.
 
-    torch's partitioner recomputes those that take the least time, by a knapsack problem. The function is documented,
-    and a prototype.
+    torch's partitioner solves a knapsack problem to recompute the activations that take the least time. Its interface
+    is documented, but a prototype.
     """
     return torch.autograd.graph.region_activation_memory_budget(BUDGET)
 
 
-def full(block: Callable[..., Any], *inputs: Any, dropout: float, **named: Any) -> Any:
-    """Keep only the block's input."""
-    return checkpoint(block, *inputs, use_reentrant=False, preserve_rng_state=dropout > 0, **named)
+def full(block: Callable[..., Any], *args: Any, dropout: float, **kwargs: Any) -> Any:
+    """Run ``block`` and store only its input."""
+    return checkpoint(block, *args, use_reentrant=False, preserve_rng_state=dropout > 0, **kwargs)
 
 
-def selective(block: Callable[..., Any], *inputs: Any, dropout: float, **named: Any) -> Any:
-    """Keep the outputs of matmuls and attention, the expensive part, and recompute norms, GELU and casts."""
+def selective(block: Callable[..., Any], *args: Any, dropout: float, **kwargs: Any) -> Any:
+    """Run ``block`` and store the outputs of matrix products and attention; norms, GELU and casts are recomputed."""
     contexts = partial(_contexts, dropout)
-    return checkpoint(block, *inputs, use_reentrant=False, context_fn=contexts, preserve_rng_state=dropout > 0, **named)
+    return checkpoint(block, *args, use_reentrant=False, context_fn=contexts, preserve_rng_state=dropout > 0, **kwargs)
 
 
 def _contexts(dropout: float) -> Any:
-    # An operator whose output is kept does not run again. Attention with dropout would then leave its random numbers to
-    # the dropout after it, so with dropout it is recomputed.
+    # An operator whose output is stored does not run again, so attention with dropout would not consume its random
+    # numbers, and the next dropout would differ. So attention with dropout is recomputed.
     saved_operations = _MATMULS if dropout else _MATMULS | _ATTENTION
 
-    def policy(context: Any, operator: Any, *arguments: Any, **named: Any) -> CheckpointPolicy:
+    def policy(context: Any, operator: Any, *args: Any, **kwargs: Any) -> CheckpointPolicy:
         return CheckpointPolicy.MUST_SAVE if operator in saved_operations else CheckpointPolicy.PREFER_RECOMPUTE
 
     return create_selective_checkpoint_contexts(policy)

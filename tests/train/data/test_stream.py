@@ -250,9 +250,9 @@ def test_the_sources_of_a_run_mean_the_same_in_every_folder(
 
 
 def test_what_a_stream_cannot_do_is_said(config: ResolvedConfig, tmp_path: Path) -> None:
-    with pytest.raises(UserError, match="has no known length. Set --steps"):
+    with pytest.raises(UserError, match=r"no known length.*--steps"):
         config.replace(steps=None)
-    with pytest.raises(UserError, match=r"--stream is for 'python -m train.run' alone"):
+    with pytest.raises(UserError, match=r"--stream is only supported by"):
         Trainer(config)
     (tmp_path / "one.txt").write_text(" ".join(WORDS * 20), encoding="utf-8")
     alone = config.replace(stream=(str(tmp_path),))

@@ -128,7 +128,7 @@ def test_a_micro_batch_that_nobody_gave_is_made_smaller_until_it_fits(home: RunF
     result = train(home, config, driver=driver, retries_smaller_batch=True)
     assert (result.outcome, result.steps, result.failed_micro_batches) == ("finished", 12, (8, 4))
     assert [message.micro_batch for message in driver.failed_micro_batches] == [8, 4]
-    assert "out of memory in the forward pass of step 1" in driver.failed_micro_batches[0].text
+    assert "out of memory while running the forward pass of step 1" in driver.failed_micro_batches[0].text
     assert [cycle["step"] for cycle in cycles(home)] == driver.cycles == [5, 10, 12]
     straight = Trainer(config.replace(micro_batch=2))
     straight.run()

@@ -53,9 +53,9 @@ def in_validation(trainer: Trainer) -> None:
 @pytest.mark.parametrize(
     ("arrange", "during"),
     [
-        (in_forward, "the forward pass of step 1"),
-        (in_backward, "the backward pass of step 1"),
-        (in_the_second_optimizer_step, "the optimizer's part of step 2"),
+        (in_forward, "running the forward pass of step 1"),
+        (in_backward, "running the backward pass of step 1"),
+        (in_the_second_optimizer_step, "running the optimizer in step 2"),
         (in_validation, "the validation after step 2"),
     ],
 )
@@ -99,7 +99,7 @@ def test_a_model_that_does_not_fit_is_explained_before_the_first_step(config: Re
         Trainer(vast(config), limit=MemoryLimit.apply(10**12, "cpu"))
     result = failed.value.result
     assert (result.outcome, result.steps, result.reason) == ("oom", 0, str(failed.value))
-    assert result.reason.startswith("out of memory in the building of the model: a tensor of 4,503,599.63 GB did not")
+    assert result.reason.startswith("out of memory while building the model, allocating 4,503,599.63 GB")
     assert result.shortage
     assert (result.shortage.requested_bytes, result.shortage.available_bytes) == (2**52, 10**12)
     assert set(result.shortage.bytes_by_part.values()) == {0}
@@ -129,7 +129,9 @@ def test_one_of_several_workers_says_which_it_is(config: ResolvedConfig) -> None
     trainer = Trainer(config)
     trainer.workers.rank, trainer.workers.size = 1, 2
     in_forward(trainer)
-    with pytest.raises(OutOfMemory, match="out of memory in the forward pass of step 1 on worker 2 of 2: ") as failed:
+    with pytest.raises(
+        OutOfMemory, match="out of memory while running the forward pass of step 1 on worker 2 of 2, "
+    ) as failed:
         trainer.run()
     assert failed.value.result.outcome == "oom"
 
@@ -140,7 +142,7 @@ def test_the_loss_is_told_from_the_rest_of_the_forward_pass(
     monkeypatch.setattr(gpt2, "plain", fail)
     shortage = Trainer(config).run().shortage
     assert shortage
-    assert shortage.stage == "the loss in the forward pass of step 1"
+    assert shortage.stage == "running the forward pass of step 1 (computing the loss)"
     assert 0 < shortage.available_bytes < 10**15, "without a limit, all that the machine has"
 
 
@@ -148,7 +150,7 @@ def test_a_run_over_its_limit_knows_what_it_held(config: ResolvedConfig) -> None
     shortage = Trainer(config, limit=MemoryLimit.apply(10**6, "cpu")).run().shortage
     assert shortage
     assert (shortage.stage, shortage.requested_bytes, shortage.available_bytes) == (
-        "the check after step 1",
+        "checking memory after step 1",
         None,
         10**6,
     )
@@ -201,4 +203,4 @@ def test_a_gpu_that_is_full(config: ResolvedConfig) -> None:
     assert result.shortage
     assert result.shortage.requested_bytes
     assert result.shortage.requested_bytes > 2**30
-    assert result.shortage.stage == "the loss in the forward pass of step 1"
+    assert result.shortage.stage == "running the forward pass of step 1 (computing the loss)"

@@ -38,7 +38,7 @@ def config() -> ResolvedConfig:
 def failed(make_result: Make, room: int, *, process: int = 0, **changes: Any) -> RunResult:
     """A run that ran out of memory on a GPU in its first backward pass."""
     held = {"weights": 498_000_000, "gradients": 0, "optimizer": 0}
-    shortage = MemoryShortage("the backward pass of step 1", 6_600_000_000, room, held, SAID)
+    shortage = MemoryShortage("running the backward pass of step 1", 6_600_000_000, room, held, SAID)
     process = process or room - 6 * 10**8
     memory = Memory(process - 21 * 10**8, process - 6 * 10**8, process, "nvml")
     return make_result(**{"outcome": "oom", "checkpoint": None, "memory": memory, "shortage": shortage} | changes)
@@ -73,7 +73,7 @@ def test_what_the_optimizer_held_already_is_not_needed_once_more(config: Resolve
 
 def test_a_run_needed_at_least_what_it_could_use(config: ResolvedConfig, make_result: Make) -> None:
     """CUDA's libraries do not say how much they asked for."""
-    shortage = MemoryShortage("the backward pass of step 2", None, 40 * GB, {}, "CUBLAS_STATUS_ALLOC_FAILED")
+    shortage = MemoryShortage("running the backward pass of step 2", None, 40 * GB, {}, "CUBLAS_STATUS_ALLOC_FAILED")
     found = diagnose_oom(config, failed(make_result, 40 * GB, process=35 * GB, shortage=shortage), HOME, None)
     assert found
     assert dict(found.rows)["prediction"].startswith("underestimated by 3.08 GB")

@@ -84,7 +84,7 @@ def test_the_predicted_memory_is_beside_what_was_measured(config: ResolvedConfig
     assert lines["allocated"][0] == f"{peak.allocated / GB:.3f}"
     assert lines["process (NVML)"][0] == f"{peak.total / GB:.3f}"
     assert lines["weights"] == [f"{peak.weights / GB:.3f}", ""]
-    shortage = MemoryShortage("the backward pass of step 1", None, 4 * GB, {"weights": GB})
+    shortage = MemoryShortage("running the backward pass of step 1", None, 4 * GB, {"weights": GB})
     lines = report.memory_table(config, make_result(memory=memory, shortage=shortage)).rows
     assert ("weights", f"{peak.weights / GB:.3f}", "1.000") in lines
 
