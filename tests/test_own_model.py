@@ -195,7 +195,7 @@ def test_where_a_model_fails_that_could_be_built_is_told_and_what_was_trained_is
     flags = ["--data", str(small_shards), "--device", "cpu", "--global-batch", "2", "--cycle", "3+1"]
     flags += ["--steps", "9", "--checkpoint-every", "5"]
     for name, stage in {
-        "Short": "step 1", "Twice": "running the backward pass of step 2", "Unseen": "running the validation", "Tired": "step 7"
+        "Short": "step 1", "Twice": "the backward pass of step 2", "Unseen": "the validation", "Tired": "step 7"
     }.items():  # fmt: skip
         said = refused(
             run.main, *flags, "--model", f"wrong_models:{name},{SIZES}", "--micro-batch", "2", "--name", name

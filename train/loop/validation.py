@@ -68,8 +68,8 @@ class ValidationPasses:
         """Numbers of the windows at ``positions``; a loader that reads ahead begins again after the last."""
         return self._windows.window_ids(self._order[positions % len(self._order)])
 
-    def read(self, numbers: np.ndarray, out: np.ndarray) -> None:
-        self._windows.read(numbers, out)
+    def read(self, window_ids: np.ndarray, out: np.ndarray) -> None:
+        self._windows.read(window_ids, out)
 
 
 @torch.no_grad()
