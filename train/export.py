@@ -37,7 +37,7 @@ def main() -> None:
 
 
 def export(config: ExportConfig) -> int:
-    """Write the model to a new folder; returns the exit code.
+    """Write the model to a new folder, and return the exit code.
 
     torch and MLflow are imported after the flags are checked, so that invalid flags are reported at once.
     """
@@ -73,7 +73,10 @@ def export(config: ExportConfig) -> int:
 
 
 def find_run_ref(run: RunFolder, name: str | None) -> RunRef | None:
-    """The MLflow run of ``run``; None if it is unknown. Registering the model as ``name`` requires it."""
+    """Find the MLflow run of ``run``; None if it is unknown.
+
+    Raises ``UserError`` if the model is to be registered as ``name`` and cannot be.
+    """
     try:
         run_ref = run.run_ref()
     except UserError:  # A folder that was copied without its MLflow store can still be exported.

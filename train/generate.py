@@ -45,7 +45,7 @@ def main() -> None:
 
 
 def generate(config: GenerateConfig) -> int:
-    """Print the continuation; returns the exit code.
+    """Print the continuation of a prompt, and return the exit code.
 
     torch is imported after the flags are checked, so that invalid flags are reported at once.
     """

@@ -45,10 +45,10 @@ class PlanOptions:
     def __post_init__(self) -> None:
         for name in ("tokens_per_second", "price_per_hour"):
             value = getattr(self, name)
-            if value is not None and not 1e-9 <= value <= 1e18:  # Beyond, a time or a cost would not be finite.
-                raise UserError(f"--{name.replace('_', '-')} {value:g} must be above 0, between 1e-9 and 1e18.")
+            if value is not None and not 1e-9 <= value <= 1e18:  # Other values would make the time or cost infinite.
+                raise UserError(f"--{name.replace('_', '-')} {value:g} must be between 1e-9 and 1e18.")
         if self.price_per_hour is not None and self.tokens_per_second is None:
-            raise UserError("--price-per-hour needs a speed to compute the cost. Set --tokens-per-second, too.")
+            raise UserError("--price-per-hour needs a speed to compute the cost. Set --tokens-per-second as well.")
 
 
 def main() -> None:
@@ -56,7 +56,10 @@ def main() -> None:
 
 
 def plan(options: PlanOptions) -> None:
-    """Print all tables of the plan. torch is imported here, so that invalid flags are reported at once."""
+    """Print all tables of the plan.
+
+    torch is imported after the flags are checked, so that invalid flags are reported at once.
+    """
     from train.estimate import forecast, network, roofline
     from train.estimate.gpu_rates import load_gpu_rates
 
@@ -107,7 +110,7 @@ def plan(options: PlanOptions) -> None:
 
 
 def _with_data(training: TrainConfig) -> TrainConfig:
-    """``training`` prepared for its data, as it would run; unchanged if there are no data for the model."""
+    """Return ``training`` prepared for its data, or unchanged if the data are missing or do not match the model."""
     from pipeline.shards import read_manifest
 
     try:

@@ -1,4 +1,4 @@
-"""The result of a run: the record that ladders and searches compare, and that MLflow and ``result.json`` keep."""
+"""The result of a run, which ladders and searches compare, and which MLflow and ``result.json`` store."""
 
 from dataclasses import dataclass, field
 from typing import Literal
@@ -11,115 +11,129 @@ Outcome = Literal["finished", "interrupted", "oom", "over_limit", "diverged"]
 MemorySource = Literal["nvml", "device", "reserved", "rss", "rss-of-process"]
 
 TRAINING = "training"
-"""What a loop does between its first step, which compiles, and its end."""
+"""Activity of a loop between its first step, which compiles, and its end."""
 
 BUILDING = "building the model"
-"""The stage of a loop before its first step: weights, optimizer and, of a run that is continued, its checkpoint."""
+"""Stage of a loop before its first step, in which it creates weights and optimizer, or loads a checkpoint."""
 
 
 @strict
 @dataclass(frozen=True)
 class Throughput:
-    """Training speed in the steady state: tokens per second, its 95% interval, and the steps that it is based on."""
+    """Training speed in the steady state, with its 95% interval and the number of steps that were measured."""
 
     tokens_per_second: float
+    """Training speed in tokens/s."""
     low: float
+    """Lower end of the speed's 95% interval."""
     high: float
+    """Upper end of the speed's 95% interval."""
     steps: int
-    """Steps in the steady state, without the ``warmup_steps``."""
+    """Number of steps in the steady state, without warm-up."""
     warmup_steps: int
+    """Number of steps before the steady state."""
 
     @property
     def estimate(self) -> Estimate:
-        """Tokens per second with its interval, as comparisons take it."""
+        """The speed in tokens/s with its interval."""
         return Estimate(self.tokens_per_second, self.low, self.high)
 
 
 @strict
 @dataclass(frozen=True)
 class Memory:
-    """Peak memory in bytes, measured in three ways; None where the device has no such measure."""
+    """Peak memory in bytes, measured in three ways; None if the device does not support a measurement."""
 
     allocated: int | None
-    """Tensors in torch's CUDA allocator."""
+    """Peak bytes of tensors in torch's CUDA allocator."""
     reserved: int | None
-    """Segments that the allocator took from the device."""
+    """Peak bytes of segments that torch's CUDA allocator reserved."""
     process: int
-    """The whole process: NVML's count on a GPU, peak resident set on the CPU."""
+    """Peak bytes of the whole process: GPU memory reported by NVML, or the resident set on a CPU."""
     process_source: MemorySource
-    """Where ``process`` comes from; ``reserved`` is used where NVML does not report it, ``device`` (the growth of the
-    GPU's use) for a trial there, and ``rss-of-process`` where the system does not allow the peak of what the process
-    did before the run to be forgotten."""
+    """Measurement behind ``process``: ``nvml``; without it ``reserved``, or ``device`` (the increase of the GPU's used
+    memory) in a trial; ``rss``; or ``rss-of-process`` if the system cannot reset the peak before the run."""
     allocator_retries: int = 0
-    """Times the allocator had to free its cache to continue: a sign that too little memory slows the run."""
+    """Number of times that the allocator freed its cache to continue, which slows a run with too little memory."""
 
 
 @strict
 @dataclass(frozen=True)
 class MemoryShortage:
-    """What was known when a run did not fit in memory. Sizes in bytes."""
+    """Details of the moment in which a run ran out of memory. Sizes are in bytes."""
 
     stage: str
     """Activity of the loop at that time, such as ``running the backward pass of step 1``."""
     requested_bytes: int | None
-    """The allocation that failed, by torch's message; None where nothing failed, or the message has no size."""
+    """Size of the allocation that failed, by torch's message; None if no allocation failed or its size is unknown."""
     available_bytes: int
-    """What the process could use: its limit, or all that the device has for it."""
+    """Memory that the process could use: its limit, or the memory of the device."""
     bytes_by_part: dict[str, int]
-    """Weights, gradients and optimizer state at that moment, by the part's name; without what cannot be counted."""
+    """Bytes of weights, gradients and optimizer state by part; parts that cannot be measured are missing."""
     message: str = ""
-    """torch's, on one line."""
+    """First line of torch's error; empty if a limit was exceeded."""
 
 
 @strict
 @dataclass(frozen=True)
 class Diagnosis:
-    """What was wrong with a run, for a person to read."""
+    """Findings about a faulty run, with advice."""
 
     rows: list[tuple[str, str]]
-    """What was found: name and text."""
+    """Findings: (name, text)."""
     advice: str = ""
-    """What to do about it: a sentence, or the beginning of one that ends with the command."""
+    """Advice on the next step: a sentence, or the start of a sentence that ends with ``command``."""
     command: str = ""
+    """Command that follows the advice; empty if there is none."""
 
 
 @strict
 @dataclass(frozen=True)
 class CycleReport:
-    """One cycle: losses, position, and where the time went. Seconds by the device's own clock, see ``loop.timing``."""
+    """Report of a cycle: losses, progress and times, which the clock of the device measures (``loop.timing``)."""
 
     step: int
+    """Number of the cycle's last step."""
     batches: int
-    """Training steps and validation batches so far."""
+    """Number of training steps and validation batches since the start of the run."""
     train_loss: float
+    """Mean loss of the cycle's steps, in nats/token."""
     val_loss: float | None
-    """Mean over the tokens of the validation windows; None without validation."""
+    """Mean loss over the tokens of the validation windows, in nats/token; None without validation."""
     train_tokens: int
-    """Training tokens seen so far, over all workers."""
+    """Number of training tokens since the start of the run, over all workers."""
     val_tokens: int
+    """Number of validation tokens since the start of the run, over all workers."""
     books_seen: float
-    """Books seen so far, at the corpus's mean length."""
+    """Number of books trained on since the start of the run, by the mean length of the data's books."""
     cycle_seconds: float
-    """Of this cycle."""
+    """Duration of the cycle, including validation."""
     train_seconds: float
+    """Duration of the cycle's training steps."""
     data_wait_seconds: float
+    """Time in the cycle that the loop waited for batches."""
     optimizer_seconds: float
-    """Clipping, the optimizer's step and clearing the gradients."""
+    """Time in the cycle for gradient clipping, the optimizer's step and clearing the gradients."""
     elapsed: float
-    """Since the first step."""
+    """Training time since the end of the run's first step, in seconds."""
     cycle_tokens: int
+    """Number of training and validation tokens in the cycle."""
     epoch_seconds: float
-    """Time that one pass over the training tokens takes at this cycle's speed."""
+    """Time that an epoch takes at the cycle's training speed."""
     learning_rate: float
+    """Learning rate of the cycle's last step."""
     gradient_norm: float
+    """Gradient norm of the cycle's last step, before clipping."""
     step_losses: list[float] = field(default_factory=list)
+    """Loss of each of the cycle's steps, in nats/token."""
 
     @property
     def first_loss(self) -> float | None:
-        """The loss of the run's first step; None in a later cycle."""
+        """Loss of the run's first step; None in a later cycle."""
         return self.step_losses[0] if self.step_losses and self.step == len(self.step_losses) else None
 
     def format_line(self) -> str:
+        """Format the cycle as a line of the log."""
         val = "-" if self.val_loss is None else f"{self.val_loss:.3f}"
         return (
             f"batches:{self.batches} | loss: {self.train_loss:.3f}/{val} "
@@ -131,75 +145,87 @@ class CycleReport:
 @strict
 @dataclass(frozen=True)
 class RunResult:
-    """The outcome of a run and everything that was measured."""
+    """The outcome of a run with its measurements."""
 
     outcome: Outcome
+    """Outcome of the run."""
     reason: str
+    """Reason for the outcome, as a part of a sentence."""
     steps: int
+    """Number of completed optimizer steps."""
     throughput: Throughput | None
-    """None when the run was too short to have a steady state, or when that was ``implausible_reason``."""
+    """Training speed; None if the run was too short for a steady state, or if its speed is implausible."""
     implausible_reason: str = field(default="", kw_only=True)
-    """Why the speed of its steps is no measurement: no such device computes so fast; empty where one could."""
+    """Why the measured speed is invalid, because the device cannot compute so fast; empty if it is valid."""
     memory: Memory
+    """Peak memory."""
     first_loss: float | None = field(default=None, kw_only=True)
-    """Training loss of the first step; None in a result that does not begin with it."""
+    """Training loss of the first step; None if this process resumed the run."""
     train_loss: float | None
-    """Over the padded vocabulary."""
+    """Training loss of the last cycle in nats/token, over the padded vocabulary."""
     val_loss: float | None
-    """Over the vocabulary without padding, as that of the exported model."""
+    """Validation loss of the last cycle in nats/token, over the vocabulary without padding, as the exported model's."""
     train_tokens: int
+    """Number of training tokens, over all workers."""
     val_tokens: int
+    """Number of validation tokens, over all workers."""
     books_seen: float
+    """Number of books trained on, by the mean length of the data's books."""
     train_seconds: float
-    """Training time, since the first step."""
+    """Training time since the end of the first step."""
     first_step_seconds: float | None
-    """From the start of the loop to the end of the first step, which includes compilation."""
+    """Time from the start of the loop to the end of the first step, which includes compilation."""
     data_wait_fraction: float | None
-    """Share of a step of the steady state spent waiting for a batch."""
+    """Fraction of a steady-state step in which the loop waits for a batch."""
     optimizer_fraction: float | None = field(default=None, kw_only=True)
-    """Share of it spent in clipping, the optimizer's step and clearing the gradients."""
+    """Fraction of a steady-state step for gradient clipping, the optimizer's step and clearing the gradients."""
     paused_seconds: float = field(default=0.0, kw_only=True)
-    """What single steps took beyond a usual one because the process stood still; it is in no speed and no share."""
+    """Time in which the process was paused, which is excluded from speed and step time."""
     flops_per_token: float
+    """FLOPs per token of a forward and backward pass, by the formula ``flops_formula``."""
     flops_formula: str
+    """Formula of ``flops_per_token``, with its source."""
     flops_per_second: float | None
+    """Training speed in FLOP/s; None without a speed."""
     mfu: float | None
-    """Fraction of the datasheet peak at the run's precision; None on hardware without a known peak."""
+    """Model FLOPs utilization: fraction of the peak FLOP/s at the run's precision; None if the peak is unknown."""
     hfu: float | None = field(default=None, kw_only=True)
-    """The same of all arithmetic, also what is done a second time; None where nothing is recomputed."""
+    """Hardware FLOPs utilization, which includes recomputation; None if nothing is recomputed."""
     matmul_utilization: float | None = field(default=None, kw_only=True)
-    """Fraction of the matmul rate that ``infra.doctor`` measured on this machine; None if it has not."""
+    """Fraction of the matmul rate that ``infra.doctor`` measured on this machine; None if it was not measured."""
     joules_per_million_tokens: float | None = field(default=None, kw_only=True)
-    """Energy of the GPU alone, over the steps after the first; None where no GPU reported it. With several workers it
-    is that of the first one's GPU for its share of the tokens."""
+    """Energy of the first worker's GPU for a million of its tokens, after the first step; None if it is unknown."""
     device: str
+    """Name of the device."""
     attention: str = field(default="", kw_only=True)
-    """The kernel that computed attention."""
+    """Name of the kernel that computed attention."""
     machine: str
     """Name of the machine of the first worker."""
     encoded_on: dict[str, int] = field(default_factory=dict, kw_only=True)
-    """Tokens of a stream of books by the machine that encoded them ahead of training; empty for shards."""
+    """Number of tokens of a book stream by the machine that encoded them; empty for shards."""
     checkpoint: str | None
+    """Location of the newest checkpoint; None if there is none."""
     data_fingerprint: str
+    """Fingerprint of the data."""
     loss_curve: list[tuple[int, float, float | None]]
-    """(step, training loss, validation loss) of the cycles of this process."""
+    """(step, training loss, validation loss) of each cycle of this process."""
     unigram_loss: float | None = field(default=None, kw_only=True)
-    """Least loss on the validation windows of a model that does not use its inputs; None without validation."""
+    """Minimum loss on the validation windows of a model that ignores its inputs; None without validation."""
     val_perplexity: float | None = None
-    """exp of the validation loss: per token, so it is comparable only within one vocabulary."""
+    """Perplexity per token of the validation windows, which is only comparable between equal vocabularies."""
     val_bits_per_byte: float | None = None
-    """Validation loss per UTF-8 byte of the text of the validation windows; None without a tokenizer."""
+    """Validation loss in bits per UTF-8 byte of the validation windows' text; None without a tokenizer."""
     val_bits_per_character: float | None = None
-    """The same per character."""
+    """Validation loss in bits per character of the validation windows' text; None without a tokenizer."""
     sample: str | None = None
-    """Text that the model wrote at the end."""
+    """Text that the model generated at the end; None if it was not asked for one."""
     telemetry: dict[str, float] = field(default_factory=dict)
-    """Means of what the first worker's machine did after the first step, by metric; empty if that was too short."""
+    """Averages of the first worker's machine after the first step, by metric; empty if the run was too short."""
     shortage: MemoryShortage | None = None
-    """Of a run that did not fit in memory."""
+    """Details of a run that did not fit in memory; None if it did."""
     diagnosis: Diagnosis | None = None
-    """None where nothing was wrong."""
+    """Findings about the run; None if there are none."""
     predicted_memory: int | None = None
-    """Predicted peak of the process's memory, in bytes."""
+    """Predicted peak memory of the process, in bytes."""
     failed_micro_batches: tuple[int, ...] = ()
-    """Micro-batches that were chosen automatically and did not fit, before the one that the run was made with."""
+    """Micro-batches that were chosen automatically and did not fit in memory."""

@@ -60,9 +60,9 @@ class RunOptions:
 
     def __post_init__(self) -> None:
         if self.resume and self.config:
-            raise UserError("--config and --resume both provide settings; give one of them.")
+            raise UserError("--config and --resume both provide settings. Use only one of them.")
         if self.resume and self.name:
-            raise UserError(f"--name {self.name}: a resumed run keeps its name; leave --name or --resume out.")
+            raise UserError(f"--name {self.name}: a resumed run keeps its name. Remove --name or --resume.")
 
 
 def main() -> None:
@@ -70,7 +70,7 @@ def main() -> None:
 
 
 def defaults() -> RunOptions:
-    """The options whose values flags override: those of the run to resume, or of a file."""
+    """The options that flags override: the defaults, with the settings of ``--resume`` or ``--config``."""
     options = RunOptions(**vars(flags.parse_only(RunOptions, "name", "out", "config", "resume")))
     if options.resume:
         return dataclasses.replace(options, training=load_run_config(options.resume, options.out))
@@ -78,15 +78,15 @@ def defaults() -> RunOptions:
 
 
 def run(options: RunOptions) -> int:
-    """Run one training from its options; returns the exit code.
+    """Train by ``options``, and return the exit code.
 
-    Invalid options are refused first. torch and MLflow are then imported, while Ray starts where the run needs it.
+    Invalid options are rejected first. Then torch and MLflow are imported, while Ray starts if the run needs it.
     """
     run = plan_run(options)
     with ThreadPoolExecutor(max_workers=1) as background, ExitStack() as locks:
         if run.progress:
             locks.enter_context(run.run_folder.command_lock())
-        store = options.tracking_uri or ((known := run.run_folder.run_ref()) and known.store)
+        store = options.tracking_uri or ((run_ref := run.run_folder.run_ref()) and run_ref.store)
         preparing = background.submit(import_and_open_store, store)
         with nullcontext() if run.is_local else ray_session(run.address, code=run.requested.model.source_paths):
             with status(IMPORTING_ACTIVITY):
@@ -99,6 +99,7 @@ def run(options: RunOptions) -> int:
 
 
 def plan_run(options: RunOptions) -> RunPlan:
+    """Check ``options``, and collect the settings, data and folder of the run."""
     config = options.training
     if options.resume:
         run = RunPlan.continued(config, options.resume, options.out)
@@ -109,6 +110,7 @@ def plan_run(options: RunOptions) -> RunPlan:
 
 
 def default_name(model: ModelSpec) -> str:
+    """Format the default name of a run of ``model``, with the time."""
     return f"{short_name(model)}-{time.strftime('%Y%m%d-%H%M%S')}"
 
 
@@ -122,7 +124,7 @@ def import_and_open_store(tracking_uri: str | None) -> None:
 
 
 def train_and_report(run: RunPlan, tracking_uri: str | None, file: str | None) -> int:
-    """Train on the connected Ray, by settings that a search may have left in ``file``; returns the exit code."""
+    """Train, record and report the run, and return the exit code; ``file`` is the value of ``--config``."""
     from infra.tracking.tracker import Tracker
     from infra.tracking.views import ui_link
     from train.launch.driver import train_and_record
@@ -159,10 +161,12 @@ def _device_info(run: RunPlan) -> DeviceInfo:
 
 
 def open_mlflow_run(run_folder: RunFolder, tracking_uri: str | None, *, starts: bool) -> "tuple[RunRef, Logged | None]":
-    """Returns: (the MLflow run to log to, what it has already; None for a new one).
+    """Open the MLflow run to log to. A resumed run continues its MLflow run.
 
-    A resumed run continues its earlier MLflow run. If that is not in the store that ``--tracking-uri`` names, or not
-    known on this machine, a new one records the whole run.
+    If that MLflow run is unknown on this machine, or is not in the store of ``--tracking-uri``, a new one records the
+    whole run.
+
+    Returns: (MLflow run, its logged entries; None for a new MLflow run).
     """
     from infra.device import provenance
     from infra.tracking.store import create_run, read_logged, reopen_run, run_exists, store_uri

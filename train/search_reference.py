@@ -1,6 +1,6 @@
-"""The speed that a search measured for a config, and the diagnosis of a run with this config that is slower.
+"""The speed that a search measured for a config, and the diagnosis of a slower run with this config.
 
-A cause is reported only if the measurements of the run, compared with those of the search's trials, show it.
+A cause is only reported if the measurements of the run and of the search's trials show it.
 """
 
 import json
@@ -29,67 +29,74 @@ MIN_EXPLAINED_FRACTION = 0.25
 """Minimum fraction of the missing speed that a cause must explain, if its effect can be computed."""
 
 BUSY_CPU_PERCENT = 90.0
-"""CPU usage of a machine from which processes have to wait for cores."""
+"""Minimum CPU usage of a machine at which processes wait for cores."""
 
 THROTTLED_PERCENT = 5.0
-"""Minimum percentage of the time in which a GPU is throttled for this to count as a cause."""
+"""Minimum percentage of the time that a GPU is throttled for throttling to count as a cause."""
 
 FIRST_STEPS = 2
-"""Steps in which the allocator finds its sizes: one compiles, the next is the first with the optimizer's state."""
+"""Number of steps in which allocator retries are normal: the first compiles, the second has new optimizer state."""
 
 OTHER_PROCESS_BYTES = 2e9
-"""Minimum GPU memory of other processes for these to count as a cause; the driver itself needs less."""
+"""Minimum GPU memory of other processes for them to count as a cause; the driver alone uses less."""
 
 
 @strict
 @dataclass(frozen=True)
 class SearchReference:
-    """The measurements of the winner of a search or ladder, as ``best.json`` stores them under ``measured``."""
+    """The measurements of the winner of a search or ladder, which ``best.json`` stores under ``measured``."""
 
     name: str
     """Name of the search or ladder."""
     tokens_per_second: float
+    """Speed of the winner in tokens/s."""
     speed_low: float
     """Lower end of the speed's 95% confidence interval."""
     speed_high: float
     """Upper end of the speed's 95% confidence interval."""
     memory_bytes: int | None
-    """Peak memory of the process."""
+    """Peak memory of the process, in bytes."""
     runs: int
     """Number of runs on which the speed is based."""
     tied_with: list[str]
-    """Labels of the candidates that may be as fast."""
+    """Labels of the candidates that may be as fast as the winner."""
     device: str
+    """Name of the device."""
     machines: list[str]
+    """Names of the machines on which the winner ran."""
     data_wait_fraction: float | None
+    """Fraction of a step in which the loop waits for a batch; None if it was not measured."""
     telemetry: dict[str, float]
+    """Averages of the machines' telemetry, by metric."""
 
     @property
     def speed(self) -> Estimate:
-        """Tokens per second."""
+        """The speed in tokens/s with its 95% interval."""
         return Estimate(self.tokens_per_second, self.speed_low, self.speed_high)
 
     @classmethod
     def of(cls, name: str, speed: Estimate, memory: int | None, results: Sequence[RunResult]) -> "SearchReference":
-        """The reference for later runs from the ``results`` of the winner's runs, with their pooled speed."""
+        """Create the reference by the pooled ``speed``, peak ``memory`` and ``results`` of the runs of the winner."""
         waits = [result.data_wait_fraction for result in results if result.data_wait_fraction is not None]
         averages = [result.telemetry for result in results if result.telemetry]
         return cls(
             name, *speed, memory, len(results), [], results[0].device,
             sorted({result.machine for result in results}), fmean(waits) if waits else None,
-            {metric: fmean(each[metric] for each in averages if metric in each) for metric in chain(*averages)},
+            {metric: fmean(values[metric] for values in averages if metric in values) for metric in chain(*averages)},
         )  # fmt: skip
 
 
 class Cause(NamedTuple):
-    """One possible cause: whether the measurements show it, and their values as a text."""
+    """A possible cause of a slow run."""
 
     is_evident: bool
+    """Whether the measurements show the cause."""
     text: str
+    """The measured values as a text."""
 
 
 def read_search_reference(file: str, config: TrainConfig) -> SearchReference | None:
-    """The measurements in a search's ``file``; None if it is of no search, or if ``config`` is executed differently."""
+    """Read the measurements in a search's ``file``; None without them, or if ``config`` differs in a speed setting."""
     path = StorageDir.of(file)
     try:
         content = path.parent.read(path.name)
@@ -97,42 +104,40 @@ def read_search_reference(file: str, config: TrainConfig) -> SearchReference | N
         return None
     try:
         values = json.loads(content)
-        searched = config_from_json(values["config"], file)
+        best_config = config_from_json(values["config"], file)
         reference = from_json(SearchReference, values["measured"], file)
     except (ValueError, UserError, KeyError, TypeError):
         return None
-    same_settings = all(searched.setting(name) == config.setting(name) for name in SPEED_SETTINGS)
-    return reference if same_settings else None
+    has_same_settings = all(best_config.setting(name) == config.setting(name) for name in SPEED_SETTINGS)
+    return reference if has_same_settings else None
 
 
 def diagnose_slowdown(result: RunResult, reference: SearchReference, compile: Compile) -> Diagnosis | None:
-    """The diagnosis of a run of ``config`` that is slower than ``reference``; None if it is not."""
+    """Diagnose a run that is slower than ``reference``; None if it is not slower."""
     run = result.throughput
     if run is None or run.high >= reference.speed.low:
         return None
-    missing = 1 - run.tokens_per_second / reference.speed.middle
+    slowdown = 1 - run.tokens_per_second / reference.speed.middle
     interval = f"95% CI {reference.speed_low:,.0f} to {reference.speed_high:,.0f}"
-    measured = f"{reference.tokens_per_second:,.0f} tokens/s ({interval})"
-    rows = [("speed", f"{missing:.1%} slower than the search {reference.name} measured: {measured}")]
-    checks = list(_checks(result, reference, missing))
+    search_speed = f"{reference.tokens_per_second:,.0f} tokens/s ({interval})"
+    rows = [("speed", f"{slowdown:.1%} slower than the search {reference.name} measured: {search_speed}")]
+    checks = list(_checks(result, reference, slowdown))
     causes = [check.text for check in checks if check.is_evident]
     if causes:
         return Diagnosis([*rows, *(("likely cause", text) for text in causes)])
-    unknown = (
-        f"unknown. Checked: {'; '.join(check.text for check in checks) or 'nothing, because nothing was recorded'}"
-    )
+    text = f"unknown. Checked: {'; '.join(check.text for check in checks) or 'nothing, because nothing was recorded'}"
     if compile != "off":  # torch has no documented counter of recompilations.
-        unknown += ". Recompilations are not recorded; set TORCH_LOGS=recompiles to print them"
-    return Diagnosis([*rows, ("likely cause", unknown)])
+        text += ". Recompilations are not recorded; set TORCH_LOGS=recompiles to print them"
+    return Diagnosis([*rows, ("likely cause", text)])
 
 
-def _checks(result: RunResult, reference: SearchReference, missing: float) -> Iterator[Cause]:
-    """All causes with measurements; ``missing`` is the fraction by which the run is slower."""
+def _checks(result: RunResult, reference: SearchReference, slowdown: float) -> Iterator[Cause]:
+    """All possible causes that were measured; ``slowdown`` is the fraction by which the run is slower."""
     if result.device != reference.device:
         yield Cause(True, f"ran on {result.device} (search: {reference.device})")
     elif result.machine not in reference.machines:
         yield Cause(True, f"ran on {result.machine} (search: {', '.join(reference.machines)})")
-    min_effect = MIN_EXPLAINED_FRACTION * missing
+    min_effect = MIN_EXPLAINED_FRACTION * slowdown
     if result.data_wait_fraction is not None:
         wait, search_wait = result.data_wait_fraction, reference.data_wait_fraction
         text = f"waited for data {wait:.1%} of the time{_in_search(search_wait, '.1%')}"

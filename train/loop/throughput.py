@@ -9,7 +9,7 @@ from collections.abc import Sequence
 
 from infra.device.hardware import peak_flops
 from train.config import Execution
-from train.intervals import FEWEST_BATCHES, anytime_half_width, batch_means, median_interval, warmup_steps
+from train.intervals import MIN_BATCHES, anytime_half_width, batch_means, median_interval, warmup_steps
 from train.model_config import ModelSpec
 from train.result import Throughput
 
@@ -65,6 +65,6 @@ def is_precise(step_seconds: Sequence[float], within: float) -> bool:
     instead of 5%.
     """
     batches = batch_means(step_seconds[warmup_steps(step_seconds) :])
-    if len(batches) < FEWEST_BATCHES:
+    if len(batches) < MIN_BATCHES:
         return False
     return anytime_half_width(batches) <= within * statistics.fmean(batches)

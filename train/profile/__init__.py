@@ -1,1 +1,1 @@
-"""Where a configuration's time and memory go: python -m train.profile."""
+"""Profile a few training steps: the time and memory of their kernels."""

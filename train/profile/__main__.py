@@ -1,6 +1,6 @@
-"""Entry: ``python -m train.profile`` shows which kernels a configuration's time and memory are spent on.
+"""Entry: ``python -m train.profile`` shows the time and memory of a configuration's kernels.
 
-It runs the real training loop in this process, without Ray, and records a few steps after warm-up.
+It runs the training loop in this process, without Ray, and records a few steps after warm-up.
 """
 
 import shutil
@@ -30,7 +30,7 @@ if TYPE_CHECKING:
     from train.profile.trace import Profile
 
 MAX_TRACE_BYTES = 2 * 10**9
-"""Disk space that a trace may need: two steps of GPT-2 are about 100 MB of JSON, and many times that with stacks."""
+"""Disk space that a trace may need: two steps of GPT-2 have about 100 MB of JSON, and many times more with stacks."""
 
 
 @dataclass(frozen=True)
@@ -56,13 +56,16 @@ def main() -> None:
 
 
 def defaults() -> ProfileOptions:
-    """The options whose values flags override: the defaults, with the file of ``--config``."""
+    """The options that flags override: the defaults, with the settings of ``--config``."""
     path = flags.parse_only(ProfileOptions, "config").config
     return ProfileOptions(training=load_config(path) if path else TrainConfig())
 
 
 def profile(options: ProfileOptions) -> None:
-    """Profile a configuration. torch and MLflow are imported here, so that invalid flags are reported at once."""
+    """Profile a configuration.
+
+    torch and MLflow are imported after the flags are checked, so that invalid flags are reported at once.
+    """
     if options.training.dataset.stream:
         raise UserError(
             f"--stream {' '.join(options.training.dataset.stream)} is not supported by train.profile. Create token "
@@ -130,12 +133,15 @@ def profile(options: ProfileOptions) -> None:
 
 
 def profile_report(result: "Profile", sentences: list[str]) -> Report:
-    """The report of a profile: time by class, the most expensive kernels, and the findings."""
+    """Build the report of a profile: time by class, the most expensive kernels, and the findings."""
     title = f"Step time {result.step:.2f} ms: forward {result.forward:.2f} ms, backward {result.backward:.2f} ms"
     total = sum(result.by_class.values()) or 1.0
-    classes = [(kind, f"{each:.3f}", f"{each / total:.1%}") for kind, each in result.by_class.items()]
-    classes += [(f"idle: {cause}", f"{each:.3f}", "") for cause, each in result.gaps.items()]
-    kernels = [(each.name[:70], each.kind, str(each.calls), f"{each.milliseconds:.3f}") for each in result.kernels[:12]]
+    classes = [(kind, f"{time:.3f}", f"{time / total:.1%}") for kind, time in result.by_class.items()]
+    classes += [(f"idle: {cause}", f"{time:.3f}", "") for cause, time in result.gaps.items()]
+    kernels = [
+        (kernel.name[:70], kernel.kind, str(kernel.calls), f"{kernel.milliseconds:.3f}")
+        for kernel in result.kernels[:12]
+    ]
     return Report(
         [("Attention kernel", result.attention)],
         [

@@ -1,6 +1,6 @@
-"""A chart of allocations over time by category, and on a GPU the allocator's own history for torch's viewer.
+"""A chart of allocations over time by category, and on a GPU the allocator's history for torch's viewer.
 
-torch determines the categories: it tracks which tensors are parameters, gradients, activations and optimizer state.
+torch determines the categories: parameters, gradients, activations, optimizer state and others.
 """
 
 import json
@@ -15,16 +15,17 @@ from matplotlib.figure import Figure
 VIEWER = "https://pytorch.org/memory_viz"
 """torch's viewer for the file that :func:`dump` writes; the page does not send the file anywhere."""
 
+# The order of torch's categories in an exported timeline.
 CATEGORIES = ("parameters", "optimizer state", "inputs", "temporary", "activations", "gradients", "autograd", "other")
 COLORS = ("#0072b2", "#009e73", "#000000", "#f0e442", "#d55e00", "#cc79a7", "#56b4e9", "#e69f00")
-"""The eight colors of Okabe and Ito, which color-blind people can distinguish, too."""
+"""The eight colors of Okabe and Ito, which color-blind people can distinguish."""
 
 
 def draw(recorder: torch.profiler.profile, device: str, path: Path) -> int:
-    """Draw the memory of ``device`` in MB over the steps of ``recorder``; returns the activations' peak in bytes.
+    """Draw the memory of ``device`` in MB over the steps of ``recorder``, and return the activations' peak in bytes.
 
-    Raises any error of torch that it does not support the model, or no longer has this method, which is deprecated in
-    favor of the allocator's history, which exists for CUDA only.
+    Raises the error of torch if its method does not support the model or has been removed. The method is deprecated in
+    favor of the allocator's history, which only exists for CUDA.
     """
     points = path.with_suffix(".json")
     try:

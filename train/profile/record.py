@@ -1,4 +1,4 @@
-"""Recording of a few steps of the real training loop with torch's profiler."""
+"""Record a few steps of the training loop with torch's profiler."""
 
 import errno
 import gzip
@@ -111,7 +111,7 @@ def _ended_early(result: RunResult) -> UserError:
 def _optional_output(file: str, missing: list[str]) -> Iterator[None]:
     """Add a sentence to ``missing`` if torch raises an exception in the block, because the other files are complete.
 
-    Raises ``OSError``, because a full disk affects the other files, too.
+    Raises ``OSError``, because a full disk also affects the other files.
     """
     try:
         yield
@@ -124,10 +124,10 @@ def _optional_output(file: str, missing: list[str]) -> Iterator[None]:
 def named_kernels() -> AbstractContextManager[None]:
     """A context in which code compiled for the CPU reports each of its kernels by name to torch's profiler.
 
-    Otherwise the profiler attributes their time to the graph, because it only sees what torch dispatches and the graph
-    calls its kernels directly.
+    Otherwise the profiler attributes their time to the whole graph, because it only records operators that torch
+    dispatches, and a compiled graph calls its kernels directly.
     """
-    import torch._inductor.config as inductor  # Importing it takes a second, which uncompiled runs save.
+    import torch._inductor.config as inductor  # The import takes a second, and only compiled runs need it.
 
     return inductor.patch({"cpp.enable_kernel_profile": True})
 

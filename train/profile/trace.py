@@ -1,6 +1,6 @@
 """Analysis of a profile: time by class of kernel, forward and backward pass, idle gaps and their causes.
 
-Times are those of kernels on a GPU, and of operators on a CPU.
+Times are of kernels on a GPU, and of operators on a CPU.
 """
 
 from collections import defaultdict
@@ -11,6 +11,7 @@ from typing import Any
 from train.data.loader import NEXT_BATCH
 
 FORWARD = "throughline: forward"
+"""Name of the forward passes in a profile."""
 
 CLASSES = {
     "copies": ("memcpy", "memset", "copy_", "_to_copy", "aten::clone"),
@@ -26,56 +27,68 @@ ATTENTION_KERNELS = {
     "efficient": ("fmha", "efficient_attention"),
     "flex": ("flex_attention",),
 }
+"""Parts of a kernel's name by the implementation of attention."""
 MIN_GAP_MICROSECONDS = 20.0
 """Minimum length of an idle gap on a GPU; shorter ones are the normal spacing of launches."""
 WAITS = ("cudastreamsynchronize", "cudadevicesynchronize", "cudaeventsynchronize", "aten::item")
+"""Names of host calls that wait for the device."""
 
 
 @dataclass(frozen=True)
 class Kernel:
-    """A kernel (GPU) or operator (CPU) with its calls and milliseconds over the profiled steps."""
+    """A kernel on a GPU or an operator on a CPU."""
 
     name: str
+    """Name in the trace."""
     kind: str
+    """Class of the kernel, such as matmul."""
     calls: int
+    """Number of calls in all profiled steps."""
     milliseconds: float
+    """Time in all profiled steps."""
 
 
 @dataclass(frozen=True)
 class Profile:
-    """The numbers of a profile, per step unless stated otherwise. Times in milliseconds."""
+    """The measurements of a profile. Times are in milliseconds per step."""
 
     steps: int
+    """Number of profiled steps."""
     step: float
+    """Duration of a step."""
     kernels: list[Kernel]
-    """Kernels over all steps, the most expensive first."""
+    """Kernels of all steps, the most expensive first."""
     by_class: dict[str, float]
     """Time by class of kernel."""
     idle: float
+    """Time in which the GPU is idle."""
     gaps: dict[str, float]
     """Idle time by cause: synchronization, copying, the loader, launching."""
     forward: float
+    """Time of the forward pass."""
     backward: float
+    """Time of the backward pass."""
     loader: float
+    """Time in which the loop requests batches."""
     waits: float
     """Host time in calls that wait for the device."""
     wait_calls: float
-    """Number of calls that wait for the device."""
+    """Number of host calls per step that wait for the device."""
     attention: str
-    """The kernel that computed attention."""
+    """Implementation of attention that was used."""
 
 
 def classify_kernel(name: str) -> str:
-    """The class of a kernel or operator by its name."""
+    """Determine the class of a kernel or operator by its name."""
     lower_name = name.lower()
     if "log_softmax" in lower_name or "logsoftmax" in lower_name:
         return "norms and loss"
     classes = [kind for kind, words in CLASSES.items() if any(word in lower_name for word in words)]
     is_fused = lower_name.startswith("triton_") or "cpp_fused_" in lower_name
     if is_fused:
-        # The name lists all fused operations, including casts, which copy nothing there.
+        # The name lists all fused operations, including casts, which do not copy in a fused kernel.
         classes = [kind for kind in classes if kind != "copies"]
-        if not lower_name.startswith("triton_tem_"):  # Such a kernel only adds a bias; the product is another kernel.
+        if not lower_name.startswith("triton_tem_"):  # The kernel only adds a bias. The product is another kernel.
             classes = [kind for kind in classes if kind != "matmul"]
     return next(iter(classes), "element-wise")
 
@@ -127,7 +140,7 @@ def is_python_frame(name: str) -> bool:
 
 
 def attention_kernel(names: Iterable[str]) -> str:
-    """The attention kernel of torch that is among the ``names`` of kernels."""
+    """Find the implementation of attention by the ``names`` of kernels."""
     names = [name.lower() for name in names]
     for kernel, words in ATTENTION_KERNELS.items():
         if any(word in name for name in names for word in words):
@@ -136,7 +149,7 @@ def attention_kernel(names: Iterable[str]) -> str:
 
 
 def idle_gaps(kernels: list[Any], host: list[Any]) -> dict[str, float]:
-    """Milliseconds in which the GPU was idle, by the activity of the host."""
+    """Compute the milliseconds in which the GPU was idle, by the activity of the host."""
     gaps: dict[str, float] = defaultdict(float)
     causes = [(cause, e) for e in host if (cause := _cause(e.name))]
     spans = sorted((e.time_range.start, e.time_range.end) for e in kernels)
@@ -159,7 +172,7 @@ def _cause(name: str) -> str | None:
 
 
 def findings(profile: Profile, *, optimizer: str, compiled: bool, cuda: bool, attention: bool = True) -> list[str]:
-    """Sentences about conspicuous numbers of a profile; empty if there are none."""
+    """Write sentences about conspicuous values of a profile; empty if there are none."""
     total = sum(profile.by_class.values()) or 1.0
     fractions = {kind: milliseconds / total for kind, milliseconds in profile.by_class.items()}
     device = "GPU" if cuda else "CPU"

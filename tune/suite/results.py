@@ -10,7 +10,7 @@ from infra.cli.units import GB
 from infra.facts import Fact
 from infra.storage.directory import StorageDir
 from train.estimate.flops import read_matmul_rate
-from train.intervals import WIDEST_CONTROL, t_quantile
+from train.intervals import MAX_CONTROL_WIDTH, t_quantile
 from train.run_files.lookup import format_run_command
 from tune.suite.runs import SAME_BATCH, RungResult
 from tune.suite.suites import Suite
@@ -121,7 +121,7 @@ def legend(suite: Suite, rungs: Sequence[RungResult], controls: Sequence[float])
     if inconclusive:
         lines.append(
             f"Inconclusive: around {'; '.join(name for name, _ in inconclusive)} the control's 95% interval is up to "
-            f"{max(width for _, width in inconclusive):.0%} of its speed wide; above {WIDEST_CONTROL:.0%} no "
+            f"{max(width for _, width in inconclusive):.0%} of its speed wide; above {MAX_CONTROL_WIDTH:.0%} no "
             "conclusion is drawn. Use more steps per rung (--steps or --time-budget) or a quieter machine."
         )
     if not any(rung.changes for rung in suite.rungs):

@@ -10,7 +10,7 @@ import math
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 
-from train.intervals import WIDEST_CONTROL, Estimate, power_product, t_quantile
+from train.intervals import MAX_CONTROL_WIDTH, Estimate, power_product, t_quantile
 
 
 @dataclass(frozen=True)
@@ -26,7 +26,7 @@ class Difference:
     @property
     def is_inconclusive(self) -> bool:
         """Whether the control is too imprecise for any conclusion."""
-        return self.control_width > WIDEST_CONTROL
+        return self.control_width > MAX_CONTROL_WIDTH
 
     @property
     def is_significant(self) -> bool:
