@@ -11,10 +11,10 @@ if TYPE_CHECKING:
 
 
 def find_fastest(config: "SearchConfig") -> "ResolvedConfig":
-    """Run a search like ``python -m tune.search``, and return the fastest configuration, for ``train.train``.
+    """Run a search as ``python -m tune.search`` does, and return the fastest configuration, for ``train.train``.
 
-    Raises ``infra.errors.UserError`` for invalid settings and if the search has no winner, and ``KeyboardInterrupt``
-    after Ctrl-C; finished trials are then reused with ``SearchConfig(resume=...)``.
+    Raises ``infra.errors.UserError`` for invalid settings and if the search has no winner. Raises
+    ``KeyboardInterrupt`` after Ctrl-C; the search can then be resumed with ``SearchConfig(resume=...)``.
     """
     import dataclasses
     import json
@@ -34,7 +34,7 @@ def find_fastest(config: "SearchConfig") -> "ResolvedConfig":
     directory = StorageDir.of(config.out, search_name(config))
     if not directory.exists("best.json"):
         raise UserError(
-            f"The search in {directory} has no winner. See the outcome of each trial in {directory}/summary.md."
+            f"The search in {directory} has no winner. Read the outcome of each trial in {directory}/summary.md."
         )
     settings = json.loads(directory.read("best.json"))["config"]
     return ResolvedConfig.from_resolved(config_from_json(settings, f"{directory}/best.json"))

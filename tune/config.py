@@ -1,4 +1,4 @@
-"""The settings of a search and of a ladder, with every default and its unit."""
+"""Settings of a search and of a ladder."""
 
 from dataclasses import dataclass, field, fields, replace
 from pathlib import Path
@@ -15,11 +15,11 @@ from train.config import Cycle, CycleText, Device, TrainConfig
 from train.model_config import ModelOrNone
 from tune.space import parse_knobs
 
-FEWEST = 5
-"""Minimum number of steps after warm-up before a trial may end: the deviation of fewer is often far below the truth."""
+MIN_MEASURED_STEPS = 5
+"""Minimum number of steps after warm-up in a trial; the deviation of fewer steps is often far too small."""
 
-SHORTEST = 8
-"""Minimum number of steps of a rung: one compiles, three warm up, four are measured."""
+MIN_RUNG_STEPS = 8
+"""Minimum number of steps of a rung: one compiles, three warm up, and four are measured."""
 
 
 @strict
@@ -45,10 +45,11 @@ class ExperimentConfig(JoinsRay):
     address: Address = None
 
     def to_json(self) -> dict[str, Any]:
+        """The settings by name as JSON values, as the experiment's folder stores them."""
         return to_json(self) | {"resume": None}
 
     def identity(self) -> dict[str, Any]:
-        """The settings that must be equal for an experiment to be resumed with these."""
+        """The settings that cannot be changed when the experiment is resumed."""
         values = self.to_json()
         values = values.pop("training", {}) | values
         ignored = {*self.resumable_changes, *(field.name for field in fields(ExperimentConfig))}
@@ -135,8 +136,8 @@ class SearchConfig(ExperimentConfig):
         if max(self.accumulations, default=1) >= 2**31:
             raise UserError(f"--accumulations {max(self.accumulations)} is too large. Use values below 2^31.")
         if self.training.dataset.stream:
-            raise UserError("--stream is not supported by a search, whose trials read token shards. Use --data.")
-        check_minimum(self, trial_steps=FEWEST + 2, max_concurrent_trials=1, confirm_rounds=0)
+            raise UserError("--stream is not supported by a search. Use token shards with --data.")
+        check_minimum(self, trial_steps=MIN_MEASURED_STEPS + 2, max_concurrent_trials=1, confirm_rounds=0)
         check_numbers(self)
         if not 0 < self.speed_tolerance < 1:
             raise UserError(
@@ -148,15 +149,18 @@ class SearchConfig(ExperimentConfig):
         return super().to_json() | {"training": training, "config": None}
 
 
-CYCLE = Cycle()
-TIME_BUDGET, SPEED_TOLERANCE = 300.0, 0.005
-"""Defaults of a ladder without --steps: seconds per rung, and the precision of its speed at which it ends earlier."""
+DEFAULT_CYCLE = Cycle()
+"""Cycle of a ladder's rungs by default."""
+TIME_BUDGET_SECONDS = 300.0
+"""Time per rung of a ladder with neither --steps nor --time-budget."""
+SPEED_TOLERANCE = 0.005
+"""Relative half-width of the speed's interval at which a rung of a ladder without --steps ends early."""
 
 BATCH = 32
 """Micro-batch of a suite that does not set one."""
 
-FIT_MEMORY_LIMIT = 40 * 10**9
-"""Bytes to which --fit-batch limits memory if --memory-limit is not set."""
+FIT_MEMORY_LIMIT_BYTES = 40 * 10**9
+"""Memory limit of --fit-batch if --memory-limit is not set."""
 
 
 @strict
@@ -204,7 +208,7 @@ class LadderConfig(ExperimentConfig):
     speed_tolerance: float | None = None
     """Relative half-width of the speed's confidence interval at which a rung ends early, checked after each cycle (0:
     never; below 1). By default 0.005, or 0 with --steps, because losses are compared after equal steps."""
-    cycle: CycleText = CYCLE
+    cycle: CycleText = DEFAULT_CYCLE
     """Training steps (at least 1), then validation batches, between two reports."""
     fit_batch: bool = False
     """Use the largest batch that is predicted to fit --memory-limit in every rung, instead of the suite's batch."""
@@ -232,7 +236,7 @@ class LadderConfig(ExperimentConfig):
     def __post_init__(self) -> None:
         if self.steps is not None and self.time_budget is not None:
             raise UserError("--steps and --time-budget both set the length of a rung. Use only one of them.")
-        check_minimum(self, steps=SHORTEST, seeds=1, seed=0)
+        check_minimum(self, steps=MIN_RUNG_STEPS, seeds=1, seed=0)
         if self.speed_tolerance is not None and not 0 <= self.speed_tolerance < 1:
             raise UserError(f"--speed-tolerance {self.speed_tolerance} must be 0, or a fraction below 1.")
         check_numbers(self)
@@ -250,19 +254,21 @@ class LadderConfig(ExperimentConfig):
         return to_json(absolute) | {"resume": None, "compare": None}
 
     def with_ends(self) -> "LadderConfig":
-        """This config with the defaults for the length of a rung, and for the memory limit that --fit-batch needs."""
-        limit = FIT_MEMORY_LIMIT if self.fit_batch and self.memory_limit is None else self.memory_limit
+        """Return this config with the default length of a rung and the default memory limit of --fit-batch."""
+        limit = FIT_MEMORY_LIMIT_BYTES if self.fit_batch and self.memory_limit is None else self.memory_limit
         if self.steps is not None:
             return replace(self, memory_limit=limit)
         speed_tolerance = SPEED_TOLERANCE if self.speed_tolerance is None else self.speed_tolerance
         return replace(
-            self, memory_limit=limit, time_budget=self.time_budget or TIME_BUDGET, speed_tolerance=speed_tolerance
+            self,
+            memory_limit=limit,
+            time_budget=self.time_budget or TIME_BUDGET_SECONDS,
+            speed_tolerance=speed_tolerance,
         )
 
     @property
     def training(self) -> TrainConfig:
-        """The run that the suite's baseline is derived from. Settings that a rung may change are set, never
-        ``auto``."""
+        """Settings from which the suite's baseline is derived; those that a rung may change are never ``auto``."""
         return TrainConfig.of(
             micro_batch=BATCH, compile="off", loss="plain", data=StorageDir.of(self.data).address,
             model=self.model or TrainConfig.model, seed=self.seed, device=self.device, accelerator=self.accelerator,

@@ -1,4 +1,4 @@
-"""Entry: ``python -m tune.ladder`` measures what each change of a suite gains, compared with a repeated control."""
+"""Entry: ``python -m tune.ladder`` measures how much each change of a suite gains, compared with a repeated control."""
 
 import time
 from dataclasses import replace
@@ -17,14 +17,17 @@ def main() -> None:
 
 
 def defaults() -> LadderConfig:
-    """The config whose values flags override: the config of the ladder to resume, or the defaults."""
+    """The config that flags override: the defaults, or the settings of the ladder to resume."""
     options = flags.parse_only(LadderConfig, "resume", "out")
-    stored = read_config(StorageDir.of(options.out, options.resume), LadderConfig) if options.resume else LadderConfig()
-    return replace(stored, out=options.out)
+    config = read_config(StorageDir.of(options.out, options.resume), LadderConfig) if options.resume else LadderConfig()
+    return replace(config, out=options.out)
 
 
 def run(config: LadderConfig) -> int:
-    """Run a ladder. torch, Ray and MLflow are imported here, so that invalid flags are reported at once."""
+    """Run a ladder, and return the exit code.
+
+    torch, Ray and MLflow are imported after the flags are checked, so that invalid flags are reported at once.
+    """
     with status(IMPORTING_ACTIVITY):
         from tune.experiment.session import run_experiment
         from tune.suite.plan import introduce, make_ladder

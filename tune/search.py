@@ -15,15 +15,18 @@ def main() -> None:
 
 
 def defaults() -> SearchConfig:
-    """The config whose values flags override: the search to resume, or the defaults, with the file of ``--config``."""
+    """The config that flags override: the defaults or the settings of the search to resume, and those of --config."""
     options = flags.parse_only(SearchConfig, "config", "resume", "out")
-    stored = read_config(StorageDir.of(options.out, options.resume), SearchConfig) if options.resume else SearchConfig()
-    training = load_config(options.config) if options.config else stored.training
-    return dataclasses.replace(stored, out=options.out, training=training)
+    config = read_config(StorageDir.of(options.out, options.resume), SearchConfig) if options.resume else SearchConfig()
+    training = load_config(options.config) if options.config else config.training
+    return dataclasses.replace(config, out=options.out, training=training)
 
 
 def run(config: SearchConfig) -> int:
-    """Run a search. torch, Ray and MLflow are imported here, so that invalid flags are reported at once."""
+    """Run a search, and return the exit code.
+
+    torch, Ray and MLflow are imported after the flags are checked, so that invalid flags are reported at once.
+    """
     with status(IMPORTING_ACTIVITY):
         from tune.experiment.search_plan import make_search
         from tune.experiment.session import run_experiment

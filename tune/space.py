@@ -23,26 +23,30 @@ ACCUMULATION = "accumulation"
 """Name of the accumulation among a candidate's knobs, if it is searched."""
 
 KnobValues = tuple[tuple[str, Any], ...]
-"""Values of the searched knobs, in the order of their names; empty when no knob is searched."""
+"""Values of the searched knobs, as (name, value); empty if no knob is searched."""
 
 
 @strict
 @dataclass(frozen=True)
 class Candidate:
-    """One point of the space. The accumulation is one of its knobs, or follows from a fixed global batch."""
+    """A point of the space. Its accumulation is one of its knobs, or follows from a fixed global batch."""
 
     micro_batch: int
+    """Sequences per forward pass."""
     knobs: KnobValues = ()
+    """Values of the searched knobs."""
 
 
 @dataclass(frozen=True)
 class Space:
-    """All candidates around ``base``: each micro-batch in ``micro_batches`` with each combination of knobs that allows
-    it."""
+    """All candidates around ``base``: each micro-batch with each combination of knobs that allows it."""
 
     base: ResolvedConfig
+    """Resolved settings of the control."""
     micro_batches: tuple[int, ...]
+    """Micro-batches to try, in ascending order."""
     combinations: tuple[KnobValues, ...]
+    """Combinations of knobs to try; the first one is the control's."""
     max_global_batch: int
     """Maximum global batch in sequences."""
 
@@ -57,6 +61,7 @@ class Space:
         return self.base.replace(micro_batch=size, global_batch=batch, **dict(without_accumulation(candidate.knobs)))
 
     def global_batch(self, candidate: Candidate) -> int:
+        """Global batch of ``candidate`` in sequences."""
         return (
             candidate.micro_batch * dict(candidate.knobs)[ACCUMULATION]
             if self.is_accumulation_searched
@@ -65,13 +70,13 @@ class Space:
 
     @property
     def batch_label(self) -> str:
-        """The global batch as a text."""
+        """The global batch as a text, such as ``480 sequences per step``."""
         return (
             f"{'any number of' if self.is_accumulation_searched else self.base.batch.global_batch} sequences per step"
         )
 
     def micro_batches_for(self, knobs: KnobValues) -> list[int]:
-        """Micro-batches that ``knobs`` allow, ascending."""
+        """Micro-batches that ``knobs`` allow, in ascending order."""
         return self._sizes[knobs]
 
     def candidates(self) -> list[Candidate]:
@@ -79,7 +84,7 @@ class Space:
         return [Candidate(size, knobs) for knobs, micro_batches in self._sizes.items() for size in micro_batches]
 
     def restrict(self, fits: Callable[[Candidate], bool]) -> "Space":
-        """The space without the micro-batches that do not fit with any combination; the smallest one stays."""
+        """Return the space without micro-batches that fit with no combination; it always keeps the smallest one."""
         smallest, *larger = self.micro_batches
         micro_batches = [size for size in larger if any(fits(Candidate(size, knobs)) for knobs in self.combinations)]
         space = replace(self, micro_batches=(smallest, *micro_batches))
@@ -87,7 +92,7 @@ class Space:
 
     @cached_property
     def control(self) -> Candidate:
-        """The reference of the search: the candidate with the base's settings, or the nearest smaller micro-batch."""
+        """The reference of the search: the base's settings, with the nearest smaller micro-batch if necessary."""
         knobs = self.combinations[0]
         micro_batches = self.micro_batches_for(knobs)
         return Candidate(
@@ -96,31 +101,31 @@ class Space:
         )
 
     def knobs_label(self, knobs: Iterable[tuple[str, Any]]) -> str:
-        """Knobs that differ from the control's, such as ``checkpointing=full``; a star marks changed numerics."""
+        """Format the knobs that differ from the control's, as ``checkpointing=full``; a star marks changed numerics."""
         control = dict(self.combinations[0])
         return " ".join(f"{n}={v}{'*' * changes_numerics(n, v, control[n])}" for n, v in knobs if v != control[n])
 
     def short_label(self, candidate: Candidate) -> str:
-        """A short label for charts and names of runs: ``m8``, or with its accumulation ``m8x4 checkpointing=full``."""
+        """Format a short label for charts and runs: ``m8``, or with a searched accumulation ``m8x4 compile=off``."""
         size = f"m{candidate.micro_batch}" + (
             f"x{dict(candidate.knobs)[ACCUMULATION]}" if self.is_accumulation_searched else ""
         )
         return f"{size} {self.knobs_label(without_accumulation(candidate.knobs))}".strip()
 
     def long_label(self, candidate: Candidate) -> str:
-        """A long label for reports: ``micro-batch 8 x 4, checkpointing=full``, with the accumulation."""
+        """Format a long label for reports, with the accumulation: ``micro-batch 8 x 4, checkpointing=full``."""
         size = f"micro-batch {candidate.micro_batch} x {self.config(candidate).batch.accumulation}"
         return ", ".join(filter(None, (size, self.knobs_label(without_accumulation(candidate.knobs)))))
 
-    def neighbours(self, knobs: KnobValues) -> list[KnobValues]:
+    def neighbors(self, knobs: KnobValues) -> list[KnobValues]:
         """Combinations that differ from ``knobs`` in one knob."""
         return [c for c in self.combinations if sum(a != b for a, b in zip(c, knobs, strict=True)) == 1]
 
     @cached_property
     def _sizes(self) -> dict[KnobValues, list[int]]:
-        return {c: [s for s in self.micro_batches if self._possible(Candidate(s, c))] for c in self.combinations}
+        return {c: [s for s in self.micro_batches if self._is_possible(Candidate(s, c))] for c in self.combinations}
 
-    def _possible(self, candidate: Candidate) -> bool:
+    def _is_possible(self, candidate: Candidate) -> bool:
         try:
             self.config(candidate)
             return self.global_batch(candidate) <= self.max_global_batch
@@ -129,7 +134,7 @@ class Space:
 
 
 def without_accumulation(knobs: KnobValues) -> KnobValues:
-    """``knobs`` without the accumulation; candidates that share them have one curve of memory and one of speed."""
+    """Return ``knobs`` without the accumulation, which all accumulations share as the key of their fitted curves."""
     return tuple(knob for knob in knobs if knob[0] != ACCUMULATION)
 
 
@@ -139,7 +144,7 @@ def changes_numerics(name: str, value: Any, reference: Any) -> bool:
 
 
 def parse_knobs(words: Sequence[str]) -> dict[str, tuple[Any, ...]]:
-    """Values to try by knob, from ``words`` such as ``compile=off,whole``."""
+    """Parse the values to try by knob from ``words`` such as ``compile=off,whole``."""
     knobs: dict[str, tuple[Any, ...]] = {}
     for word in words:
         name, _, values = word.partition("=")
@@ -160,29 +165,30 @@ def _value(name: str, text: str) -> Any:
     values: dict[str, Any] = {"true": True, "false": False} if kind is bool else choices
     if text not in values:
         valid = f"Choose from {', '.join(values)}." if values else "Use integers."
-        raise UserError(f"--knobs {name}={text}: {text!r} is not a value to try. {valid}")
+        raise UserError(f"--knobs {name}={text}: {text!r} is not a valid value. {valid}")
     return values[text]
 
 
 def make_space(
     base: ResolvedConfig, knobs: Sequence[str], accumulations: Sequence[int] = (), max_global_batch: int | None = None
 ) -> Space:
-    """The space around the resolved ``base``, whose own combination of knobs comes first and wins ties of order.
+    """Create the space around the resolved ``base``, whose combination of knobs is the first.
 
     Without ``accumulations`` the global batch is fixed. With them a step may have up to ``max_global_batch`` sequences,
-    by default as many as the base's. If they do not include the base's accumulation, the control has the first one.
+    by default the global batch of ``base``. If they do not include the base's accumulation, the control has the first
+    one.
     """
     if base.batch.workers != 1:
         raise UserError(
-            f"--workers {base.batch.workers} is not supported: a search measures one device. Use --workers 1."
+            f"--workers {base.batch.workers} is not supported, because a search measures one device. Use --workers 1."
         )
-    searched = parse_knobs(knobs)
-    if "optimizer" in searched and base.optimization.optimizer in NOT_SEARCHED:
+    values_by_knob = parse_knobs(knobs)
+    if "optimizer" in values_by_knob and base.optimization.optimizer in NOT_SEARCHED:
         raise UserError(
             f"--knobs optimizer cannot be combined with --optimizer {base.optimization.optimizer}: the other "
             "optimizers change the training. Remove one of them."
         )
-    axes = {name: dict.fromkeys([base.setting(name), *values]) for name, values in searched.items()}
+    axes = {name: dict.fromkeys([base.setting(name), *values]) for name, values in values_by_knob.items()}
     micro_batches = divisors(base.batch.global_batch)
     max_global_batch = (max_global_batch if accumulations else None) or base.batch.global_batch
     if accumulations:
@@ -198,11 +204,10 @@ def make_space(
     for number in accumulations:
         if not any((ACCUMULATION, number) in combination for combination in space.combinations):
             raise UserError(
-                f"--accumulations {number} is too large: the data have only {max_global_batch:,} sequences for "
-                "a step. Remove "
-                f"{number}, or tokenize more books."
+                f"--accumulations {number} is too large, because the data have only {max_global_batch:,} sequences for "
+                f"a step. Remove {number}, or tokenize more books."
             )
-    for name in searched:
+    for name in values_by_knob:
         for value in axes[name]:
             if not any((name, value) in combination for combination in space.combinations):
                 base.replace(**{name: value})  # This raises UserError with the reason.

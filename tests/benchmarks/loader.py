@@ -72,7 +72,7 @@ def measured(name: str, count: int, seconds: float) -> float:
 
 
 def rate(next_batch: Next, seconds: float) -> float:
-    """Tokens that ``next_batch`` gives per second of one core's time; neighbours on a shared machine do not count."""
+    """Tokens that ``next_batch`` gives per second of one core's time; neighbors on a shared machine do not count."""
     next_batch()
     count = 0
     began, worked = time.perf_counter(), time.process_time()

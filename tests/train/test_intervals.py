@@ -87,7 +87,7 @@ def test_without_a_second_value_there_is_no_interval() -> None:
             median_interval(values)
 
 
-def test_neighbours_that_resemble_each_other_are_correlated() -> None:
+def test_neighbors_that_resemble_each_other_are_correlated() -> None:
     assert autocorrelation([1.0, 2.0, 3.0, 4.0]) == pytest.approx(1)
     assert autocorrelation([1.0, 2.0, 1.0, 2.0, 1.0]) == pytest.approx(-1)
     assert autocorrelation(correlated(np.random.default_rng(0), 4000, 0.8).tolist()) == pytest.approx(0.8, abs=0.05)

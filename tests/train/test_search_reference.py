@@ -64,7 +64,7 @@ def ran(make_result: Make, speed: float = 850.0, retries: int = 0, **changes: An
         ({"device": "NVIDIA A100"}, "A100.*H100"),
         ({"machine": "w2"}, "w2.*w1"),
     ],
-    ids=["loader", "clock", "processors", "neighbour", "allocator", "device", "machine"],
+    ids=["loader", "clock", "processors", "neighbor", "allocator", "device", "machine"],
 )  # fmt: skip
 def test_a_cause_that_the_records_show_is_named_and_no_other(
     make_result: Make, changes: dict[str, Any], cause: str

@@ -15,7 +15,7 @@ import torch
 
 @pytest.fixture(autouse=True)
 def one_thread() -> Iterator[None]:
-    """A second thread would only wait for its neighbour."""
+    """A second thread would only wait for its neighbor."""
     before = torch.get_num_threads()
     torch.set_num_threads(1)
     yield

@@ -31,7 +31,7 @@ def test_knobs_multiply_and_the_control_comes_first() -> None:
     )
     assert space.config(space.control) == space.base
     assert len(set(space.candidates())) == 4 * len(space.combinations)
-    assert all(space.control.knobs != near for near in space.neighbours(space.control.knobs))
+    assert all(space.control.knobs != near for near in space.neighbors(space.control.knobs))
 
 
 @pytest.mark.parametrize(
@@ -82,7 +82,7 @@ def test_the_values_to_try_follow_the_controls_own_and_those_of_other_numerics_h
     assert [[*axis] for axis in values] == [
         ["adamw-fused", "adamw", "adamw-8bit"], [1, 8], ["bf16", "tf32"], [False, True]
     ]  # fmt: skip
-    near = {space.knobs_label(knobs) for knobs in space.neighbours(space.control.knobs)}
+    near = {space.knobs_label(knobs) for knobs in space.neighbors(space.control.knobs)}
     assert near == {"optimizer=adamw", "optimizer=adamw-8bit*", "loss_chunks=8", "precision=tf32*", "fp8=True*"}
 
 

@@ -1,1 +1,1 @@
-"""What a person reads about a search: its report and its charts."""
+"""Reports and charts of a search."""

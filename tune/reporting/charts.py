@@ -1,7 +1,7 @@
 """Charts of a search and of a ladder.
 
-Lines over a search's points are the searcher's own predictions, so that the charts show why it chose its trials; they
-are not fitted afterwards.
+Lines over a search's points are the searcher's predictions, which show why it chose its trials. They are not fitted
+afterwards.
 """
 
 from collections.abc import Mapping, Sequence
@@ -20,18 +20,18 @@ from tune.trial.row import Curve, TrialRow, rows_with_speed
 
 
 def draw(rows: Sequence[TrialRow], memory: MemorySearcher) -> dict[str, Figure]:
-    """All charts of a search, by file name without its suffix."""
+    """Draw all charts of a search, by file name without its suffix."""
     curves = memory.curves([row for row in rows if row.stage != "confirm"])
-    tried = [k for k in memory.space.combinations if any(row.candidate.knobs == k for row in rows)]
+    combinations = [k for k in memory.space.combinations if any(row.candidate.knobs == k for row in rows)]
     charts = {
         "leaderboard": _leaderboard(rows, memory),
-        "memory_by_micro_batch": _memory(rows, curves, tried),
-        "speed_by_micro_batch": _speed(rows, curves, tried),
+        "memory_by_micro_batch": _memory(rows, curves, combinations),
+        "speed_by_micro_batch": _speed(rows, curves, combinations),
         "pareto": _pareto(rows, memory),
         "progress": _progress(rows),
     }
-    deltas = _deltas(rows, memory)
-    return charts | ({"knobs": deltas} if deltas else {})
+    knob_effects = _knob_effects(rows, memory)
+    return charts | ({"knobs": knob_effects} if knob_effects else {})
 
 
 def _figure(title: str, x: str, y: str = "") -> tuple[Figure, Axes]:
@@ -45,9 +45,9 @@ def _figure(title: str, x: str, y: str = "") -> tuple[Figure, Axes]:
 def draw_speeds(
     title: str, runs: Sequence[tuple[str, Estimate, int]], cumulative: Sequence[float] = (), label: str = "rung"
 ) -> Figure:
-    """Speeds of ``runs`` (name, tokens/s, peak memory in bytes) with 95% confidence intervals, the first at the top.
+    """Draw the speeds of ``runs`` (name, tokens/s, peak memory in bytes) with 95% intervals, the first run at the top.
 
-    With the ``cumulative`` tokens/s after each run, a second panel shows as a waterfall what each run adds.
+    With the ``cumulative`` tokens/s after each run, a second panel is a waterfall of the tokens/s that each run adds.
     """
     figure = Figure(figsize=(15 if cumulative else 8, 1.5 + 0.4 * max(len(runs), 6)), layout="constrained")
     axes, *waterfall_axes = figure.subplots(1, 2 if cumulative else 1, sharey=True, squeeze=False)[0]
@@ -62,7 +62,7 @@ def draw_speeds(
     axes.set_xlabel("tokens/s (95% CI), with peak memory (GB)")
     axes.margins(x=0.2)
     for waterfall in waterfall_axes:
-        gains = [speed - previous for previous, speed in pairwise([0.0, *cumulative])]
+        gains = [speed - previous_speed for previous_speed, speed in pairwise([0.0, *cumulative])]
         colors = ["C3" if gain < 0 else "C2" for gain in gains]
         bars = waterfall.barh(range(len(gains)), gains, left=[0.0, *cumulative[:-1]], color=colors)
         waterfall.bar_label(bars, [f"{gain:+,.0f}" for gain in gains], padding=4)
@@ -73,26 +73,27 @@ def draw_speeds(
 
 
 def _error_bars(speeds: Sequence[Estimate]) -> list[list[float]]:
-    """Lengths of the confidence intervals below and above their middles."""
+    """Lengths of the confidence intervals below and above their middles, as matplotlib takes them."""
     return [[speed.middle - speed.low for speed in speeds], [speed.high - speed.middle for speed in speeds]]
 
 
 MAX_LEADERBOARD_ROWS = 20
+"""Maximum number of candidates in the chart of the leaderboard."""
 
 
 def grouped_bars(rungs: Sequence[str], panels: Mapping[str, Mapping[str, Sequence[float]]]) -> Figure:
-    """Grouped bars for the ``rungs``, the first at the top: a panel for each quantity, a bar for each source.
+    """Draw grouped bars for the ``rungs``, the first rung at the top, with a panel per quantity and a bar per source.
 
-    ``panels`` has the values of the rungs by the label of the panel's axis and by the label of the bars.
+    ``panels`` has the values of the rungs by the title of the panel, which has the unit, and by the label of the bars.
     """
     figure = Figure(figsize=(13, 0.6 + 0.85 * len(rungs)), layout="constrained")
     all_axes = figure.subplots(1, len(panels), sharey=True)
     for axes, (quantity, bars) in zip(all_axes, panels.items(), strict=True):
         height = 0.8 / len(bars)
         for number, (source, values) in enumerate(bars.items()):
-            drawn = axes.barh([rung + number * height for rung in range(len(rungs))], values, height, label=source)
+            group = axes.barh([rung + number * height for rung in range(len(rungs))], values, height, label=source)
             texts = [f"{value:,.{1 if value < 100 else 0}f}" for value in values]
-            axes.bar_label(drawn, texts, padding=3, fontsize="small")
+            axes.bar_label(group, texts, padding=3, fontsize="small")
         axes.set_title(quantity, loc="left", fontsize="medium")
         axes.set_yticks([rung + 0.4 - height / 2 for rung in range(len(rungs))], rungs)
         axes.margins(x=0.15)
@@ -116,7 +117,7 @@ def _leaderboard(rows: Sequence[TrialRow], memory: MemorySearcher) -> Figure:
 
 
 def draw_losses(title: str, runs: Sequence[tuple[str, TrialRow]], controls: Sequence[TrialRow]) -> Figure:
-    """Training loss by training tokens, one line per run, and the range of the ``controls``."""
+    """Draw the training loss by training tokens, with a line per run and the range of the ``controls``."""
     figure, axes = _figure(title, "training tokens", "training loss (nats/token)")
     for number, (name, row) in enumerate(runs):
         style = ("-", "--", ":")[number // 10 % 3]  # The colors repeat after ten lines.
@@ -128,17 +129,17 @@ def draw_losses(title: str, runs: Sequence[tuple[str, TrialRow]], controls: Sequ
 
 
 def band(controls: Sequence[Curve]) -> list[tuple[int, float, float]]:
-    """Training tokens with the lowest and highest loss of the ``controls``, up to the length of the shortest."""
+    """Compute (training tokens, lowest loss, highest loss) of the ``controls``, up to the length of the shortest."""
     return [
         (points[0][0], min(loss for _, loss in points), max(loss for _, loss in points))
         for points in zip(*controls, strict=False)
     ]
 
 
-def _memory(rows: Sequence[TrialRow], curves: FittedCurves, tried: Sequence[KnobValues]) -> Figure:
+def _memory(rows: Sequence[TrialRow], curves: FittedCurves, combinations: Sequence[KnobValues]) -> Figure:
     figure, axes = _figure("Peak memory of the process", "micro-batch (sequences)", "peak memory (GB)")
     largest = max((row.candidate.micro_batch for row in rows), default=1)
-    for number, knobs in enumerate(tried):
+    for number, knobs in enumerate(combinations):
         color = f"C{number % 10}"
         sizes = [size for size in curves.space.micro_batches_for(knobs) if size <= 1.5 * largest]
         predicted = [curves.memory(Candidate(size, knobs)) / GB for size in sizes]
@@ -155,15 +156,15 @@ def _memory(rows: Sequence[TrialRow], curves: FittedCurves, tried: Sequence[Knob
     return figure
 
 
-def _speed(rows: Sequence[TrialRow], curves: FittedCurves, tried: Sequence[KnobValues]) -> Figure:
-    """Measured speeds with their confidence intervals, the fitted curve, and the micro-batches that do not fit."""
+def _speed(rows: Sequence[TrialRow], curves: FittedCurves, combinations: Sequence[KnobValues]) -> Figure:
+    """Draw the measured speeds with their intervals, the fitted curves, and the micro-batches that do not fit."""
     figure, axes = _figure("Speed", "micro-batch (sequences)", "tokens/s (95% CI)")
     axes.set_xscale("log", base=2)
-    for number, knobs in enumerate(tried):
+    for number, knobs in enumerate(combinations):
         color = f"C{number % 10}"
         predictions = [(size, curves.speed(Candidate(size, knobs))) for size in curves.space.micro_batches_for(knobs)]
-        fitted = [(size, speed) for size, speed in predictions if speed]
-        axes.plot([size for size, _ in fitted], [speed for _, speed in fitted], color=color, alpha=0.6, linewidth=1)
+        line = [(size, speed) for size, speed in predictions if speed]
+        axes.plot([size for size, _ in line], [speed for _, speed in line], color=color, alpha=0.6, linewidth=1)
         points = [
             (row.candidate.micro_batch, row.speed) for row in rows_with_speed(rows) if row.candidate.knobs == knobs
         ]
@@ -172,16 +173,17 @@ def _speed(rows: Sequence[TrialRow], curves: FittedCurves, tried: Sequence[KnobV
         name = curves.space.knobs_label(knobs) or "control settings"
         axes.errorbar(sizes, middles, yerr=_error_bars(speeds), fmt="o", color=color, capsize=3, label=name)
     largest = max(
-        (size for knobs in tried for size in curves.feasible_sizes(knobs)), default=curves.space.micro_batches[-1]
+        (size for knobs in combinations for size in curves.feasible_sizes(knobs)),
+        default=curves.space.micro_batches[-1],
     )
-    if beyond := [size for size in curves.space.micro_batches if size > largest]:
-        axes.axvspan(beyond[0], beyond[-1], color="red", alpha=0.08, label="does not fit")
+    if unfit_sizes := [size for size in curves.space.micro_batches if size > largest]:
+        axes.axvspan(unfit_sizes[0], unfit_sizes[-1], color="red", alpha=0.08, label="does not fit")
     axes.legend(fontsize="small")
     return figure
 
 
 def _pareto(rows: Sequence[TrialRow], memory: MemorySearcher) -> Figure:
-    """Speed by memory, with the candidates that no other one beats in both."""
+    """Draw speed by memory, with the Pareto front: the candidates that are faster than all with less memory."""
     figure, axes = _figure("Speed by memory", "peak memory (GB)", "tokens/s")
     ranked = sorted(rank(rows), key=lambda s: s.memory)
     axes.scatter([s.memory / GB for s in ranked], [s.speed.middle for s in ranked])
@@ -199,20 +201,20 @@ def _pareto(rows: Sequence[TrialRow], memory: MemorySearcher) -> Figure:
 
 
 def _progress(rows: Sequence[TrialRow]) -> Figure:
-    """The best speed so far by the time of the trials."""
+    """Draw the best speed so far by the device time of the trials."""
     figure, axes = _figure("Best speed so far", "device time (s), including start-up", "tokens/s")
     speeds = ((row.outcome == "ok" and row.stage != "confirm" and row.tokens_per_second) or 0.0 for row in rows)
     axes.step(list(accumulate(row.seconds for row in rows)), list(accumulate(speeds, max)), where="post")
     return figure
 
 
-def _deltas(rows: Sequence[TrialRow], memory: MemorySearcher) -> Figure | None:
-    """The effect of each knob alone: the best speed of each neighbor of the control, relative to the control's best."""
+def _knob_effects(rows: Sequence[TrialRow], memory: MemorySearcher) -> Figure | None:
+    """Draw the effect of each knob alone: the best speed of each neighbor of the control, relative to the control."""
     best: dict[KnobValues, float] = {}
     for row in rows_with_speed(rows):
         best[row.candidate.knobs] = max(best.get(row.candidate.knobs, 0.0), row.tokens_per_second)
     control = memory.space.control.knobs
-    neighbors = [knobs for knobs in memory.space.neighbours(control) if knobs in best]
+    neighbors = [knobs for knobs in memory.space.neighbors(control) if knobs in best]
     if control not in best or not neighbors:
         return None
     title = "One knob changed at a time, each at its fastest micro-batch"

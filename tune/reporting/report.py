@@ -1,4 +1,4 @@
-"""The report of a search: what it prints before it starts, and the tables, charts and files at its end."""
+"""The reports of a search: its introduction and plan, and the tables, charts and files of its results."""
 
 import csv
 import io
@@ -41,16 +41,16 @@ CONTROL_NOTE = (
 )
 TIE_NOTE = "candidates marked as tie may be as fast as the winner"
 CONFIRM_NOTE = (
-    '"runs" is 1 for a first measurement and, for the best and the control, the number of confirmation rounds, on '
-    "which their speeds are based"
+    '"runs" is the number of runs on which a speed is based: confirmation rounds of the best candidates and the '
+    "control, 1 for all others"
 )
 MEMORY_SOURCES = {
     "nvml": "the process's GPU memory, measured by NVML",
-    "device": "the growth of the GPU's memory, measured by NVML, which does not show processes on this machine",
+    "device": "the increase of the GPU's used memory, because NVML does not report processes on this machine",
     "reserved": "the memory reserved by torch's allocator, because NVML is not available on this machine",
-    "rss": "the process's peak resident memory, which replaces GPU memory on a CPU (Python with torch and Ray needs "
-    "about 0.5 GB of it)",
+    "rss": "the process's peak resident set on the CPU (about 0.5 GB of it is Python with torch and Ray)",
 }
+"""Descriptions of the measurement of a process's memory, by its source in a result."""
 
 
 SEARCH_METRICS = (
@@ -62,24 +62,23 @@ SEARCH_METRICS = (
 
 def publish(search: Search, rows: Sequence[TrialRow]) -> None:
     """Print the report of a finished search, and write its result, files and charts."""
-    compared = normalize_speeds(rows)
+    normalized_rows = normalize_speeds(rows)
     ranks = {
-        candidate: " ".join([f"{number:02d}", *notes])  # MLflow sorts tags as text, so numbers have two digits
-        for number, (candidate, notes) in enumerate(candidate_notes(search.space, rank(compared)).items(), 1)
+        candidate: " ".join([f"{number:02d}", *notes])  # MLflow sorts tags as text, so numbers have two digits.
+        for number, (candidate, notes) in enumerate(candidate_notes(search.space, rank(normalized_rows)).items(), 1)
     }
     report = search_report(search, rows)
     result = ExperimentResult(
         has_winner=bool(ranks), metrics=[*group_under_detail(report.metrics(), SEARCH_METRICS).items()],
         files=write_files(search, rows), tags={"space": search.space_label},
-        ranks={row.key: ranks.get(row.candidate, "unranked") for row in compared},
+        ranks={row.key: ranks.get(row.candidate, "unranked") for row in normalized_rows},
     )  # fmt: skip
-    search.publish(report, charts.draw(compared, search.memory), result)
+    search.publish(report, charts.draw(normalized_rows, search.memory), result)
 
 
-def search_report(search: Search, rows: Sequence[TrialRow]) -> Report:
-    """The results of a search, for the terminal, ``summary.md`` and MLflow."""
-    space, ran = search.space, rows
-    rows = normalize_speeds(ran)
+def search_report(search: Search, measured_rows: Sequence[TrialRow]) -> Report:
+    """Build the report of a search for the terminal, ``summary.md`` and MLflow."""
+    space, rows = search.space, normalize_speeds(measured_rows)
     sources = sorted({row.result.memory.process_source for row in rows if row.result})
     notes = [f"memory is {MEMORY_SOURCES[source]}" for source in sources] + [CONTROL_NOTE]
     notes += [STAR_NOTE] * any("*" in space.short_label(row.candidate) for row in rows)
@@ -87,16 +86,16 @@ def search_report(search: Search, rows: Sequence[TrialRow]) -> Report:
     notes += [CONFIRM_NOTE] * any(row.stage == "confirm" for row in rows)
     sections: list[str | Table] = [ACCUMULATION_NOTE] * space.is_accumulation_searched
     sections += [Table("Candidates, fastest first", headings(space), leaderboard(search, rows)), bullet_list(notes)]
-    if failed := failures(search, rows):
-        sections += ["Unranked, because they failed or exceeded the memory limit:", bullet_list(failed)]
-    if untried := untried_candidates(search, rows):
-        sections += ["Not tried:", bullet_list(untried)]
-    outcomes = [Fact.of(f"trials/{name}", sum(row.outcome == name for row in ran)) for name in OUTCOMES]
-    return Report(summary_fields(search, rows, ran), sections, outcomes)
+    if texts := failures(search, rows):
+        sections += ["Unranked, because they failed or exceeded the memory limit:", bullet_list(texts)]
+    if texts := untried_candidates(search, rows):
+        sections += ["Not tried:", bullet_list(texts)]
+    outcomes = [Fact.of(f"trials/{name}", sum(row.outcome == name for row in measured_rows)) for name in OUTCOMES]
+    return Report(summary_fields(search, rows, measured_rows), sections, outcomes)
 
 
 def headings(space: Space) -> tuple[str, ...]:
-    """The headings of the leaderboard."""
+    """Headings of the leaderboard."""
     return (
         "micro-batch x accumulation", *["global batch (sequences)"] * space.is_accumulation_searched,
         "tokens/s", "95% CI",
@@ -105,18 +104,18 @@ def headings(space: Space) -> tuple[str, ...]:
 
 
 def leaderboard(search: Search, rows: Sequence[TrialRow]) -> list[tuple[str, ...]]:
-    """The cells below :func:`headings` for every candidate that was tried, the winner first."""
+    """Rows of the leaderboard: the ranked candidates, the winner first, then the unranked ones."""
     space, ranked = search.space, rank(rows)
     control = control_among(ranked, space)
     notes = candidate_notes(space, ranked)
 
     def batch_cells(candidate: Candidate) -> tuple[str, ...]:
         return (
-            _below_heading(space, candidate),
+            _batch_label(space, candidate),
             *[str(space.global_batch(candidate))] * space.is_accumulation_searched,
         )
 
-    lines = [
+    cells = [
         (
             *batch_cells(entry.candidate), f"{entry.speed.middle:,.0f}", f"±{entry.speed.width / 2:.1%}",
             _format_speedup(entry, control), f"{entry.memory / GB:.2f}", str(entry.runs),
@@ -127,24 +126,24 @@ def leaderboard(search: Search, rows: Sequence[TrialRow]) -> list[tuple[str, ...
     for row in _unranked(rows):
         speed = f"{row.tokens_per_second:,.0f}" if row.speed else "-"
         memory = "-" if row.memory is None else f"{row.memory / GB:.2f}"
-        lines.append((*batch_cells(row.candidate), speed, "", "", memory, "1", row.outcome))
-    return lines
+        cells.append((*batch_cells(row.candidate), speed, "", "", memory, "1", row.outcome))
+    return cells
 
 
-def _below_heading(space: Space, candidate: Candidate) -> str:
-    """A candidate's name in a column with the heading "micro-batch x accumulation"."""
+def _batch_label(space: Space, candidate: Candidate) -> str:
+    """Format the cell of a candidate in the column "micro-batch x accumulation"."""
     return space.long_label(candidate).removeprefix("micro-batch ")
 
 
 def _unranked(rows: Sequence[TrialRow]) -> list[TrialRow]:
-    """The last row of each candidate that is not ranked, in the order of the trials."""
+    """The last row of each candidate that is not ranked, in the order of trials."""
     ranked = {entry.candidate for entry in rank(rows)}
-    last = {row.candidate: row for row in rows if row.candidate not in ranked}
-    return sorted(last.values(), key=lambda row: row.number)
+    last_rows = {row.candidate: row for row in rows if row.candidate not in ranked}
+    return sorted(last_rows.values(), key=lambda row: row.number)
 
 
 def failures(search: Search, rows: Sequence[TrialRow]) -> list[str]:
-    """A line for each reason why candidates are unranked."""
+    """Format a text for each reason why candidates are unranked."""
     reasons: dict[str, list[str]] = {}
     for row in _unranked(rows):
         reasons.setdefault(f"{row.outcome}: {row.reason}", []).append(search.space.long_label(row.candidate))
@@ -152,6 +151,7 @@ def failures(search: Search, rows: Sequence[TrialRow]) -> list[str]:
 
 
 def control_among(ranked: Sequence[Ranked], space: Space) -> Ranked | None:
+    """Find the control among the ``ranked`` candidates; None if it is not ranked."""
     return next((entry for entry in ranked if entry.candidate == space.control), None)
 
 
@@ -168,7 +168,7 @@ def candidate_notes(space: Space, ranked: Sequence[Ranked]) -> dict[Candidate, l
 
 
 def _format_speedup(entry: Ranked, control: Ranked | None) -> str:
-    """``x1.23`` for the speed relative to the control's, in brackets where the difference is not significant."""
+    """Format the speed relative to the control's as ``x1.234``, in brackets if the difference is not significant."""
     if control is None:
         return "-"
     difference = ratio_of(entry.speed, control.speed)
@@ -177,43 +177,43 @@ def _format_speedup(entry: Ranked, control: Ranked | None) -> str:
 
 
 def untried_candidates(search: Search, rows: Sequence[TrialRow]) -> list[str]:
-    """A sentence for each set of candidates without a row that share the micro-batches and the reason."""
-    tried, space = {row.candidate for row in rows}, search.space
+    """Format a text for each group of untried candidates with the same micro-batches and the same reason."""
+    tried_candidates, space = {row.candidate for row in rows}, search.space
     curves = search.memory.curves([row for row in rows if row.stage != "confirm"])
     sizes: dict[tuple[KnobValues, str], list[str]] = {}
     for candidate in space.candidates():
-        if candidate not in tried:
+        if candidate not in tried_candidates:
             reason = search.memory.skip_reason(curves, candidate)
             sizes.setdefault((candidate.knobs, reason), []).append(str(candidate.micro_batch))
     labels: dict[tuple[str, str], list[str]] = {}
     for (knobs, reason), micro_batches in sizes.items():
         labels.setdefault((", ".join(micro_batches), reason), []).append(space.knobs_label(knobs))
-    lines = []
+    texts = []
     for (micro_batches, reason), knob_labels in labels.items():
         label = f"{len(knob_labels)} combinations of knobs" if len(knob_labels) > 1 else knob_labels[0]
-        lines.append(f"micro-batch {micro_batches}{f' with {label}' * bool(label)}: {reason}")
-    return lines
+        texts.append(f"micro-batch {micro_batches}{f' with {label}' * bool(label)}: {reason}")
+    return texts
 
 
 def limit_of(search: Search) -> str:
-    """The memory limit as the flag has it, or in GB with one decimal where it is all available memory."""
+    """Format the memory limit as in its flag, or in GB with one decimal if it is all available memory."""
     return format_size(search.limit) if search.config.memory_limit else f"{search.limit / GB:.1f} GB (all available)"
 
 
 def no_winner(search: Search, rows: Sequence[TrialRow]) -> str:
-    """The reason why a search has no winner."""
+    """The reason why a search has no winner, as a part of a sentence."""
     limit = limit_of(search)
     unfit = {row.candidate for row in rows if row.outcome in DOES_NOT_FIT}
-    failed = [row for row in rows if row.outcome == "failed"]
-    if any(row.candidate not in unfit for row in failed):
+    failed_rows = [row for row in rows if row.outcome == "failed"]
+    if any(row.candidate not in unfit for row in failed_rows):
         also_unfit = f", and {len(unfit)} candidates do not fit {limit}" if unfit else ""
-        return f"{len(failed)} of {len(rows)} trials failed{also_unfit}"
+        return f"{len(failed_rows)} of {len(rows)} trials failed{also_unfit}"
     fact = "no configuration fits" if rows else "no trial ran, because no configuration is predicted to fit"
-    return f"{fact} {limit}; raise --memory-limit or add --knobs that save memory"
+    return f"{fact} {limit}; increase --memory-limit or add --knobs that save memory"
 
 
 def best_json(search: Search, rows: Sequence[TrialRow]) -> dict[str, Any] | None:
-    """The winner: its training config as ``config``, and its measurements; None if no configuration fits."""
+    """Create the content of best.json, with the config and the measurements of the winner; None without a winner."""
     ranked = rank(rows)
     if not ranked:
         return None
@@ -230,6 +230,7 @@ def best_json(search: Search, rows: Sequence[TrialRow]) -> dict[str, Any] | None
 
 
 def csv_text(rows: Sequence[TrialRow]) -> str:
+    """Format the rows of all trials as CSV, with a column for each value of any row."""
     text, flat = io.StringIO(), [flatten_row(row) for row in rows]
     writer = csv.DictWriter(text, list(dict.fromkeys(chain(*flat))), lineterminator="\n")
     writer.writeheader()
@@ -237,13 +238,15 @@ def csv_text(rows: Sequence[TrialRow]) -> str:
     return text.getvalue()
 
 
-def summary_fields(search: Search, rows: Sequence[TrialRow], ran: Sequence[TrialRow]) -> list[tuple[str, str]]:
-    """The first lines of a search's report, by name; ``rows`` are those of all that ``ran`` that are compared."""
+def summary_fields(
+    search: Search, rows: Sequence[TrialRow], measured_rows: Sequence[TrialRow]
+) -> list[tuple[str, str]]:
+    """The first lines of a search's report: (name, text). ``rows`` have speeds normalized across machines."""
     space, ranked = search.space, rank(rows)
     goal = f"fastest configuration for {space.batch_label} under {limit_of(search)}"
-    seconds = sum(row.seconds for row in ran)
+    seconds = sum(row.seconds for row in measured_rows)
     trials = Fact.joined(
-        Fact.of("trials/all", len(ran), "{} trials"),
+        Fact.of("trials/all", len(measured_rows), "{} trials"),
         Fact.of("time/device_seconds", seconds, f"in {format_duration(round(seconds))}"),
         separator=" ",
     )
@@ -255,7 +258,7 @@ def summary_fields(search: Search, rows: Sequence[TrialRow], ran: Sequence[Trial
     best = ranked[0]
     control = control_among(ranked, space)
     tied = [space.long_label(entry.candidate) for entry in ranked[1:] if entry.tied]
-    gain: str = "unknown, no control"
+    gain: str = "unknown, because the control has no speed"
     if control:
         text = "none; the control is the fastest"
         if best is not control:
@@ -272,7 +275,7 @@ def summary_fields(search: Search, rows: Sequence[TrialRow], ran: Sequence[Trial
 
 
 def write_files(search: Search, rows: Sequence[TrialRow]) -> list[str]:
-    """Write trials.csv with the ``rows`` as measured and, if there is a winner, best.json; returns their names."""
+    """Write trials.csv with the measured ``rows`` and, if there is a winner, best.json; return their names."""
     write_text(search.folder / "trials.csv", csv_text(rows))
     winner = best_json(search, normalize_speeds(rows))
     if winner is None:
@@ -293,7 +296,7 @@ COMPILE_SECONDS = {
 
 
 def introduce(search: Search) -> None:
-    """Print what is searched, the control and, for a dry run, the plan."""
+    """Print the size of the search, its control and, for a dry run, the plan."""
     config, control = search.config, search.training
     machines = f" of {', '.join(machine.name for machine in search.machines)}" if config.cluster or config.gpu else ""
     console.print(
@@ -307,10 +310,10 @@ def introduce(search: Search) -> None:
 
 
 def print_plan(search: Search) -> None:
-    """Print the control and its neighbors with the micro-batches that are predicted to fit, and the search's time."""
+    """Print the micro-batches that are predicted to fit for the control and its neighbors, and the search's time."""
     space, config, curves = search.space, search.config, search.memory.curves([])
     control = space.control.knobs
-    neighborhood = [control, *space.neighbours(control)]
+    neighborhood = [control, *space.neighbors(control)]
     for knobs in neighborhood:
         sizes = space.micro_batches_for(knobs)
         fitting = [size for size in sizes if curves.fits(Candidate(size, knobs))]
@@ -322,8 +325,8 @@ def print_plan(search: Search) -> None:
         console.print(f"{name}: {count}")
     if config.gpu:
         predicted_speeds_table(search, neighborhood, load_gpu_rates(config.gpu)).show()
-    if others := len(space.combinations) - len(neighborhood):
-        console.print(f"{others} more combinations change several knobs at once")
+    if distant_count := len(space.combinations) - len(neighborhood):
+        console.print(f"{distant_count} more combinations change several knobs at once")
     trials = search.strategy.remaining([])
     compiling = max(
         COMPILE_SECONDS[space.config(Candidate(space.micro_batches_for(k)[0], k)).execution.compile]
@@ -339,21 +342,21 @@ def print_plan(search: Search) -> None:
 
 
 def predicted_speeds_table(search: Search, neighborhood: Sequence[KnobValues], gpu_rates: GpuRates) -> Table:
-    """The candidates near the control that are predicted to fit ``gpu_rates``, with memory and speed, the fastest
-    first."""
+    """Build the table of candidates near the control that are predicted to fit the GPU, fastest first."""
     space, curves = search.space, search.memory.curves([])
-    speeds_and_lines: list[tuple[float, tuple[str, ...]]] = []
+    speeds_and_cells: list[tuple[float, tuple[str, ...]]] = []
     for candidate in (Candidate(size, knobs) for knobs in neighborhood for size in space.micro_batches_for(knobs)):
         if not curves.fits(candidate):
             continue
         try:
             config = space.config(candidate)
             roofline = roofline_speed(config.model, config.batch, config.execution, gpu_rates)
-        except UserError:  # the formulas do not cover how this candidate is executed
+        except UserError:  # The formulas do not support the settings of this candidate.
             roofline = 0.0
         speed = format_expected_range(roofline) if roofline else "-"
-        line = (_below_heading(space, candidate), f"{curves.prior(candidate) / GB:.2f}", speed)
-        speeds_and_lines.append((roofline, line))
-    lines = [line for _, line in sorted(speeds_and_lines, key=lambda row: -row[0])]
+        speeds_and_cells.append(
+            (roofline, (_batch_label(space, candidate), f"{curves.prior(candidate) / GB:.2f}", speed))
+        )
+    cells = [row for _, row in sorted(speeds_and_cells, key=lambda speed_and_row: -speed_and_row[0])]
     title = f"Predicted for {gpu_rates.device_info.name}, not measured; tokens/s are {SOURCE}"
-    return Table(title, ("micro-batch x accumulation", "peak memory (GB)", "tokens/s"), lines)
+    return Table(title, ("micro-batch x accumulation", "peak memory (GB)", "tokens/s"), cells)

@@ -1,1 +1,1 @@
-"""Strategies of a search, which choose the next trial without importing Ray."""
+"""Strategies of a search, which choose the next trial. They do not import Ray."""

@@ -1,9 +1,9 @@
-"""Predictions for candidates that have not run: memory and speed as functions of the micro-batch, fitted to the rows.
+"""Predictions of memory and speed for candidates that have not run: functions of the micro-batch, fitted to the rows.
 
-Memory is nearly affine in the micro-batch for each combination of knobs, so two probes correct the prior. A token takes
-a + b / micro-batch + c / global batch, because each micro-batch and each step also cost a fixed time, so speed
-saturates. Between two probes this formula is accurate; beyond them it overestimates speed by a third, so it is never
-extrapolated. All accumulations share both curves.
+Memory is nearly affine in the micro-batch for each combination of knobs, so two probes correct the prior. The time per
+token is a + b / micro-batch + c / global batch, because each micro-batch and each step also take a fixed time. Between
+two probes this formula is accurate; outside them it overestimates speed by a third, so it is never extrapolated. All
+accumulations share both curves.
 """
 
 import math
@@ -21,53 +21,56 @@ from tune.strategy.ranking import DOES_NOT_FIT
 from tune.trial.row import TrialRow, rows_with_speed
 
 Prior = Callable[[Candidate], float]
-"""Predicted peak memory of a candidate's process, in bytes."""
+"""Function that predicts the peak memory of a candidate's process in bytes before any trial."""
 
 MARGIN = 0.02
 """Fraction of the limit that a prediction must leave free, because the allocator thrashes just below the limit."""
 BACK_OFF_FACTOR = 0.8
-"""Maximum next micro-batch as a fraction of one that did not fit, until two others have been measured."""
+"""Maximum next micro-batch as a fraction of one that did not fit, until two micro-batches have been measured."""
 
 
 @dataclass(frozen=True)
 class FittedCurves:
-    """Memory and speed of all candidates, predicted by the ``prior`` and fitted to the ``rows``; the limit is in
-    bytes."""
+    """Predictions of memory and speed for all candidates of ``space``, fitted to ``rows``."""
 
     space: Space
+    """Space of the search."""
     prior: Prior
+    """Prediction of memory before any trial."""
     limit: float
+    """Memory limit of a process in bytes."""
     rows: Sequence[TrialRow]
+    """Rows of the trials to which the predictions are fitted."""
 
-    def measured(self, knobs: KnobValues) -> list[TrialRow]:
+    def measured_rows(self, knobs: KnobValues) -> list[TrialRow]:
         """Rows with a speed for these knobs with any accumulation, by ascending micro-batch."""
-        return self._measured.get(without_accumulation(knobs), [])
+        return self._rows_by_knobs.get(without_accumulation(knobs), [])
 
     @cached_property
-    def _measured(self) -> dict[KnobValues, list[TrialRow]]:
+    def _rows_by_knobs(self) -> dict[KnobValues, list[TrialRow]]:
         rows_by_knobs: dict[KnobValues, list[TrialRow]] = {}
         for row in sorted(rows_with_speed(self.rows), key=lambda row: row.candidate.micro_batch):
             rows_by_knobs.setdefault(without_accumulation(row.candidate.knobs), []).append(row)
         return rows_by_knobs
 
     def memory(self, candidate: Candidate) -> float:
-        """Predicted peak bytes of the candidate's process: the prior, corrected by the nearest runs."""
-        probes = [(self.prior(row.candidate), float(row.memory or 0)) for row in self.measured(candidate.knobs)]
+        """Predict the peak memory of the candidate's process in bytes: the prior, corrected by measurements."""
+        probes = [(self.prior(row.candidate), float(row.memory or 0)) for row in self.measured_rows(candidate.knobs)]
         if not probes:
             return self.prior(candidate) + self._offset
         return fit_to_probes(self.prior(candidate), probes)
 
     @cached_property
     def _offset(self) -> float:
-        """Median error of the prior over all runs, the correction for combinations that have not run."""
-        measured = [row for row in self.rows if row.memory and row.outcome in ("ok", "pruned")]
-        return statistics.median((row.memory or 0) - self.prior(row.candidate) for row in measured) if measured else 0.0
+        """Median error of the prior over all trials in bytes, the correction for combinations that have not run."""
+        rows = [row for row in self.rows if row.memory and row.outcome in ("ok", "pruned")]
+        return statistics.median((row.memory or 0) - self.prior(row.candidate) for row in rows) if rows else 0.0
 
     def max_micro_batch(self, knobs: KnobValues) -> float:
-        """Largest micro-batch that may fit, considering those that did not; smaller ones are predicted."""
-        ran = [row for row in self.rows if without_accumulation(row.candidate.knobs) == without_accumulation(knobs)]
-        unfit = min((row.candidate.micro_batch for row in ran if row.outcome in DOES_NOT_FIT), default=math.inf)
-        sizes = {row.candidate.micro_batch for row in self.measured(knobs)}
+        """Upper bound of micro-batches that may fit, from the trials that did not fit; infinite if all trials fit."""
+        rows = [row for row in self.rows if without_accumulation(row.candidate.knobs) == without_accumulation(knobs)]
+        unfit = min((row.candidate.micro_batch for row in rows if row.outcome in DOES_NOT_FIT), default=math.inf)
+        sizes = {row.candidate.micro_batch for row in self.measured_rows(knobs)}
         return unfit - 1 if len(sizes) > 1 else BACK_OFF_FACTOR * unfit
 
     def fits(self, candidate: Candidate) -> bool:
@@ -77,27 +80,33 @@ class FittedCurves:
         return self.memory(candidate) <= (1 - MARGIN) * self.limit
 
     def feasible_sizes(self, knobs: KnobValues) -> list[int]:
-        """Micro-batches of a combination that stayed within the limit or are predicted to, ascending."""
-        ran = {row.candidate.micro_batch for row in self.measured(knobs) if row.candidate.knobs == knobs}
+        """Micro-batches of a combination that fit or are predicted to fit, in ascending order."""
+        measured_sizes = {
+            row.candidate.micro_batch for row in self.measured_rows(knobs) if row.candidate.knobs == knobs
+        }
         return [
-            size for size in self.space.micro_batches_for(knobs) if size in ran or self.fits(Candidate(size, knobs))
+            size
+            for size in self.space.micro_batches_for(knobs)
+            if size in measured_sizes or self.fits(Candidate(size, knobs))
         ]
 
     def fastest(self, knobs: KnobValues | None = None) -> TrialRow | None:
-        """The fastest of the rows that :meth:`measured` returns for ``knobs``, or of all rows with a speed."""
-        rows = chain(*self._measured.values()) if knobs is None else self.measured(knobs)
+        """The fastest row for ``knobs`` with any accumulation, or of all rows if ``knobs`` is None."""
+        rows = chain(*self._rows_by_knobs.values()) if knobs is None else self.measured_rows(knobs)
         return max(rows, key=lambda row: row.tokens_per_second, default=None)
 
     def speed(self, candidate: Candidate) -> float | None:
-        """Predicted tokens per second; None if the runs with its knobs do not determine it or do not enclose its
-        size."""
-        rows = self.measured(candidate.knobs)
+        """Predict the speed in tokens/s; None if the rows with its knobs do not determine it.
+
+        The rows must include a smaller and a larger micro-batch, or the same one.
+        """
+        rows = self.measured_rows(candidate.knobs)
         sizes = {row.candidate.micro_batch for row in rows}
         if len(sizes) < 2 or not min(sizes) <= candidate.micro_batch <= max(sizes):
             return None
         features, *row_features = (
-            (1, 1 / each.micro_batch, 1 / self.space.global_batch(each))
-            for each in (candidate, *(row.candidate for row in rows))
+            (1, 1 / point.micro_batch, 1 / self.space.global_batch(point))
+            for point in (candidate, *(row.candidate for row in rows))
         )
         seconds_per_token = [1 / row.tokens_per_second for row in rows]
         costs, _, rank, _ = np.linalg.lstsq(np.array(row_features), seconds_per_token)

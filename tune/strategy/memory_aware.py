@@ -1,16 +1,16 @@
 """The memory-aware strategy: predict memory, probe the largest and a small micro-batch, prune, and refine.
 
-Its order of trials:
+The order of trials is:
 
 1. the control
 2. the largest micro-batch that is predicted to fit with the control's knobs
-3. the same for each neighbor of the best combination (one knob away), until no neighbor is faster: hill climbing,
-   because most knobs help independently of each other
+3. the largest micro-batch of each neighbor of the best combination (one knob away), until no neighbor is faster: hill
+   climbing, because most knobs help independently of each other
 4. a small micro-batch of each combination that is within reach of the best
-5. micro-batches near the fastest of these combinations
+5. micro-batches near the fastest one of each of these combinations
 
-Each trial has a speed threshold: it stops once it cannot reach it. The accumulation, if it is searched, is one more
-knob. All accumulations share a curve, so a small micro-batch of the fastest one is enough.
+A trial is pruned once it cannot reach its speed threshold. The accumulation, if it is searched, is one of the knobs.
+All accumulations share a curve, so a small micro-batch of the fastest accumulation is enough.
 """
 
 from collections.abc import Sequence
@@ -23,35 +23,45 @@ from tune.strategy.ranking import eligible_rows
 from tune.trial.row import Proposal, Stage, TrialRow
 
 WITHIN_REACH_FRACTION = 0.03
-"""Fraction by which a candidate may be predicted to be slower than the best and still be tried, because tile and wave
-quantization make speeds irregular."""
+"""Maximum fraction by which a candidate is predicted to be slower than the best for it to be tried.
+
+Tile and wave quantization make speeds irregular, so that such a candidate may still be the fastest.
+"""
 REFINEMENTS = 3
-"""Maximum number of micro-batches that are tried near the fastest of a combination, in addition to its two probes."""
+"""Maximum number of micro-batches that are tried near a combination's fastest one, in addition to its two probes."""
 MAX_CONTROL_LIMIT_MULTIPLE = 1.25
-"""Multiple of the limit above which the control does not run if its memory is predicted to be higher."""
+"""Multiple of the memory limit up to which the control runs although it is predicted to exceed the limit."""
 TILE = 8
-"""Multiples of this fill tensor-core tiles, so they are refined first."""
+"""Size of tensor-core tiles in sequences; micro-batches that are multiples of it are tried first."""
 
 
 @dataclass(frozen=True)
 class MemorySearcher:
-    """The strategy for a ``space``, with a prior of memory and a limit, both in bytes."""
+    """The memory-aware strategy."""
 
     space: Space
+    """Space of the search."""
     prior: Prior
+    """Prediction of memory before any trial."""
     limit: float
+    """Memory limit of a process in bytes."""
 
     def curves(self, rows: Sequence[TrialRow]) -> FittedCurves:
         """Predictions of memory and speed, fitted to ``rows``."""
         return FittedCurves(self.space, self.prior, self.limit, rows)
 
     def propose(self, rows: Sequence[TrialRow]) -> Proposal | None:
-        neighbors = self.space.neighbours(self.space.control.knobs)
+        neighbors = self.space.neighbors(self.space.control.knobs)
         if len(rows) > len(neighbors) and all(row.outcome == "failed" for row in rows):
             return None  # If everything near the control fails, the cause is not in the candidates.
         curves = self.curves(rows)
         tried = {row.candidate for row in rows}
-        choice = self._control(tried) or self._top(curves) or self._bottom(curves, tried) or self._refine(curves, tried)
+        choice = (
+            self._control(tried)
+            or self._largest_that_fits(curves)
+            or self._small_probe(curves, tried)
+            or self._refinement(curves, tried)
+        )
         if choice is None:
             return None
         candidate, stage = choice
@@ -66,14 +76,16 @@ class MemorySearcher:
         tried = {row.candidate for row in rows}
         best = curves.fastest()
         center = best.candidate if best else self.space.control
-        neighbors = [k for k in self.space.neighbours(center.knobs) if not self._probed(curves, k)]
-        refined = [k for k in self.space.combinations if self._live(curves, k) and self._probed(curves, k)]
-        refinements = sum(self._refinements(curves, k) for k in refined or [self.space.control.knobs])
-        expected = len(neighbors) + refinements + (0 if tried else 3)
+        neighbors = [k for k in self.space.neighbors(center.knobs) if not self._is_probed(curves, k)]
+        combinations = [
+            k for k in self.space.combinations if self._is_within_reach(curves, k) and self._is_probed(curves, k)
+        ]
+        refinements = sum(self._refinements_left(curves, k) for k in combinations or [self.space.control.knobs])
+        expected_count = len(neighbors) + refinements + (0 if tried else 3)
         untried = (c for c in self.space.candidates() if c not in tried and curves.fits(c))
-        # All knobs make forty thousand candidates, so no more are counted than needed.
-        available = len(list(islice(untried, expected)))
-        return max(available, bool(self._control(tried)))
+        # All knobs together have forty thousand candidates, so counting stops at the expected number.
+        count = len(list(islice(untried, expected_count)))
+        return max(count, bool(self._control(tried)))
 
     def skip_reason(self, curves: FittedCurves, candidate: Candidate) -> str:
         """The reason why ``candidate`` was not tried, for the report."""
@@ -83,11 +95,11 @@ class MemorySearcher:
             return "predicted not to fit"
         if curves.rows and curves.fastest() is None:
             return "the search ended because no trial had a speed"
-        if not self._probed(curves, candidate.knobs):
+        if not self._is_probed(curves, candidate.knobs):
             return "none of its neighbors (one knob away) was ever the fastest"
-        if not curves.measured(candidate.knobs):
+        if not curves.measured_rows(candidate.knobs):
             return "another micro-batch with the same knobs failed"
-        if not self._live(curves, candidate.knobs):
+        if not self._is_within_reach(curves, candidate.knobs):
             return f"with these knobs, more than {WITHIN_REACH_FRACTION:.0%} slower than the fastest"
         speed = curves.speed(candidate)
         if speed is not None and speed < self._speed_threshold(curves):
@@ -102,37 +114,37 @@ class MemorySearcher:
             return None
         return control, "probe"
 
-    def _top(self, curves: FittedCurves) -> tuple[Candidate, Stage] | None:
-        """The largest micro-batch that fits, with the control's knobs or those of a neighbor of the best one."""
+    def _largest_that_fits(self, curves: FittedCurves) -> tuple[Candidate, Stage] | None:
+        """The largest micro-batch that fits, with the knobs of the control or of a neighbor of the best combination."""
         best = curves.fastest()
-        neighbors = self.space.combinations if best is None else self.space.neighbours(best.candidate.knobs)
+        neighbors = self.space.combinations if best is None else self.space.neighbors(best.candidate.knobs)
         for knobs in (self.space.control.knobs, *neighbors):
             sizes = curves.feasible_sizes(knobs)
-            if sizes and not self._probed(curves, knobs):
+            if sizes and not self._is_probed(curves, knobs):
                 return Candidate(sizes[-1], knobs), "probe"
         return None
 
-    def _bottom(self, curves: FittedCurves, tried: set[Candidate]) -> tuple[Candidate, Stage] | None:
+    def _small_probe(self, curves: FittedCurves, tried: set[Candidate]) -> tuple[Candidate, Stage] | None:
         """A micro-batch of about a quarter of the largest, for the fit; smaller ones while the smallest is fastest."""
         for knobs in self.space.combinations:
             best = curves.fastest(knobs)
-            if best is None or best.candidate.knobs != knobs or not self._live(curves, knobs):
+            if best is None or best.candidate.knobs != knobs or not self._is_within_reach(curves, knobs):
                 continue
-            sizes = [row.candidate.micro_batch for row in curves.measured(knobs) if row.candidate.knobs == knobs]
+            sizes = [row.candidate.micro_batch for row in curves.measured_rows(knobs) if row.candidate.knobs == knobs]
             smallest, largest, fastest = sizes[0], sizes[-1], best.candidate.micro_batch
-            smaller = [
+            options = [
                 s for s in self.space.micro_batches_for(knobs) if s < smallest and Candidate(s, knobs) not in tried
             ]
-            if smaller and (3 * smallest > largest or fastest == smallest):
+            if options and (3 * smallest > largest or fastest == smallest):
                 goal = min(largest, 2 * smallest) / 4 if fastest == smallest and smallest < largest else largest / 4
-                return Candidate(min(smaller, key=lambda size: abs(size - goal)), knobs), "probe"
+                return Candidate(min(options, key=lambda size: abs(size - goal)), knobs), "probe"
         return None
 
-    def _refine(self, curves: FittedCurves, tried: set[Candidate]) -> tuple[Candidate, Stage] | None:
-        """The most promising untried micro-batch between two probes: whole tiles first, then by predicted speed."""
+    def _refinement(self, curves: FittedCurves, tried: set[Candidate]) -> tuple[Candidate, Stage] | None:
+        """The most promising untried micro-batch between two probes: multiples of a tile first, then the fastest."""
         threshold, options = self._speed_threshold(curves), []
         for knobs in self.space.combinations:
-            if self._refinements(curves, knobs) <= 0:
+            if self._refinements_left(curves, knobs) <= 0:
                 continue
             for size in curves.feasible_sizes(knobs):
                 candidate = Candidate(size, knobs)
@@ -141,24 +153,24 @@ class MemorySearcher:
                     options.append((size % TILE == 0, speed, candidate))
         return (max(options, key=lambda option: option[:2])[2], "refine") if options else None
 
-    def _probed(self, curves: FittedCurves, knobs: KnobValues) -> bool:
-        """Whether the largest micro-batch that fits has run, one has failed, or none fits."""
+    def _is_probed(self, curves: FittedCurves, knobs: KnobValues) -> bool:
+        """Whether the largest micro-batch that fits has run, a micro-batch has failed, or no micro-batch fits."""
         sizes = curves.feasible_sizes(knobs)
-        ran = {row.candidate.micro_batch for row in curves.rows if row.candidate.knobs == knobs}
-        failed = any(row.candidate.knobs == knobs and row.outcome == "failed" for row in curves.rows)
-        return failed or not sizes or sizes[-1] in ran
+        rows = [row for row in curves.rows if row.candidate.knobs == knobs]
+        has_failed = any(row.outcome == "failed" for row in rows)
+        return has_failed or not sizes or sizes[-1] in {row.candidate.micro_batch for row in rows}
 
-    def _live(self, curves: FittedCurves, knobs: KnobValues) -> bool:
-        """Whether a run with these knobs is within reach of the best."""
+    def _is_within_reach(self, curves: FittedCurves, knobs: KnobValues) -> bool:
+        """Whether the fastest row with these knobs is within reach of the best row."""
         fastest = curves.fastest(knobs)
         return fastest is not None and _speed(fastest) >= self._speed_threshold(curves)
 
     def _speed_threshold(self, curves: FittedCurves) -> float:
-        """The minimum speed that is within reach of the best."""
+        """The minimum speed that is within reach of the best row, in tokens/s."""
         return (1 - WITHIN_REACH_FRACTION) * _speed(curves.fastest())
 
-    def _refinements(self, curves: FittedCurves, knobs: KnobValues) -> int:
-        """Number of refinements that the combination has left; it has only one if another accumulation is faster."""
+    def _refinements_left(self, curves: FittedCurves, knobs: KnobValues) -> int:
+        """Number of further refinements of the combination, which has only one if another accumulation is faster."""
         best = curves.fastest(knobs)
         maximum = REFINEMENTS if best is None or best.candidate.knobs == knobs else 1
         return maximum - sum(row.candidate.knobs == knobs and row.stage == "refine" for row in curves.rows)

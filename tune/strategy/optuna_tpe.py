@@ -1,8 +1,8 @@
 """Optuna's TPE sampler as a strategy, for comparison. It needs the package optuna, which is not installed by default.
 
-Its study is rebuilt from the rows for each proposal, so that the strategy has no state of its own. Optuna often
-proposes the same discrete point again: then it gets the speed from the row, and if it proposes no new candidate, the
-first untried one is used.
+Optuna's study is rebuilt from the rows for each proposal, so that the strategy has no state. Optuna often repeats a
+discrete point. It then gets the speed from the row. If all its proposals are repeated, the first untried candidate is
+used.
 """
 
 import importlib
@@ -14,12 +14,12 @@ from infra.errors import UserError
 from tune.space import Candidate, Space
 from tune.trial.row import Proposal, TrialRow
 
-ASKS = 20
+MAX_PROPOSALS = 20
 """Maximum number of proposals by Optuna for one trial; if none is new, the first untried candidate is used."""
 
 
 def optuna_trials(space: Space) -> int:
-    """Number of trials: a quarter of the grid, at least 8, and at most 50, which take some hours on a GPU."""
+    """Number of trials: a quarter of the grid, but at least 8 and at most 50, which take some hours on a GPU."""
     return min(50, max(8, len(space.candidates()) // 4))
 
 
@@ -52,7 +52,7 @@ class OptunaSearcher:
             study.add_trial(
                 optuna.trial.create_trial(params=parameters, distributions=spaces, value=row.tokens_per_second)
             )
-        for _ in range(ASKS):
+        for _ in range(MAX_PROPOSALS):
             trial = study.ask(spaces)
             candidate = Candidate(trial.params["micro_batch"], tuple((name, trial.params[name]) for name in names))
             if candidate in candidates and candidate not in tried:

@@ -1,4 +1,4 @@
-"""Ranking of candidates by confirmed speed, with ties; among equally fast ones the one with the least memory wins.
+"""Ranking of candidates by confirmed speed, with ties. Among equally fast candidates, less memory wins.
 
 All speeds come from runs in fresh processes. Confirmations are interleaved, so that a drift of the machine affects all
 candidates equally.
@@ -20,7 +20,9 @@ NEGLIGIBLE_LOSS = 0.005
 BEATEN_LOSS = 0.001
 """Expected relative loss below which a candidate counts as beaten without another run."""
 NORMAL = statistics.NormalDist()
+"""The standard normal distribution."""
 Z95 = NORMAL.inv_cdf(0.975)
+"""Half-width of a 95% interval of the standard normal distribution."""
 DOES_NOT_FIT = ("over_limit", "oom", "thrash")
 """Outcomes of trials that did not fit the memory limit."""
 
@@ -30,21 +32,24 @@ class Ranked:
     """A candidate in the ranking, with its pooled speed and memory."""
 
     candidate: Candidate
+    """Candidate with this rank."""
     speed: Estimate
-    """Tokens per second."""
+    """Pooled speed in tokens/s."""
     memory: int
     """Peak memory in bytes."""
     runs: int
+    """Number of runs on which the speed is based."""
     confirmed: bool
+    """Whether the candidate ran in a confirmation round."""
     is_eligible: bool = False
     """Whether the candidate ran in every confirmation round, so that it can win."""
     tied: bool = False
     """Whether the interval overlaps the fastest candidate's, so that the difference is not significant."""
 
     def expected_loss_against(self, other: "Ranked") -> float:
-        """Expected relative loss of speed of choosing this candidate, if ``other`` is the faster one.
+        """Expected relative loss of speed from choosing this candidate although ``other`` may be faster.
 
-        Both intervals count as 95% intervals of normal distributions of the logarithm.
+        Both intervals are treated as 95% intervals of normal distributions of the logarithm.
         """
         lead = math.log(self.speed.middle / other.speed.middle)
         error = math.hypot(*(math.log(s.speed.high / s.speed.low) / 2 / Z95 for s in (self, other)))
@@ -55,7 +60,7 @@ class Ranked:
 
 
 def eligible_rows(rows: Sequence[TrialRow]) -> dict[Candidate, list[TrialRow]]:
-    """Rows with a speed by candidate, without candidates of which any run did not fit the memory limit."""
+    """Rows with a speed by candidate, without candidates with a run that did not fit the memory limit."""
     unfit = {row.candidate for row in rows if row.outcome in DOES_NOT_FIT}
     eligible: dict[Candidate, list[TrialRow]] = {}
     for row in rows:
@@ -67,32 +72,32 @@ def eligible_rows(rows: Sequence[TrialRow]) -> dict[Candidate, list[TrialRow]]:
 def contenders(rows: Sequence[TrialRow], control: Candidate) -> list[Candidate]:
     """The candidates of the next confirmation round after ``rows``, fastest first; empty if the winner is clear.
 
-    In the first round these are the best three of the exploration, without those that are clearly beaten. In later
-    rounds they are the winner so far and the candidates whose expected lead over it is not negligible. The control runs
-    in every round if it fits, because the search is compared with it.
+    In the first round they are the best three of the exploration that are not clearly beaten. In later rounds they are
+    the winner so far and the candidates whose expected lead over it is not negligible. The control also runs in every
+    round if it fits, because the winner is compared with it.
     """
     ranked = rank(rows)
     has_confirmations = any(entry.confirmed for entry in ranked)
-    final = [entry for entry in ranked if entry.is_eligible]
-    if not final:
+    eligible = [entry for entry in ranked if entry.is_eligible]
+    if not eligible:
         return []
-    winner, *others = final
+    winner = eligible[0]
     rivals = [
         entry
-        for entry in others
+        for entry in eligible[1:]
         if winner.expected_loss_against(entry) > (NEGLIGIBLE_LOSS if has_confirmations else BEATEN_LOSS)
     ]
     if has_confirmations and not rivals:
         return []
     by_speed = sorted([winner, *rivals], key=lambda entry: -entry.speed.middle)
     candidates = [entry.candidate for entry in by_speed[:CONTENDERS]]
-    if control not in candidates and any(entry.candidate == control for entry in final):
+    if control not in candidates and any(entry.candidate == control for entry in eligible):
         candidates.append(control)
     return candidates if len(candidates) > 1 else []
 
 
 def rank(rows: Sequence[TrialRow]) -> list[Ranked]:
-    """All candidates that fit and have a speed: the winner, then those tied with it, then the others, by speed.
+    """Rank all candidates that fit and have a speed: the winner, then ties with it, then all others, by speed.
 
     The fastest of many single measurements is partly luck. Once candidates are confirmed, only those that ran in every
     round can win or tie, by their confirmed speeds.
@@ -104,30 +109,30 @@ def rank(rows: Sequence[TrialRow]) -> list[Ranked]:
     entries = [
         replace(entry, is_eligible=not rounds or (entry.confirmed and entry.runs == rounds)) for entry in entries
     ]
-    final = [entry for entry in entries if entry.is_eligible]
-    best = max(final, key=lambda entry: entry.speed.middle)
-    tied = [entry for entry in final if entry is best or entry.speed.high >= best.speed.low]
+    eligible = [entry for entry in entries if entry.is_eligible]
+    best = max(eligible, key=lambda entry: entry.speed.middle)
+    tied = [entry for entry in eligible if entry is best or entry.speed.high >= best.speed.low]
     if len(tied) > 1:
         tied = [replace(entry, tied=True) for entry in tied]
     tied_candidates = {entry.candidate for entry in tied}
-    others = [entry for entry in entries if entry.candidate not in tied_candidates]
-    # A tie may hide a real difference that noise conceals, so memory decides only where the loss would be small.
+    beaten = [entry for entry in entries if entry.candidate not in tied_candidates]
+    # Noise may hide a real difference between ties, so memory only decides where the possible loss of speed is small.
     equal = [entry for entry in tied if entry.speed.middle >= (1 - NEGLIGIBLE_LOSS) * best.speed.middle]
     winner = min(equal, key=lambda entry: (entry.memory, -entry.speed.middle))
     by_speed = sorted((entry for entry in tied if entry is not winner), key=lambda entry: -entry.speed.middle)
-    others = sorted(others, key=lambda entry: (not entry.confirmed, not entry.is_eligible, -entry.speed.middle))
-    return [winner, *by_speed, *others]
+    beaten = sorted(beaten, key=lambda entry: (not entry.confirmed, not entry.is_eligible, -entry.speed.middle))
+    return [winner, *by_speed, *beaten]
 
 
 def _pooled(runs: list[TrialRow]) -> Ranked:
-    """Pool a candidate's runs: their geometric mean, with an interval as wide as their intervals or their range."""
-    confirmed = [row for row in runs if row.stage == "confirm"]
-    used = confirmed or runs
-    squares = sum(math.log(row.speed.high / row.speed.low) ** 2 for row in used if row.speed)
-    half_width = math.sqrt(squares) / 2 / len(used)
-    speeds = [row.tokens_per_second for row in used]
+    """Pool a candidate's runs to their geometric mean, with the wider of the pooled interval and the runs' range."""
+    confirmations = [row for row in runs if row.stage == "confirm"]
+    pooled_runs = confirmations or runs
+    squares = sum(math.log(row.speed.high / row.speed.low) ** 2 for row in pooled_runs if row.speed)
+    half_width = math.sqrt(squares) / 2 / len(pooled_runs)
+    speeds = [row.tokens_per_second for row in pooled_runs]
     factor = math.exp(max(half_width, math.log(max(speeds) / min(speeds)) / 2))
     middle = statistics.geometric_mean(speeds)
     speed = Estimate(middle, middle / factor, middle * factor)
     memory = max(row.memory or 0 for row in runs)
-    return Ranked(runs[0].candidate, speed, memory, len(used), bool(confirmed))
+    return Ranked(runs[0].candidate, speed, memory, len(pooled_runs), bool(confirmations))

@@ -5,7 +5,7 @@ import math
 from infra.device.hardware import DeviceInfo
 from infra.errors import UserError
 from train.config import AUTO, GPU_KERNELS, HALF_PRECISIONS, Execution
-from tune.config import SHORTEST
+from tune.config import MIN_RUNG_STEPS
 from tune.suite.batches import RETRIES, TOO_LARGE
 from tune.suite.suites import Changes
 from tune.trial.row import TrialRow
@@ -42,11 +42,11 @@ def check_baseline_speed(row: TrialRow, reason: str, *, fitted: bool = False) ->
     ``fitted`` is whether smaller batches have been tried already.
     """
     steps = row.step_seconds
-    if row.ended_too_early or (row.speed and len(steps) < SHORTEST):
+    if row.ended_too_early or (row.speed and len(steps) < MIN_RUNG_STEPS):
         seconds = sum(steps[1:]) / (len(steps) - 1) if len(steps) > 1 else sum(steps)
         raise UserError(
-            f"The baseline made only {len(steps)} steps in {sum(steps[1:]):.1f} s; a rung needs {SHORTEST} to get past "
-            f"warm-up. Use --time-budget {math.ceil(SHORTEST * seconds)}s or more."
+            f"The baseline made only {len(steps)} steps in {sum(steps[1:]):.1f} s; a rung needs {MIN_RUNG_STEPS} to "
+            f"get past warm-up. Use --time-budget {math.ceil(MIN_RUNG_STEPS * seconds)}s or more."
         )
     if not row.speed:
         advice = "Fix the cause, or choose another --suite."

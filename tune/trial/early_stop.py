@@ -9,7 +9,7 @@ import statistics
 from collections.abc import Sequence
 
 from train.intervals import anytime_half_width, autocorrelation, warmup_steps
-from tune.config import FEWEST
+from tune.config import MIN_MEASURED_STEPS
 
 ASSUMED_CORRELATION, ASSUMED_STEPS = 0.85, 40
 """Prior correlation of consecutive steps, and the number of steps that it counts as."""
@@ -23,7 +23,7 @@ def verdict(step_seconds: Sequence[float], *, bar_seconds: float | None, precisi
     show otherwise. A measurement that ends early only has a slightly wider interval.
     """
     steady = step_seconds[warmup_steps(step_seconds) :]
-    if len(steady) < FEWEST:
+    if len(steady) < MIN_MEASURED_STEPS:
         return None
     middle = statistics.fmean(steady)
     if bar_seconds is not None and middle - _half_width(steady, ASSUMED_STEPS) > bar_seconds:

@@ -221,7 +221,7 @@ def main() -> int:
         table.add_row(row["machine"], row["search"], *shown)
     console.print(table)
     said = ", ".join(f"{rate:.1%} at {correlation}" for correlation, rate in wrong.items())
-    console.print(f"stopped although as fast as the bar, by the correlation of neighbouring steps: {said}")
+    console.print(f"stopped although as fast as the bar, by the correlation of neighboring steps: {said}")
     if chosen.out:
         write_json(chosen.out, {"rows": record, "false_stops": wrong})
     goal = f"regret below {GOAL_REGRET:.1%} at under {GOAL_SHARE:.0%} of the grid's seconds, nothing over the limit"

@@ -39,7 +39,7 @@ MODEL = ModelConfig(layers=2, heads=2, width=64, context_length=64, vocab_size=5
 KNOBS = ("checkpointing=none,selective,full",)
 STEPS = 12
 THREADS = "1"
-"""A neighbour on the second core then costs little."""
+"""A neighbor on the second core then costs little."""
 
 
 def main() -> int:

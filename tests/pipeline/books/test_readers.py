@@ -267,7 +267,7 @@ def test_a_decompression_bomb_costs_bounded_memory_and_gets_a_reason(
     assert pool.max_memory() <= arrows_most
 
 
-def test_a_book_as_large_as_the_limit_is_read_and_its_neighbours_too(
+def test_a_book_as_large_as_the_limit_is_read_and_its_neighbors_too(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setattr(readers, "MAX_BOOK_BYTES", 3 * MEGABYTE)

@@ -44,7 +44,7 @@ def test_too_few_steps_have_no_speed() -> None:
 
 
 def test_noise_alone_is_not_warm_up() -> None:
-    """Medians of neighbouring windows differ by more than one standard error in every third run, by three in few."""
+    """Medians of neighboring windows differ by more than one standard error in every third run, by three in few."""
     found = [warmup_steps([9.0, *series(0.1, 200, noise=0.05, seed=seed)]) for seed in range(100)]
     assert found.count(1) >= 95
 

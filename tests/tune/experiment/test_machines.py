@@ -21,7 +21,7 @@ IDLE = GpuState("H200", "570", 140 * 10**9, 10**9, None, (), 1980, 700.0, 40, 0)
 
 
 @pytest.fixture
-def neighbour() -> Iterator[int]:
+def neighbor() -> Iterator[int]:
     with subprocess.Popen([sys.executable, "-c", "input('their training')"], stdin=subprocess.PIPE) as process:
         yield process.pid
         process.kill()
@@ -44,10 +44,10 @@ def kind(config: SearchConfig, state: GpuState | None) -> str:
     return machine.device.kind
 
 
-def test_a_gpu_in_use_is_refused_with_its_process(neighbour: int) -> None:
+def test_a_gpu_in_use_is_refused_with_its_process(neighbor: int) -> None:
     with pytest.raises(UserError, match="CUDA_VISIBLE_DEVICES") as refusal:
-        machines(search("auto"), replace(IDLE, other_processes=(neighbour,)))
-    assert f"H200 is in use by process {neighbour} (" in str(refusal.value)
+        machines(search("auto"), replace(IDLE, other_processes=(neighbor,)))
+    assert f"H200 is in use by process {neighbor} (" in str(refusal.value)
     assert "their training" in str(refusal.value)
 
 

@@ -12,7 +12,7 @@ from infra.device.hardware import cpu_info
 from train.config import Cycle, TrainConfig
 from train.model_config import ModelConfig
 from train.resolved import resolve
-from tune.config import FEWEST
+from tune.config import MIN_MEASURED_STEPS
 from tune.space import Candidate, make_space
 from tune.strategy.base import ConfirmBest, GridStrategy, RetryShortTrials, trial_time_limit
 from tune.strategy.memory_aware import MemorySearcher
@@ -50,7 +50,9 @@ def test_a_trial_with_too_little_time_runs_once_more_with_enough(
         key, number = proposal.key("search"), len(rows) + 1
         row, _ = run(TrialRequest(key, number, "m1", proposal, trial, "here", 8 * 10**9, StopRule(most, 0.01)))
         rows.append(row)
-        assert most == (0.0 if len(rows) == 1 else 2 * (FEWEST + 2) * statistics.median(rows[0].step_seconds[1:]))
+        assert most == (
+            0.0 if len(rows) == 1 else 2 * (MIN_MEASURED_STEPS + 2) * statistics.median(rows[0].step_seconds[1:])
+        )
     first, second, *others = rows
     assert (first.outcome, first.ended_too_early, first.round) == ("failed", True, 0)
     assert (second.outcome, second.round) == ("ok", 1)

@@ -116,7 +116,7 @@ def test_accumulations_share_the_curves_of_memory_and_speed() -> None:
 
 def test_a_stopped_trial_counts_as_measured_and_one_that_did_not_fit_does_not() -> None:
     rows = [row(16, outcome="pruned"), row(8), row(32, outcome="thrash"), row(2, outcome="failed")]
-    assert curves(*rows).measured(OWN) == [rows[1], rows[0]]
+    assert curves(*rows).measured_rows(OWN) == [rows[1], rows[0]]
 
 
 def test_what_ran_is_feasible_whatever_the_prediction_says() -> None:

@@ -85,7 +85,7 @@ def test_what_was_not_run_has_a_true_reason(compare: ModuleType, space: Space, s
         if reason == "predicted not to fit":
             return machine.memory(candidate) > 0.95 * machine.limit
         if reason == "none of its neighbors (one knob away) was ever the fastest":
-            return not ran and candidate.knobs not in space.neighbours(fastest.candidate.knobs)
+            return not ran and candidate.knobs not in space.neighbors(fastest.candidate.knobs)
         if reason == "with these knobs, more than 3% slower than the fastest":
             return 0 < max(row.tokens_per_second or 0.0 for row in ran) < 0.97 * (fastest.tokens_per_second or 0.0)
         if reason == "predicted to be more than 3% slower than the fastest":
@@ -167,7 +167,7 @@ def test_what_fails_everywhere_near_the_control_ends_the_search(compare: ModuleT
             str(len(rows)), len(rows), proposal.stage, 0, proposal.candidate, 1, "failed", "no driver", 10.0, node="w1"
         )  # fmt: skip
         rows.append(row)
-    assert len(rows) == 1 + len(space.neighbours(space.control.knobs)) < len(space.combinations)
+    assert len(rows) == 1 + len(space.neighbors(space.control.knobs)) < len(space.combinations)
 
 
 def test_sizes_near_the_top_are_refined_whole_tiles_first(compare: ModuleType) -> None:
@@ -208,15 +208,15 @@ def test_what_is_expected_far_behind_the_best_is_not_tried() -> None:
     assert plain().skip_reason(curves, Candidate(16)) == "predicted to be more than 3% slower than the fastest"
 
 
-def test_a_combination_far_behind_the_best_is_tried_once_and_its_neighbours_not_at_all() -> None:
+def test_a_combination_far_behind_the_best_is_tried_once_and_its_neighbors_not_at_all() -> None:
     searcher = plain(CHECKPOINTING, "attention=manual")
     own = searcher.space.control.knobs
     rows = searched(searcher, lambda candidate: 100.0 if candidate.knobs == own else 50.0)
     tried = [row.candidate.knobs for row in rows if row.candidate.knobs != own]
-    assert sorted(tried) == sorted(searcher.space.neighbours(own))
+    assert sorted(tried) == sorted(searcher.space.neighbors(own))
 
 
-def test_a_better_neighbour_is_followed_to_its_own() -> None:
+def test_a_better_neighbor_is_followed_to_its_own() -> None:
     searcher = plain(CHECKPOINTING, "attention=manual")
     best = searcher.space.combinations[-1]
     rows = searched(

@@ -96,15 +96,15 @@ def test_an_interval_carries_those_of_all_its_runs() -> None:
     assert found.high == pytest.approx(1.2 * math.exp(high))
 
 
-def test_neighbours_share_a_control_that_cancels() -> None:
+def test_neighbors_share_a_control_that_cancels() -> None:
     """Its interval and its scatter leave the ratio of the rungs around it, and no other's."""
     sure, vague = within(1000.0, 1.0), within(1000.0, 100.0)
     rungs = exact(1200.0, 1200.0, 1200.0)
     ladder = InterleavedRuns([sure, vague, sure, sure], rungs)
-    neighbours, apart = ladder.over_rung(1, 0), ladder.over_rung(2, 0)
-    assert neighbours is not None
+    neighbors, apart = ladder.over_rung(1, 0), ladder.over_rung(2, 0)
+    assert neighbors is not None
     assert apart is not None
-    assert neighbours.high < 1.002 < apart.high
+    assert neighbors.high < 1.002 < apart.high
     scattered = InterleavedRuns(exact(1000.0, 1010.0, 1000.0, 1010.0), rungs)
     reaches = [
         math.log(found.high / found.ratio)
@@ -115,7 +115,7 @@ def test_neighbours_share_a_control_that_cancels() -> None:
 
 
 def test_the_scatter_of_few_controls_counts_for_little() -> None:
-    """Two controls leave one degree of freedom, and three fewer than two, as neighbours share one."""
+    """Two controls leave one degree of freedom, and three fewer than two, as neighbors share one."""
     two, three = (
         InterleavedRuns(exact(1000, 1010), exact(1000)),
         InterleavedRuns(exact(1000, 1010, 1000), exact(1000, 1000)),

@@ -5,7 +5,7 @@ from types import ModuleType
 
 import pytest
 
-from tune.config import FEWEST
+from tune.config import MIN_MEASURED_STEPS
 from tune.trial.early_stop import verdict
 
 Benchmark = Callable[[str], ModuleType]
@@ -20,14 +20,16 @@ def test_a_trial_as_fast_as_the_bar_is_seldom_stopped(benchmark: Benchmark, corr
 def test_a_slow_trial_is_stopped_early(benchmark: Benchmark) -> None:
     simulation = benchmark("false_stops")
     stops = [simulation.stopped_after(simulation.steps(seed, 1.1, 0.5), 1.0) for seed in range(50)]
-    assert all(stop is not None and stop <= 3 * FEWEST for stop in stops)
-    assert sum(stop is not None and stop <= 2 * FEWEST for stop in stops) >= 0.95 * len(stops)
+    assert all(stop is not None and stop <= 3 * MIN_MEASURED_STEPS for stop in stops)
+    assert sum(stop is not None and stop <= 2 * MIN_MEASURED_STEPS for stop in stops) >= 0.95 * len(stops)
 
 
 def test_it_ends_when_the_speed_is_known() -> None:
-    assert verdict([1.0] * (FEWEST + 10), bar_seconds=None, precision=0.01) == "precise"
-    assert verdict([1.0] * (1 + FEWEST), bar_seconds=None, precision=0.01) == "precise", "the first is warm-up"
-    assert verdict([1.0] * FEWEST, bar_seconds=None, precision=0.01) is None
+    assert verdict([1.0] * (MIN_MEASURED_STEPS + 10), bar_seconds=None, precision=0.01) == "precise"
+    assert verdict([1.0] * (1 + MIN_MEASURED_STEPS), bar_seconds=None, precision=0.01) == "precise", (
+        "the first is warm-up"
+    )
+    assert verdict([1.0] * MIN_MEASURED_STEPS, bar_seconds=None, precision=0.01) is None
 
 
 def test_precision_is_a_share_of_the_step() -> None:
