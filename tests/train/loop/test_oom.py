@@ -56,7 +56,7 @@ def in_validation(trainer: Trainer) -> None:
         (in_forward, "running the forward pass of step 1"),
         (in_backward, "running the backward pass of step 1"),
         (in_the_second_optimizer_step, "running the optimizer in step 2"),
-        (in_validation, "the validation after step 2"),
+        (in_validation, "running the validation after step 2"),
     ],
 )
 def test_where_memory_ran_out(config: ResolvedConfig, arrange: Callable[[Trainer], None], during: str) -> None:
