@@ -141,7 +141,7 @@ def test_what_only_this_machine_cannot_run_is_not_an_error(tmp_path: Path) -> No
 
 def test_a_suite_without_a_model_is_read_with_the_ladders(tmp_path: Path) -> None:
     path, text = tmp_path / "mine.py", "[Rung('a', {'model.heads': 5})]"
-    with pytest.raises(UserError, match="not divisible by heads=5"):
+    with pytest.raises(UserError, match="multiple of heads=5"):
         from_file(path, text)
     assert from_file(path, text, START.replace(model=replace(START.model, width=100, heads=10))).rungs
 
