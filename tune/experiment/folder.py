@@ -1,4 +1,4 @@
-"""The folder of a search or a ladder: locked by one driver, and resumed only with the settings it was created with.
+"""The folder of a search or a ladder, which one driver locks, and which can only be resumed with the same settings.
 
 ``OUT/NAME/`` contains ``search.json`` or ``ladder.json`` (:class:`ExperimentRecord`), ``trials/`` (a JSON file per
 finished trial) and, at the end, ``result.json`` (:class:`ExperimentResult`), the report, tables and charts. If it is in
@@ -23,56 +23,64 @@ from tune.config import ExperimentConfig
 Config = TypeVar("Config", bound=ExperimentConfig)
 
 TRIALS = "trials"
+"""Folder of the trials' rows and tracebacks in an experiment's folder."""
 SUMMARY = "summary.md"
+"""File of the report in an experiment's folder."""
 RESULT = "result.json"
+"""File of the :class:`ExperimentResult` in an experiment's folder."""
 
 
 @strict
 @dataclass(frozen=True)
 class ExperimentRecord:
-    """What an experiment starts with: it is resumed by it, and its runs in MLflow are filled from it."""
+    """The stored settings of an experiment, by which it is resumed and its runs in MLflow are filled."""
 
     kind: str
-    """search or ladder."""
+    """Noun for the experiment: search or ladder."""
     mlflow_experiment: str
     """Name of the experiment in MLflow."""
     config: dict[str, Any]
+    """Settings of the experiment by name."""
     identity: dict[str, Any]
-    """Settings that must be equal when the experiment is resumed."""
+    """Settings that cannot be changed when the experiment is resumed."""
     params: dict[str, Any]
-    """The params of the experiment's run in MLflow."""
+    """Params of the experiment's run in MLflow."""
     data: str
-    """The token shards, as an absolute path or URI."""
+    """Location of the token shards, as an absolute path or URI."""
     fingerprint: str
     """Fingerprint of the token shards."""
     splits: dict[str, dict[str, int]]
     """Totals of the token shards by split."""
     limit: int | None
-    """Maximum memory of a trial's process in bytes."""
+    """Memory limit of a trial's process in bytes; None without a limit."""
     mlflow_run: RunRef
     """The experiment's run in MLflow."""
 
     @property
     def name(self) -> str:
+        """Name of the experiment, which is the name of its folder."""
         return StorageDir.of(self.mlflow_run.run_dir).name
 
 
 @strict
 @dataclass(frozen=True)
 class ExperimentResult:
-    """What a finished experiment adds to its run in MLflow."""
+    """The result of a finished experiment, which is logged to its run in MLflow."""
 
     has_winner: bool
+    """Whether the experiment has a winner."""
     metrics: list[tuple[str, float]]
+    """Metrics of the report: (name in MLflow, value)."""
     files: list[str]
-    """Names of the files of the report in the experiment's folder."""
+    """Names of the report's files in the experiment's folder."""
     tags: dict[str, str] = field(default_factory=dict)
+    """Tags of the experiment's run in MLflow."""
     ranks: dict[str, str] = field(default_factory=dict)
     """Ranks by the trial's key, as texts that MLflow can sort."""
 
 
 def read_record(directory: StorageDir, kind: str) -> ExperimentRecord:
-    """The record of the ``search`` or ``ladder`` in ``directory``, which :func:`write_record` wrote."""
+    """Read the record of the ``search`` or ``ladder`` in ``directory`` that :func:`write_record` stored."""
     try:
         content = directory.read(f"{kind}.json")
     except OSError:
@@ -87,13 +95,14 @@ def read_record(directory: StorageDir, kind: str) -> ExperimentRecord:
 
 
 def read_config(directory: StorageDir, kind: type[Config]) -> Config:
+    """Read the config of the experiment in ``directory``, for ``--resume``."""
     source = f"--resume: {directory}/{kind.kind}.json is corrupt; it"
     return from_json(kind, read_record(directory, kind.kind).config, source)
 
 
 @contextmanager
 def open_workspace(directory: StorageDir, kind: str) -> Iterator[Workspace]:
-    """Hold the experiment's ``directory`` for this driver, and yield the workspace with its record and trials."""
+    """Lock the experiment's ``directory`` for this driver, and yield the workspace with its record and trials."""
     directory.check_writable("--out")
     workspace = Workspace.of(directory)
     message = f"Another process is running the {kind} in {directory}. Wait for it to finish, or stop it."
@@ -113,28 +122,28 @@ def write_record(workspace: Workspace, record: ExperimentRecord) -> None:
 
 
 def read_result(folder: Path) -> ExperimentResult | None:
-    """The result of the experiment in the local ``folder``; None if it has not finished."""
+    """Read the result of the experiment in the local ``folder``; None if it has not finished."""
     file = folder / RESULT
     if not file.exists():
         return None
     try:
         return from_json(ExperimentResult, json.loads(file.read_text(encoding="utf-8")), file)
     except ValueError as damage:
-        raise UserError(f"{file} is corrupt ({damage}).") from damage
+        raise UserError(f"{file} is corrupt ({damage}). Delete it, and resume the experiment.") from damage
 
 
 def resumed_parent(directory: StorageDir, kind: str, identity: dict[str, Any]) -> RunRef:
-    """The parent run of the experiment in ``directory``. Raises ``UserError`` if its ``identity`` differs."""
+    """Reopen the parent run of the experiment in ``directory``. Raises ``UserError`` if its ``identity`` differs."""
     record, current = read_record(directory, kind), json.loads(json.dumps(identity))
-    changed = [
+    differences = [
         f"{name}: {record.identity.get(name)!r} → {current.get(name)!r}"
         for name in sorted(set(record.identity) | set(current))
         if record.identity.get(name) != current.get(name)
     ]
-    if changed:
+    if differences:
         raise UserError(
-            f"--resume {directory.name}: its settings differ ({'; '.join(changed)}). Remove these flags to resume it, "
-            f"or start a new {kind} with another --name."
+            f"--resume {directory.name}: its settings differ ({'; '.join(differences)}). Remove these flags to resume "
+            f"it, or start a new {kind} with another --name."
         )
     parent = record.mlflow_run.check_belongs_to(directory, f"Or start a new {kind}")
     from infra.tracking.store import reopen_run

@@ -1,5 +1,4 @@
-"""The machines that trials run on, and the memory limit there, checked before the first trial so that no time is
-lost."""
+"""The machines that run trials, and their memory limit, which are checked before the first trial."""
 
 import socket
 from collections.abc import Callable, Collection, Sequence
@@ -33,7 +32,7 @@ from tune.space import Candidate, Space
 from tune.strategy.curves import Prior
 
 RESPONSE_TIMEOUT_SECONDS = 60.0
-"""Time limit for the machines of a cluster to describe themselves; each must start a process that has its GPU."""
+"""Time limit for the machines of a cluster to describe themselves, by a process on each that has its GPU."""
 
 
 @dataclass(frozen=True)
@@ -41,13 +40,15 @@ class Machine:
     """A machine for trials, as described by a process on it."""
 
     name: str
+    """Host name of the machine."""
     device: DeviceInfo
+    """Device on which the machine's trials run."""
     memory: int
-    """Bytes of the GPU, or of the machine if trials run on its CPU."""
+    """Memory of the GPU in bytes, or of the machine if trials run on its CPU."""
     busy: tuple[str, ...] = ()
-    """Other processes on the GPU."""
+    """Descriptions of other processes on the GPU."""
     data: str | None = None
-    """Fingerprint of the token shards that the machine finds at ``--data``; None if there are none."""
+    """Fingerprint of the token shards at ``--data`` on the machine; None if there are none."""
 
 
 def describe_machine(
@@ -57,11 +58,11 @@ def describe_machine(
     own_processes: Sequence[int] = (),
     read_gpu: Callable[[], GpuState | None] = read_gpu,
 ) -> Machine:
-    """Describe this machine, including the token shards at ``data``. ``own_processes`` do not make it busy."""
+    """Describe this machine and its token shards at ``data``; the processes ``own_processes`` do not count as busy."""
     state = None if cpu else read_gpu()
     fingerprint = None
     if data:
-        with suppress(UserError):  # The folder may exist on another machine only.
+        with suppress(UserError):  # The folder may only exist on another machine.
             fingerprint = read_manifest(data).fingerprint
     return Machine(
         socket.gethostname(),
@@ -81,9 +82,9 @@ def trial_machines(
     parallel: int = 1,
     read_gpu: Callable[[], GpuState | None] = read_gpu,
 ) -> tuple[Machine, ...]:
-    """The machines on which trials may run: this one, or the machines of the connected Ray with the most resources.
+    """Find the machines for trials: this one, or the machines of the connected Ray with the most resources.
 
-    The token shards on each of them must have this ``fingerprint``.
+    Raises ``UserError`` if too few are available, or if one has no token shards with this ``fingerprint``.
     """
     if cluster and execution.accelerator:
         wait_for_accelerator(execution.accelerator)
@@ -121,7 +122,7 @@ def trial_machines(
 
 
 def _describe_cluster(dataset: DatasetConfig, execution: ExecutionConfig) -> list[Machine]:
-    """The machines for trials, each described by a process on it. Raises ``UserError`` if none of them responds."""
+    """Describe the machines for trials by a process on each. Raises ``UserError`` if none of them responds."""
     nodes = eligible_nodes(accelerator=execution.accelerator)
     gpu = execution.device != "cpu" and any(node.get("GPU") for node in nodes.values())
     node_ids = trial_nodes(trial_resources(nodes.values(), dataset, execution, use_gpu=gpu))
@@ -144,9 +145,9 @@ def _describe_cluster(dataset: DatasetConfig, execution: ExecutionConfig) -> lis
 def trial_resources(
     nodes: Collection[Node], dataset: DatasetConfig, execution: ExecutionConfig, *, use_gpu: bool
 ) -> dict[str, float]:
-    """Resources that Ray gives a trial: all cores of the largest of ``nodes``, as a run has them, and one GPU.
+    """Resources of a trial in Ray: all cores of the largest of ``nodes``, as for a run, and one GPU if trials use GPUs.
 
-    A trial that reads books leaves cores to Ray Data, which encodes them.
+    If trials read books, some cores are left for Ray Data, which encodes the books.
     """
     cores = max_cores_per_worker(nodes, 1, gpu=use_gpu)
     if not cores:
@@ -161,7 +162,7 @@ def trial_resources(
 
 
 def trial_nodes(resources: dict[str, float]) -> dict[str, str]:
-    """Ids by machine name of the connected Ray's live nodes that have these ``resources``, in use or not."""
+    """Node ids by machine name of the connected Ray's live nodes that have these ``resources``, free or in use."""
     import ray
 
     return {
@@ -172,7 +173,7 @@ def trial_nodes(resources: dict[str, float]) -> dict[str, str]:
 
 
 def _describe_process(pid: int) -> str:
-    """A process by its number and its command, if this user and container may read it."""
+    """Format the number of a process and its command, if this user may read it."""
     try:
         return f"{pid} ({' '.join(psutil.Process(pid).cmdline())[:80]})"
     except psutil.Error:
@@ -180,16 +181,17 @@ def _describe_process(pid: int) -> str:
 
 
 def choose_memory_limit(requested: int | None, available: int, smallest: MemoryBreakdown, model: str) -> int:
-    """The limit in bytes: as ``requested``, or all that is ``available``.
+    """Return the memory limit in bytes: the ``requested`` limit, or all ``available`` memory.
 
-    Raises ``UserError`` if it is too small for the ``model``, whose ``smallest`` run has one sequence.
+    Raises ``UserError`` if the limit is too small for the ``model``. The memory of its run with one sequence is
+    ``smallest``.
     """
     limit = requested or available
     minimum = smallest.weights + smallest.gradients + smallest.optimizer
     if minimum > limit:
         subject, advice = f"The memory for trials, {available / 1e9:.2f} GB,", "Use"
         if requested:
-            subject, advice = f"--memory-limit {format_size(requested)}", "Raise the limit, or use"
+            subject, advice = f"--memory-limit {format_size(requested)}", "Increase the limit, or use"
         raise UserError(
             f"{subject} is less than the {minimum / 1e9:.2f} GB that the weights, gradients and optimizer state of "
             f"{model} need. {advice} a smaller --model."
@@ -198,9 +200,9 @@ def choose_memory_limit(requested: int | None, available: int, smallest: MemoryB
 
 
 def make_prior(space: Space) -> Prior:
-    """A function that predicts the peak bytes of a candidate's process by formulas alone."""
+    """Create the function that predicts the peak memory of a candidate's process by formulas."""
 
-    @cache  # All knobs of a GPU make forty thousand candidates, and many are compared before every trial.
+    @cache  # All knobs of a GPU have forty thousand candidates, and many are compared before every trial.
     def prior(candidate: Candidate) -> float:
         config = space.config(candidate)
         base = space.base.replace(micro_batch=config.batch.micro_batch, global_batch=config.batch.global_batch)

@@ -1,10 +1,10 @@
 """Ray Tune as the runner of an experiment: it requests trials, runs each in a fresh process, and returns its row.
 
-Ray Tune provides processes and resources, and returns a trial's row to the driver as its result, because the trial's
-machine may not share a disk with it. The state is the rows alone, never from Tune's own snapshots, which are
-up to a second old when the driver is killed. A trial that cannot win ends itself (:mod:`tune.trial.early_stop`),
-because a scheduler of Tune would stop it by an exception before its row is complete. A trial that exceeds its time is
-killed. Every trial gets a row: if it did not return one, the driver writes one with the reason.
+Ray Tune provides processes and resources. It returns a trial's row to the driver as its result, because they may not
+share a disk. The only state is the rows. Tune's snapshots are not used, because they are up to a second old when the
+driver is killed. A trial that cannot win ends itself (:mod:`tune.trial.early_stop`), because a scheduler of Tune would
+stop it by an exception before its row is complete. A trial that exceeds its time is killed. Every trial has a row: if
+it did not return one, the driver writes one with the reason.
 """
 
 import bisect
@@ -44,13 +44,13 @@ from tune.trial.row import TrialRow, write_row
 from tune.trial.run import TrialRequest, fetch_data, run, unmeasured_row
 
 ATTEMPTS = 3
-"""Maximum number of starts of a trial whose process dies or cannot start. Errors of its configuration are outcomes."""
+"""Maximum number of attempts for a trial whose process crashes or cannot start."""
 
 PLACEMENT_TIMEOUT_SECONDS = 10.0
 """Time limit for a trial to wait for resources on one machine while other machines could run it."""
 
 STORAGE_RETRY_SECONDS, STORAGE_TIMEOUT_SECONDS = 5.0, 600.0
-"""Seconds between attempts to upload a row to storage that does not respond, and the time limit for all attempts."""
+"""Interval of attempts to upload a row to storage that does not respond, and the time limit for all attempts."""
 
 
 KILLED_FOR_MEMORY = "the system killed its process because memory ran out"
@@ -58,28 +58,28 @@ KILLED_FOR_MEMORY = "the system killed its process because memory ran out"
 
 
 def oom_kills_on(node: str) -> int:
-    """Number of processes that the kernel of a node has killed for memory; 0 if the node does not respond."""
+    """Count the processes that a node's kernel has killed because of memory; 0 if the node does not respond."""
     response = run_on_nodes([node], count_oom_kills, seconds=RESPONSE_TIMEOUT_SECONDS).get(node)
     return response if isinstance(response, int) else 0
 
 
 class RunningTrial:
-    """A running trial with the time limit of its process."""
+    """A running trial, with the time limit of its process."""
 
     def __init__(self, request: TrialRequest, node: str = "") -> None:
         self.request = request
         self.node = node
-        """Ray's id of the machine."""
+        """Id of the machine in Ray."""
         self.requested_at = time.monotonic()
         self.started = self.overdue = False
         self.oom_kills = 0
-        """Number of processes that the machine's kernel had killed for memory before this trial."""
+        """Number of processes that the machine's kernel had killed because of memory before this trial."""
         self._timer: threading.Timer | None = None
 
     def start_timeout(self, kill: Callable[[], None], oom_kills: int = 0) -> None:
-        """Start the time limit of the trial's process, which has just started; ``kill`` is called when it is over.
+        """Start the time limit of the trial's process, which has just started; ``kill`` is called at its end.
 
-        ``oom_kills`` is the number of processes that the machine's kernel has killed so far.
+        ``oom_kills`` is the number of processes that the machine's kernel has killed because of memory so far.
         """
 
         def end() -> None:
@@ -98,30 +98,33 @@ class RunningTrial:
             self._timer.cancel()
 
     def missing_row_reason(self, attempts: int) -> str:
-        """The reason why the trial returned no row after this number of attempts."""
+        """Format the reason why the trial returned no row after this number of attempts."""
         if self.overdue:
             limit = format_duration(round(self.request.timeout or 0.0))
             return f"killed after {limit} (--compile-time plus the time for its steps)"
         times = "once" if attempts == 1 else f"{attempts} times"
         if not self.started:
             return f"its process failed to start {times}; check Ray's logs"
-        return f"its process died {times}; check Ray's logs and the machine's memory"
+        return f"its process crashed {times}; check Ray's logs and the machine's memory"
 
 
 class ExperimentSearcher(Searcher):
-    """An experiment as a searcher of Ray Tune. Trials are decided from the rows so far, each for its own machine."""
+    """An experiment as a searcher of Ray Tune. Each trial is chosen from the rows so far, for one machine."""
 
     def __init__(
         self, experiment: Experiment, rows: list[TrialRow], nodes: Callable[[], Mapping[str, str]],
         on_started: Callable[[TrialRequest], None], on_ended: Callable[[TrialRow], None],
         oom_kills: Callable[[str], int] = oom_kills_on,
     ) -> None:  # fmt: skip
-        """Args:
-        rows: The rows of all trials in the order of their starts; those of trials that end are added.
-        nodes: Returns the ids by name of the machines with enough resources for a trial, in use or not.
-        on_started: Called when a trial is about to start.
-        on_ended: Called with the row of a trial that has ended.
-        oom_kills: Returns the number of processes that a node's kernel has killed for memory.
+        """Create the searcher.
+
+        Args:
+            experiment: search or ladder that chooses the trials.
+            rows: rows of all finished trials in the order of their starts; the searcher adds the rows of new trials.
+            nodes: returns the ids by name of machines with enough resources for a trial, free or in use.
+            started: called when a trial is about to start.
+            ended: called with the row of a trial that has ended.
+            oom_kills: returns the number of processes that a node's kernel has killed because of memory.
         """
         super().__init__(metric="tokens_per_second", mode="max")
         self.experiment, self.rows = experiment, rows
@@ -129,17 +132,17 @@ class ExperimentSearcher(Searcher):
         self.on_started, self.on_ended = on_started, on_ended
         self.running: dict[str, RunningTrial] = {}
         self.attempts: Counter[str] = Counter()
-        """Number of attempts without a row by the trial's key."""
+        """Number of attempts without a row, by the trial's key."""
         self.failure: UserError | None = None
         """The error that ends the experiment."""
         self.restart_tuner = False
-        """Whether Tune is restarted, because it can neither withdraw a trial nor wait for a machine."""
+        """Whether Tune must be restarted, because it can neither withdraw a trial nor wait for a machine."""
         self.avoided_machine = ""
         """Name of the machine that had no free resources for the last trial."""
         self._is_waiting = False
 
     def suggest(self, trial_id: str) -> dict[str, Any] | None:
-        """The parameters of the next trial, None while running trials must be waited for, or ``FINISHED``."""
+        """Return the parameters of the next trial, None to wait for running trials, or ``FINISHED``."""
         is_ending = self.failure or self.restart_tuner or self._is_waiting
         if not is_ending and len(self.running) < self.experiment.parallel:
             if decision := self._decide():
@@ -152,7 +155,10 @@ class ExperimentSearcher(Searcher):
         return None if self.running else cast(dict[str, Any], Searcher.FINISHED)
 
     def _decide(self) -> tuple[TrialRequest, str] | None:
-        """Returns: (the next trial, the id of a machine for it that no other trial uses)."""
+        """Choose the next trial and an idle machine for it; None if there is no trial or no machine.
+
+        Returns: (trial, node id of the machine).
+        """
         running = [trial.request for trial in self.running.values()]
         busy = {request.node for request in running}
         name, node = next(((name, node) for name, node in self.machines().items() if name not in busy), ("", ""))
@@ -168,8 +174,8 @@ class ExperimentSearcher(Searcher):
         return request and (request, node)
 
     def machines(self) -> dict[str, str]:
-        """Node ids by name of the machines that trials may run on now, the reference machine first."""
-        nodes, first = self.nodes(), reference_row(self.rows)
+        """Node ids by name of the machines that can run trials at the moment, with the reference machine first."""
+        nodes, reference = self.nodes(), reference_row(self.rows)
         try:
             usable = self.experiment.usable_machines(
                 {machine.name for machine in self.experiment.machines} & set(nodes), self.rows
@@ -177,19 +183,20 @@ class ExperimentSearcher(Searcher):
         except UserError as failure:
             self.failure = failure
             return {}
-        order = sorted(usable, key=lambda name: (name == self.avoided_machine, name != (first and first.node), name))
+        reference_machine = reference and reference.node
+        order = sorted(usable, key=lambda name: (name == self.avoided_machine, name != reference_machine, name))
         return {name: nodes[name] for name in order}
 
     def on_trial_result(self, trial_id: str, result: dict[str, Any]) -> None:
-        """Limit the time of a trial's process from its first result on, which reports that it has started."""
+        """Start the time limit of a trial's process at its first result, which reports that it has started."""
         trial = self.running.get(trial_id)
         if trial and "actor" in result:
             trial.start_timeout(lambda: ray.kill(result["actor"]), result["oom_kills"])
 
     def on_trial_complete(self, trial_id: str, result: dict[str, Any] | None = None, error: bool = False) -> None:
-        """Store the trial's row. If it returned none, write one with the reason, or let the trial run again.
+        """Store the trial's row. If it returned none, store a row with the reason, or run the trial again.
 
-        A trial without a row is proposed again.
+        A trial runs again if it has no row, because the experiment then chooses it again.
         """
         trial = self.running.pop(trial_id, None)
         if trial is None:
@@ -206,7 +213,7 @@ class ExperimentSearcher(Searcher):
             errors.print(f"Trial {request.number}: lost the machine {request.node}. Retrying.", markup=False)
             return
         elif trial.started and not trial.overdue and self.oom_kills(trial.node) > trial.oom_kills:
-            row = unmeasured_row(request, "oom", KILLED_FOR_MEMORY, seconds)  # A retry would be killed, too.
+            row = unmeasured_row(request, "oom", KILLED_FOR_MEMORY, seconds)  # A retry would also be killed.
         else:
             self.attempts[request.key] += 1
             attempts = self.attempts[request.key]
@@ -246,18 +253,18 @@ class ExperimentSearcher(Searcher):
                 time.sleep(STORAGE_RETRY_SECONDS)
 
     def __getstate__(self) -> dict[str, Any]:
-        """An empty state for Tune, which pickles its searcher in snapshots: the rows are the state."""
+        """Return an empty state for Tune's snapshots, which pickle the searcher, because the rows are the state."""
         return {}
 
     def save(self, checkpoint_path: str) -> None:
-        """Nothing to save."""
+        """Do nothing, because the rows are the state."""
 
     def restore(self, checkpoint_path: str) -> None:
-        """Nothing to restore."""
+        """Do nothing, because the rows are the state."""
 
 
 class PlacementStopper(ray.tune.Stopper):
-    """Warns if a trial waits for resources, and restarts Tune if no other trial runs and another machine is free."""
+    """Warns if a trial waits for resources, and restarts Tune if another machine is free and no trial runs."""
 
     def __init__(self, searcher: ExperimentSearcher, resources: dict[str, float]) -> None:
         self.searcher, self.resources = searcher, resources
@@ -265,11 +272,11 @@ class PlacementStopper(ray.tune.Stopper):
         self.has_warned = False
 
     def __call__(self, trial_id: str, result: dict[str, Any]) -> bool:
-        """Whether to stop a single trial: never."""
+        """Whether to stop a trial; always False, because trials end themselves."""
         return False
 
     def stop_all(self) -> bool:
-        """Whether to end Tune, which calls this several times per second."""
+        """Whether to end Tune, which calls this method several times per second."""
         searcher, running = self.searcher, list(self.searcher.running.values())
         if searcher.failure or interrupts.stop_requested:
             return True
@@ -286,7 +293,7 @@ class PlacementStopper(ray.tune.Stopper):
         self.waiting_since = None
         if set(searcher.machines().values()) - {trial.node for trial in running}:
             searcher.avoided_machine = running[0].request.node
-            searcher.restart_tuner = True  # The trial is withdrawn, and proposed again for another machine.
+            searcher.restart_tuner = True  # This withdraws the trial, which is then chosen for another machine.
         return searcher.restart_tuner
 
     def __getstate__(self) -> dict[str, Any]:
@@ -294,9 +301,9 @@ class PlacementStopper(ray.tune.Stopper):
 
 
 def trainable(parameters: dict[str, Any]) -> dict[str, Any]:
-    """The function that Ray Tune runs in a fresh process: it reports that it has started, and returns the trial's row.
+    """Run a trial in a fresh process of Ray Tune: report that the process has started, and return the trial's row.
 
-    Without a row, ``refused`` is the reason.
+    If the trial has no row, the result has the reason as ``refused``.
     """
     try:
         fetch_data(parameters["request"])  # Downloading must not count as trial time.
@@ -314,7 +321,7 @@ def run_trials(
     on_started: Callable[[TrialRequest], None],
     on_ended: Callable[[TrialRow], None],
 ) -> None:
-    """Run the trials of ``experiment`` on the Ray that it uses, and add them to ``rows``, until none is left."""
+    """Run the trials of ``experiment`` on its Ray, and add their rows to ``rows``, until it is finished or stopped."""
     with ray_session(experiment.config.address, code=experiment.training.model.source_paths):
         resources = experiment.resources()
         nodes = partial(trial_nodes, resources)
@@ -322,13 +329,13 @@ def run_trials(
 
 
 def run_tuner(searcher: ExperimentSearcher, resources: dict[str, float]) -> None:
-    """Run trials with ``resources`` each until none is left or a stop is requested, which ends Tune between events."""
+    """Run trials with these ``resources`` until none is left or a stop is requested."""
     os.environ.setdefault("TUNE_DISABLE_SIGINT_HANDLER", "1")
-    os.environ.setdefault("RAY_AIR_NEW_OUTPUT", "0")  # Its console prints a box even with verbose=0.
-    os.environ.setdefault("TUNE_DISABLE_AUTO_CALLBACK_LOGGERS", "1")  # They write copies of the rows as CSV and JSON.
-    # Its final summary counts processes that ran again as failures.
+    os.environ.setdefault("RAY_AIR_NEW_OUTPUT", "0")  # Tune's new console prints a box even with verbose=0.
+    os.environ.setdefault("TUNE_DISABLE_AUTO_CALLBACK_LOGGERS", "1")  # They would copy the rows to CSV and JSON files.
+    # Tune's final summary counts retried processes as failures.
     logging.getLogger("ray.tune.tune").setLevel(logging.CRITICAL)
-    # It prints one of Ray's tracebacks for each process that dies; the driver reports what it does about it instead.
+    # Tune prints a traceback of Ray for each crashed process. The driver reports the retry instead.
     logging.getLogger("ray.tune.execution.tune_controller").setLevel(logging.CRITICAL)
     folder = searcher.experiment.folder
 
@@ -360,7 +367,7 @@ def run_tuner(searcher: ExperimentSearcher, resources: dict[str, float]) -> None
 
 
 def _await_machine(searcher: ExperimentSearcher, resources: dict[str, float]) -> None:
-    """Wait until there is a machine for trials, with a message."""
+    """Wait until there is a machine for trials, and print a message while there is none."""
     searcher.running.clear()
     searcher.restart_tuner = False
     has_warned = False

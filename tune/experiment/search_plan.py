@@ -32,19 +32,23 @@ MAX_LIMIT_MULTIPLE = 1.25
 """Multiple of the memory limit up to which micro-batches are candidates, because predictions may be too high."""
 
 TRIAL_CYCLE = Cycle(1, 0)
+"""Cycle of a trial: one step without validation, so that its time is reported after every step."""
 
 
 @dataclass(frozen=True)
 class Search(Experiment):
-    """One search with all its settings resolved."""
+    """A search with all its settings resolved."""
 
     config: SearchConfig
+    """Settings of the search."""
     limit: int
+    """Memory limit of a trial's process in bytes."""
     space: Space
-    """The candidates; its base is resolved for the device of the trials."""
+    """Space of the candidates, with a base that is resolved for the device of the trials."""
     memory: MemorySearcher
-    """Predicts memory and speed of candidates under the limit, whichever strategy chooses them."""
+    """Memory-aware searcher, which predicts memory and speed of candidates for every strategy."""
     strategy: Strategy
+    """Strategy that chooses candidates."""
 
     mlflow_experiment = "tune"
 
@@ -54,7 +58,7 @@ class Search(Experiment):
 
     @property
     def space_label(self) -> str:
-        """The property of the space that all candidates share, as a label."""
+        """Label of the space, for best.json and a tag in MLflow."""
         return "free global batch" if self.space.is_accumulation_searched else "fixed global batch"
 
     def request(
@@ -70,6 +74,7 @@ class Search(Experiment):
         return proposal and self.trial(proposal, machine, number, rows)
 
     def trial(self, proposal: Proposal, machine: str, number: int, rows: Sequence[TrialRow]) -> TrialRequest:
+        """Create the request for the trial ``number`` of ``proposal`` on ``machine``, with its predictions."""
         if proposal.predicted_memory is None:  # Only the memory-aware searcher predicts it.
             predicted = self.memory.curves(normalize_speeds(rows)).memory(proposal.candidate)
             proposal = replace(proposal, predicted_memory=predicted)
@@ -82,7 +87,7 @@ class Search(Experiment):
         seconds = trial_time_limit(rows, config.trial_time)
         if seconds > config.trial_time:
             more_time = format_duration(round(seconds, 1))
-            console.print(f"    --trial-time was too short; this trial gets {more_time} for its steps")
+            console.print(f"    --trial-time was too short; this trial has a limit of {more_time} for its steps")
         trial = self.space.config(proposal.candidate).replace(
             data=str(self.data), steps=config.trial_steps, tokens=None, time_budget=None, cycle=TRIAL_CYCLE,
         )  # fmt: skip
@@ -103,7 +108,7 @@ class Search(Experiment):
         return self.strategy.remaining(normalize_speeds(rows))
 
     def describe_best(self, rows: Sequence[TrialRow]) -> str:
-        """The best candidate so far, ranked without the confirmation round that is not complete."""
+        """Format the best candidate so far, ranked without the unfinished confirmation round."""
         rows = normalize_speeds(rows)
         ranked = rank([row for row in rows if row.stage != "confirm" or row.round < rows[-1].round])
         best = [f"{self.space.long_label(entry.candidate)}, {entry.speed.middle:,.0f} tokens/s" for entry in ranked[:1]]
@@ -116,12 +121,12 @@ class Search(Experiment):
         return self.strategy.propose(normalize_speeds(rows)) is None
 
     def usable_machines(self, machines: Iterable[str], rows: Sequence[TrialRow]) -> set[str]:
-        """Machines on which the control did not fail. Without it, the speeds of a machine cannot be compared."""
+        """Find the machines on which the control did not fail, because other machines' speeds cannot be compared."""
         without_control = {row.node for row in rows if row.stage == "control" and not row.speed}
         usable = set(machines) - without_control
         if without_control and not usable:
-            first = reference_row(rows)
-            reference = first.node if first else "the other machines"
+            row = reference_row(rows)
+            reference = row.node if row else "the other machines"
             raise UserError(
                 f"The control failed on {', '.join(sorted(without_control))}, so trials there cannot be compared with "
                 f"those of {reference}. Resume with --resume {self.directory.name} when {reference} is back."
@@ -129,7 +134,7 @@ class Search(Experiment):
         return usable
 
     def params(self) -> dict[str, object]:
-        """Settings that differ from the defaults; model, data and memory limit always."""
+        """The search's params in MLflow: settings that differ from the defaults, model, data and memory limit."""
         settings, defaults = (
             config.identity() | {"model": config.training.model.text} for config in (self.config, SearchConfig())
         )
@@ -140,13 +145,14 @@ class Search(Experiment):
 
 
 def search_name(config: SearchConfig) -> str:
+    """The name of the search, by default with the time."""
     return config.resume or config.name or f"search-{time.strftime('%Y%m%d-%H%M%S')}"
 
 
 def make_search(config: SearchConfig, machines: tuple[Machine, ...] = ()) -> Search:
-    """The search that ``config`` describes. Reads the data's manifest, and writes nothing.
+    """Resolve the search of ``config`` from the data's manifest and the machines, without writing anything.
 
-    ``machines`` are those of its trials; by default this one or the cluster's.
+    ``machines`` run its trials; by default this machine, or the machines of the cluster.
     """
     manifest = read_manifest(config.training.dataset.data)
     name = search_name(config)
@@ -190,7 +196,7 @@ def make_search(config: SearchConfig, machines: tuple[Machine, ...] = ()) -> Sea
         if not any(map(memory.curves([]).fits, smallest)):
             raise UserError(
                 f"--accumulations {number}: no micro-batch is predicted to fit {limit / GB:.2f} GB. Remove {number}, "
-                "or raise --memory-limit."
+                "or increase --memory-limit."
             )
     explorer = _make_explorer(config, space, memory)
     strategy = ConfirmBest(RetryShortTrials(explorer), space, config.confirm_rounds)
@@ -199,7 +205,7 @@ def make_search(config: SearchConfig, machines: tuple[Machine, ...] = ()) -> Sea
 
 
 def _planned_machine(gpu: str) -> Machine:
-    """An idle machine with the GPU of ``--gpu``."""
+    """Create an idle machine with the GPU of ``--gpu``."""
     device_info = load_gpu_rates(gpu).device_info
     return Machine(device_info.name, device_info, device_info.memory)
 

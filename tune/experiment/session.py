@@ -26,7 +26,7 @@ from tune.trial.run import TrialRequest
 Kind = TypeVar("Kind", bound=Experiment)
 
 Publish = Callable[[Kind, Sequence[TrialRow]], None]
-"""Prints and stores the results of all trials, from which MLflow is filled."""
+"""Function that prints and stores the results of all trials, from which the run in MLflow is filled."""
 
 
 def run_experiment(
@@ -35,9 +35,9 @@ def run_experiment(
     print_introduction: Callable[[Kind], None],
     publish: Publish[Kind],
 ) -> int:
-    """Run the experiment that ``make`` creates from ``config``; returns the exit code.
+    """Run the experiment that ``make`` creates from ``config``, and return the exit code.
 
-    ``print_introduction`` prints a summary of the experiment and, for a dry run, the runs that it would start.
+    ``print_introduction`` prints a summary of the experiment and, for a dry run, its plan.
     """
     with ray_session(config.address, code=config.training.model.source_paths) if config.cluster else nullcontext():
         experiment = make(config)
@@ -52,27 +52,29 @@ def run_experiment(
             try:
                 return _run(experiment, rows, publish)
             except UserError:
-                trained = any(row.step_seconds for row in rows)
-                if not (config.resume or trained or any(experiment.trials.glob("*.txt"))):  # *.txt are tracebacks
+                has_trained = any(row.step_seconds for row in rows)
+                if not (config.resume or has_trained or any(experiment.trials.glob("*.txt"))):  # *.txt are tracebacks.
                     workspace.remove()  # The corrected command can then use the same name.
                 raise
 
 
 def _run(experiment: Kind, rows: list[TrialRow], publish: Publish[Kind]) -> int:
-    """Run trials until none is left, add them to ``rows``, and publish the results; returns the exit code."""
-    kind, resumed = experiment.config.kind, experiment.config.resume
-    parent = resumed_parent(experiment.directory, kind, experiment.identity()) if resumed else open_parent(experiment)
-    record = experiment.record(parent)
-    trial_runs = TrialRuns(record, resumed=bool(resumed))
-    if resumed:
+    """Run trials until none is left, add their rows to ``rows``, publish the results, and return the exit code."""
+    kind, is_resumed = experiment.config.kind, bool(experiment.config.resume)
+    if is_resumed:
+        parent = resumed_parent(experiment.directory, kind, experiment.identity())
         console.print(f"resuming with {len(rows)} finished trial{'s' * (len(rows) != 1)}")
-    with Tracker(parent, read_logged(parent) if resumed else None) as tracker:
+    else:
+        parent = open_parent(experiment)
+    record = experiment.record(parent)
+    trial_runs = TrialRuns(record, resumed=is_resumed)
+    with Tracker(parent, read_logged(parent) if is_resumed else None) as tracker:
         log_start(tracker, record)
         complete_orphaned_experiments(record)
         try:
             trial_runs.fill(rows)
             if not experiment.is_finished(rows):
-                (experiment.folder / RESULT).unlink(missing_ok=True)  # Its trials run again.
+                (experiment.folder / RESULT).unlink(missing_ok=True)  # More trials make the result outdated.
                 _drive(experiment, rows, trial_runs)
             trial_runs.fill(rows)
         finally:
@@ -89,7 +91,7 @@ def _run(experiment: Kind, rows: list[TrialRow], publish: Publish[Kind]) -> int:
 
 
 def _reusable_rows(experiment: Experiment) -> list[TrialRow]:
-    """The rows that are reused; rows of trials that will run again are deleted."""
+    """Read the rows that are reused, and delete the rows of trials that will run again."""
     rows = read_rows(experiment.trials)
     for row in rows:
         if not experiment.is_reusable(row):
@@ -98,7 +100,7 @@ def _reusable_rows(experiment: Experiment) -> list[TrialRow]:
 
 
 def _drive(experiment: Experiment, rows: list[TrialRow], trial_runs: TrialRuns) -> None:
-    """Run trials and add them to ``rows``, until none is left, or until Ctrl-C."""
+    """Run trials and add their rows to ``rows``, until none is left or the user presses Ctrl-C."""
 
     def on_started(request: TrialRequest) -> None:
         trial_runs.open(request)
@@ -113,17 +115,17 @@ def _drive(experiment: Experiment, rows: list[TrialRow], trial_runs: TrialRuns) 
         console.print(format_progress(experiment, rows), markup=False)
 
     running: dict[str, str] = {}
-    # Wherever Ctrl-C arrives, the rows on disk determine how the experiment is resumed.
+    # Ctrl-C may interrupt at any point, because an experiment is resumed from the rows on disk.
     with suppress(KeyboardInterrupt), status("starting trials") as live_status:
         run_trials(experiment, rows, on_started, on_ended)
 
 
 def format_trial(experiment: Experiment, row: TrialRow) -> str:
-    """The line that is printed when a trial ends: what ran, speed, memory, and outcome with its reason."""
+    """Format the line that is printed when a trial ends: configuration, speed, memory, and outcome with its reason."""
     result, loss = row.result, ""
     if result and result.train_loss is not None:
         loss = f"loss {result.train_loss:.3f}" + ("" if result.val_loss is None else f"/{result.val_loss:.3f}")
-    parts = [
+    fields = [
         f"{row.number:3d} {experiment.trial_label(row)}",
         f"{row.speed.middle:,.0f} tokens/s ±{row.speed.width / 2:.1%}" if row.speed else "no speed measured",
         row.memory is not None and memory_fact(row.memory, experiment.limit),
@@ -133,12 +135,12 @@ def format_trial(experiment: Experiment, row: TrialRow) -> str:
         experiment.config.cluster and f"on {row.node}",
         f"{row.outcome}: {row.reason}",
     ]
-    return " | ".join(part for part in parts if part)
+    return " | ".join(text for text in fields if text)
 
 
 def format_progress(experiment: Experiment, rows: Sequence[TrialRow]) -> str:
-    """The line below a trial's: the best candidate so far, and the elapsed and remaining time."""
+    """Format the progress after a trial: the best candidate so far, and the elapsed and remaining time."""
     elapsed = sum(row.seconds for row in rows)
-    left = elapsed / len(rows) * experiment.remaining(rows) / experiment.parallel
-    times = f"elapsed {format_duration(round(elapsed))} | about {format_duration(round(left))} left"
+    seconds_left = elapsed / len(rows) * experiment.remaining(rows) / experiment.parallel
+    times = f"elapsed {format_duration(round(elapsed))} | about {format_duration(round(seconds_left))} left"
     return f"    {experiment.describe_best(rows)}{times}"

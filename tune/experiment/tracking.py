@@ -1,7 +1,7 @@
 """A search or a ladder in MLflow: one parent run, and one child run per trial, opened and closed by the driver.
 
-A child run is identified by its trial's key, so a trial has only one, whichever process is killed, and an incomplete
-one is completed from the trial's row. An outage of MLflow stops no trial, because the rows on disk are complete.
+A child run is identified by its trial's key, so that a trial has only one, even if processes are killed. An incomplete
+child run is completed from the trial's row. An outage of MLflow stops no trial, because the rows on disk are complete.
 """
 
 from collections.abc import Iterator, Sequence
@@ -51,20 +51,18 @@ class TrialRuns:
     """The child runs of an experiment's trials in MLflow, which are filled from the trials' rows."""
 
     def __init__(self, record: ExperimentRecord, *, resumed: bool = False) -> None:
-        """Args:
-        resumed: Whether the experiment may have child runs already.
-        """
+        """Find the existing child runs of the experiment of ``record`` if it is ``resumed``."""
         self.record, self.parent = record, record.mlflow_run
         existing = find_children(self.parent, "trial") if resumed else {}
         self._refs = {trial: child for trial, (child, _) in existing.items()}
-        """Child runs by the trial's key."""
+        """References to the child runs, by the trial's key."""
         self._filled = {trial for trial, (_, is_complete) in existing.items() if is_complete}
         """Keys of trials whose child run has ended; all its entries are sent or queued."""
         self._unfilled = self._refs.keys() - self._filled
         """Keys of trials whose child run is open, or was closed without a row."""
 
     def open(self, request: TrialRequest) -> None:
-        """Open the child run of a trial that is about to start, or reopen the one that a killed driver opened."""
+        """Open the child run of a trial that is about to start, or reopen a child run that a killed driver opened."""
         with self._continue_without_store():
             if request.key in self._refs:
                 reopen_run(self._refs[request.key])
@@ -74,8 +72,7 @@ class TrialRuns:
             self._unfilled.add(request.key)
 
     def fill(self, rows: Sequence[TrialRow]) -> None:
-        """Fill and close the child runs of all ended trials, including those that ended without the driver or
-        MLflow."""
+        """Fill and close the child runs of all ended trials, including those that ended during an outage of MLflow."""
         with self._continue_without_store():
             for row in rows:
                 if row.key not in self._filled:
@@ -85,20 +82,23 @@ class TrialRuns:
                     self._unfilled.discard(row.key)
 
     def close(self) -> None:
-        """Close the child runs of trials without a row, which are reopened on resume."""
+        """Close the child runs of trials without a row, which are reopened when the experiment is resumed."""
         for trial in self._unfilled:
             Tracker(self._refs[trial]).finish("KILLED", wait=False)
 
     @contextmanager
     def _continue_without_store(self) -> Iterator[None]:
-        """Continue if MLflow does not respond; the trial is sent when the next one ends or the experiment resumes."""
+        """Continue if MLflow does not respond; the entries of a trial are sent after the next one, or on resume."""
         try:
             yield
         except UserError as failure:
-            errors.print(f"{failure} The {self.record.kind} continues; this trial is sent once MLflow responds again.")
+            errors.print(
+                f"{failure} The {self.record.kind} continues. The entries of this trial are sent once MLflow responds "
+                "again."
+            )
 
     def _child(self, key: str, name: str, stage: str) -> RunRef:
-        """The child run of the trial ``key``; creates it if there is none. Raises ``UserError`` if that fails."""
+        """Return the child run of the trial ``key``, which is created if there is none. Raises ``UserError``."""
         if key not in self._refs:
             tags = {"kind": "trial", "trial": key, "stage": stage}
             self._refs[key] = create_run(self.record.mlflow_experiment, name, parent=self.parent, tags=tags)
@@ -106,14 +106,14 @@ class TrialRuns:
 
 
 def fill_trial(tracker: Tracker, record: ExperimentRecord, row: TrialRow) -> None:
-    """Log all that the ``row`` of a trial has, and close its run."""
+    """Log the values in the ``row`` of a trial, and close its run."""
     tracker.log_params(
         {"micro_batch": row.candidate.micro_batch, "accumulation": row.accumulation}
         | dict(row.candidate.knobs)
         | {"stage": row.stage, "round": row.round}
     )
     report = trial_report(record, row)
-    tracker.log_metrics(group_under_detail(report.metrics(), TRIAL_METRICS))  # Step 0 has results, as of a run.
+    tracker.log_metrics(group_under_detail(report.metrics(), TRIAL_METRICS))  # Results are at step 0, as for a run.
     for step, (seconds, loss) in enumerate(zip_longest(row.step_seconds, row.losses), 1):
         progress = {"progress/train_tokens": row.step_tokens * step}
         tracker.log_metrics({"time/step_seconds": seconds, "loss/train": loss} | progress, step)
@@ -126,9 +126,9 @@ def fill_trial(tracker: Tracker, record: ExperimentRecord, row: TrialRow) -> Non
 
 
 def trial_columns(row: TrialRow, limit: int | None) -> dict[str, str]:
-    """A trial's columns in MLflow's list of runs: batch, other settings, and speed and memory as texts.
+    """Columns of a trial in MLflow's list of runs: batch, other settings, and speed and memory as texts.
 
-    ``limit`` is the maximum memory of its process in bytes.
+    ``limit`` is the memory limit of its process in bytes.
     """
     columns = {"batch": f"{row.candidate.micro_batch} x {row.accumulation}"} | row.labels
     if row.result and row.result.attention:
@@ -144,7 +144,7 @@ def trial_columns(row: TrialRow, limit: int | None) -> dict[str, str]:
 
 
 def trial_report(record: ExperimentRecord, row: TrialRow) -> Report:
-    """What a trial measured, as the description and the metrics of its run."""
+    """Build the report of a trial, which becomes the description and the metrics of its run."""
     result = row.result
     columns = trial_columns(row, record.limit)
     prediction = columns.get("predicted_memory", "")
@@ -184,7 +184,7 @@ def log_start(tracker: Tracker, record: ExperimentRecord) -> None:
 
 
 def log_result(tracker: Tracker, folder: Path) -> ExperimentResult | None:
-    """Log the result and the report of the experiment in the local ``folder``; returns None if it has not finished."""
+    """Log and return the result of the experiment in the local ``folder``; None if it has not finished."""
     result = read_result(folder)
     if result:
         tracker.set_tags(result.tags)
@@ -199,8 +199,7 @@ def log_result(tracker: Tracker, folder: Path) -> ExperimentResult | None:
 
 
 def open_parent(experiment: Experiment) -> RunRef:
-    """Create the parent run of a new experiment, and store the record with a reference to it in the experiment's
-    folder."""
+    """Create the parent run of a new experiment, and store a record with a reference to it in its folder."""
     return create_run(
         experiment.mlflow_experiment, experiment.directory.name, tracking_uri=experiment.config.tracking_uri,
         run_dir=experiment.directory.address, tags=provenance.collect_tags() | {"kind": experiment.config.kind},
@@ -209,9 +208,9 @@ def open_parent(experiment: Experiment) -> RunRef:
 
 
 def complete_orphaned_experiments(record: ExperimentRecord) -> None:
-    """Send the missing entries of ended experiments of this machine and of the kind of ``record``. Never raises.
+    """Send the missing entries of ended experiments of this machine that are of the same kind as ``record``.
 
-    Stops at the first experiment whose entries cannot be sent.
+    Stops at the first experiment whose entries cannot be sent. Never raises an exception.
     """
     with suppress(Exception):
         for orphan in incomplete_runs:
@@ -225,7 +224,7 @@ def complete_orphaned_experiments(record: ExperimentRecord) -> None:
 def _complete_experiment(orphan: RunRef, kind: str) -> bool:
     """Fill the runs of an ended experiment, one of which is ``orphan``, from its folder, and close them.
 
-    Returns whether all entries were sent.
+    Returns whether all entries were sent to MLflow.
     """
     directory = StorageDir.of(orphan.run_dir)
     record, folder = read_record(directory, kind), Workspace.of(directory).path
@@ -237,8 +236,8 @@ def _complete_experiment(orphan: RunRef, kind: str) -> bool:
     if log_result(tracker, folder) is None:
         tracker.status = "KILLED"
     files = [folder / f"{kind}.json", folder / RESULT, *(folder / TRIALS).glob("*.json")]
-    ended = max(file.stat().st_mtime for file in files if file.exists())
-    tracker.finish(tracker.status, ended=ended, wait=False)
+    end_time = max(file.stat().st_mtime for file in files if file.exists())
+    tracker.finish(tracker.status, ended=end_time, wait=False)
     if not tracker.wait_until_sent():
         return False
     if not is_complete(orphan):  # The folder belongs to a new experiment by now.

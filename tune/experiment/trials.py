@@ -1,4 +1,4 @@
-"""The common part of a search and a ladder: trials in one folder, each decided from the rows of the previous ones."""
+"""The common part of a search and a ladder: trials in a folder, each chosen from the rows of the previous trials."""
 
 from abc import ABC, abstractmethod
 from collections.abc import Iterable, Mapping, Sequence
@@ -28,16 +28,18 @@ if TYPE_CHECKING:
 
 @dataclass(frozen=True)
 class Experiment(ABC):
-    """One search or ladder with all its settings resolved."""
+    """A search or ladder with all its settings resolved."""
 
     config: ExperimentConfig
+    """Settings of the experiment."""
     directory: StorageDir
-    """The experiment's folder: NAME in --out."""
+    """Folder of the experiment: NAME in --out."""
     machines: tuple[Machine, ...]
-    """The machines on which trials may run."""
+    """Machines on which trials may run."""
     manifest: Manifest
+    """Manifest of the token shards."""
     training: ResolvedConfig
-    """The run that all trials are variations of, resolved for their device."""
+    """Settings of which all trials are variations, resolved for the trials' device."""
     limit: int | None
     """Maximum memory of a trial's process in bytes; None without a limit."""
 
@@ -48,10 +50,10 @@ class Experiment(ABC):
     def request(
         self, machine: str, number: int, rows: Sequence[TrialRow], running: Sequence[TrialRequest]
     ) -> TrialRequest | None:
-        """The trial ``number``, to run on ``machine`` while others are ``running``.
+        """Choose the trial ``number``, to run on ``machine`` while other trials are ``running``.
 
-        None if the results of the running trials are needed first, or if the experiment is finished. Raises
-        ``UserError`` if it cannot continue.
+        Returns None if the results of the running trials are needed first, or if the experiment is finished. Raises
+        ``UserError`` if the experiment cannot continue.
         """
 
     @abstractmethod
@@ -60,34 +62,34 @@ class Experiment(ABC):
 
     @abstractmethod
     def usable_machines(self, machines: Iterable[str], rows: Sequence[TrialRow]) -> set[str]:
-        """The machines that can run the next trial. Raises ``UserError`` if none of them ever can."""
+        """Find the machines that can run the next trial. Raises ``UserError`` if no machine can ever run it."""
 
     @abstractmethod
     def params(self) -> dict[str, object]:
-        """The experiment's params in MLflow."""
+        """The params of the experiment in MLflow."""
 
     @abstractmethod
     def remaining(self, rows: Sequence[TrialRow]) -> int:
-        """The approximate number of trials that are left after ``rows``."""
+        """Estimate the number of further trials after ``rows``."""
 
     def identity(self) -> dict[str, Any]:
-        """The settings that must be equal for an experiment to be resumed as this one."""
+        """The settings that cannot be changed when the experiment is resumed."""
         resolved = {"data": self.manifest.fingerprint, "memory_limit": self.limit, "device": self.device}
         return self.config.identity() | resolved
 
     def record(self, mlflow_run: RunRef) -> ExperimentRecord:
-        """What is stored of the experiment when it starts, with its run in MLflow."""
+        """Create the record that is stored when the experiment starts, with its run in MLflow."""
         return ExperimentRecord(
             self.config.kind, self.mlflow_experiment, self.config.to_json(), self.identity(), self.params(),
             str(self.data), self.manifest.fingerprint, self.manifest.splits, self.limit, mlflow_run,
         )  # fmt: skip
 
     def describe_best(self, rows: Sequence[TrialRow]) -> str:
-        """The best result so far as the start of the progress line; empty if the experiment has no such result."""
+        """Format the best result so far, as the start of the progress line; empty for a ladder."""
         return ""
 
     def trial_label(self, row: TrialRow) -> str:
-        """The label of a trial in the line that is printed at its end."""
+        """Format the label of a trial in the line that is printed at its end."""
         return row.name
 
     def is_reusable(self, row: TrialRow) -> bool:
@@ -96,32 +98,36 @@ class Experiment(ABC):
 
     @property
     def parallel(self) -> int:
+        """Maximum number of concurrent trials."""
         return 1
 
     @property
     def folder(self) -> Path:
+        """Local folder of the experiment."""
         return self.workspace.path
 
     @property
     def workspace(self) -> Workspace:
-        """The local folder to which this driver writes the experiment's files."""
+        """Workspace in which this driver writes the experiment's files."""
         return Workspace.of(self.directory)
 
     @property
     def trials(self) -> Path:
+        """Local folder of the trials' rows."""
         return self.folder / TRIALS
 
     @property
     def data(self) -> StorageDir:
-        """The token shards as an absolute path or URI, because trials run in other working directories."""
+        """Location of the token shards, as an absolute path or URI, because trials run in other working directories."""
         return StorageDir.of(self.training.dataset.data)
 
     @property
     def device(self) -> str:
+        """Type of the trials' device: cuda or cpu."""
         return self.training.execution.device
 
     def resources(self) -> dict[str, float]:
-        """Resources that each trial requests from the connected Ray."""
+        """Resources of a trial in the connected Ray."""
         dataset, execution = self.training.dataset, self.training.execution
         if execution.accelerator:
             wait_for_accelerator(execution.accelerator)

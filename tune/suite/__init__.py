@@ -1,1 +1,1 @@
-"""A ladder: what a suite of config changes gains, each measured against a control: python -m tune.ladder."""
+"""Ladders: the effect of each change in a suite, measured relative to a control."""

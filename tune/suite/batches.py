@@ -1,4 +1,4 @@
-"""The batch of a run with ``--fit-batch``: the largest that is predicted to fit, and smaller ones if it does not."""
+"""The batch of a run with ``--fit-batch``: the largest one that is predicted to fit in memory."""
 
 from dataclasses import replace
 
@@ -11,13 +11,13 @@ TOO_LARGE = ("oom", "over_limit")
 """Outcomes of a run whose batch did not fit."""
 
 RETRIES = 3
-"""Maximum number of smaller batches that are tried after a batch that was predicted to fit did not."""
+"""Maximum number of smaller batches that are tried if a batch that was predicted to fit does not."""
 
 
 def largest_batch(config: ResolvedConfig, limit: int) -> Batch:
-    """The batch with the largest micro-batch that is predicted to fit ``limit`` bytes; above 8 a multiple of 8.
+    """Find the batch with the largest micro-batch that is predicted to fit ``limit`` bytes; above 8 a multiple of 8.
 
-    The accumulation stays, so the global batch changes. Raises ``UserError`` if not even one sequence fits.
+    The accumulation is unchanged, so the global batch changes. Raises ``UserError`` if no micro-batch fits.
     """
     batch = config.batch
     sequences = batch.accumulation * batch.workers
@@ -28,5 +28,5 @@ def largest_batch(config: ResolvedConfig, limit: int) -> Batch:
             break
         largest = candidate
     if largest is None:
-        raise UserError(f"--fit-batch: not even one sequence fits {format_size(limit)}. Use a larger --memory-limit.")
+        raise UserError(f"--fit-batch: no micro-batch fits {format_size(limit)}. Use a larger --memory-limit.")
     return largest

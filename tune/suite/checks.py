@@ -1,4 +1,4 @@
-"""Checks before and after a run of a ladder: what a device can measure, and whether the baseline has a speed."""
+"""Checks of a ladder's runs: that a rung has an effect on the device, and that the baseline has a speed."""
 
 import math
 
@@ -12,19 +12,20 @@ from tune.trial.row import TrialRow
 
 
 def check_single_worker(workers: int) -> None:
+    """Raise ``UserError`` for more than one worker."""
     if workers > 1:
-        raise UserError(f"--workers {workers} is not supported: a ladder measures one device. Use --workers 1.")
+        raise UserError(f"--workers {workers} is not supported, because a ladder measures one device. Use --workers 1.")
 
 
 def check_suits_device(changes: Changes, execution: Execution, previous: Execution, device_info: DeviceInfo) -> None:
-    """Raise ``UserError`` if a rung's ``changes`` have no effect to measure on the device.
+    """Raise ``UserError`` if a rung's ``changes`` have no measurable effect on the device.
 
-    They lead from the ``previous`` rung's execution to ``execution``. The messages are reasons in the table of results,
-    so they have neither capital nor period.
+    The changes lead from the ``previous`` rung's execution to ``execution``. The messages are reasons in the table of
+    results, so they have neither a capital letter nor a period.
     """
     if execution.device == "cuda":
         if set(execution.ablate) ^ set(previous.ablate) == {"large-pages"}:
-            raise UserError("large pages only apply to CPU memory; torch caches GPU memory itself")
+            raise UserError("large pages only apply to CPU memory")
         return
     if changes.get("precision") == "tf32":
         raise UserError("TF32 only exists on GPUs; a CPU would compute in fp32")
@@ -33,13 +34,13 @@ def check_suits_device(changes: Changes, execution: Execution, previous: Executi
     if execution.compile in GPU_KERNELS:
         raise UserError(f"--compile {execution.compile} tunes GPU kernels")
     if changes.get("attention") == AUTO:
-        raise UserError("a CPU has only one fused attention kernel, which is already used")
+        raise UserError("a CPU supports only one fused attention kernel, which is already used")
 
 
 def check_baseline_speed(row: TrialRow, reason: str, *, fitted: bool = False) -> None:
     """Raise ``UserError`` if the baseline failed, or was too short to measure a speed.
 
-    ``fitted`` is whether smaller batches have been tried already.
+    With ``fitted`` smaller batches have been tried.
     """
     steps = row.step_seconds
     if row.ended_too_early or (row.speed and len(steps) < MIN_RUNG_STEPS):

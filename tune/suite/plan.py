@@ -1,4 +1,4 @@
-"""The plan of a ladder: its suite resolved for the device, checked before the first run so that no time is lost."""
+"""The plan of a ladder: its suite resolved for the device, checked before the first run."""
 
 from dataclasses import replace
 from typing import Any
@@ -36,7 +36,7 @@ from tune.suite.suites import (
 
 
 def make_ladder(config: LadderConfig) -> Ladder:
-    """The ladder that ``config`` describes. Reads the data's manifest and the device, and writes nothing."""
+    """Resolve the ladder of ``config`` from the data's manifest and the device, without writing anything."""
     config, name = config.with_ends(), config.name or config.suite
     directory = StorageDir.of(config.out, name)
     if not (config.resume or config.dry_run):
@@ -75,9 +75,9 @@ def make_ladder(config: LadderConfig) -> Ladder:
 
 
 def choose_rungs(suite: Suite, config: LadderConfig) -> Suite:
-    """``suite`` with the rungs of ``--rungs``, or all of them, and the number of seeds."""
+    """Return ``suite`` with only the rungs of ``--rungs``, if it is set, and with the number of seeds."""
     if STREAMING in config.rungs and not config.stream:
-        raise UserError(f"--rungs {STREAMING} needs books. Name them with --stream.")
+        raise UserError(f"--rungs {STREAMING} needs books. Set their sources with --stream.")
     if config.rungs:
         suite = choose(suite, [name for name in config.rungs if name != STREAMING])
     suite = replace(suite, seeds=config.seeds or suite.seeds)
@@ -92,13 +92,13 @@ def choose_rungs(suite: Suite, config: LadderConfig) -> Suite:
 def introduce(ladder: Ladder, reference: dict[str, Any] | str | None) -> None:
     """Print the suite; for a dry run, also the predicted memory of its rungs and the published study, if requested.
 
-    ``reference`` is the ladder to compare with, or the name of the study. Raises ``UserError`` if the study is
-    of another suite.
+    ``reference`` is the ladder to compare with, or the name of the study. Raises ``UserError`` if there is no study of
+    the suite.
     """
     suite = ladder.suite
-    if reference == study.NAME and suite.name not in (studied := ("a100", *study.EFFECTS)):
+    if reference == study.NAME and suite.name not in (suites := ("a100", *study.EFFECTS)):
         raise UserError(
-            f"--compare study is only available for the suites {', '.join(studied)}, not for {suite.name}. "
+            f"--compare study is only available for the suites {', '.join(suites)}, not for {suite.name}. "
             "Remove --compare."
         )
     if reference == study.NAME and ladder.training.model.title != study.MODEL:
@@ -108,14 +108,14 @@ def introduce(ladder: Ladder, reference: dict[str, Any] | str | None) -> None:
     if not ladder.config.dry_run:
         return
     controls, rungs = SuiteReplay(ladder, rows=None).replay()
-    lines: list[tuple[str, str, str]] = []
+    rows: list[tuple[str, str, str]] = []
     for rung in (controls[0], *rungs):
         if rung.config:
             peak = peak_if_known(rung.config)
-            lines.append((rung.name, rung.batch, f"{peak.total / GB:.2f}" if peak else "measured"))
+            rows.append((rung.name, rung.batch, f"{peak.total / GB:.2f}" if peak else "measured by probes"))
         else:
             console.print(f"{rung.name}: skipped; {rung.reason}.", markup=False)
-    Table("", ("rung", "batch (sequences)", "predicted peak memory (GB)"), lines).show()
+    Table("", ("rung", "batch (sequences)", "predicted peak memory (GB)"), rows).show()
     if reference == study.NAME and suite.name in study.EFFECTS:
         Report([], [study.effects_table(suite.name, []), study.STUDY_NOTES[suite.name]]).show()
     elif reference == study.NAME:

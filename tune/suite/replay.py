@@ -1,8 +1,7 @@
-"""A ladder: the runs of its suite in order, each decided from the rows of the previous ones.
+"""A ladder: the runs of its suite in order, each chosen from the rows of the previous runs.
 
 The baseline is the control. It runs again after every rung, because the speed of machines drifts by more than most
-rungs gain. The rows alone determine the next run: the suite is replayed from its beginning up to the first run without
-a row.
+rungs gain. To find the next run, the suite is replayed from its beginning up to the first run without a row.
 """
 
 import re
@@ -29,10 +28,12 @@ from tune.trial.run import TrialRequest
 
 @dataclass(frozen=True)
 class Ladder(Experiment):
-    """One ladder with all its settings resolved."""
+    """A ladder with all its settings resolved."""
 
     config: LadderConfig
+    """Settings of the ladder."""
     suite: Suite
+    """Suite of the ladder, resolved for the device."""
 
     mlflow_experiment = "ladder"
 
@@ -57,20 +58,22 @@ class Ladder(Experiment):
         return max(0, 1 + 2 * len(self.suite.rungs) - len(rows))  # A control follows each rung.
 
     def is_reusable(self, row: TrialRow) -> bool:
-        """Whether the run did not fail. A failed one runs again, because its cause may be gone."""
+        """Whether the run did not fail. A failed run is repeated, because its cause may be gone."""
         return row.outcome != "failed"
 
     def usable_machines(self, machines: Iterable[str], rows: Sequence[TrialRow]) -> set[str]:
-        """The machine of the first run only, because speeds of different machines cannot be compared."""
+        """Find the machine of the first run, because speeds of different machines cannot be compared."""
         return {name for name in machines if not rows or name == rows[0].node}
 
     def params(self) -> dict[str, object]:
         return {"suite": self.suite.name, "model": self.training.model.text, "data": str(self.data)}
 
     def replay_results(self, rows: Sequence[TrialRow]) -> tuple[list[RungResult], list[RungResult]]:
-        """Returns: (controls, rungs), with ``n + 1`` controls around ``n`` rungs that have a speed.
+        """Replay the suite up to its end.
 
-        A rung without a speed has its reason, and no control follows it.
+        A rung without a speed has a reason, and no control follows it.
+
+        Returns: (controls, rungs), with ``n + 1`` controls around ``n`` rungs that have a speed.
 
         Raises:
             PendingRun: a run has no row yet.
@@ -84,15 +87,17 @@ class SuiteReplay:
     """Replays a suite from its beginning, as far as its runs have rows."""
 
     ladder: Ladder
+    """Ladder with the suite."""
     rows: Mapping[str, TrialRow] | None
-    """The rows of the runs by key; None to plan the suite as if every run succeeded."""
+    """Rows of the runs, by key; None to plan the suite as if every run succeeded."""
 
     @property
     def device_info(self) -> DeviceInfo:
+        """Properties of the device that runs the suite."""
         return self.ladder.machines[0].device
 
     def replay(self) -> tuple[list[RungResult], list[RungResult]]:
-        """Returns and raises as :meth:`Ladder.replay_results`."""
+        """Replay the suite; see :meth:`Ladder.replay_results`."""
         suite, memory = self.ladder.suite, self._memory_for_fit()
         config = self._resolve(self.ladder.training.requested, suite.base, memory)
         run = SuiteRun("control-00", "baseline", config, "baseline")
@@ -137,11 +142,11 @@ class SuiteReplay:
         return controls, rungs
 
     def _plan(self, number: int, rung: Rung, previous: ResolvedConfig, memory: int | None) -> list[SuiteRun]:
-        """The runs of a rung that changes the ``previous`` config: one, or two if its batch is also larger.
+        """Plan the runs of a rung that changes the ``previous`` config: one, or two if its batch is also larger.
 
-        The first of two keeps the previous batch, and shows the memory that the change saves and the speed that it
-        gains at equal work; the second shows what the larger batch adds. A rung that sets the micro-batch or the global
-        batch itself runs once, because the batch is what it measures.
+        The first of two runs keeps the previous batch. It shows the memory that the change saves and its speed at equal
+        work; the second run shows the effect of the larger batch. A rung that sets the micro-batch or the global batch
+        runs once, because it measures the batch.
 
         Raises ``UserError`` if the rung cannot be measured; the message is a reason in the table of results.
         """
@@ -164,15 +169,15 @@ class SuiteReplay:
         return runs
 
     def _resolve(self, settings: TrainConfig, changes: Changes, memory: int | None) -> ResolvedConfig:
-        """``settings`` with ``changes``, resolved for the device of the runs: the only place where a rung is resolved.
+        """Resolve ``settings`` with ``changes`` for the device of the runs.
 
-        With ``memory`` it has the largest batch that is predicted to fit these bytes.
+        With ``memory`` the config has the largest batch that is predicted to fit in this number of bytes.
         """
-        changed = apply_changes(settings, changes)
-        if "model" in changes:  # Its vocabulary follows the data.
-            changed = prepare(changed, self.ladder.manifest)
-        check_single_worker(changed.batch.workers)
-        config = resolve(changed, self.device_info.with_memory_limit(self.ladder.limit))
+        settings = apply_changes(settings, changes)
+        if "model" in changes:  # The vocabulary of another model follows the data.
+            settings = prepare(settings, self.ladder.manifest)
+        check_single_worker(settings.batch.workers)
+        config = resolve(settings, self.device_info.with_memory_limit(self.ladder.limit))
         if memory is not None:
             config = replace(config, batch=largest_batch(config, memory))
         context_length, cycle = config.model.context_length, config.duration.cycle
@@ -180,7 +185,7 @@ class SuiteReplay:
         return config
 
     def _memory_for_fit(self) -> int | None:
-        """Bytes that a rung's predicted peak may take with ``--fit-batch``; None if the suite sets the batches."""
+        """Maximum predicted peak of a rung with ``--fit-batch``, in bytes; None if the suite sets the batches."""
         ladder = self.ladder
         if not (ladder.config.fit_batch and ladder.limit):
             return None
@@ -189,11 +194,11 @@ class SuiteReplay:
     def _run_with_smaller_batches(
         self, run: SuiteRun, memory: int | None, larger_than: int = 0
     ) -> tuple[SuiteRun, RungResult, int | None]:
-        """The result of ``run``, with a smaller batch while one that was predicted to fit ``memory`` does not.
+        """Find the result of ``run``, or of a run with a smaller batch if a batch that was predicted to fit does not.
 
-        ``larger_than`` is a micro-batch that has already run.
+        ``memory`` is the maximum predicted peak in bytes, and ``larger_than`` a micro-batch that has already run.
 
-        Returns: (the last run, its result, bytes that predictions for the rungs based on it must stay below).
+        Returns: (last run, its result, maximum predicted peak in bytes for rungs that are based on it).
         """
         attempt, result = run, self._run_or_pending(run)
         failed: list[int] = []
@@ -214,9 +219,9 @@ class SuiteReplay:
         return attempt, replace(result, failed_micro_batches=failed_micro_batches), memory
 
     def _held_out(self, *runs: tuple[SuiteRun, RungResult]) -> tuple[tuple[float, float], ...]:
-        """Validation losses of the previous rung and of a rung with each of the suite's seeds.
+        """Find the validation losses (previous rung, rung) with each of the suite's seeds.
 
-        Runs with a seed other than the ladder's have no control, because only their losses are used.
+        Runs with a seed other than the ladder's have no control, because only their losses are compared.
         """
         losses: list[list[float | None]] = []
         for run, result in runs:
@@ -230,7 +235,7 @@ class SuiteReplay:
         return tuple((previous, loss) for previous, loss in pairs if previous is not None and loss is not None)
 
     def _run_or_pending(self, run: SuiteRun) -> RungResult:
-        """The result of ``run``. Raises ``PendingRun`` if it has no row."""
+        """Find the result of ``run``. Raises ``PendingRun`` if it has no row."""
         if self.rows is None:
             return RungResult(run.name, config=run.config, changes_numerics=run.changes_numerics)
         row = self.rows.get(run.key)

@@ -1,4 +1,4 @@
-"""The report of a ladder: tables, charts and files at its end, and the comparison of two ladders."""
+"""The report of a ladder with its tables, charts and files, and the comparison of two ladders."""
 
 import json
 from collections.abc import Sequence
@@ -26,12 +26,12 @@ from tune.trial.row import TrialRow, flatten_row
 
 
 def publish(ladder: Ladder, rows: Sequence[TrialRow], *, reference: dict[str, Any] | str | None = None) -> None:
-    """Print and write the results of a ladder; ``reference`` is a ladder to compare with, or the study."""
+    """Print and store the results of a ladder; ``reference`` is a ladder to compare with, or the name of the study."""
     suite, folder, out = ladder.suite, ladder.folder, ladder.directory.parent
     controls, rungs = ladder.replay_results(rows)
     results = compare_rungs(controls, rungs, out)
-    ran = [(rung, rung.row, rung.speed) for rung in results if rung.row and rung.speed]
-    base, fastest = ran[0], max(ran, key=lambda each: each[2].middle)
+    runs = [(rung, rung.row, rung.speed) for rung in results if rung.row and rung.speed]
+    base, fastest = runs[0], max(runs, key=lambda run: run[2].middle)
     device = base[1].result.device if base[1].result else ladder.device
     control_rows = [control.row for control in controls if control.row]
     control_speeds = [row.speed.middle for row in control_rows if row.speed]
@@ -52,17 +52,17 @@ def publish(ladder: Ladder, rows: Sequence[TrialRow], *, reference: dict[str, An
     elif isinstance(reference, dict):
         sections.append(comparison(reference, record))
     title = f"{suite.title}; {device}"
-    cumulative = [base[2].middle * (rung.total.ratio if rung.total else 1.0) for rung, *_ in ran] * suite.cumulative
+    cumulative = [base[2].middle * (rung.total.ratio if rung.total else 1.0) for rung, *_ in runs] * suite.cumulative
     figures = {
         "speed": charts.draw_speeds(
-            title, [(rung.name, speed, row.memory or 0) for rung, row, speed in ran], cumulative
+            title, [(rung.name, speed, row.memory or 0) for rung, row, speed in runs], cumulative
         ),
-        "loss": charts.draw_losses(title, [(rung.name, row) for rung, row, _ in ran], control_rows),
+        "loss": charts.draw_losses(title, [(rung.name, row) for rung, row, _ in runs], control_rows),
     }
     if reference == study.NAME and suite.name not in study.EFFECTS:
         figures["study"] = study.draw_study()
     # If no rung is faster than the baseline, the summary does not name the fastest one.
-    gains = [(speed.middle, rung.total.ratio) for rung, _, speed in ran if rung.total]
+    gains = [(speed.middle, rung.total.ratio) for rung, _, speed in runs if rung.total]
     best, gain = max(gains, default=(None, None))
     details = [Fact.of("result/best_tokens_per_second", best), Fact.of("result/speedup_over_baseline", gain)]
     report = Report(summary_fields(suite, results, device, ladder.directory / "best.json"), sections, details)
@@ -72,14 +72,14 @@ def publish(ladder: Ladder, rows: Sequence[TrialRow], *, reference: dict[str, An
 
 
 def rung_json(rung: RungResult) -> dict[str, Any]:
-    """A rung as rungs.json stores it."""
+    """Convert a rung to its values in rungs.json."""
     values = {name: value for name, value in asdict(rung).items() if name not in ("row", "config")}
     values |= {"batch": rung.batch, "speed": rung.speed and rung.speed.middle, "ceiling": rung.ceiling}
     return (flatten_row(rung.row) if rung.row else {}) | values
 
 
 def best_json(name: str, rung: RungResult, row: TrialRow, speed: Estimate) -> dict[str, Any]:
-    """The fastest rung in the format of a search's winner: its config without the ladder's length, its measurements."""
+    """Create best.json as for a search's winner: the config without the ladder's length, and the measurements."""
     defaults, config = TrainConfig(), rung.config
     assert config is not None, "a rung with a speed has run"
     assert row.result is not None, "a rung with a speed has a result"
@@ -93,11 +93,11 @@ def best_json(name: str, rung: RungResult, row: TrialRow, speed: Estimate) -> di
 
 
 def load_reference(text: str, out: str) -> dict[str, Any] | str:
-    """The results of an earlier ladder, by its name or folder, or the name of the study."""
+    """Load the results of the earlier ladder with the name or folder ``text``, or return the name of the study."""
     if text == study.NAME:
         return text
     candidates = (StorageDir.of(out, text), StorageDir.of(text))
-    directory = next((each for each in candidates if each.exists("rungs.json")), None)
+    directory = next((candidate for candidate in candidates if candidate.exists("rungs.json")), None)
     if directory is None:
         raise UserError(
             f"--compare {text}: no finished ladder found in {candidates[0]} or {candidates[1]}. Use the name or "
@@ -114,15 +114,15 @@ def load_reference(text: str, out: str) -> dict[str, Any] | str:
 
 
 def comparison(reference: dict[str, Any], ladder: dict[str, Any]) -> Table:
-    """The speeds of two ladders, matched by the names of their rungs."""
+    """Build the table of the speeds of two ladders, whose rungs are matched by their names."""
     reference_speeds = {row["name"]: row["speed"] for row in reference["rows"]}
-    lines = []
+    rows = []
     for row in ladder["rows"]:
-        speed, other = row["speed"], reference_speeds.get(row["name"])
-        ratio = f"x{speed / other:.2f}" if speed and other else "-"
-        lines.append((row["name"], f"{other:,.0f}" if other else "-", f"{speed:,.0f}" if speed else "-", ratio))
+        speeds = reference_speeds.get(row["name"]), row["speed"]
+        ratio = f"x{speeds[1] / speeds[0]:.2f}" if all(speeds) else "-"
+        rows.append((row["name"], *(f"{speed:,.0f}" if speed else "-" for speed in speeds), ratio))
     columns = ("rung", f"tokens/s: {_ladder_label(reference)}", f"tokens/s: {_ladder_label(ladder)}", "speedup")
-    return Table(f"Comparison with the ladder {reference['name']}", columns, lines)
+    return Table(f"Comparison with the ladder {reference['name']}", columns, rows)
 
 
 def _ladder_label(ladder: dict[str, Any]) -> str:

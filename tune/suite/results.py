@@ -19,10 +19,10 @@ from tune.trial.row import TrialRow
 
 
 def compare_rungs(controls: Sequence[RungResult], rungs: Sequence[RungResult], out: StorageDir) -> list[RungResult]:
-    """The baseline and the rungs with their comparisons; ``out`` is the folder with the doctor's measurements."""
-    ran = [rung for rung in rungs if rung.speed]
-    speeds = InterleavedRuns([control.speed for control in controls if control.speed], [rung.speed for rung in ran])
-    tokens = min(len(each.row.losses) * each.row.step_tokens for each in (controls[0], *ran) if each.row)
+    """Compare the baseline and the rungs; ``out`` is the folder with the measurements of infra.doctor."""
+    runs = [rung for rung in rungs if rung.speed]
+    speeds = InterleavedRuns([control.speed for control in controls if control.speed], [rung.speed for rung in runs])
+    tokens = min(len(run.row.losses) * run.row.step_tokens for run in (controls[0], *runs) if run.row)
     results = []
     for rung in (controls[0], *rungs):
         if rung.row and rung.config and rung.speed:
@@ -39,27 +39,28 @@ def compare_rungs(controls: Sequence[RungResult], rungs: Sequence[RungResult], o
 
 
 def loss_at(trial: TrialRow, tokens: int) -> float | None:
-    """Mean training loss over the last fifth of the first ``tokens`` tokens, which rungs of any batch have seen."""
-    losses = [loss for seen, loss in trial.curve if 0.8 * tokens < seen <= tokens]
+    """Mean training loss over the last fifth of the first ``tokens`` tokens, on which every rung has trained."""
+    losses = [loss for trained_tokens, loss in trial.curve if 0.8 * tokens < trained_tokens <= tokens]
     return statistics.fmean(losses) if losses else None
 
 
 def results_table(suite: Suite, rungs: Sequence[RungResult]) -> Table:
-    """The table of all rungs; a rung that was skipped has only its name."""
+    """Build the table of all rungs; a rung that was skipped only has its name."""
     step_time = f"s/{suite.steps_timed} steps" if suite.steps_timed > 1 else "s/step"
     kernels = {rung.row.result.attention for rung in rungs if rung.row and rung.row.result}
     heading = (
         "rung", "batch (sequences)", "tokens/s", "± tokens/s", "vs previous", "vs baseline", step_time,
         "peak memory (GB)", "predicted (GB)", "loss (nats/token)", "attention kernel",
     )  # fmt: skip
-    lines = []
+    rows = []
     for rung in rungs:
-        name, row, speed = rung.name.removesuffix(SAME_BATCH), rung.row, rung.speed  # Their batches differ.
+        # The batch column distinguishes the two runs of a rung.
+        name, row, speed = rung.name.removesuffix(SAME_BATCH), rung.row, rung.speed
         if row is None or speed is None:
-            lines.append((name, *[""] * (len(heading) - 1)))
+            rows.append((name, *[""] * (len(heading) - 1)))
             continue
         predicted = f"{row.predicted_memory / GB:.2f}" if row.predicted_memory else "-"
-        lines.append((
+        rows.append((
             name + "*" * rung.changes_numerics,
             rung.batch,
             f"{speed.middle:,.0f}",
@@ -72,16 +73,16 @@ def results_table(suite: Suite, rungs: Sequence[RungResult]) -> Table:
             f"{rung.loss:.3f}" if rung.loss is not None else "-",
             row.result.attention if row.result and len(kernels) > 1 else "",
         ))  # fmt: skip
-    return without_empty_columns(suite.title, heading, lines)
+    return without_empty_columns(suite.title, heading, rows)
 
 
 def three_digits(value: float) -> str:
-    """``value`` with three significant digits, so that all numbers of a column are equally precise."""
+    """Format ``value`` with three significant digits, so that all numbers of a column are equally precise."""
     return f"{value:#.3g}".rstrip(".")
 
 
 def format_ratio(difference: Difference | None) -> str:
-    """``x1.23 ±4%``, or ``(x1.23)`` if the difference is not significant or inconclusive."""
+    """Format a ratio as ``x1.23 ±4%``, or as ``(x1.23)`` if the difference is not significant or inconclusive."""
     if difference is None:
         return ""
     if not difference.is_significant:
@@ -90,9 +91,9 @@ def format_ratio(difference: Difference | None) -> str:
 
 
 def legend(suite: Suite, rungs: Sequence[RungResult], controls: Sequence[float]) -> list[str]:
-    """Reasons why rungs were skipped, the drift of the control, the meaning of the columns, and the total speedup."""
-    lines = [f"{rung.name}: skipped; {rung.reason}." for rung in rungs if rung.reason]
-    lines.append(
+    """Sentences below the table: reasons for skipped rungs, drift of the control, explanations, and total speedup."""
+    sentences = [f"{rung.name}: skipped; {rung.reason}." for rung in rungs if rung.reason]
+    sentences.append(
         f"The control ran {len(controls)} times: {controls[0]:,.0f} tokens/s first, {controls[-1]:,.0f} tokens/s last, "
         f"range {min(controls):,.0f} to {max(controls):,.0f}."
     )
@@ -112,24 +113,24 @@ def legend(suite: Suite, rungs: Sequence[RungResult], controls: Sequence[float])
         ),
         "MFU is the fraction of the datasheet's peak FLOP/s at the rung's precision, HFU the same including "
         "recomputation. The matmul ceiling is the rate that infra.doctor measured on this machine.": bool(
-            utilization_table(rungs).rows
+            utilization(rungs).rows
         ),
     }
-    lines += [note for note, applies in notes.items() if applies]
+    sentences += [note for note, applies in notes.items() if applies]
     totals = [(rung.name, rung.total) for rung in rungs if rung.total]
     inconclusive = [(name, total.control_width) for name, total in totals if total.is_inconclusive]
     if inconclusive:
-        lines.append(
+        sentences.append(
             f"Inconclusive: around {'; '.join(name for name, _ in inconclusive)} the control's 95% interval is up to "
             f"{max(width for _, width in inconclusive):.0%} of its speed wide; above {MAX_CONTROL_WIDTH:.0%} no "
             "conclusion is drawn. Use more steps per rung (--steps or --time-budget) or a quieter machine."
         )
     if not any(rung.changes for rung in suite.rungs):
         alarms = sum(total.is_significant for _, total in totals)
-        lines.append(f"{alarms} of {len(totals)} identical runs were judged different; at most 5% are expected.")
+        sentences.append(f"{alarms} of {len(totals)} identical runs were judged different; at most 5% are expected.")
     if suite.cumulative and totals:
-        lines.append(f"Total speedup over the baseline: {_format_gain(totals[-1][1])}.")
-    return lines
+        sentences.append(f"Total speedup over the baseline: {_format_gain(totals[-1][1])}.")
+    return sentences
 
 
 def _format_gain(gain: Difference) -> str:
@@ -138,39 +139,39 @@ def _format_gain(gain: Difference) -> str:
 
 
 def effects_table(rungs: Sequence[RungResult]) -> Table:
-    """Changes of memory and speed relative to the baseline, with a verdict: yes, no or (speed only) inconclusive."""
-    base, lines = rungs[0].memory, []
+    """Build the table of changes in memory and speed relative to the baseline, each with a verdict."""
+    base, rows = rungs[0].memory, []
     for rung in rungs[1:]:
         if rung.memory is None or rung.total is None or not base:
             continue
         growth = rung.memory / base - 1
-        smaller = "yes" if growth < -0.01 else "no"
-        significant = rung.total.is_significant and rung.total.ratio > 1
-        faster = "inconclusive" if rung.total.is_inconclusive else "yes" if significant else "no"
-        lines.append((rung.name, f"{smaller} ({growth:+.1%})", f"{faster} ({rung.total.ratio - 1:+.1%})"))
-    return Table("Effect vs baseline", ("rung", "saves memory", "is faster"), lines)
+        saves_memory = "yes" if growth < -0.01 else "no"
+        is_significant = rung.total.is_significant and rung.total.ratio > 1
+        is_faster = "inconclusive" if rung.total.is_inconclusive else "yes" if is_significant else "no"
+        rows.append((rung.name, f"{saves_memory} ({growth:+.1%})", f"{is_faster} ({rung.total.ratio - 1:+.1%})"))
+    return Table("Effect vs baseline", ("rung", "saves memory", "is faster"), rows)
 
 
 def equal_work_table(rungs: Sequence[RungResult], *, cumulative: bool) -> Table:
-    """A line for each rung that ran twice: its two batches, and the changes of peak memory and speed at each."""
-    previous, lines = rungs[0], []
-    for rung, following in zip(rungs, [*rungs[1:], None], strict=True):
-        if following and rung.name == following.name + SAME_BATCH:
-            change = _gain(rung, previous if cumulative else rungs[0], rung.step if cumulative else rung.total)
-            lines.append((following.name, *change, *_gain(following, rung, following.step)))
+    """Build the table of rungs that ran twice, with the changes in memory and speed at both batches."""
+    previous_rung, rows = rungs[0], []
+    for rung, next_rung in zip(rungs, [*rungs[1:], None], strict=True):
+        if next_rung and rung.name == next_rung.name + SAME_BATCH:
+            change = _gain(rung, previous_rung if cumulative else rungs[0], rung.step if cumulative else rung.total)
+            rows.append((next_rung.name, *change, *_gain(next_rung, rung, next_rung.step)))
         if rung.speed:
-            previous = rung
+            previous_rung = rung
     reference = "the previous rung" if cumulative else "the baseline"
     title = f"Each change at the batch of {reference}, then with its larger batch"
     columns = (
         "rung", "batch (sequences)", f"memory vs {reference.split()[-1]}", f"speed vs {reference.split()[-1]}",
         "larger batch (sequences)", "memory vs same batch", "speed vs same batch",
     )  # fmt: skip
-    return Table(title, columns, lines)
+    return Table(title, columns, rows)
 
 
 def _gain(rung: RungResult, reference: RungResult, step: Difference | None) -> tuple[str, ...]:
-    """Batch, change of memory, and speedup of a rung relative to the ``reference``, as cells."""
+    """Cells with the batch of a rung, and its change in memory and speedup relative to the ``reference``."""
     if rung.memory is None:
         return ("not run", "", "")
     growth = f"{rung.memory / reference.memory - 1:+.0%}" if reference.memory else ""
@@ -178,62 +179,62 @@ def _gain(rung: RungResult, reference: RungResult, step: Difference | None) -> t
 
 
 def held_out_table(suite: Suite, rungs: Sequence[RungResult]) -> Table:
-    """A line for each rung that ran with several seeds: its mean validation loss, and the change it makes.
+    """Build the table of rungs that ran with several seeds, with their validation losses and the changes in them.
 
-    The change is the mean over the seeds with Student's 95% interval. A seed gives both runs the same weights and the
-    same batches.
+    A change is the mean over the seeds with Student's 95% interval. Both runs with a seed have the same initial weights
+    and the same batches.
     """
-    lines = []
+    rows = []
     for rung in rungs:
-        changes = [loss - previous for previous, loss in rung.held_out]
+        changes = [loss - previous_loss for previous_loss, loss in rung.held_out]
         if len(changes) < 2:
             continue
         middle = statistics.fmean(changes)
         half_width = t_quantile(len(changes) - 1) * statistics.stdev(changes) / math.sqrt(len(changes))
         verdict = "not significant" if abs(middle) <= half_width else "higher" if middle > 0 else "lower"
         mean = statistics.fmean(loss for _, loss in rung.held_out)
-        lines.append((rung.name.removesuffix(SAME_BATCH), f"{mean:.4f}", f"{middle:+.4f} ±{half_width:.4f}", verdict))
+        rows.append((rung.name.removesuffix(SAME_BATCH), f"{mean:.4f}", f"{middle:+.4f} ±{half_width:.4f}", verdict))
     reference = "previous rung" if suite.cumulative else "baseline"
     title = f"Validation loss over {suite.seeds} seeds"
-    return Table(title, ("rung", "validation loss (nats/token)", f"change vs {reference} (95% CI)", "verdict"), lines)
+    return Table(title, ("rung", "validation loss (nats/token)", f"change vs {reference} (95% CI)", "verdict"), rows)
 
 
-def utilization_table(rungs: Sequence[RungResult]) -> Table:
-    """A line for each rung: model TFLOP/s and the fraction of the hardware's; empty if the hardware is unknown."""
-    ran = [(rung, rung.row.result) for rung in rungs if rung.row and rung.row.result]
-    ran = [(rung, result, result.flops_per_second) for rung, result in ran if result.flops_per_second]
-    lines = [
+def utilization(rungs: Sequence[RungResult]) -> Table:
+    """Build the table of model TFLOP/s and utilization by rung; empty if the device's peak is unknown."""
+    results = [(rung, rung.row.result) for rung in rungs if rung.row and rung.row.result]
+    speeds = [(rung, result, result.flops_per_second) for rung, result in results if result.flops_per_second]
+    rows = [
         (rung.name, f"{flops / 1e12:,.3g}", *map(_percent, (result.mfu, result.hfu, rung.ceiling)))
-        for rung, result, flops in ran
-        if any(result.mfu or rung.ceiling for rung, result, _ in ran)
+        for rung, result, flops in speeds
+        if any(result.mfu or rung.ceiling for rung, result, _ in speeds)
     ]
-    return without_empty_columns("Utilization", ("rung", "model TFLOP/s", "MFU", "HFU", "% of matmul ceiling"), lines)
+    return without_empty_columns("Utilization", ("rung", "model TFLOP/s", "MFU", "HFU", "% of matmul ceiling"), rows)
 
 
 def _percent(fraction: float | None) -> str:
     return "-" if fraction is None else f"{fraction:.1%}"
 
 
-def without_empty_columns(title: str, heading: Sequence[str], lines: Sequence[Sequence[str]]) -> Table:
-    """A table without its empty columns; MFU is unknown on a CPU, for example."""
-    columns = [column for column in zip(heading, *lines, strict=True) if set(column[1:]) - {"", "-"}]
-    heading, *lines = zip(*columns, strict=True) if columns else [heading]
-    return Table(title, heading, lines)
+def without_empty_columns(title: str, heading: Sequence[str], rows: Sequence[Sequence[str]]) -> Table:
+    """Build a table without its empty columns, such as MFU on a CPU."""
+    columns = [column for column in zip(heading, *rows, strict=True) if set(column[1:]) - {"", "-"}]
+    heading, *rows = zip(*columns, strict=True) if columns else [heading]
+    return Table(title, heading, rows)
 
 
 def detail_tables(suite: Suite, rungs: Sequence[RungResult]) -> list[Table]:
-    """The tables below the results, without empty ones."""
+    """Build the tables below the results, without empty ones."""
     batches, losses = equal_work_table(rungs, cumulative=suite.cumulative), held_out_table(suite, rungs)
-    tables = [*[effects_table(rungs)] * (not suite.cumulative), batches, losses, utilization_table(rungs)]
-    return [part for part in tables if part.rows]
+    tables = [*[effects_table(rungs)] * (not suite.cumulative), batches, losses, utilization(rungs)]
+    return [table for table in tables if table.rows]
 
 
 def summary_fields(
     suite: Suite, rungs: Sequence[RungResult], device: str, best_file: StorageDir
 ) -> list[tuple[str, str]]:
-    """The first lines of a ladder's report, by name."""
-    ran = [(rung.speed, rung) for rung in rungs if rung.speed]
-    (base_speed, base), (speed, best) = ran[0], max(ran, key=lambda each: each[0].middle)
+    """The first lines of a ladder's report: (name, text)."""
+    runs = [(rung.speed, rung) for rung in rungs if rung.speed]
+    (base_speed, base), (speed, best) = runs[0], max(runs, key=lambda run: run[0].middle)
     memory, gain = f"{(best.memory or 0) / GB:.2f} GB", "none; no rung is faster than the baseline"
     speeds = Fact.of("result/baseline_tokens_per_second", base_speed.middle, str(speed))
     if best is not base:
@@ -245,7 +246,7 @@ def summary_fields(
     if best.total:
         gain = Fact.of("result/speedup_over_baseline", best.total.ratio, f"{_format_gain(best.total)} vs baseline")
     return [
-        ("Ladder", f"{suite.title}; {len(ran) - 1} of {len(rungs) - 1} rungs ran on {device}"),
+        ("Ladder", f"{suite.title}; {len(runs) - 1} of {len(rungs) - 1} rungs ran on {device}"),
         ("Tokens/s", speeds),
         ("Peak memory", memory),
         ("Speedup", gain),

@@ -1,8 +1,9 @@
 """The published studies that the suites ``a100``, ``loop`` and ``memory`` repeat, and their comparison with a ladder.
 
-The study of ``a100`` trained GPT-2 124M at a context length of 512 on one A100 with 40 GB in a notebook, about five
-minutes per rung, each change first at the batch of the previous rung and then with a larger one. It is compared with
-the memory and roofline of a textbook loop, too. The other two published the effects of some changes: :data:`EFFECTS`.
+The study of ``a100`` trained GPT-2 124M at a context length of 512 on one A100 with 40 GB in a notebook, for about five
+minutes per rung. It measured each change at the batch of the previous rung, and then with a larger batch. It is also
+compared with the memory and roofline of a textbook loop. The two other studies published the effects of some changes,
+which are in :data:`EFFECTS`.
 """
 
 import json
@@ -27,7 +28,7 @@ from tune.suite.runs import SAME_BATCH, RungResult
 from tune.suite.suites import A100, apply_changes
 
 NAME = "study"
-"""Value of ``--compare`` for the study of the suite."""
+"""Value of ``--compare`` that selects the study of the suite."""
 
 MODEL = "GPT-2"
 """Architecture of the study's model."""
@@ -41,18 +42,19 @@ class Published:
     """The study's results of one rung."""
 
     batch: int
+    """Micro-batch in sequences."""
     gib: float
     """GPU memory in GiB. The study calls the unit GB, but a textbook loop needs this many GiB: :func:`textbook`."""
     speed: float
-    """Tokens per second, including the tokens of validation: see :data:`VALIDATION`."""
+    """Speed in tokens/s, including the tokens of validation: see :data:`VALIDATION`."""
     same_batch_gib: float | None = None
-    """GPU memory in GiB at the batch of the previous rung, if the rung then raised the batch."""
-    tokens_seen: float | None = None
-    """Tokens seen after five minutes according to the study's log, if it is known; fewer than its speed implies."""
+    """GPU memory in GiB at the batch of the previous rung; None unless the rung has a larger batch."""
+    logged_tokens: float | None = None
+    """Tokens processed in five minutes by the study's log, which are fewer than its speed implies; None if unknown."""
 
 
 STUDY: Mapping[str, Published] = {
-    "baseline": Published(28, 37.0, 16_950, tokens_seen=4.6e6),
+    "baseline": Published(28, 37.0, 16_950, logged_tokens=4.6e6),
     "tensor cores": Published(28, 37.0, 40_950),
     "no synchronization": Published(28, 37.0, 41_015),
     "mixed precision fp16": Published(32, 36.9, 43_700, same_batch_gib=32.4),
@@ -67,15 +69,17 @@ STUDY: Mapping[str, Published] = {
 
 @dataclass(frozen=True)
 class Effect:
-    """Memory and step time with a change, relative to those without it; None where the study has no number."""
+    """Effect of a change on memory and step time, as ratios to the values without the change."""
 
     memory: float | None = None
+    """Ratio of memory; None if it was not published."""
     time: float | None = None
+    """Ratio of step time; None if it was not published."""
 
 
 EFFECTS: Mapping[str, Mapping[str, Effect]] = {
     "loop": {
-        "accumulation": Effect(memory=1.11 / 2.5),  # published in GB
+        "accumulation": Effect(memory=1.11 / 2.5),  # The study published the memory in GB.
         "checkpointing": Effect(memory=0.5, time=1.25),
         "asynchronous copies": Effect(time=0.75),
         "compile": Effect(time=0.5),
@@ -87,20 +91,20 @@ EFFECTS: Mapping[str, Mapping[str, Effect]] = {
 
 STUDY_NOTES: Mapping[str, str] = {
     "loop": "The study trained a model with 4 blocks and a width of 256 at a context length of 512, as this suite does "
-    "on data with 512 token ids. It measured compile and max-autotune on top of the previous changes.",
+    "on data with 512 token ids. It measured compile and max-autotune together with the previous changes.",
     "memory": "The study trained BERT-large on a V100, with accumulation, checkpointing, fp16 and Adafactor or 8-bit "
     "Adam together.",
 }
 """Setup of each study, as a note below its table."""
 
 VALIDATION = 11 / (10 + 1 / 3)
-"""Factor by which validation raises the study's tokens/s: one batch in eleven, which takes a third of a step's time."""
+"""Factor by which validation increases the study's tokens/s: one batch in eleven, which takes a third of a step."""
 
-FIVE_MINUTES = 300.0
-"""Seconds after which the study counted tokens."""
+COUNT_SECONDS = 300.0
+"""Time after which the study counted tokens, in seconds."""
 
 A100_MATMUL = load_gpu_rates("A100").matmul
-"""FLOP/s of a large matrix product on the study's GPU: as measured in 16 bits, else the same fraction of the peak."""
+"""FLOP/s of a large matrix product on the study's GPU by precision: measured in 16 bits, else scaled by the peak."""
 
 
 @dataclass(frozen=True)
@@ -110,30 +114,30 @@ class RungNeeds:
     gib: float
     """Memory reserved by torch's allocator plus the CUDA context, in GiB."""
     seconds: float
-    """Minimum time of a step by the roofline of its kernels."""
+    """Minimum time of a step in seconds, by the roofline of its kernels."""
     project_seconds: float | None
-    """Minimum time of a step of this project; None if the record has no line for the rung."""
+    """Minimum time of a step of this project in seconds; None if the record does not have the rung."""
 
 
 def read_textbook() -> dict[str, RungNeeds]:
-    """The record of ``make record-textbook`` by rung, with the names of the suite and of :func:`memory_table`.
+    """Read the record of ``make record-textbook`` by rung, with the names of the suite and of :func:`memory_table`.
 
-    A rung that is missing in the record, such as one that changes data loading, has the needs of the previous rung.
+    A rung that is missing in the record, such as a change of data loading, has the values of the previous rung.
     """
     record = json.loads(Path(__file__).with_name("textbook.json").read_text(encoding="utf-8"))
     needs = {
         row["rung"]: RungNeeds((row["reserved"] + CONTEXT["cuda"]) / GIB, row["seconds"], row.get("our_seconds"))
         for row in record["rows"]
     }
-    previous = "baseline"
+    previous_name = "baseline"
     for name in STUDY:
-        needs.setdefault(name, needs[previous])
-        previous = name
+        needs.setdefault(name, needs[previous_name])
+        previous_name = name
     return needs
 
 
 def study_rungs() -> Iterator[tuple[str, ResolvedConfig]]:
-    """Name and config of each of the study's rungs at its final batch, resolved for an A100."""
+    """Yields: (name, config) of each of the study's rungs at its final batch, resolved for an A100."""
     config = apply_changes(TrainConfig.of(device="cuda"), A100.base)
     yield "baseline", resolve(config, STUDY_GPU)
     for rung in A100.rungs:
@@ -143,7 +147,7 @@ def study_rungs() -> Iterator[tuple[str, ResolvedConfig]]:
 
 
 def matmul_precisions() -> dict[str, str]:
-    """The precision of the matrix products in each of the study's rungs, with the names of infra.doctor."""
+    """The precision of the matrix products in each of the study's rungs, by its name in infra.doctor."""
     return {
         name: "bf16" if config.execution.precision in HALF_PRECISIONS else config.execution.precision
         for name, config in study_rungs()
@@ -151,7 +155,7 @@ def matmul_precisions() -> dict[str, str]:
 
 
 def list_deviations(rung: str, settings: Mapping[str, Any]) -> list[str]:
-    """Settings by name in which a run of the study's ``rung`` differs from the study, except its sizes."""
+    """List the settings, except sizes, in which a run of the study's ``rung`` differs from the study."""
     names = ("precision", "attention", "compile", "checkpointing", "loss", "optimizer", "loader_threads")
     texts, study_texts = (
         {name.replace("_", " "): str(values[name]) for name in names}
@@ -163,24 +167,27 @@ def list_deviations(rung: str, settings: Mapping[str, Any]) -> list[str]:
 
 
 def effects_table(suite: str, rows: Sequence[RungResult]) -> Table:
-    """The published effects of the suite ``loop`` or ``memory``, and those that the ``rows`` measured."""
+    """Build the table of the published effects of the suite ``loop`` or ``memory``, and of the measured effects."""
     by_name = {row.name: row for row in rows}
     base = by_name.get("baseline", RungResult("")).memory
-    lines: list[tuple[str, str, str]] = []
+    cells: list[tuple[str, str, str]] = []
     for name, published in EFFECTS[suite].items():
         row = by_name.get(name, RungResult(name))
         memory = row.memory / base if row.memory and base else None
         time = 1 / row.total.ratio if row.total else None
         memory_cell, time_cell = (
-            _format_pair(published.memory, memory, "x{:.2f}"), _format_pair(published.time, time, "x{:.2f}")
+            _study_vs_ladder(published.memory, memory, "x{:.2f}"), _study_vs_ladder(published.time, time, "x{:.2f}")
         )  # fmt: skip
-        lines.append((name, memory_cell, time_cell))
+        cells.append((name, memory_cell, time_cell))
     title = 'Effect vs baseline: study / this machine ("-": not measured)'
-    return Table(title, ("rung", "peak memory", "step time"), lines)
+    return Table(title, ("rung", "peak memory (ratio)", "step time (ratio)"), cells)
 
 
 def compare(suite: str, rows: Sequence[RungResult]) -> tuple[list[Table], list[str]]:
-    """Returns: (tables that compare the ``rows`` with the study of ``suite``, notes below them)."""
+    """Compare the ``rows`` with the study of ``suite``.
+
+    Returns: (tables, notes below them).
+    """
     if suite in EFFECTS:
         return [effects_table(suite, rows)], [STUDY_NOTES[suite]]
     configs = {row.name: row.config for row in rows if row.config}
@@ -192,47 +199,47 @@ def compare(suite: str, rows: Sequence[RungResult]) -> tuple[list[Table], list[s
     # Without a matmul rate, no speed is expected of a rung that deviates from the study.
     rows = [replace(row, matmul_rate=None) if row.name in deviating else row for row in rows]
     by_name = {row.name: row for row in rows}
-    first = STUDY["baseline"].speed
-    lines: list[tuple[str, ...]] = []
+    baseline_speed = STUDY["baseline"].speed
+    cells: list[tuple[str, ...]] = []
     previous_speed = previous_total = None
     scaled = expected_speeds(rows)
     for name, published in STUDY.items():
         row = by_name.get(name, RungResult(name))
         speed, total = row.speed and row.speed.middle, _ratio(row)
         step = total / previous_total if total and previous_total else None
-        tokens = published.tokens_seen or published.speed * FIVE_MINUTES, speed and speed * FIVE_MINUTES
-        study_tokens, row_tokens = (each and three_digits(each / 1e6) for each in tokens)
-        lines.append((
+        tokens = published.logged_tokens or published.speed * COUNT_SECONDS, speed and speed * COUNT_SECONDS
+        study_tokens, row_tokens = (count and three_digits(count / 1e6) for count in tokens)
+        cells.append((
             name,
-            _format_pair(published.speed, speed, "{:,.0f}"),
-            _format_pair(published.speed / previous_speed, step, "x{:.2f}") if previous_speed else "",
-            _format_pair(published.speed / first, total, "x{:.2f}"),
-            _format_pair(study_tokens, row_tokens, "{}"),
+            _study_vs_ladder(published.speed, speed, "{:,.0f}"),
+            _study_vs_ladder(published.speed / previous_speed, step, "x{:.2f}") if previous_speed else "",
+            _study_vs_ladder(published.speed / baseline_speed, total, "x{:.2f}"),
+            _study_vs_ladder(study_tokens, row_tokens, "{}"),
             f"{speed / scaled[name]:.0%}" if speed and name in scaled else "-",
         ))  # fmt: skip
         previous_speed, previous_total = published.speed, total
     heading = ("rung", "tokens/s", "vs previous", "vs baseline", "tokens in 5 min (millions)", "% of expected")
     title = 'Speed: study / this machine ("-": not measured)'
-    tables = [memory_table(by_name), rooflines_table(), Table(title, heading, lines)]
+    tables = [memory_table(by_name), rooflines_table(), Table(title, heading, cells)]
     baseline = configs["baseline"]
     caveats = _caveats(baseline.model, baseline.batch.micro_batch, deviating)
-    return tables, [MEMORY, ROOFLINES, *caveats, verdict(rows), _last(rows)]
+    return tables, [MEMORY, ROOFLINES, *caveats, verdict(rows), _total_speedup(rows)]
 
 
 MEMORY = (
-    '"textbook" is a training loop as textbooks write it: with dropout, with GELU and normalization written out, and '
-    "with the loss outside the compiled model. It ran at each rung; its memory is what torch's allocator reserved plus "
-    "the CUDA context. \"predicted\" is this project's rung at the study's batch."
+    '"textbook" is a training loop as textbooks write it: with dropout, with GELU and normalization as separate '
+    "operations, and with the loss outside the compiled model. Its memory was measured at each rung as the memory "
+    "reserved by torch's allocator plus the CUDA context. \"predicted\" is this project's rung at the study's batch."
 )
 """Note that explains the columns of :func:`memory_table`."""
 
 
 def memory_table(rows: Mapping[str, RungResult]) -> Table:
-    """Memory of the study, of a textbook loop, as predicted and, if there are ``rows`` (by name), as measured.
+    """Build the table of memory in the study, of a textbook loop, as predicted and, with ``rows`` by name, as measured.
 
-    A rung whose batch the study raised has a line before it, at the batch of the previous rung.
+    A rung with a larger batch has two rows, the first one at the batch of the previous rung.
     """
-    lines: list[tuple[str, ...]] = []
+    cells: list[tuple[str, ...]] = []
     needs, batch = read_textbook(), 0
     for name, config in study_rungs():
         published = STUDY[name]
@@ -242,45 +249,45 @@ def memory_table(rows: Mapping[str, RungResult]) -> Table:
             if gib is None:
                 continue
             predicted = predict_peak(config.replace(micro_batch=size, global_batch=size)).total / GIB
-            line = rung, f"{size}", *(f"{number:.1f}" for number in (gib, needs[rung].gib, predicted))
+            values = rung, f"{size}", *(f"{number:.1f}" for number in (gib, needs[rung].gib, predicted))
             row = rows.get(rung, RungResult(rung))
-            measured = f"{row.memory / GIB:.1f}" if row.memory else "-"
-            lines.append((*line, measured, row.batch or "-") if rows else line)
+            row_memory = f"{row.memory / GIB:.1f}" if row.memory else "-"
+            cells.append((*values, row_memory, row.batch or "-") if rows else values)
         batch = published.batch
     heading = ("rung", "batch (sequences)", "study (GiB)", "textbook (GiB)", "predicted (GiB)")
     if rows:
         heading = (*heading, "this machine (GiB)", "batch on this machine (sequences)")
-    return Table("Peak memory on an A100", heading, lines)
+    return Table("Peak memory on an A100", heading, cells)
 
 
 ROOFLINES = (
-    "The roofline is the speed that the kernels of a training step allow: each takes as long as its bytes or its FLOPs "
-    f"do at {ACHIEVABLE_FRACTION:.0%} of the datasheet's rates. \"% of roofline\" is the study's speed "
-    "relative to the roofline of "
-    'a textbook loop; "expected" is the same percentage of this project\'s roofline: predicted, not measured. As in '
-    "the study, all speeds count one batch of validation in eleven, which takes a third of a step."
+    "The roofline is the maximum speed by the kernels of a training step. The time of a kernel is the longer of the "
+    f'times for its bytes and for its FLOPs at {ACHIEVABLE_FRACTION:.0%} of the datasheet\'s rates. "% of roofline" is '
+    'the study\'s speed relative to the roofline of a textbook loop. "expected" is the same percentage of this '
+    "project's roofline, which is predicted, not measured. As in the study, one batch in eleven is a validation batch, "
+    "which takes a third of a step."
 )
 """Note that explains the columns of :func:`rooflines_table`."""
 
 
 def rooflines_table() -> Table:
-    """The study's speeds, the rooflines of a textbook loop and of this project, and the speeds to expect."""
-    lines: list[tuple[str, ...]] = []
+    """Build the table of the study's speeds, the rooflines of a textbook loop and this project, and expected speeds."""
+    cells: list[tuple[str, ...]] = []
     needs = read_textbook()
     for name, config in study_rungs():
         rung, published = needs[name], STUDY[name].speed
-        assert rung.project_seconds, "each of the study's rungs has a line in the record"
+        assert rung.project_seconds, "the record has each of the study's rungs"
         tokens = VALIDATION * config.batch.micro_batch * config.model.context_length
         textbook_roofline, roofline = tokens / rung.seconds, tokens / rung.project_seconds
         fraction = published / textbook_roofline
         speeds = (f"{speed:,.0f}" for speed in (published, textbook_roofline, roofline, fraction * roofline))
-        lines.append((name, *speeds, f"{fraction:.0%}"))
+        cells.append((name, *speeds, f"{fraction:.0%}"))
     heading = (
         "rung", "study (tokens/s)", "textbook roofline (tokens/s)", "project roofline (tokens/s)",
         "expected (tokens/s)", "% of roofline",
     )  # fmt: skip
     return Table(
-        "Speed on an A100: the study, and the rooflines of a textbook loop and of this project", heading, lines
+        "Speed on an A100: the study, and the rooflines of a textbook loop and of this project", heading, cells
     )
 
 
@@ -289,30 +296,28 @@ PICTURED_RUNGS = ("baseline", "tensor cores", "mixed precision fp16", "compile",
 
 
 def draw_study() -> Figure:
-    """A chart of :func:`memory_table` and :func:`rooflines_table` for the rungs in which the study changed most."""
-    memory_lines, speed_lines = (
-        {line[0]: line for line in table.rows} for table in (memory_table({}), rooflines_table())
-    )
+    """Draw :func:`memory_table` and :func:`rooflines_table` for the rungs with the largest effects."""
+    memory_cells, speed_cells = ({row[0]: row for row in table.rows} for table in (memory_table({}), rooflines_table()))
 
-    def column(lines: Mapping[str, Sequence[str]], number: int) -> list[float]:
-        return [float(lines[name][number].replace(",", "")) for name in PICTURED_RUNGS]
+    def column(cells: Mapping[str, Sequence[str]], number: int) -> list[float]:
+        return [float(cells[name][number].replace(",", "")) for name in PICTURED_RUNGS]
 
     study, project = "study", "this project, predicted"
     panels = {
         "GPU memory (GiB)": {
-            study: column(memory_lines, 2), "textbook loop, measured": column(memory_lines, 3),
-            project: column(memory_lines, 4),
+            study: column(memory_cells, 2), "textbook loop, measured": column(memory_cells, 3),
+            project: column(memory_cells, 4),
         },
         "tokens/s": {
-            study: column(speed_lines, 1), "textbook loop, roofline": column(speed_lines, 2),
-            project: column(speed_lines, 4),
+            study: column(speed_cells, 1), "textbook loop, roofline": column(speed_cells, 2),
+            project: column(speed_cells, 4),
         },
     }  # fmt: skip
     return charts.grouped_bars([f"{name}\n{STUDY[name].batch} sequences" for name in PICTURED_RUNGS], panels)
 
 
 def expected_speeds(rows: Sequence[RungResult]) -> dict[str, float]:
-    """The study's tokens/s without validation, scaled to this machine by the ratio of their matmul rates, by rung."""
+    """Expected tokens/s by rung: the study's speeds without validation, scaled by the ratio of matmul rates."""
     precision = matmul_precisions()
     return {
         row.name: STUDY[row.name].speed / VALIDATION * row.matmul_rate / A100_MATMUL[precision[row.name]]
@@ -322,7 +327,7 @@ def expected_speeds(rows: Sequence[RungResult]) -> dict[str, float]:
 
 
 def verdict(rows: Sequence[RungResult]) -> str:
-    """A sentence with the first rung at which this machine is slower than the study, scaled by the matmul rates."""
+    """Sentences that explain the expected speed and name the first rung at which this machine is slower."""
     scaled = expected_speeds(rows)
     if not scaled:
         return (
@@ -342,35 +347,35 @@ def verdict(rows: Sequence[RungResult]) -> str:
     return f"{explanation} No rung is significantly below it."
 
 
-def _last(rows: Sequence[RungResult]) -> str:
+def _total_speedup(rows: Sequence[RungResult]) -> str:
     published = STUDY["data-loading workers"].speed / STUDY["baseline"].speed
-    reached = [f"; on this machine, {row.name!r} reaches x{row.total.ratio:.1f}" for row in rows if row.total]
-    return f"The study's last rung reaches x{published:.1f} of its baseline's speed{''.join(reached[-1:])}."
+    texts = [f"; on this machine, {row.name!r} reaches x{row.total.ratio:.1f}" for row in rows if row.total]
+    return f"The study's last rung reaches x{published:.1f} of its baseline's speed{''.join(texts[-1:])}."
 
 
 def _caveats(model: ModelSpec, micro_batch: int, deviating: Mapping[str, list[str]]) -> list[str]:
     notes = [
-        "Tokens in 5 min are tokens/s x 300 s, except for the study's baseline: its log has fewer tokens than its "
+        "Tokens in 5 min are tokens/s x 300 s, except for the study's baseline, whose log has fewer tokens than its "
         "speed implies."
     ]
     if deviating:
         rungs = "; ".join(f"{name} ({', '.join(settings)})" for name, settings in deviating.items())
         notes.append(f"These rungs differ from the study and have no expected speed: {rungs}.")
-    _, first = next(study_rungs())
-    settings, published_settings = (model, micro_batch), (first.model, first.batch.micro_batch)
-    if settings != published_settings:
-        own, published = (f"{m.text} at batch {size}" for m, size in (settings, published_settings))
+    _, study_baseline = next(study_rungs())
+    settings, study_settings = (model, micro_batch), (study_baseline.model, study_baseline.batch.micro_batch)
+    if settings != study_settings:
+        text, study_text = (f"{m.text} at batch {size}" for m, size in (settings, study_settings))
         notes.append(
-            f"The baseline of this ladder is {own}, the study's is {published}. Compare the ratios, not "
+            f"The baseline of this ladder is {text}, but the study's baseline is {study_text}. Compare the ratios, not "
             "memory and speed."
         )
     return notes
 
 
 def _ratio(row: RungResult) -> float | None:
-    """Speed relative to the baseline's, as measured by the controls around the rung."""
+    """Speed relative to the baseline, measured by the controls around the rung."""
     return 1.0 if row.name == "baseline" else row.total and row.total.ratio
 
 
-def _format_pair(study: object, ladder: object, template: str) -> str:
-    return " / ".join("-" if value is None else template.format(value) for value in (study, ladder))
+def _study_vs_ladder(study_value: object, value: object, template: str) -> str:
+    return " / ".join("-" if number is None else template.format(number) for number in (study_value, value))

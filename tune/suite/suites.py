@@ -1,7 +1,7 @@
-"""Suites: readable lists of config changes, each of which becomes one measured run.
+"""Suites: lists of config changes, each of which becomes one measured run.
 
-In a cumulative suite each rung keeps the changes of the previous ones; in the others each rung changes the baseline in
-one way. The batch sizes are those of the published studies that the suites repeat: one GPU with 40 GB.
+In a cumulative suite each rung keeps the changes of the previous rungs. In other suites each rung changes the baseline.
+Batches are the published studies' batches, for one GPU with 40 GB.
 """
 
 import runpy
@@ -17,21 +17,20 @@ from train.model_config import ModelConfig, ModelSpec, parse_model
 from tune.config import BATCH
 
 Changes = Mapping[str, Any]
-"""Fields of TrainConfig and, after ``model.``, of ModelConfig. Two more names stand for several fields:
-``batch`` is micro-batch and global batch in one, ``vocabulary_multiple`` pads the vocabulary to a multiple."""
+"""Values of settings of TrainConfig and, with the prefix ``model.``, of ModelConfig. Two more names are ``batch``,
+which sets micro-batch and global batch, and ``vocabulary_multiple``, which pads the vocabulary to a multiple."""
 
 
 @dataclass(frozen=True)
 class Rung:
-    """One change of the configuration, with a name.
-
-    ``changes_numerics`` marks a rung that is not numerically equivalent to the previous one. A rung with a different
-    global batch is marked when it runs.
-    """
+    """One change of the configuration."""
 
     name: str
+    """Name of the rung."""
     changes: Changes = field(default_factory=dict)
+    """Values of the settings that the rung changes."""
     changes_numerics: bool = False
+    """Whether the rung is not numerically equivalent to the previous one; always true for another global batch."""
 
 
 @dataclass(frozen=True)
@@ -39,13 +38,17 @@ class Suite:
     """A baseline and a list of rungs. The baseline is also the control that runs again between rungs."""
 
     name: str
+    """Name of the suite."""
     title: str
+    """Title of the results."""
     base: Changes
+    """Settings of the baseline that differ from the defaults."""
     rungs: tuple[Rung, ...]
+    """Rungs in the order of their runs."""
     cumulative: bool = False
-    """Whether each rung keeps the changes of the previous ones."""
+    """Whether each rung keeps the changes of the previous rungs."""
     steps_timed: int = 1
-    """Number of steps whose time the table of results shows: as many as in the study that the suite repeats."""
+    """Number of steps whose time is in the table of results, as in the study that the suite repeats."""
     seeds: int = 1
     """Number of seeds for rungs that change the precision or the numerics, to compare their validation losses."""
 
@@ -214,7 +217,7 @@ SUITES = {suite.name: suite for suite in (A100, LOOP, MEMORY, KERNELS, ACCUMULAT
 
 
 def find_suite(text: str) -> Suite:
-    """The suite with the name ``text``, or the one in the Python file at that path."""
+    """Find the suite with the name ``text``, or load the suite in the Python file at that path."""
     if text in SUITES:
         return SUITES[text]
     path = Path(text)
@@ -229,7 +232,7 @@ def check_applicable(suite: Suite, start: TrainConfig, file: str) -> None:
 
     A rung that only this machine cannot run is skipped, with its reason in the report.
     """
-    # On cuda no setting is rejected for the device alone.
+    # With the device cuda, no setting is rejected only because of the device.
     state = apply_changes(start.replace(device="cuda"), suite.base, f"--suite {file}, the base")
     for rung in suite.rungs:
         config = apply_changes(state, rung.changes, f"--suite {file}, rung {rung.name!r}")
@@ -237,7 +240,7 @@ def check_applicable(suite: Suite, start: TrainConfig, file: str) -> None:
 
 
 def _load_suite(path: Path) -> Suite:
-    """The ``SUITE`` of a file: a :class:`Suite`, or just a list of rungs."""
+    """Load ``SUITE`` of a Python file: a :class:`Suite` or a list of rungs."""
     if not path.is_file():
         raise UserError(f"--suite {path} does not exist. Use the name of a suite or the path of a Python file.")
     try:
@@ -262,7 +265,7 @@ def _load_suite(path: Path) -> Suite:
 
 
 def search_result_rung(settings: Mapping[str, Any]) -> Rung:
-    """A rung with the batch and the execution settings of a search's winner, which has these ``settings`` by name."""
+    """Create a rung with the batch and the execution settings of a search's winner from its ``settings``."""
     names = (
         "global_batch", "micro_batch", "precision", "attention", "compile", "checkpointing", "loss", "loss_chunks",
         "optimizer", "loader_threads", "allocator",
@@ -275,15 +278,15 @@ STREAMING = "streaming"
 
 
 def streaming_rung(sources: Iterable[str]) -> Rung:
-    """A rung that trains directly from the books ``sources`` instead of from shards.
+    """Create a rung that trains on a book stream from ``sources`` instead of on shards.
 
-    Its loss may differ, because it sees other windows in another order.
+    Its loss may differ, because it trains on other windows in another order.
     """
     return Rung(STREAMING, {"stream": [*sources]}, changes_numerics=True)
 
 
 def choose(suite: Suite, names: Iterable[str]) -> Suite:
-    """``suite`` with only the rungs of these ``names``, in the suite's order."""
+    """Return ``suite`` with only the rungs of these ``names``, in the suite's order."""
     rung_names, names = [rung.name for rung in suite.rungs], list(names)
     for name in names:
         if name not in rung_names:
@@ -294,7 +297,7 @@ def choose(suite: Suite, names: Iterable[str]) -> Suite:
 
 
 def shorten_for_cpu(suite: Suite) -> Suite:
-    """``suite`` for a CPU: with the model tiny and one eighth of each batch, in the baseline and in every rung."""
+    """Return ``suite`` for a CPU, with the model tiny and one eighth of each batch in the baseline and every rung."""
 
     def shorten(changes: Changes) -> Changes:
         sizes = ("batch", "micro_batch", "global_batch")
@@ -307,14 +310,14 @@ def shorten_for_cpu(suite: Suite) -> Suite:
 
 
 def replace_model(suite: Suite, model: ModelSpec | None) -> Suite:
-    """``suite`` for another model than its own, without the context length and the settings that are not for it."""
-    replaced = ("model", "model.context_length") if "model" in suite.base else ()
-    base = {name: value for name, value in suite.base.items() if name not in replaced}
+    """Return ``suite`` without its model, its context length, and the settings that do not apply to ``model``."""
+    model_settings = ("model", "model.context_length") if "model" in suite.base else ()
+    base = {name: value for name, value in suite.base.items() if name not in model_settings}
     return replace(suite, base={n: v for n, v in base.items() if not (model and model.unsupported_reason(n, v))})
 
 
 def apply_changes(config: TrainConfig, changes: Changes, source: str = "the suite") -> TrainConfig:
-    """``config`` with the ``changes``. Raises ``UserError`` that names ``source`` as the origin of the changes."""
+    """Return ``config`` with the ``changes``. Raises ``UserError`` with their ``source`` if a change is invalid."""
     settings = {*SETTING_TYPES, *(f"model.{field.name}" for field in fields(ModelConfig))}
     settings = (settings | {"batch", "vocabulary_multiple"}) - {"data"}  # The ladder's --data sets it.
     for name in changes:
@@ -330,10 +333,10 @@ def apply_changes(config: TrainConfig, changes: Changes, source: str = "the suit
     for name, value in changes.items():
         if reason := model.unsupported_reason(name, value):
             raise UserError(f"{source}: {name}={value} does not apply to {model.text}: {reason}.")
-    model_changes = {name.removeprefix("model."): value for name, value in changes.items() if name.startswith("model.")}
+    model_fields = {name.removeprefix("model."): value for name, value in changes.items() if name.startswith("model.")}
     if multiple := changes.get("vocabulary_multiple"):
-        model_changes["padded_vocab_size"] = -(-model.vocab_size // multiple) * multiple
-    run_changes = {name: value for name, value in changes.items() if name in SETTING_TYPES}
+        model_fields["padded_vocab_size"] = -(-model.vocab_size // multiple) * multiple
+    values = {name: value for name, value in changes.items() if name in SETTING_TYPES}
     if batch := changes.get("batch"):
-        run_changes |= {"micro_batch": batch, "global_batch": batch}
-    return config_from_json(config.to_json() | run_changes | {"model": to_json(model) | model_changes}, source)
+        values |= {"micro_batch": batch, "global_batch": batch}
+    return config_from_json(config.to_json() | values | {"model": to_json(model) | model_fields}, source)

@@ -1,1 +1,1 @@
-"""One trial: the training loop under a memory limit, and the row that it leaves."""
+"""A trial: the training loop under a memory limit, the row of its result, and the comparison of rows."""

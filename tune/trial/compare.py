@@ -1,8 +1,8 @@
 """Comparison of rungs that separates their speedup from the machine's drift. The suite ``aa`` tests its verdicts.
 
 Runs of the same config usually vary more than the steps within a run (clocks, memory layout, other processes), so this
-variance is estimated from the controls. The runs' own intervals are added to it, because two controls that happen to
-agree do not show how precisely each of them is known.
+variance is estimated from the controls. The intervals of the runs are added to it, because two controls with equal
+speeds do not show how precise each measurement is.
 """
 
 import itertools
@@ -18,10 +18,13 @@ class Difference:
     """A ratio of two speeds and its 95% confidence interval."""
 
     ratio: float
+    """Ratio of the speeds."""
     low: float
+    """Lower end of the interval."""
     high: float
+    """Upper end of the interval."""
     control_width: float = 0.0
-    """Width of the widest control interval that the ratio depends on, as a fraction of the control's speed."""
+    """Width of the widest interval of the controls that the ratio depends on, as a fraction of the control's speed."""
 
     @property
     def is_inconclusive(self) -> bool:
@@ -35,57 +38,57 @@ class Difference:
 
 
 def ratio_of(speed: Estimate, control: Estimate) -> Difference:
-    """The ratio of ``speed`` to the control's, from their own intervals alone."""
+    """Compute the ratio of ``speed`` to the control's speed, with an interval from only their two intervals."""
     return Difference(*power_product([(speed, 1.0), (control, -1.0)]), control_width=control.width)
 
 
 @dataclass(frozen=True)
 class InterleavedRuns:
-    """Speeds (tokens/s) in the order of the runs: control, rung, control, rung, ..., control."""
+    """Speeds of runs in the order control, rung, control, rung, ..., control."""
 
     controls: Sequence[Estimate]
-    """Speeds of the controls, one more than rungs."""
+    """Speeds of the controls in tokens/s, one more than rungs."""
     rungs: Sequence[Estimate | None]
-    """Speeds of the rungs; None for a rung without a speed."""
+    """Speeds of the rungs in tokens/s; None for a rung without a speed."""
 
     def __post_init__(self) -> None:
         assert len(self.controls) == len(self.rungs) + 1, "every rung runs between two controls"
 
     @property
     def variance(self) -> float:
-        """Variance of the log speed between runs of the same config; consecutive controls differ by twice that."""
+        """Variance of the log speed between runs of the same config: half the mean squared difference of controls."""
         logs = [math.log(control.middle) for control in self.controls]
         return sum((b - a) ** 2 for a, b in itertools.pairwise(logs)) / (2 * (len(logs) - 1))
 
     @property
     def degrees_of_freedom(self) -> float:
-        """Degrees of freedom of :attr:`variance`: fewer than differences, because consecutive ones share a control.
+        """Degrees of freedom of :attr:`variance`, fewer than its differences, because adjacent ones share a control.
 
-        They match its first two moments under a normal distribution (von Neumann et al., Annals of Mathematical
-        Statistics 12, 1941): 1 for two controls, and two thirds of the number of differences for many.
+        They match the first two moments of the variance under a normal distribution (von Neumann et al., Annals of
+        Mathematical Statistics 12, 1941): 1 for two controls, and two thirds of the number of differences for many.
         """
         count = len(self.controls)
         return 2 * (count - 1) ** 2 / (3 * count - 4)
 
     def over_control(self, rung: int) -> Difference | None:
-        """Speedup of a rung over the controls around it; a drift that is linear in time cancels."""
+        """Compute the speedup of a rung over the controls around it; a drift that is linear in time cancels."""
         return self._difference(_powers(rung), rung)
 
     def over_rung(self, rung: int, other: int) -> Difference | None:
-        """Speedup of a rung over an ``other`` one, each relative to its own controls; a shared control cancels."""
+        """Compute the speedup of a rung over another, each relative to its controls; a shared control cancels."""
         powers = _powers(rung)
         for position, power in _powers(other).items():
             powers[position] = powers.get(position, 0.0) - power
         return self._difference(powers, rung, other)
 
     def control_around(self, rung: int) -> Estimate:
-        """The control at the time of a rung: the mean of its two runs, with an interval that covers both."""
-        first, second = self.controls[rung : rung + 2]
-        middle = math.sqrt(first.middle * second.middle)
-        return Estimate(middle, min(first.low, second.low), max(first.high, second.high))
+        """Compute the control's speed at the time of a rung: the mean of two runs, whose intervals it covers."""
+        earlier_run, later_run = self.controls[rung : rung + 2]
+        middle = math.sqrt(earlier_run.middle * later_run.middle)
+        return Estimate(middle, min(earlier_run.low, later_run.low), max(earlier_run.high, later_run.high))
 
     def _difference(self, powers: Mapping[int, float], *rungs: int) -> Difference | None:
-        """The product of the runs to these ``powers``, with their own intervals and the variance between runs."""
+        """Compute the product of the runs' speeds to these ``powers``, with their intervals and the variance."""
         factors = [(self._run(position), power) for position, power in powers.items() if power]
         speeds = [(run, power) for run, power in factors if run is not None]
         if len(speeds) < len(factors):
@@ -102,5 +105,5 @@ class InterleavedRuns:
 
 
 def _powers(rung: int) -> dict[int, float]:
-    """Powers of a rung and the controls around it in its speedup, by the position of their runs in the session."""
+    """Powers of a rung and the controls around it in its speedup, by the position of their runs in the ladder."""
     return {2 * rung: -0.5, 2 * rung + 1: 1.0, 2 * rung + 2: -0.5}

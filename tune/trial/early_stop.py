@@ -12,15 +12,15 @@ from train.intervals import anytime_half_width, autocorrelation, warmup_steps
 from tune.config import MIN_MEASURED_STEPS
 
 ASSUMED_CORRELATION, ASSUMED_STEPS = 0.85, 40
-"""Prior correlation of consecutive steps, and the number of steps that it counts as."""
+"""Prior correlation of consecutive steps, and the number of steps as which the prior counts."""
 
 
 def verdict(step_seconds: Sequence[float], *, bar_seconds: float | None, precision: float) -> str | None:
-    """The reason to end the trial now, ``cannot win`` or ``precise``; None to continue.
+    """Decide whether to end the trial: ``cannot win``, ``precise``, or None to continue.
 
-    ``bar_seconds`` is the step time that a winner must stay below; ``precision`` the relative half-width of the
-    interval that is sufficient. A trial that is stopped by mistake is lost, so its steps count as correlated until they
-    show otherwise. A measurement that ends early only has a slightly wider interval.
+    ``bar_seconds`` is the maximum step time of a winner, and ``precision`` the sufficient relative half-width of the
+    interval. A trial that is stopped by mistake is lost, so steps are assumed to be correlated in this decision. A
+    measurement that ends early only has a slightly wider interval.
     """
     steady = step_seconds[warmup_steps(step_seconds) :]
     if len(steady) < MIN_MEASURED_STEPS:
@@ -32,13 +32,13 @@ def verdict(step_seconds: Sequence[float], *, bar_seconds: float | None, precisi
 
 
 def _half_width(values: Sequence[float], assumed: int) -> float:
-    """Half-width of a confidence sequence for the mean of values that are correlated with the previous ones.
+    """Compute the half-width of a confidence sequence for the mean of values that are correlated with their neighbors.
 
     The estimated correlation is corrected for the bias of a short series (Marriott and Pope 1954), and averaged with
-    the prior, which counts as ``assumed`` values. The width then grows by the variance of a first-order
-    autoregression's mean, and by the amount by which a sample of it underestimates the deviation. The record of ``make
-    bench-search`` has the simulated rate at which a trial at the threshold, judged after each of 40 steps, is stopped
-    by mistake: never with independent steps, 2% with a correlation of 0.7, 14% with 0.9.
+    the prior, which counts as ``assumed`` values. The width is then multiplied by two factors: one for the variance of
+    the mean of a first-order autoregression, and one because a sample of it underestimates the deviation. The record of
+    ``make bench-search`` has the simulated rate at which a trial at the threshold, judged after each of 40 steps, is
+    stopped by mistake: never with independent steps, 2% with a correlation of 0.7, and 14% with a correlation of 0.9.
     """
     count = len(values)
     estimate = max(0.0, autocorrelation(values))

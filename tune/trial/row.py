@@ -1,7 +1,7 @@
-"""The input and the result of a trial: a proposal, and a row in a JSON file of its own.
+"""The proposal of a trial, and the row of its result in a JSON file.
 
-A trial returns its row to the driver, which writes the file atomically before anything else uses the row. The files are
-therefore the only state: whichever process is killed, the finished trials are those on disk.
+A trial returns its row to the driver, which writes the file atomically before any other use. The files are therefore
+the only state of an experiment, even if processes are killed.
 """
 
 import hashlib
@@ -19,58 +19,75 @@ from train.result import RunResult
 from tune.space import Candidate
 
 Stage = Literal["probe", "refine", "confirm", "control", "baseline", "rung", "seed"]
-"""Purpose of a trial. The first four belong to a search, where ``control`` is the control on an additional node, the
-reference for speeds there. The others belong to a ladder: the ``baseline`` runs again after each ``rung``, and a rung
-runs with another ``seed`` only for its validation loss."""
+"""Purpose of a trial.
+
+In a search, ``probe`` and ``refine`` explore, ``confirm`` repeats the best candidates, and ``control`` is the control
+on an additional machine. In a ladder, the ``baseline`` runs again after each ``rung``, and ``seed`` is a rung with
+another seed, for its validation loss.
+"""
 TrialOutcome = Literal["ok", "over_limit", "oom", "thrash", "pruned", "failed"]
+"""Outcome of a trial; ``thrash``: allocator retries distort its speed, ``pruned``: it cannot win."""
 OUTCOMES: tuple[TrialOutcome, ...] = get_args(TrialOutcome)
+"""All outcomes of trials."""
 
 
 @dataclass(frozen=True)
 class Proposal:
-    """The next trial, with its purpose and predictions. Memory in bytes, speeds in tokens per second."""
+    """A trial that a strategy proposes, with its purpose and predictions."""
 
     candidate: Candidate
+    """Candidate to run."""
     stage: Stage
+    """Purpose of the trial."""
     round: int = 0
     """Repetition of the candidate in this stage: the confirmation round, or 1 for a retry with more time."""
     predicted_memory: float | None = None
+    """Predicted peak memory of the process in bytes; None if it is not predicted."""
     predicted_speed: float | None = None
+    """Predicted speed in tokens/s; None if it is not predicted."""
     speed_threshold: float | None = None
-    """Speed that the trial must reach to win; it stops once it cannot. None: it always runs to its end."""
+    """Speed in tokens/s that the trial must reach to win; it is pruned once it cannot. None: it is never pruned."""
     node: str | None = None
-    """The node that must run the trial, if it is a ``control``; None: any node."""
+    """Machine that must run the trial, if it is a ``control``; None: any machine."""
 
     def key(self, space_key: str) -> str:
-        """Identity of this trial in the search with the name ``space_key``."""
-        parts = [space_key, self.candidate.micro_batch, self.candidate.knobs, self.stage, self.round]
-        text = json.dumps(parts if self.node is None else [*parts, self.node])
+        """Compute the key of this trial in the search with the name ``space_key``."""
+        identity = [space_key, self.candidate.micro_batch, self.candidate.knobs, self.stage, self.round]
+        text = json.dumps(identity if self.node is None else [*identity, self.node])
         return f"m{self.candidate.micro_batch}-{hashlib.sha256(text.encode()).hexdigest()[:12]}"
 
 
 Curve = list[tuple[int, float]]
-"""(training tokens so far, training loss in nats per token) for each step."""
+"""(training tokens so far, training loss in nats/token) of each step."""
 
 
 @strict
 @dataclass(frozen=True)
 class TrialRow:
-    """One finished trial: what ran, how it ended, and what it measured. Memory in bytes, times in seconds."""
+    """The result of a finished trial: its configuration, outcome and measurements."""
 
     key: str
+    """Key of the trial, which is also the name of its file."""
     number: int
-    """Number of the trial in the order of their starts, from 1."""
+    """Number of the trial in the order of starts, from 1."""
     stage: Stage
+    """Purpose of the trial."""
     round: int
+    """Repetition of the candidate in this stage: the confirmation round, or 1 for a retry with more time."""
     candidate: Candidate
+    """Micro-batch and knobs of the trial."""
     accumulation: int
+    """Micro-batches per step."""
     outcome: TrialOutcome
+    """Outcome of the trial."""
     reason: str
+    """Reason for the outcome, as a part of a sentence."""
     seconds: float
-    """Duration from the request for a process to the result, by the driver's clock."""
+    """Duration from the request for a process to the result, by the driver's clock, in seconds."""
     predicted_memory: float | None = None
+    """Predicted peak memory of the process in bytes; None if it was not predicted."""
     predicted_speed: float | None = None
-    """Tokens per second."""
+    """Predicted speed in tokens/s; None if it was not predicted."""
     node: str = field(kw_only=True)
     """Name of the machine that ran the trial."""
     name: str = field(default="", kw_only=True)
@@ -78,29 +95,31 @@ class TrialRow:
     labels: dict[str, str] = field(default_factory=dict, kw_only=True)
     """Additional columns of the trial in MLflow's list of runs."""
     result: RunResult | None = None
-    """What the trial measured; None if it ended by an error or without a reply. Its speed is of the valid steps, and
-    its process memory is what the limit applies to."""
+    """Measurements of the trial; None if it failed. The speed excludes rejected steps, and the process memory is the
+    value that is compared with the limit."""
     rejected_steps: int = 0
-    """Steps excluded from the speed, because the allocator freed its cache in them."""
+    """Number of steps excluded from the speed, because the allocator freed its cache in them."""
     ended_too_early: bool = False
-    """Whether the trial failed because its time was over before a speed could be measured."""
+    """Whether the trial failed because its time limit was too short to measure a speed."""
     step_tokens: int = 0
+    """Training tokens per step."""
     step_seconds: list[float] = field(default_factory=list)
+    """Duration of every step in seconds."""
     losses: list[float] = field(default_factory=list)
-    """Training loss of every step, in nats per token."""
+    """Training loss of every step, in nats/token."""
 
     @property
     def speed(self) -> Estimate | None:
-        """Tokens per second with their interval."""
+        """The speed in tokens/s with its interval; None if it was not measured."""
         return self.result and self.result.throughput and self.result.throughput.estimate
 
     @property
     def tokens_per_second(self) -> float:
-        """Tokens per second; 0 without a speed."""
+        """The speed in tokens/s; 0 if it was not measured."""
         return self.speed.middle if self.speed else 0.0
 
     def with_speed(self, speed: Estimate) -> "TrialRow":
-        """The row with another speed, if its trial has one."""
+        """Return the row with another speed, or unchanged if it has none."""
         result = self.result
         if result is None or result.throughput is None:
             return self
@@ -109,27 +128,29 @@ class TrialRow:
 
     @property
     def memory(self) -> int | None:
-        """Peak memory of the process, to which the limit applies."""
+        """Peak memory of the process in bytes; None if it was not measured."""
         return self.result and self.result.memory.process
 
     @property
     def compile_seconds(self) -> float | None:
-        """Time of the first step beyond a steady step: compilation, autotuning and warm-up."""
+        """Time of the first step in addition to a steady-state step: compilation, autotuning and warm-up."""
         if not (self.speed and self.step_seconds):
             return None
         return max(0.0, self.step_seconds[0] - self.step_tokens / self.speed.middle)
 
     @property
     def curve(self) -> Curve:
+        """The training loss after each step."""
         return [(self.step_tokens * step, loss) for step, loss in enumerate(self.losses, 1)]
 
 
 def write_row(folder: Path, row: TrialRow) -> None:
+    """Write the file of ``row`` in ``folder``."""
     write_json(folder / f"{row.key}.json", to_json(row))
 
 
 def read_rows(folder: Path) -> list[TrialRow]:
-    """The rows in ``folder``, in the order in which their trials started."""
+    """Read the rows in ``folder``, in the order in which their trials started."""
     return sorted((_read_row(path) for path in folder.glob("*.json")), key=lambda row: row.number)
 
 
@@ -141,12 +162,12 @@ def _read_row(path: Path) -> TrialRow:
 
 
 def rows_with_speed(rows: Sequence[TrialRow]) -> list[TrialRow]:
-    """Rows of trials that stayed within the memory limit and have a speed."""
+    """Select the rows of trials that fit the memory limit and have a speed."""
     return [row for row in rows if row.outcome in ("ok", "pruned") and row.speed]
 
 
 def flatten_row(row: TrialRow) -> dict[str, Any]:
-    """A row as the columns of trials.csv, without the values of single steps and telemetry."""
+    """Convert a row to the columns of trials.csv, without the values of single steps and telemetry."""
     result = row.result
     memory, speed = result and result.memory, row.speed
     return {"micro_batch": row.candidate.micro_batch} | dict(row.candidate.knobs) | {

@@ -1,8 +1,8 @@
-"""One trial in a process of its own: the bare training loop, under a memory limit if there is one, and its row.
+"""Run a trial: the training loop in this process, under a memory limit if there is one, and its row.
 
-Each trial has a fresh process, because memory that one configuration leaves behind (segments, graphs, library
-workspaces) would count for the next one. A trial does not use MLflow: the driver opens and closes its run, because a
-process that may be killed at any moment would leave the run open.
+Each trial has a fresh process, because memory that a configuration leaves behind (segments, graphs, library workspaces)
+would count for the next configuration. A trial does not use MLflow. The driver opens and closes its run, because a
+process that is killed would leave the run open.
 """
 
 import time
@@ -29,16 +29,15 @@ from tune.trial import early_stop
 from tune.trial.row import Proposal, TrialOutcome, TrialRow
 
 THRASHING_STEPS = 2
-"""Number of steps with allocator retries from which the outcome is ``thrash``: the allocator keeps freeing its
-cache."""
+"""Minimum number of steps in which the allocator freed its cache for the outcome ``thrash``."""
 
 
 @dataclass(frozen=True)
 class StopRule:
-    """The rule by which a trial that only measures speed ends: its time limit, or the precision of its speed."""
+    """The rule that ends a trial that only measures speed: a time limit, or a sufficient precision of the speed."""
 
     seconds: float
-    """Maximum time of the trial's steps after the first one."""
+    """Maximum time of the trial's steps after the first one, in seconds."""
     precision: float
     """Relative half-width of the speed's confidence interval at which the trial ends."""
 
@@ -64,12 +63,12 @@ class TrialRequest:
 
 
 def pending_row(request: TrialRequest) -> TrialRow:
-    """A row without speed and memory for a running trial, so that strategies do not propose it again."""
+    """Create a row without speed and memory for a running trial, so that strategies do not propose it again."""
     return unmeasured_row(request, "ok", "running", 0.0)
 
 
 def unmeasured_row(request: TrialRequest, outcome: TrialOutcome, reason: str, seconds: float) -> TrialRow:
-    """The row of a trial without measurements."""
+    """Create the row of a trial without measurements."""
     proposal = request.proposal
     return TrialRow(
         request.key, request.number, proposal.stage, proposal.round, proposal.candidate,
@@ -80,26 +79,28 @@ def unmeasured_row(request: TrialRequest, outcome: TrialOutcome, reason: str, se
 
 @dataclass
 class TrialMonitor(Driver):
-    """Monitors a running trial after each step and decides when it ends. A trial's cycle has one step."""
+    """Monitors a running trial after each step, which is a cycle, and decides when it ends."""
 
     stop_rule: StopRule
     speed_threshold: float | None
-    """Tokens per second that the trial must reach to win."""
+    """Speed in tokens/s that the trial must reach to win; None if it is never pruned."""
     step_tokens: int
     limit: MemoryLimit | None = None
-    """The session's limit, once connected."""
+    """Memory limit of the session; None until the session connects."""
     seconds: list[float] = field(default_factory=list)
     """Duration of each step in seconds."""
     retries: list[int] = field(default_factory=list)
-    """Total retries of the allocator after each step's launch, and at the end; a step in which it grows is excluded.
+    """Total number of allocator retries after the launch of each step, and at the end.
 
-    Recompilations are not counted, because a trial's equal batches rarely cause one, and a single slow step only widens
-    the interval of a median.
+    A step in which the number increases is excluded from the speed. Recompilations are not detected, because the equal
+    batches of a trial rarely cause one, and a single slow step only widens the interval of a median.
     """
     started_at: float = 0.0
+    """Time of the clock at the end of the first step; 0 before."""
     verdict: str = ""
+    """Reason to end the trial: time, over the limit, cannot win or precise; empty until then."""
 
-    checks_memory = True  # The loop would ask NVML after each step, which takes milliseconds of it.
+    checks_memory = True  # The loop would query NVML after each step, which takes milliseconds.
 
     @contextmanager
     def connect(self, session: WorkerSession) -> Iterator[None]:
@@ -113,7 +114,7 @@ class TrialMonitor(Driver):
             self.seconds.append(message.cycle["train_seconds"])
 
     def should_stop(self) -> bool:
-        """Whether the step that was just launched is the last one."""
+        """Whether the step that was just launched is the last step of the trial."""
         self.retries.append(self._allocator_retries())
         if self.limit and self.limit.device.type == "cpu" and self.limit.excess_message():
             self.verdict = "over the limit"
@@ -131,22 +132,22 @@ class TrialMonitor(Driver):
         return torch.cuda.memory_stats(self.limit.device).get("num_alloc_retries", 0)
 
     def valid_seconds(self) -> list[float]:
-        """Durations of the valid steps in seconds."""
+        """Durations of the steps that count for the speed, in seconds."""
         rejected_steps = self.rejected_steps()
         return [seconds for step, seconds in enumerate(self.seconds) if step not in rejected_steps]
 
     def rejected_steps(self) -> set[int]:
-        """Steps from the third on in which the allocator freed its cache."""
+        """Indices of the steps, from the third step on, in which the allocator freed its cache."""
         return {i for i in range(FIRST_STEPS, len(self.retries)) if self.retries[i] != self.retries[i - 1]}
 
 
 def fetch_data(request: TrialRequest) -> None:
-    """Download the trial's data to this machine. Raises ``UserError`` if storage fails, which is not an outcome."""
+    """Download the trial's data to this machine. Raises ``UserError`` if storage fails."""
     source_of(request.config.dataset).download()
 
 
 def run(request: TrialRequest) -> tuple[TrialRow, str | None]:
-    """Run the trial. Errors of its configuration are outcomes and not raised.
+    """Run the trial. An error of its configuration is not raised, but is the outcome of the trial.
 
     Returns: (the trial's row, the traceback if it failed unexpectedly).
     """
@@ -163,7 +164,7 @@ def run(request: TrialRequest) -> tuple[TrialRow, str | None]:
         outcome, reason = classify_outcome(result, monitor)
     except UserError as mistake:
         outcome, reason = "failed", str(mistake).rstrip(".")
-    except Exception as failure:  # noqa: BLE001 a trial that fails is a row like any other
+    except Exception as failure:  # noqa: BLE001 the error becomes the outcome of the trial
         if isinstance(failure, RuntimeError) and is_oom_error(failure):
             outcome, reason = "oom", first_line(failure)
         else:
@@ -176,18 +177,21 @@ def run(request: TrialRequest) -> tuple[TrialRow, str | None]:
 def as_trial_result(
     result: RunResult, config: ResolvedConfig, monitor: TrialMonitor | None, limit: MemoryLimit | None
 ) -> RunResult:
-    """``result`` with the speed of the steps that count for a trial, and with the memory that its limit applies to."""
+    """Return ``result`` with the speed of the steps that count, and with the memory that is compared with the limit."""
     if monitor:
         throughput = None if result.implausible_reason else steady_state(monitor.valid_seconds(), config.step_tokens)
         result = with_throughput(result, config, throughput)
     if limit:
-        used, source = limit.used()
-        result = replace(result, memory=replace(result.memory, process=used, process_source=source))
+        used_bytes, source = limit.used()
+        result = replace(result, memory=replace(result.memory, process=used_bytes, process_source=source))
     return result
 
 
 def classify_outcome(result: RunResult, monitor: TrialMonitor | None = None) -> tuple[TrialOutcome, str]:
-    """Returns: (outcome, reason) of a run that ended without an exception; ``monitor`` followed a search's trial."""
+    """Classify the outcome of a run that ended without an exception. The trials of a search have a ``monitor``.
+
+    Returns: (outcome, reason).
+    """
     if result.outcome in ("oom", "over_limit"):
         return result.outcome, result.reason
     if monitor and monitor.limit and (excess := monitor.limit.excess_message()):
@@ -198,8 +202,8 @@ def classify_outcome(result: RunResult, monitor: TrialMonitor | None = None) -> 
         if result.outcome != "finished":
             return "failed", f"{result.outcome}: {result.reason}"
         if result.throughput is None:
-            reason = f"{result.steps} steps are too few: the run did not get past warm-up; give it more time or steps"
-            return "failed", reason
+            reason = f"{result.steps} steps are too few, because the run did not get past warm-up"
+            return "failed", f"{reason}; increase its time or its number of steps"
         return "ok", result.reason
     rejected = len(monitor.rejected_steps())
     if rejected >= THRASHING_STEPS:
@@ -219,7 +223,7 @@ def classify_outcome(result: RunResult, monitor: TrialMonitor | None = None) -> 
 def make_row(
     row: TrialRow, step_tokens: int, result: RunResult | None, monitor: TrialMonitor | None, times: StepTimes
 ) -> TrialRow:
-    """``row``, which has the outcome, with the ``result`` and with the steps up to it."""
+    """Add the ``result`` of a trial and its steps to ``row``, which has its outcome."""
     row = replace(
         row, result=result, rejected_steps=len(monitor.rejected_steps()) if monitor else 0, step_tokens=step_tokens,
         step_seconds=monitor.seconds if monitor else times.steps,

@@ -291,7 +291,7 @@ def test_a_ladder_whose_baseline_is_refused_leaves_its_name_for_the_corrected_on
     shard = shutil.copytree(small_shards, Path("tokens")) / "train/000000-000.arrow"
     flags = ["--suite", "memory", "--rungs", "checkpointing", "--data", "tokens", "--device", "cpu"]
     flags += ["--model", small_model.text, "--steps", "8", "--cycle", "8+0"]
-    assert "not even one sequence fits" in refused(
+    assert "no micro-batch fits" in refused(
         ladder.main, *flags, "--name", "first", "--fit-batch", "--memory-limit", "1MB"
     )
     shard.rename("taken away")

@@ -24,7 +24,7 @@ from tune.suite.results import (
     loss_at,
     results_table,
     summary_fields,
-    utilization_table,
+    utilization,
 )
 from tune.suite.runs import RungResult
 from tune.suite.suites import AA, SUITES, Rung, Suite
@@ -216,11 +216,11 @@ def test_a_precision_is_judged_by_the_held_out_losses_of_all_seeds() -> None:
 def test_what_is_computed_again_counts_as_arithmetic_of_the_hardware() -> None:
     plain = measured("plain", 1.0, flops_per_second=100e12, mfu=0.4, matmul_rate=200e12)
     again = measured("checkpointing", 1.0, flops_per_second=80e12, mfu=0.32, hfu=0.4)
-    assert utilization_table([plain, again, RungResult("refused", "oom")]).rows == [
+    assert utilization([plain, again, RungResult("refused", "oom")]).rows == [
         ("plain", "100", "40.0%", "-", "50.0%"),
         ("checkpointing", "80", "32.0%", "40.0%", "-"),
     ]
-    assert not utilization_table([measured("plain", 1.0, flops_per_second=1e9)]).rows, "a CPU without a doctor file"
+    assert not utilization([measured("plain", 1.0, flops_per_second=1e9)]).rows, "a CPU that the doctor has not seen"
     arithmetic = detail_tables(FLAT, [ROWS[0], plain])[-1]
     assert ("plain", "100", "40.0%", "50.0%") in arithmetic.rows, "without an empty column"
 
