@@ -80,7 +80,7 @@ def test_a_trial_is_asked_for_as_the_search_says(search: Search, capfd: pytest.C
     )  # fmt: skip
     again = search.trial(Proposal(Candidate(1), "probe", 1), HERE, 2, [row])
     assert again.stop_rule == StopRule(140.0, 0.01)
-    assert "--trial-time was too short; this trial gets 2m20s" in capfd.readouterr().out
+    assert "--trial-time was too short; this trial has a limit of 2m20s" in capfd.readouterr().out
 
 
 def test_a_trial_that_cannot_be_run_ends_after_three_attempts(search: Search) -> None:
