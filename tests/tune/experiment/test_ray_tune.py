@@ -99,7 +99,7 @@ def test_a_trial_that_cannot_be_run_ends_after_three_attempts(search: Search) ->
     assert begun[-1].proposal.candidate != begun[0].proposal.candidate
 
 
-@pytest.mark.parametrize(("started", "reason"), [(True, "died 3 times"), (False, "failed to start 3 times")])
+@pytest.mark.parametrize(("started", "reason"), [(True, "crashed 3 times"), (False, "failed to start 3 times")])
 def test_a_process_that_dies_is_begun_three_times(search: Search, started: bool, reason: str) -> None:
     searcher, begun = proposals(search)
     for attempt in range(ATTEMPTS):
