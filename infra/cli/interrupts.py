@@ -15,6 +15,7 @@ from contextlib import contextmanager
 from types import FrameType
 from typing import Any
 
+from infra.background import repeated
 from infra.cli.console import errors
 
 EXIT_INTERRUPTED = 130
@@ -142,26 +143,19 @@ class Interrupts:
         if threading.current_thread() is not threading.main_thread():
             yield
             return
-        ended = threading.Event()
 
-        def watch() -> None:
-            while not ended.wait(CHECK_INTERVAL_SECONDS):
-                if self._requested_at and time.monotonic() - self._requested_at >= self.stop_timeout_seconds:
-                    errors.print(
-                        f"Not stopped within {self.stop_timeout_seconds:.0f} s. Exiting; finished work is saved."
-                    )
-                    self._stop_message, self._requested_at = "", None
-                    self._interrupt_main()
-                    return
+        def check_deadline() -> None:
+            if self._requested_at and time.monotonic() - self._requested_at >= self.stop_timeout_seconds:
+                errors.print(f"Not stopped within {self.stop_timeout_seconds:.0f} s. Exiting; finished work is saved.")
+                self._stop_message, self._requested_at = "", None
+                self._interrupt_main()
 
-        with self.handled():
+        with self.handled(), repeated(check_deadline, CHECK_INTERVAL_SECONDS, "stop deadline"):
             self._requested_at, self._stop_message = None, message
-            threading.Thread(target=watch, name="stop deadline", daemon=True).start()
             try:
                 yield
             finally:
                 self._stop_message = ""
-                ended.set()
 
     def _install(self) -> None:
         for number in SIGNALS:

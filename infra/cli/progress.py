@@ -4,7 +4,6 @@ All other output appears above the live line. The lines for pipes are printed on
 results of the command.
 """
 
-import threading
 import time
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager, nullcontext
@@ -12,6 +11,7 @@ from contextlib import contextmanager, nullcontext
 from rich.live import Live
 from rich.text import Text
 
+from infra.background import repeated
 from infra.cli.console import console, errors
 from infra.cli.units import format_duration
 
@@ -92,14 +92,8 @@ def _progress_display() -> Iterator[None]:
         with live, errors.redirected_to(console):
             yield
         return
-    ended = threading.Event()
-    thread = threading.Thread(target=_print_periodically, args=(ended,), name="progress", daemon=True)
-    thread.start()
-    try:
+    with repeated(_print_if_due, FIRST_LINE_SECONDS / 4, "progress"):
         yield
-    finally:
-        ended.set()
-        thread.join()
 
 
 IMPORTING_ACTIVITY = "importing torch and MLflow"
@@ -110,7 +104,6 @@ def _live_line() -> Text:
     return Text(str(_statuses[-1]) if _statuses else "", style="dim", no_wrap=True, overflow="ellipsis")
 
 
-def _print_periodically(ended: threading.Event) -> None:
-    while not ended.wait(FIRST_LINE_SECONDS / 4):
-        if _statuses and (line := _pipe_lines.take_line(_statuses[-1])):
-            errors.print(line, markup=False)
+def _print_if_due() -> None:
+    if _statuses and (line := _pipe_lines.take_line(_statuses[-1])):
+        errors.print(line, markup=False)

@@ -7,13 +7,13 @@ import ipaddress
 import os
 import socket
 import tempfile
-import threading
 import time
 from collections.abc import Callable, Collection, Iterable, Iterator, Mapping, Sequence
 from contextlib import contextmanager, suppress
 from pathlib import Path
 from typing import Any, TypeVar
 
+from infra.background import repeated
 from infra.cli.console import errors
 from infra.errors import UserError
 from infra.storage.directory import StorageDir
@@ -255,23 +255,17 @@ def report_lost_nodes(consequence: str) -> Iterator[None]:
             node["NodeID"]: node["NodeManagerHostname"] for node in ray.nodes() if node["Alive"] and _has_compute(node)
         }
 
-    ended = threading.Event()
+    previous: dict[str, str] | None = None
 
-    def watch() -> None:
-        previous: dict[str, str] | None = None
-        while not ended.wait(LOSS_POLL_SECONDS):
-            with suppress(Exception):  # An unreachable Ray is reported elsewhere.
-                current = live_machines()
-                for node in (previous or {}).keys() - current.keys():
-                    errors.print(f"Lost {(previous or {})[node]}: {consequence}.", markup=False)
-                if not current and previous != current:
-                    errors.print("No machine is left for the work. Waiting for one to join. Press Ctrl-C to exit.")
-                previous = current
+    def report_losses() -> None:
+        nonlocal previous
+        with suppress(Exception):  # An unreachable Ray is reported elsewhere.
+            current = live_machines()
+            for node in (previous or {}).keys() - current.keys():
+                errors.print(f"Lost {(previous or {})[node]}: {consequence}.", markup=False)
+            if not current and previous != current:
+                errors.print("No machine is left for the work. Waiting for one to join. Press Ctrl-C to exit.")
+            previous = current
 
-    thread = threading.Thread(target=watch, name="losses", daemon=True)
-    thread.start()
-    try:
+    with repeated(report_losses, LOSS_POLL_SECONDS, "losses"):
         yield
-    finally:
-        ended.set()
-        thread.join()

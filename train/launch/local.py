@@ -5,10 +5,10 @@ handles the messages of the worker.
 """
 
 import logging
-import threading
 from dataclasses import replace
 from typing import Any
 
+from infra.background import repeated
 from infra.cli.interrupts import interrupts
 from infra.cli.progress import status
 from infra.device.host import cpu_count
@@ -32,7 +32,7 @@ def train(job: RunJob, listener: Listener) -> WorkerResult:
 
     logging.getLogger("ray.train").setLevel(logging.WARNING)  # It logs that it runs in local mode.
     torch.set_num_threads(min(torch.get_num_threads(), cpu_count()))  # torch does not know of CPU quotas.
-    link, ended = Channel(listener.recorded), threading.Event()
+    link = Channel(listener.recorded)
     with (
         borrowed_process(job.config.execution) as has_own_peak,
         status("loading the data") as live_status,
@@ -40,21 +40,15 @@ def train(job: RunJob, listener: Listener) -> WorkerResult:
     ):
 
         def listen() -> None:
-            while not ended.wait(POLL_SECONDS):
-                listener.poll(link, live_status, stop=interrupts.stop_requested)
+            listener.poll(link, live_status, stop=interrupts.stop_requested)
 
-        thread = threading.Thread(target=listen, name="listener", daemon=True)
-        thread.start()
-        try:
+        with repeated(listen, POLL_SECONDS, "listener"):
             trainer = ray.train.torch.TorchTrainer(
                 train_function,
                 train_loop_config={"job": job, "link": link},
                 scaling_config=ray.train.ScalingConfig(num_workers=0),
             )
             returned: Any = trainer.fit().return_value
-        finally:
-            ended.set()
-            thread.join()
         listener.handle(link.take_updates(), live_status)
     if listener.failure:
         raise listener.failure

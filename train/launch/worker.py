@@ -16,6 +16,7 @@ from typing import Any
 import ray.train
 from ray.exceptions import RayError
 
+from infra.background import repeated
 from infra.device.host import count_oom_kills
 from infra.device.provenance import machine_tags
 from infra.device.telemetry import Telemetry, prefix_node
@@ -129,26 +130,23 @@ class DriverConnection(Driver):
     def connect(self, session: WorkerSession) -> Iterator[None]:
         number, recorded = self._link.start(self._started)
         self._last_step, self.telemetry_second = recorded.step, recorded.telemetry_second
-        ended = threading.Event()
 
-        def beat() -> None:
-            while not ended.wait(POLL_SECONDS):
-                try:
-                    order = self._link.heartbeat(number, session.activity)
-                except RayError:  # The driver has died; Ray ends its workers.
-                    return
-                if order is Order.EXIT:  # This worker was cut off; its checkpoints would mix with the new one's.
-                    os._exit(1)
-                if order is Order.STOP:
-                    self._stop.set()
+        def beat() -> bool:
+            """Returns whether the driver has died, after which Ray ends its workers."""
+            try:
+                order = self._link.heartbeat(number, session.activity)
+            except RayError:
+                return True
+            if order is Order.EXIT:  # This worker was cut off; its checkpoints would mix with the new one's.
+                os._exit(1)
+            if order is Order.STOP:
+                self._stop.set()
+            return False
 
-        thread = threading.Thread(target=beat, name="heartbeat", daemon=True)
-        thread.start()
         try:
-            yield
+            with repeated(beat, POLL_SECONDS, "heartbeat"):
+                yield
         finally:
-            ended.set()
-            thread.join()
             with suppress(RayError):  # The driver has died.
                 self._link.flush()
 
