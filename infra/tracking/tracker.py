@@ -51,6 +51,10 @@ class Logged:
     """Names of the run's params."""
     steps: dict[str, int] = field(default_factory=dict)
     """Last step of each metric."""
+    tags: dict[str, str] = field(default_factory=dict)
+    """Values of the tags that this process has set."""
+    texts: dict[str, str] = field(default_factory=dict)
+    """Content of the text artifacts that this process has sent, by name."""
 
     def last_step(self, prefix: str) -> int:
         """Return the last step of the metrics whose names begin with ``prefix``; 0 if there are none."""
@@ -105,11 +109,14 @@ class Tracker:
         for name, value in values.items():
             if name not in self.logged.params:
                 self._put({"kind": "param", "key": name, "value": str(value)[:MAX_PARAM_CHARACTERS]})
+                self.logged.params.add(name)
 
     def set_tags(self, values: Mapping[str, Any]) -> None:
         """Set tags; a later value replaces an earlier one."""
         for name, value in values.items():
-            self._put({"kind": "tag", "key": name, "value": str(value)})
+            if self.logged.tags.get(name) != str(value):
+                self._put({"kind": "tag", "key": name, "value": str(value)})
+                self.logged.tags[name] = str(value)
 
     def set_description(self, markdown: str) -> None:
         """Set the description at the top of the run's page."""
@@ -126,7 +133,9 @@ class Tracker:
 
     def log_text(self, content: str, name: str) -> None:
         """Log text as the artifact ``name``."""
-        self._put({"kind": "text", "content": content, "name": name})
+        if self.logged.texts.get(name) != content:
+            self._put({"kind": "text", "content": content, "name": name})
+            self.logged.texts[name] = content
 
     def log_json(self, value: Any, name: str) -> None:
         """Log ``value`` as JSON in the artifact ``name``."""

@@ -97,9 +97,7 @@ def _read_json(file: Path) -> Any:
 def log_start(tracker: Tracker, config: ResolvedConfig, start: RunStart) -> None:
     """Log the settings, the data and the description of a run; for a resumed run, the step at which it is resumed."""
     if not tracker.logged.params:
-        settings = params(config)
-        tracker.log_params(settings)
-        tracker.logged.params.update(settings)  # Otherwise fill() would log them again at the end of the run.
+        tracker.log_params(params(config))
         tracker.log_json(start.config, "config.json")
         source = config.dataset.source
         tracker.log_dataset(Path(source).name, start.fingerprint, source, start.splits, "training")

@@ -77,9 +77,10 @@ def test_a_run_gets_the_status_of_its_block_unless_it_raises(
 
 def test_an_entry_that_mlflow_rejects_does_not_affect_others(capfd: pytest.CaptureFixture[str]) -> None:
     key = create_run("train", "refused")
+    other = Tracker(key)
+    other.log_params({"rate": 1})
+    assert other.flush()
     with Tracker(key) as tracker:
-        tracker.log_params({"rate": 1})
-        tracker.flush()
         tracker.log_params({"rate": 2, "seed": 3})
         tracker.set_tags({"device": "cpu"})
         tracker.log_metrics({"loss": 3.0})

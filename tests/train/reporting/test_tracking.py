@@ -24,7 +24,7 @@ from infra.tracking.names import MAX_TOP_LEVEL_METRICS
 from infra.tracking.orphaned_runs import incomplete_runs
 from infra.tracking.run_ref import RunRef
 from infra.tracking.saved_views import COLUMNS, VIEWS
-from infra.tracking.store import create_run
+from infra.tracking.store import create_run, read_logged
 from infra.tracking.tracker import Tracker
 from pipeline.shards import TRACKING_FILE, find_producing_run, read_manifest
 from train.config import ResolvedConfig, TrainConfig
@@ -66,14 +66,16 @@ def result(make_result: Callable[..., RunResult]) -> RunResult:
     )  # fmt: skip
 
 
-def started(home: RunFolder, config: ResolvedConfig, requested: TrainConfig, memory_limit: int | None = None) -> None:
+def started(
+    home: RunFolder, config: ResolvedConfig, requested: TrainConfig, memory_limit: int | None = None, step: int = 0
+) -> None:
     """The folder of a run as its command leaves it before the first step."""
     home.path.mkdir(parents=True, exist_ok=True)
     manifest = read_manifest(config.dataset.data)
     write_json(home.config, requested.to_json())
     write_json(
         home.start,
-        to_json(tracking.RunStart(config.to_json(), manifest.fingerprint, manifest.splits, memory_limit=memory_limit)),
+        to_json(tracking.RunStart(config.to_json(), manifest.fingerprint, manifest.splits, step, memory_limit)),
     )
 
 
@@ -111,14 +113,19 @@ sent = Counter[tuple[str, str]]()
 def test_the_start_of_a_run_is_sent_once(config: ResolvedConfig, result: RunResult) -> None:
     """The end fills the run from its folder again, and finds what the start has sent."""
     key = create_run("train", "one", tags={"kind": "run"})
-    started(HOME, config, config)
-    sent.clear()
-    with CountingTracker(key) as tracker:
-        tracking.fill(tracker, HOME, until=0)
-        ended(HOME, config, result, key.store)
-        tracking.fill(tracker, HOME)
-    assert sent["text", "config.json"] == 1
-    assert {count for (kind, _), count in sent.items() if kind in ("param", "data")} == {1}
+    for step in (0, 3):
+        started(HOME, config, config, 8 * 10**9, step)
+        sent.clear()
+        with CountingTracker(key, read_logged(key) if step else None) as tracker:
+            tracking.fill(tracker, HOME, until=step)
+            ended(HOME, config, result, key.store)
+            tracking.fill(tracker, HOME)
+        names = ("config-from-step-3.json", "resumed_at_step") if step else ("config.json",)
+        counts = {name: count for (_, name), count in sent.items() if name in ("memory_limit", *names)}
+        assert counts == dict.fromkeys(("memory_limit", *names), 1)
+        assert {count for (kind, _), count in sent.items() if kind in ("param", "data")} == (set() if step else {1})
+        tags = MlflowClient(key.store).get_run(key.run_id).data.tags
+        assert tags["outcome"] == "finished", "of which the start of a resumed run clears the earlier one"
 
 
 @pytest.mark.usefixtures("working_folder")
