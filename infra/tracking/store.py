@@ -31,6 +31,9 @@ for logger_name in ("mlflow.store.db.utils", "alembic.runtime.migration"):
 EXPERIMENTS = ("pipeline", "train", "ladder", "tune", "doctor")
 """Names of this project's MLflow experiments, one for each kind of command."""
 
+PARENT_TAG, SOURCE_TAG = "mlflow.parentRunId", "mlflow.source.name"
+"""MLflow's tags of the parent of a run and of the program that started it."""
+
 ARTIFACTS_FOLDER = "mlartifacts"
 """Name of the folder beside a SQLite store that has the artifacts of its runs."""
 
@@ -97,10 +100,9 @@ def create_run(
     name: str,
     *,
     tracking_uri: str | None = None,
-    parent: RunRef | None = None,
     run_dir: str = "",
     tags: Mapping[str, str] | None = None,
-    keep: Callable[[RunRef], None] | None = None,
+    keep: Callable[[RunRef], None] = lambda run_ref: None,
 ) -> RunRef:
     """Create a run, and the store and experiment if they do not exist.
 
@@ -109,42 +111,48 @@ def create_run(
     Args:
         experiment: name of the experiment, one of :data:`EXPERIMENTS`.
         name: name of the run.
-        tracking_uri: URI of the store; by default as in :func:`store_uri`. Ignored if there is a ``parent``.
-        parent: run of which the new one is a child.
-        run_dir: address of the folder that this command has locked (:meth:`StorageDir.lock`), by default the parent's.
-            The next command closes the run if it can lock the folder, because this process was killed then.
+        tracking_uri: URI of the store; by default as in :func:`store_uri`.
+        run_dir: address of the folder that this command has locked (:meth:`StorageDir.lock`). The next command closes
+            the run if it can lock the folder, because this process was killed then.
         tags: tags of the run.
         keep: saves the reference for a command that resumes the run; interrupts are delayed until it has returned.
     """
-    store = parent.store if parent else store_uri(tracking_uri)
-    run_dir = run_dir or (parent.run_dir if parent else "")
-    system_tags = {"mlflow.user": find_user_name(), "mlflow.source.type": "LOCAL", "mlflow.source.name": experiment}
-    system_tags |= ({"mlflow.parentRunId": parent.run_id} if parent else {}) | (
-        orphaned_runs.open_run_tags(run_dir) if run_dir else {}
-    )
-    experiments: dict[str, Experiment] = {}
+    store = store_uri(tracking_uri)
     with interrupts.delayed():
-        if not parent:
-            open_store(tracking_uri)
+        open_store(tracking_uri)
         try:
             client = MlflowClient(store)
-            if parent:
-                experiment_id = parent.experiment_id
-            else:
-                experiments = _find_experiments(client)
-                experiment_id = _experiment_id(client, store, experiment, experiments.get(experiment))
-            run = client.create_run(experiment_id, run_name=name, tags=system_tags | dict(tags or {}))
+            experiments = _find_experiments(client)
+            experiment_id = _experiment_id(client, store, experiment, experiments.get(experiment))
+            run_ref = _start_run(store, experiment_id, run_dir, name, {SOURCE_TAG: experiment, **(tags or {})})
         except MlflowException as failure:
             raise _store_error(store, failure) from failure
-        run_ref = RunRef(store, experiment_id, run.info.run_id, run_dir)
-        orphaned_runs.open_run_dirs[run_ref.run_id] = run_dir
-        if keep:
-            keep(run_ref)
-    if not parent:
-        existing = experiments.get(experiment)
-        saved_views.save_views(client, experiment, run_ref, existing.tags if existing else {})
-        orphaned_runs.close_orphaned_runs(client, [each.experiment_id for each in experiments.values()])
+        keep(run_ref)
+    existing = experiments.get(experiment)
+    saved_views.save_views(client, experiment, run_ref, existing.tags if existing else {})
+    orphaned_runs.close_orphaned_runs(client, [each.experiment_id for each in experiments.values()])
     return run_ref
+
+
+@interrupts.delayed()
+def create_child_run(parent: RunRef, experiment: str, name: str, tags: Mapping[str, str]) -> RunRef:
+    """Create a child of the run ``parent`` in the same ``experiment``, with the folder of the parent.
+
+    Raises ``UserError`` if the store cannot be reached.
+    """
+    tags = {SOURCE_TAG: experiment, PARENT_TAG: parent.run_id, **tags}
+    try:
+        return _start_run(parent.store, parent.experiment_id, parent.run_dir, name, tags)
+    except MlflowException as failure:
+        raise _store_error(parent.store, failure) from failure
+
+
+def _start_run(store: str, experiment_id: str, run_dir: str, name: str, tags: Mapping[str, str]) -> RunRef:
+    system_tags = {"mlflow.user": find_user_name(), "mlflow.source.type": "LOCAL"}
+    system_tags |= orphaned_runs.open_run_tags(run_dir) if run_dir else {}
+    run = MlflowClient(store).create_run(experiment_id, run_name=name, tags=system_tags | dict(tags))
+    orphaned_runs.open_run_dirs[run.info.run_id] = run_dir
+    return RunRef(store, experiment_id, run.info.run_id, run_dir)
 
 
 def _restore_command(store: str, command: str) -> str:
@@ -221,7 +229,7 @@ def find_children(parent: RunRef, tag: str) -> dict[str, tuple[RunRef, bool]]:
     """
     try:
         runs = MlflowClient(parent.store).search_runs(
-            [parent.experiment_id], f"tags.`mlflow.parentRunId` = '{parent.run_id}'",
+            [parent.experiment_id], f"tags.`{PARENT_TAG}` = '{parent.run_id}'",
             max_results=SEARCH_MAX_RESULTS_THRESHOLD,
         )  # fmt: skip
     except MlflowException as failure:

@@ -21,7 +21,7 @@ from infra.tracking.names import group_under_detail
 from infra.tracking.orphaned_runs import incomplete_runs, is_complete, lock_run_dir
 from infra.tracking.run_ref import RunRef
 from infra.tracking.saved_views import tag_ranks
-from infra.tracking.store import create_run, find_children, read_logged, reopen_run
+from infra.tracking.store import create_child_run, create_run, find_children, read_logged, reopen_run
 from infra.tracking.tracker import Tracker
 from pipeline.shards import find_producing_run
 from train.reporting.report import allocator_facts, memory_fact, speed_fact
@@ -101,7 +101,7 @@ class TrialRuns:
         """Return the child run of the trial ``key``, which is created if there is none. Raises ``UserError``."""
         if key not in self._refs:
             tags = {"kind": "trial", "trial": key, "stage": stage}
-            self._refs[key] = create_run(self.record.mlflow_experiment, name, parent=self.parent, tags=tags)
+            self._refs[key] = create_child_run(self.parent, self.record.mlflow_experiment, name, tags)
         return self._refs[key]
 
 

@@ -24,7 +24,7 @@ from infra.storage.files import write_json
 from infra.tracking import orphaned_runs
 from infra.tracking.orphaned_runs import incomplete_runs, lock_run_dir
 from infra.tracking.run_ref import RunRef
-from infra.tracking.store import create_run, find_children, reopen_run, store_uri
+from infra.tracking.store import create_child_run, create_run, find_children, reopen_run, store_uri
 from infra.tracking.tracker import Tracker
 
 MOMENTS = 20
@@ -138,7 +138,7 @@ def test_an_interrupt_at_any_moment_leaves_no_run_running_and_no_second_of_a_key
 
 
 def test_a_killed_run_is_closed_by_the_next_command_of_another_package(project: Path) -> None:
-    killed(lambda: command("ladder", "ladder", lambda key: die(create_run("ladder", "rung", parent=key))))
+    killed(lambda: command("ladder", "ladder", lambda key: die(create_child_run(key, "ladder", "rung", {}))))
     assert (status("ladder", "ladder"), status("rung", "ladder")) == ("RUNNING", "RUNNING")
     command("next")
     assert (status("ladder", "ladder"), status("rung", "ladder")) == ("KILLED", "KILLED")
@@ -147,7 +147,7 @@ def test_a_killed_run_is_closed_by_the_next_command_of_another_package(project: 
 @pytest.mark.parametrize("host", [platform.node(), "another machine"])
 def test_the_child_of_a_killed_command_is_closed_when_that_is_resumed(project: Path, host: str) -> None:
     """Its folder is held by the command itself, which may have been killed on another machine."""
-    killed(lambda: command("ladder", "ladder", lambda key: die(create_run("ladder", "rung", parent=key))))
+    killed(lambda: command("ladder", "ladder", lambda key: die(create_child_run(key, "ladder", "rung", {}))))
     for name in ("ladder", "rung"):
         MlflowClient(store_uri()).set_tag(runs("ladder")[name][0].info.run_id, "host", host)
     seen: list[str] = []
@@ -219,7 +219,7 @@ def test_runs_that_lack_something_are_found_until_they_are_closed_with_all_they_
 
 def test_a_childs_end_tells_a_resumed_command_what_it_need_not_do_again(project: Path) -> None:
     parent = create_run("tune", "search", run_dir=str(project / "search"))
-    keys = {name: create_run("tune", name, parent=parent, tags={"trial": name}) for name in ("ended", "open", "killed")}
+    keys = {name: create_child_run(parent, "tune", name, {"trial": name}) for name in ("ended", "open", "killed")}
     for name, ends in (("ended", "FINISHED"), ("killed", "KILLED")):
         with Tracker(keys[name]) as tracker:
             tracker.status = ends

@@ -14,7 +14,7 @@ from mlflow.tracking import MlflowClient
 from infra.tracking import saved_views
 from infra.tracking.run_ref import RunRef
 from infra.tracking.saved_views import RUN_FILTERS, TAG_PREFIX, VIEWS
-from infra.tracking.store import create_run
+from infra.tracking.store import create_child_run, create_run
 from infra.tracking.views import children_view, ui_link
 
 LEADERBOARD = f"{TAG_PREFIX}throughline-leaderboard"
@@ -79,8 +79,8 @@ def test_a_users_view_remains_the_only_one_of_its_name() -> None:
 
 def test_the_link_of_a_search_is_short_and_opens_its_trials_alone() -> None:
     key, other = (create_run("tune", name, tags={"kind": "search"}) for name in ("first", "second"))
-    trial = create_run("tune", "001 m4", parent=key, tags={"kind": "trial"})
-    create_run("tune", "001 m8", parent=other, tags={"kind": "trial"})
+    trial = create_child_run(key, "tune", "001 m4", {"kind": "trial"})
+    create_child_run(other, "tune", "001 m8", {"kind": "trial"})
     link = ui_link(key, children=True).splitlines()[-1]
     assert len(link) < 110
     shown = page(tags_of(key)[f"{TAG_PREFIX}{link.partition('viewStateShareKey=')[2]}"])
@@ -91,8 +91,8 @@ def test_the_link_of_a_search_is_short_and_opens_its_trials_alone() -> None:
 def test_the_trials_of_a_finished_search_are_in_the_order_of_their_places() -> None:
     """Those of another search and their view stay as they are."""
     key, other = (create_run("tune", name, tags={"kind": "search"}) for name in ("first", "second"))
-    trials = [create_run("tune", name, parent=key, tags={"trial": name}) for name in ("m4", "m8")]
-    stranger = create_run("tune", "m4", parent=other, tags={"trial": "m4"})
+    trials = [create_child_run(key, "tune", name, {"trial": name}) for name in ("m4", "m8")]
+    stranger = create_child_run(other, "tune", "m4", {"trial": "m4"})
     before = tags_of(key)[f"{TAG_PREFIX}{children_view(other.run_id)}"]
     saved_views.tag_ranks(key, {"m4": "02", "m8": "01 winner"})
     client = MlflowClient(key.store)
@@ -108,9 +108,9 @@ def test_the_trials_of_a_finished_search_are_in_the_order_of_their_places() -> N
 def test_a_trial_without_a_place_does_not_keep_the_others_from_theirs() -> None:
     """As the control of a second machine, which is not compared; MLflow returns the newest run first."""
     key = create_run("tune", "two machines", tags={"kind": "search"})
-    ranked = create_run("tune", "m4", parent=key, tags={"trial": "m4"})
-    control = create_run("tune", "control", parent=key, tags={"trial": "control"})
-    untagged = create_run("tune", "by hand", parent=key)
+    ranked = create_child_run(key, "tune", "m4", {"trial": "m4"})
+    control = create_child_run(key, "tune", "control", {"trial": "control"})
+    untagged = create_child_run(key, "tune", "by hand", {})
     saved_views.tag_ranks(key, {"m4": "01 winner"})
     client = MlflowClient(key.store)
     places = [client.get_run(run.run_id).data.tags.get("rank") for run in (ranked, control, untagged)]

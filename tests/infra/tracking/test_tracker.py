@@ -18,7 +18,16 @@ from mlflow.tracking import MlflowClient
 from infra.errors import UserError
 from infra.tracking.orphaned_runs import is_complete
 from infra.tracking.send import send
-from infra.tracking.store import create_run, find_children, open_store, read_logged, reopen_run, run_exists, store_uri
+from infra.tracking.store import (
+    create_child_run,
+    create_run,
+    find_children,
+    open_store,
+    read_logged,
+    reopen_run,
+    run_exists,
+    store_uri,
+)
 from infra.tracking.tracker import Tracker, TrackerTiming
 
 ROOT = Path(__file__).resolve().parents[3]
@@ -33,7 +42,7 @@ def own_folder(tmp_path: Path, empty_store: Path, monkeypatch: pytest.MonkeyPatc
 
 def test_everything_that_was_logged_is_in_the_embedded_store(tmp_path: Path) -> None:
     key = create_run("train", "first", tags={"kind": "run"})
-    child = create_run("train", "child", parent=key, tags={"config_hash": "abc"})
+    child = create_child_run(key, "train", "child", {"config_hash": "abc"})
     (tmp_path / "picture.png").write_bytes(b"png")
     with Tracker(key) as tracker:
         for step in range(1200):  # more than MLflow takes in one call
