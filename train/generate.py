@@ -57,7 +57,7 @@ def generate(config: GenerateConfig) -> int:
             "return logits of shape (batch, time, vocab_size) for inputs of any length."
         )
     with status("loading the model"):
-        from train.loop.sampling import load_model, sample
+        from train.loop.sampling import SamplingParams, load_model, sample
 
         model, tokenizer = load_model(checkpoint)
     if tokenizer is None:
@@ -68,9 +68,8 @@ def generate(config: GenerateConfig) -> int:
     # In training each book follows the end-of-text token of the previous one.
     ids = [tokenizer.end_of_text, *tokenizer.encode(config.prompt.encode(), "tiktoken").tolist()]
     with status("generating text"):
-        generated = sample(
-            model, kind, ids, config.tokens, temperature=config.temperature, top_k=config.top_k, seed=config.seed
-        )  # fmt: skip
+        sampling = SamplingParams(config.temperature, config.top_k, config.seed)
+        generated = sample(model, kind, ids, config.tokens, sampling)
     console.print(config.prompt + tokenizer.decode(generated), markup=False)
     return 0
 

@@ -23,7 +23,7 @@ from train.config import Cycle, ResolvedConfig, config_from_json
 from train.data.tokenizer import tokenizer_files
 from train.export import ExportConfig, export
 from train.generate import GenerateConfig, generate
-from train.loop.sampling import load_model, sample
+from train.loop.sampling import SamplingParams, load_model, sample
 from train.loop.trainer import Trainer
 from train.model_config import ModelConfig
 from train.models.gpt2 import GPT
@@ -179,10 +179,10 @@ def test_a_model_of_gpt2s_ids_has_its_tokenizer_and_writes(
     asked = GenerateConfig(checkpoint=str(saved), prompt="It was", tokens=12, seed=3)
     assert generate(asked) == 0
     beginning = [gpt2().end_of_text, *gpt2().tiktoken.encode_ordinary("It was")]
-    expected = gpt2().decode(sample(model, model.config, beginning, 12, seed=3))
+    expected = gpt2().decode(sample(model, model.config, beginning, 12, SamplingParams(seed=3)))
     assert "".join(capsys.readouterr().out.split()) == "".join(f"It was{expected}".split())
-    assert expected != gpt2().decode(sample(model, model.config, beginning, 12, seed=0))
-    assert expected != gpt2().decode(sample(model, model.config, beginning[1:], 12, seed=3))
+    assert expected != gpt2().decode(sample(model, model.config, beginning, 12, SamplingParams(seed=0)))
+    assert expected != gpt2().decode(sample(model, model.config, beginning[1:], 12, SamplingParams(seed=3)))
 
 
 def test_an_export_that_cannot_be_written_is_named_and_leaves_nothing(

@@ -4,6 +4,7 @@ The whole context is recomputed for every token, which is fast enough for the fe
 not for a service.
 """
 
+from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
@@ -22,6 +23,17 @@ from train.run_files.checkpoint import WEIGHTS, load_weights
 from train.run_files.progress import find_damage, read_progress
 
 SAMPLE_TOKENS = 64
+
+
+@dataclass(frozen=True)
+class SamplingParams:
+    """How a token is chosen among those that a model finds likely."""
+
+    temperature: float = 0.8
+    """What logits are divided by; 0 to take the most likely token."""
+    top_k: int = 200
+    """Number of most likely tokens to sample from; 0 for all."""
+    seed: int = 0
 
 
 def load_model(checkpoint: Path) -> tuple[Any, Tokenizer | None]:
@@ -43,17 +55,14 @@ def sample(
     kind: ModelSpec,
     ids: list[int],
     count: int,
-    *,
-    temperature: float = 0.8,
-    top_k: int = 200,
-    seed: int = 0,
+    sampling: SamplingParams,
 ) -> list[int]:
     """``count`` token ids that follow ``ids``. A text longer than the model's context loses its beginning.
 
     Raises ``UserError`` when the model gives no probabilities.
     """
     device = next(model.parameters()).device
-    generator = torch.Generator(device).manual_seed(seed)
+    generator = torch.Generator(device).manual_seed(sampling.seed)
     tokens = torch.tensor([ids], device=device)
     for _ in range(count):
         logits = model(tokens[:, -kind.context_length :], None)[:, -1, : kind.vocab_size].float()
@@ -62,17 +71,17 @@ def sample(
                 "The model gives logits that are infinite or not a number in evaluation mode. Check what its forward "
                 "pass does after model.eval(), or continue from a checkpoint before it diverged."
             )
-        tokens = torch.cat([tokens, _choose(logits, temperature, top_k, generator)], dim=1)
+        tokens = torch.cat([tokens, _choose(logits, sampling, generator)], dim=1)
     return tokens[0, len(ids) :].tolist()
 
 
-def _choose(logits: Tensor, temperature: float, top_k: int, generator: torch.Generator) -> Tensor:
-    if temperature == 0:
+def _choose(logits: Tensor, sampling: SamplingParams, generator: torch.Generator) -> Tensor:
+    if sampling.temperature == 0:
         return logits.argmax(dim=-1, keepdim=True)
-    if top_k:
-        least = logits.topk(min(top_k, logits.size(-1))).values[:, -1:]
+    if sampling.top_k:
+        least = logits.topk(min(sampling.top_k, logits.size(-1))).values[:, -1:]
         logits = logits.masked_fill(logits < least, float("-inf"))
-    return torch.multinomial((logits / temperature).softmax(dim=-1), 1, generator=generator)
+    return torch.multinomial((logits / sampling.temperature).softmax(dim=-1), 1, generator=generator)
 
 
 def closing_sample(trainer: Trainer, result: RunResult) -> str | None:
@@ -81,4 +90,4 @@ def closing_sample(trainer: Trainer, result: RunResult) -> str | None:
     if result.outcome != "finished" or trainer.config.execution.fsdp or tokenizer is None or not kind.has_logits:
         return None
     model = build_inference_model(trainer.config.model, trainer.config.execution.mask_books, weights_of=trainer.model)
-    return tokenizer.decode(sample(model, kind, [tokenizer.end_of_text], SAMPLE_TOKENS))
+    return tokenizer.decode(sample(model, kind, [tokenizer.end_of_text], SAMPLE_TOKENS, SamplingParams()))

@@ -11,7 +11,7 @@ from infra.errors import UserError
 from pipeline.encoding.tokenizer import GPT2_SHA256, gpt2
 from train.config import Cycle, ResolvedConfig
 from train.loop.execution import build_inference_model
-from train.loop.sampling import SAMPLE_TOKENS, closing_sample, load_model, sample
+from train.loop.sampling import SAMPLE_TOKENS, SamplingParams, closing_sample, load_model, sample
 from train.loop.trainer import Trainer
 from train.model_config import ModelConfig
 from train.models.gpt2 import GPT
@@ -45,9 +45,13 @@ def test_a_finished_run_writes_the_beginning_of_a_book(config: ResolvedConfig, t
     written = closing_sample(trainer, result)
     assert result.checkpoint
     model, _ = load_model(Path(result.checkpoint))
-    assert written == gpt2().decode(sample(model.cpu(), model.config, [gpt2().end_of_text], SAMPLE_TOKENS))
+    assert written == gpt2().decode(
+        sample(model.cpu(), model.config, [gpt2().end_of_text], SAMPLE_TOKENS, SamplingParams())
+    )
     untrained = build_inference_model(config.model, config.execution.mask_books)
-    assert written != gpt2().decode(sample(untrained, untrained.config, [gpt2().end_of_text], SAMPLE_TOKENS))
+    assert written != gpt2().decode(
+        sample(untrained, untrained.config, [gpt2().end_of_text], SAMPLE_TOKENS, SamplingParams())
+    )
     assert trainer.model.training, "the trained model stays as it is"
     assert {name: value.data_ptr() for name, value in trainer.model.state_dict().items()} == before
 
@@ -97,12 +101,12 @@ def by_hand(small_model: ModelConfig) -> GPT:
 
 
 def test_the_likeliest_ids_are_sampled_and_none_of_the_padding(by_hand: GPT) -> None:
-    assert sample(by_hand, by_hand.config, [0], 5, temperature=0) == [5] * 5
-    drawn = sample(by_hand, by_hand.config, [0], 600, temperature=1.0, top_k=2)
+    assert sample(by_hand, by_hand.config, [0], 5, SamplingParams(temperature=0)) == [5] * 5
+    drawn = sample(by_hand, by_hand.config, [0], 600, SamplingParams(temperature=1.0, top_k=2))
     assert set(drawn) == {5, 6}
     assert drawn.count(5) / 600 == pytest.approx(0.73, abs=0.06), "e to 3 against e to 2"
-    assert set(sample(by_hand, by_hand.config, [0], 300, temperature=0.05)) == {5}, "colder is surer"
-    everything = sample(by_hand, by_hand.config, [0], 600, temperature=1.0, top_k=0)
+    assert set(sample(by_hand, by_hand.config, [0], 300, SamplingParams(temperature=0.05))) == {5}, "colder is surer"
+    everything = sample(by_hand, by_hand.config, [0], 600, SamplingParams(temperature=1.0, top_k=0))
     assert len(set(everything)) > 100
     assert max(everything) < 257
 
@@ -112,30 +116,32 @@ def test_a_model_without_numbers_in_evaluation_mode_is_refused(by_hand: GPT, val
     """Also where the likeliest is taken, which NaN would be. One id without a chance is no fault."""
     with torch.no_grad():
         by_hand.head.weight[5, 0] = float("-inf")
-        assert sample(by_hand, by_hand.config, [0], 3, temperature=0) == [6] * 3
+        assert sample(by_hand, by_hand.config, [0], 3, SamplingParams(temperature=0)) == [6] * 3
         by_hand.head.weight[5, 0] = value
     for temperature in (0.0, 1.0):
         with pytest.raises(UserError, match=r"evaluation mode.*model\.eval\(\)"):
-            sample(by_hand, by_hand.config, [0], 3, temperature=temperature)
+            sample(by_hand, by_hand.config, [0], 3, SamplingParams(temperature=temperature))
 
 
 def test_the_likeliest_of_more_ids_than_there_are_is_any_of_them(by_hand: GPT) -> None:
-    assert sample(by_hand, by_hand.config, [0], 20, top_k=50_000) == sample(by_hand, by_hand.config, [0], 20, top_k=0)
+    assert sample(by_hand, by_hand.config, [0], 20, SamplingParams(top_k=50_000)) == sample(
+        by_hand, by_hand.config, [0], 20, SamplingParams(top_k=0)
+    )
 
 
 def test_only_the_end_of_a_long_text_is_looked_at(small_model: ModelConfig) -> None:
     torch.manual_seed(0)
     model = GPT(small_model).eval()
     ids = torch.randint(0, 257, (50,)).tolist()
-    assert sample(model, model.config, ids, 1, temperature=0) == sample(
-        model, model.config, ids[-32:], 1, temperature=0
+    assert sample(model, model.config, ids, 1, SamplingParams(temperature=0)) == sample(
+        model, model.config, ids[-32:], 1, SamplingParams(temperature=0)
     )
-    whole = sample(model, model.config, ids[-4:], 40, seed=3)
+    whole = sample(model, model.config, ids[-4:], 40, SamplingParams(seed=3))
     assert len(whole) == 40
-    assert whole[:10] == sample(model, model.config, ids[-4:], 10, seed=3)
+    assert whole[:10] == sample(model, model.config, ids[-4:], 10, SamplingParams(seed=3))
 
 
 def test_the_same_seed_draws_the_same(small_model: ModelConfig) -> None:
     model = GPT(small_model).eval()
-    once, again, other = (sample(model, model.config, [256], 20, seed=seed) for seed in (1, 1, 2))
+    once, again, other = (sample(model, model.config, [256], 20, SamplingParams(seed=seed)) for seed in (1, 1, 2))
     assert once == again != other
