@@ -11,13 +11,13 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
 
-from train.config import Checkpointing, Loss
+from train.config import Checkpointing
 from train.model_config import ModelConfig
 from train.models import recompute
 from train.models.attention import AttentionFunction, Mask, MaskFunction, sdpa
 from train.models.blocks import LossModel
 from train.models.linear import Linear
-from train.models.loss import chunk_count, fused, plain
+from train.models.loss import LossFunction, plain
 
 
 class LayerNorm(nn.LayerNorm):
@@ -88,8 +88,7 @@ class GPT(LossModel):
         attention: AttentionFunction = sdpa,
         mask: MaskFunction = lambda tokens: None,
         checkpointing: Checkpointing = "none",
-        loss: Loss = "plain",
-        loss_chunks: int = 1,
+        loss: LossFunction = plain,
         activations: torch.dtype | None = None,
     ) -> None:
         """Create the modules with random weights.
@@ -107,8 +106,7 @@ class GPT(LossModel):
         self.config = config
         self.mask = mask
         self.checkpointing = checkpointing
-        self.loss: Loss = loss
-        self.loss_chunks = loss_chunks
+        self.loss = loss
         self.activations = activations
         self.token_embedding = nn.Embedding(config.padded_vocab_size, config.width)
         self.position_embedding = nn.Embedding(config.context_length, config.width)
@@ -164,7 +162,4 @@ class GPT(LossModel):
 
         In evaluation mode the loss excludes the padding of the vocabulary, which the exported model does not have.
         """
-        hidden, head = self.norm(x), self.head.weight
-        chunks = chunk_count(self.loss, self.loss_chunks, targets.numel())
-        ids = None if self.training else self.config.vocab_size
-        return fused(hidden, head, targets, chunks, ids) if chunks else plain(hidden, head, targets, ids)
+        return self.loss(self.norm(x), self.head.weight, targets, None if self.training else self.config.vocab_size)

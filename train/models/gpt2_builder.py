@@ -11,6 +11,7 @@ from train.models.attention import MaskFunction, block_mask, dense_mask, first_s
 from train.models.builder import Export, ModelBuilder
 from train.models.gpt2 import GPT
 from train.models.hf_weights import load_hf_weights, to_hf_config, to_hf_state_dict
+from train.models.loss import loss_function
 
 ATTENTION_TYPES = {"fp16": torch.float16, "bf16": torch.bfloat16, "bf16-activations": torch.bfloat16}
 """Type of queries, keys and values by precision; fp32 for all other precisions."""
@@ -29,8 +30,7 @@ class GPT2Builder(ModelBuilder[ModelConfig]):
             attention=self._attention(execution),
             mask=self._mask(execution),
             checkpointing=execution.checkpointing,
-            loss=execution.loss,
-            loss_chunks=execution.loss_chunks,
+            loss=loss_function(execution.loss, execution.loss_chunks),
             activations=torch.bfloat16 if execution.precision == "bf16-activations" else None,
         )
 

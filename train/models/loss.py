@@ -4,6 +4,7 @@ The softmax is over all rows of the head, or only over the first ones. Training 
 to be improbable. Evaluation excludes them, because the exported model does not have them.
 """
 
+from collections.abc import Callable
 from functools import cache
 from typing import Any
 
@@ -16,6 +17,19 @@ from train.config import Loss
 CHUNK_TOKENS = 2048
 """Tokens per chunk of the fused loss if ``--loss-chunks`` is not set: enough for full speed, with 200 MB of 16-bit
 logits for GPT-2's vocabulary."""
+
+LossFunction = Callable[[Tensor, Tensor, Tensor, int | None], Tensor]
+"""``(hidden, head, targets, vocab_size)`` to the mean loss, as :func:`plain`."""
+
+
+def loss_function(loss: Loss, chunks: int) -> LossFunction:
+    """The function that ``--loss`` and ``--loss-chunks`` choose."""
+
+    def mean_loss(hidden: Tensor, head: Tensor, targets: Tensor, vocab_size: int | None) -> Tensor:
+        count = chunk_count(loss, chunks, targets.numel())
+        return fused(hidden, head, targets, count, vocab_size) if count else plain(hidden, head, targets, vocab_size)
+
+    return mean_loss
 
 
 def plain(hidden: Tensor, head: Tensor, targets: Tensor, vocab_size: int | None = None) -> Tensor:

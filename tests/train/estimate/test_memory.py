@@ -28,6 +28,7 @@ from train.loop.trainer import Trainer
 from train.model_config import PRESETS, ModelConfig, parse_model
 from train.models.attention import ATTENTION
 from train.models.gpt2 import GPT
+from train.models.loss import loss_function
 from train.models.optimizer import make_optimizer
 
 MODEL = replace(PRESETS["small"], layers=2, context_length=256, vocab_size=8000, padded_vocab_size=8064)
@@ -107,7 +108,8 @@ LAYER = ModelConfig(layers=1, heads=2, width=128, context_length=256, vocab_size
 
 def allocated_peak(config: ResolvedConfig, trace: Path) -> int:
     """Bytes at the peak of a forward and backward pass, beside the weights, by the count of torch's CPU allocator."""
-    model = GPT(cast(ModelConfig, config.model), loss_chunks=config.execution.loss_chunks)
+    loss = loss_function("plain", config.execution.loss_chunks)
+    model = GPT(cast(ModelConfig, config.model), loss=loss)
     forward = compile_model(model, config.execution)
     batch = torch.zeros((config.batch.micro_batch, config.model.context_length + 1), dtype=torch.int64)
     for last in (False, False, True):  # the first two compile

@@ -16,7 +16,7 @@ from train.loop.memory_limit import RESERVED_OUTSIDE_ALLOCATOR, MemoryLimit
 from train.loop.oom import OutOfMemory, available_bytes, bytes_by_part, failed_allocation_bytes
 from train.loop.trainer import Trainer
 from train.model_config import ModelConfig
-from train.models import gpt2
+from train.models import loss
 from train.run_files import checkpoint
 
 VAST = 2**60
@@ -139,7 +139,7 @@ def test_one_of_several_workers_says_which_it_is(config: ResolvedConfig) -> None
 def test_the_loss_is_told_from_the_rest_of_the_forward_pass(
     config: ResolvedConfig, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr(gpt2, "plain", fail)
+    monkeypatch.setattr(loss, "plain", fail)
     shortage = Trainer(config).run().shortage
     assert shortage
     assert shortage.stage == "running the forward pass of step 1 (computing the loss)"

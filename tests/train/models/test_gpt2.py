@@ -14,6 +14,7 @@ from train.config import Loss
 from train.model_config import PRESETS, ModelConfig
 from train.models import recompute
 from train.models.gpt2 import GPT
+from train.models.loss import loss_function
 
 CONFIG = ModelConfig(layers=3, heads=4, width=48, context_length=40, vocab_size=211, padded_vocab_size=211)
 
@@ -115,7 +116,7 @@ def test_the_first_loss_is_that_of_guessing(tied: bool) -> None:
 def test_the_loss_of_evaluation_is_that_of_the_model_without_padding(loss: Loss) -> None:
     torch.manual_seed(0)
     config = ModelConfig(layers=1, heads=2, width=16, context_length=16, vocab_size=211, padded_vocab_size=256)
-    model = GPT(config, loss=loss)
+    model = GPT(config, loss=loss_function(loss, 1))
     tokens = torch.randint(0, config.vocab_size, (2, 17))
     inputs, targets = tokens[:, :-1], tokens[:, 1:]
     with torch.no_grad():
