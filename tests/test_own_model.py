@@ -11,6 +11,7 @@ from typing import Any
 import pytest
 import torch
 from safetensors.torch import load_file
+from trainers import make_trainer
 from transformers import GPT2Config, GPT2LMHeadModel
 
 from infra.device.hardware import cpu_info
@@ -62,16 +63,18 @@ def losses(trainer: Trainer) -> list[float]:
 @pytest.mark.parametrize("name", NAMES)
 def test_a_model_of_others_trains_is_continued_and_is_recomputed(small_shards: Path, tmp_path: Path, name: str) -> None:
     config = config_of(small_shards, name)
-    straight = losses(Trainer(resolve_local(config)))
+    straight = losses(make_trainer(resolve_local(config)))
     assert straight[-1] < straight[0]
-    first = Trainer(resolve_local(config.replace(steps=4)), checkpoints=tmp_path / "checkpoints").run()
+    first = make_trainer(resolve_local(config.replace(steps=4)), checkpoints=tmp_path / "checkpoints").run()
     assert first.checkpoint
-    assert losses(Trainer(resolve_local(config), resume=Path(first.checkpoint))) == straight[4:], "to the bit"
+    assert losses(make_trainer(resolve_local(config), resume=Path(first.checkpoint))) == straight[4:], "to the bit"
     for checkpointing in ("full", "alternate", "selective"):
-        again = losses(Trainer(resolve_local(config.replace(checkpointing=checkpointing))))
+        again = losses(make_trainer(resolve_local(config.replace(checkpointing=checkpointing))))
         assert again == pytest.approx(straight, rel=1e-5), "dropout is drawn again as it was"
     if name != "Encoder":  # whose dropout draws other numbers in another kernel
-        assert losses(Trainer(resolve_local(config.replace(attention="manual")))) == pytest.approx(straight, rel=1e-4)
+        assert losses(make_trainer(resolve_local(config.replace(attention="manual")))) == pytest.approx(
+            straight, rel=1e-4
+        )
 
 
 def test_recomputation_saves_memory(small_shards: Path) -> None:
@@ -109,7 +112,7 @@ def doors(small_shards: Path) -> tuple[TrainConfig, TrainConfig]:
 
 
 def test_gpt2_by_both_doors_is_one_model(doors: tuple[TrainConfig, TrainConfig]) -> None:
-    ours, theirs = (Trainer(resolve_local(config)) for config in doors)
+    ours, theirs = (make_trainer(resolve_local(config)) for config in doors)
     theirs.model.model.load_state_dict(to_hf_state_dict(ours.model), strict=False)
     assert losses(theirs) == pytest.approx(losses(ours), rel=1e-4)
     assert theirs.config.model.parameters == ours.config.model.parameters
@@ -299,7 +302,7 @@ def test_a_model_of_others_is_searched_profiled_and_climbs_a_ladder(
 def test_what_gives_no_logits_cannot_write(small_shards: Path, tmp_path: Path, name: str) -> None:
     folder, config = tmp_path / "runs" / "mute" / "checkpoints", config_of(small_shards, "gpt2", steps=4)
     config = config.replace(model=parse_model(f"{name},{SIZES}"))
-    saved = Trainer(resolve_local(config), checkpoints=folder).run().checkpoint
+    saved = make_trainer(resolve_local(config), checkpoints=folder).run().checkpoint
     with pytest.raises(UserError, match=rf"{name}.* cannot generate text.*logits"):
         generate.generate(generate.GenerateConfig(checkpoint=str(saved)))
 
@@ -354,7 +357,7 @@ def test_weights_go_to_hugging_faces_format_and_back_to_the_bit(
     shape: dict[str, Any] = {"n_layer": 2, "n_head": 2, "n_embd": 32, "n_positions": 32, "vocab_size": 257}
     GPT2LMHeadModel(GPT2Config(**shape, tie_word_embeddings=tied)).save_pretrained("theirs")
     config = config_of(small_shards, "gpt2", steps=2).replace(model=parse_model("hf:theirs"))
-    trainer = Trainer(resolve_local(config), checkpoints=tmp_path / "checkpoints")
+    trainer = make_trainer(resolve_local(config), checkpoints=tmp_path / "checkpoints")
     before, after = load_file("theirs/model.safetensors"), to_hf_state_dict(trainer.model)
     assert before.keys() == after.keys()
     assert all(torch.equal(before[name], after[name]) for name in before)
@@ -365,7 +368,7 @@ def test_weights_go_to_hugging_faces_format_and_back_to_the_bit(
     write_model(Path(str(trainer.run().checkpoint)), Path("ours"))
     trained = to_hf_state_dict(trainer.model)
     assert not any(torch.equal(trained[name], before[name]) for name in before)
-    again = Trainer(resolve_local(config.replace(model=parse_model("hf:ours"))))
+    again = make_trainer(resolve_local(config.replace(model=parse_model("hf:ours"))))
     GPT2LMHeadModel.from_pretrained("ours").save_pretrained("once more")
     for found in (
         load_file("ours/model.safetensors"), to_hf_state_dict(again.model), load_file("once more/model.safetensors")

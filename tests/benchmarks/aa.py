@@ -28,6 +28,7 @@ import torch
 from infra.device import provenance
 from infra.storage.files import write_json
 from train.config import Cycle, ResolvedConfig
+from train.data.sources import source_of
 from train.intervals import Estimate, t_quantile
 from train.loop.trainer import Trainer
 from train.model_config import ModelConfig
@@ -39,7 +40,8 @@ RUNGS = 10
 def speed(config: ResolvedConfig) -> Estimate:
     """Tokens/s of one run; called in a process of its own."""
     torch.set_num_threads(1)
-    measured = Trainer(config).run().throughput
+    data = source_of(config.dataset).open(config.model, config.batch, config.duration.cycle)
+    measured = Trainer(config, data).run().throughput
     assert measured is not None
     return measured.estimate
 

@@ -29,7 +29,8 @@ from mlflow.tracking import MlflowClient
 
 from infra.storage.files import write_json
 from train.config import config_from_json
-from train.loop.trainer import Trainer
+from train.data.sources import source_of
+from train.loop.trainer import Callbacks, Trainer
 from train.resolved import resolve_local
 from train.result import CycleReport
 from train.run_files.run_folder import RunFolder
@@ -134,7 +135,8 @@ def compare(home: RunFolder, folder: Path, steps: int) -> dict[str, bool]:
     cycles = [json.loads(line) for line in home.cycles.read_text().splitlines()]
     straight: list[CycleReport] = []
     config = resolve_local(config_from_json(json.loads(home.config.read_text()), "config"))
-    Trainer(config, on_cycle=straight.append).run()
+    data = source_of(config.dataset).open(config.model, config.batch, config.duration.cycle)
+    Trainer(config, data, Callbacks(on_cycle=straight.append)).run()
     client = MlflowClient(f"sqlite:///{folder}/mlflow.db")
     experiment = client.get_experiment_by_name("train")
     assert experiment is not None

@@ -23,6 +23,7 @@ from infra.device.gpu import read_gpu
 from infra.device.hardware import device_info
 from infra.errors import first_line
 from train.config import Cycle, TrainConfig
+from train.data.sources import source_of
 from train.estimate.memory import predict_peak
 from train.loop.execution import autocast_context
 from train.loop.trainer import Trainer
@@ -133,7 +134,8 @@ def _rate(flops: float, work: Callable[[], object], seconds: float) -> float:
 def train(options: argparse.Namespace) -> Found:
     """A fresh trainer's speed, its memory in every way beside the prediction, and the attention kernel that ran."""
     config = resolve_local(config_of(options))
-    trainer = Trainer(config)
+    data = source_of(config.dataset).open(config.model, config.batch, config.duration.cycle)
+    trainer = Trainer(config, data)
     result = trainer.run()
     found: Found = {
         "outcome": result.outcome, "reason": result.reason, "device": result.device, "config": config.to_json(),

@@ -25,7 +25,8 @@ import torch
 
 from infra.storage.files import write_json
 from pipeline.shards import Manifest, ShardRow, TokenShards, write_shard
-from train.data.loader import BatchLoader
+from train.config import Batch
+from train.data.loader import BatchLoader, WorkerShare
 from train.data.windows import Windows
 
 BATCH, LENGTH = 16, 1024
@@ -91,7 +92,7 @@ def ours(tokens: np.ndarray, folder: Path) -> Next:
         shards.append(write_shard(folder, f"train/{number:06d}-000.arrow", "train", [row]))
     Manifest.of(shards, config={}, tokenizer_sha256="made", inputs={}, report={}).write(folder)
     windows = Windows(TokenShards(folder).streams("train"), LENGTH, 0)
-    loader = BatchLoader(windows, micro_batch=BATCH, accumulation=1, position=0, device=torch.device("cpu"))
+    loader = BatchLoader(windows, WorkerShare(Batch(BATCH, BATCH)), torch.device("cpu"))
     return loader.next
 
 

@@ -122,7 +122,8 @@ def training(**settings: Any) -> dict[str, Any]:
     import torch
 
     from pipeline.shards import Manifest, ShardRow, write_shard
-    from train.loop.trainer import Trainer
+    from train.data.sources import source_of
+    from train.loop.trainer import Callbacks, Trainer
 
     torch.set_num_threads(1)
     with tempfile.TemporaryDirectory() as folder:
@@ -137,7 +138,9 @@ def training(**settings: Any) -> dict[str, Any]:
             before.append(forget_peak())
             return False
 
-        trainer = Trainer(config(Path(folder), **settings), should_stop=after_a_step)
+        training = config(Path(folder), **settings)
+        data = source_of(training.dataset).open(training.model, training.batch, training.duration.cycle)
+        trainer = Trainer(training, data, Callbacks(should_stop=after_a_step))
         result = trainer.run()
     assert result.outcome == "finished", result.reason
     return {"peak": resident("VmHWM"), "before": before[-1]}

@@ -122,7 +122,8 @@ def measured(**row: Any) -> dict[str, Any]:
     import torch
 
     from pipeline.shards import Manifest, ShardRow, write_shard
-    from train.loop.trainer import Trainer
+    from train.data.sources import source_of
+    from train.loop.trainer import Callbacks, Trainer
 
     if GPU in os.environ:
         from compute import compile_nothing  # type: ignore[import-not-found]
@@ -141,7 +142,9 @@ def measured(**row: Any) -> dict[str, Any]:
             [ShardRow("book", "Book", None, "en", "made", "0" * 64, len(tokens), tokens)],
         )  # fmt: skip
         Manifest.of([shard], config={}, tokenizer_sha256="made", inputs={}, report={}).write(Path(folder))
-        result = Trainer(config(Path(folder), row), should_stop=after_a_step).run()
+        training = config(Path(folder), row)
+        data = source_of(training.dataset).open(training.model, training.batch, training.duration.cycle)
+        result = Trainer(training, data, Callbacks(should_stop=after_a_step)).run()
     memory = result.memory
     return {
         "outcome": result.outcome, "allocated": memory and memory.allocated, "reserved": memory and memory.reserved,

@@ -114,10 +114,12 @@ def cost(logs: list[float]) -> dict[str, object]:
 def bare(config: ResolvedConfig) -> dict[str, float]:
     """The loop alone."""
     began = time.perf_counter()
+    from train.data.sources import source_of
     from train.loop.trainer import Trainer
 
     imported = time.perf_counter()
-    trainer = Trainer(config)
+    data = source_of(config.dataset).open(config.model, config.batch, config.duration.cycle)
+    trainer = Trainer(config, data)
     trainer.run()
     start_up = imported - began + (trainer.times.first_step or 0.0) - trainer.times.steps[0]
     counted = trainer.times.steps[config.duration.cycle.train_steps :]

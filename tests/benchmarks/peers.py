@@ -177,9 +177,11 @@ def config_of(options: argparse.Namespace) -> ResolvedConfig:
 
 def train_ours(config: ResolvedConfig) -> tuple[list[float], list[float]]:
     """Seconds and losses of the steps of our loop."""
+    from train.data.sources import source_of
     from train.loop.trainer import Trainer
 
-    trainer = Trainer(config)
+    data = source_of(config.dataset).open(config.model, config.batch, config.duration.cycle)
+    trainer = Trainer(config, data)
     result = trainer.run()
     if result.outcome == "oom":
         import torch
@@ -195,7 +197,7 @@ def train_peer(
     import torch
 
     from pipeline.shards import TokenShards
-    from train.data.loader import BatchLoader
+    from train.data.loader import BatchLoader, WorkerShare
     from train.data.windows import Windows
     from train.loop.timing import mark, seconds_between, wait_for
 
@@ -204,9 +206,7 @@ def train_peer(
     windows = Windows(
         TokenShards(Path(config.dataset.data)).streams("train"), config.model.context_length, config.dataset.seed
     )
-    loader = BatchLoader(
-        windows, micro_batch=config.batch.micro_batch, accumulation=config.batch.accumulation, position=0, device=device
-    )
+    loader = BatchLoader(windows, WorkerShare(config.batch), device)
     # On a CPU, where bf16 is emulated, all sides compute in fp32; it is a trial of this program, no comparison.
     cast = torch.autocast(device.type, torch.bfloat16, enabled=device.type == "cuda")
     marks, losses = [mark(device)], []

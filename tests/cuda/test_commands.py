@@ -10,10 +10,10 @@ from typing import Any
 
 import pytest
 import torch
+from trainers import make_trainer
 
 from infra.device.gpu import read_gpu
 from train.config import Cycle, ResolvedConfig
-from train.loop.trainer import Trainer
 from train.model_config import ModelConfig
 from train.resolved import resolve_local
 from tune.space import Candidate
@@ -75,7 +75,7 @@ def test_a_rung_of_the_loop_trains(config: ResolvedConfig, rung: Rung) -> None:
 
     def losses(changes: dict) -> list[float]:
         kept = {name: value for name, value in changes.items() if name not in ("model", "batch", "micro_batch")}
-        result = Trainer(
+        result = make_trainer(
             resolve_local(apply_changes(config, {**kept, "micro_batch": changes.get("micro_batch", 8) // 4 or 1}))
         ).run()
         return [loss for _, loss, _ in result.loss_curve]
@@ -86,12 +86,14 @@ def test_a_rung_of_the_loop_trains(config: ResolvedConfig, rung: Rung) -> None:
 REPLAYS = """
 import json, sys, torch
 from train.config import config_from_json
+from train.data.sources import source_of
 from train.loop.trainer import Trainer
 from train.resolved import resolve_local
 replayed, replay = [], torch.cuda.CUDAGraph.replay
 torch.cuda.CUDAGraph.replay = lambda graph: (replayed.append(id(graph)), replay(graph))
 config = resolve_local(config_from_json(json.loads(sys.argv[1]), "here"))
-print(Trainer(config).run().outcome)
+data = source_of(config.dataset).open(config.model, config.batch, config.duration.cycle)
+print(Trainer(config, data).run().outcome)
 print(len(replayed), len(set(replayed)))
 """
 

@@ -14,10 +14,10 @@ from typing import Any
 import pytest
 import torch
 from safetensors.torch import load_file
+from trainers import make_trainer
 
 from train.config import Cycle, TrainConfig
 from train.loop.cycle import close_cycle, open_cycle
-from train.loop.trainer import Trainer
 from train.model_config import ModelConfig
 from train.resolved import resolve_local
 from train.result import CycleReport, RunResult
@@ -46,7 +46,7 @@ def config(small_shards: Path) -> TrainConfig:
 
 def train(config: TrainConfig, **options: Any) -> tuple[RunResult, list[CycleReport]]:
     reports: list[CycleReport] = []
-    return Trainer(resolve_local(config), on_cycle=reports.append, **options).run(), reports
+    return make_trainer(resolve_local(config), on_cycle=reports.append, **options).run(), reports
 
 
 def curve(reports: list[CycleReport]) -> list[float]:
@@ -111,11 +111,11 @@ def test_a_gpu_trains_as_the_cpu_does(
 def test_a_resumed_run_is_the_same_run(config: TrainConfig, tmp_path: Path, changes: Mapping[str, Any]) -> None:
     config = config.replace(**changes)
     _, whole = train(config)
-    interrupted = Trainer(resolve_local(config), checkpoints=tmp_path, should_stop=stop_at(6))
+    interrupted = make_trainer(resolve_local(config), checkpoints=tmp_path, should_stop=stop_at(6))
     saved = interrupted.run().checkpoint
     assert saved
     reports: list[CycleReport] = []
-    resumed = Trainer(resolve_local(config), resume=Path(saved), on_cycle=reports.append)
+    resumed = make_trainer(resolve_local(config), resume=Path(saved), on_cycle=reports.append)
     assert resumed.scaler.state_dict() == interrupted.scaler.state_dict()
     resumed.run()
     assert step_losses(reports) == step_losses(whole)[4:]
@@ -154,7 +154,7 @@ def test_no_step_after_the_first_waits_for_the_gpu(config: TrainConfig, changes:
         torch.cuda.set_sync_debug_mode("error")
         return False
 
-    trainer = Trainer(resolve_local(config.replace(**changes)), should_stop=after_the_first)
+    trainer = make_trainer(resolve_local(config.replace(**changes)), should_stop=after_the_first)
     try:
         assert trainer.run().outcome == "finished"
     finally:
@@ -174,7 +174,7 @@ def test_an_optimizer_that_waits_for_the_gpu_by_torchs_design(config: TrainConfi
 
 def test_what_the_host_reads_later_is_copied_to_pinned_memory(config: TrainConfig) -> None:
     """A copy to other memory has the host wait, without torch's check noticing."""
-    trainer = Trainer(resolve_local(config))
+    trainer = make_trainer(resolve_local(config))
     trainer.run()
     cycle = open_cycle(0, 1, config.duration.cycle.train_steps, [1.0], trainer.device)
     close_cycle(cycle, trainer.workers, trainer.device)

@@ -191,7 +191,8 @@ def ours(name: str, counted: "StepTime") -> dict[str, Any]:
 
     from pipeline.shards import Manifest, ShardRow, write_shard
     from train.config import Cycle
-    from train.loop.trainer import Trainer
+    from train.data.sources import source_of
+    from train.loop.trainer import Callbacks, Trainer
     from tune.suite.study import study_rungs
 
     steps: list[float] = []
@@ -214,7 +215,8 @@ def ours(name: str, counted: "StepTime") -> dict[str, Any]:
         Manifest.of([shard], config={}, tokenizer_sha256="made", inputs={}, report={}).write(Path(folder))
         config = dict(study_rungs())[name]
         config = config.replace(data=folder, steps=4, cycle=Cycle(4, 0), keep_checkpoints=0, max_loss_spike=0.0)
-        Trainer(config, should_stop=after_a_step).run()
+        data = source_of(config.dataset).open(config.model, config.batch, config.duration.cycle)
+        Trainer(config, data, Callbacks(should_stop=after_a_step)).run()
     return {"our_seconds": round(steps[-1], 5)}
 
 

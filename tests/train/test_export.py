@@ -12,6 +12,7 @@ import pytest
 import torch
 from mlflow.tracking import MlflowClient
 from safetensors.torch import save_file
+from trainers import make_trainer
 from transformers import GPT2LMHeadModel, PreTrainedTokenizerFast
 
 from infra.errors import UserError
@@ -24,7 +25,6 @@ from train.data.tokenizer import tokenizer_files
 from train.export import ExportConfig, export
 from train.generate import GenerateConfig, generate
 from train.loop.sampling import SamplingParams, load_model, sample
-from train.loop.trainer import Trainer
 from train.model_config import ModelConfig
 from train.models.gpt2 import GPT
 from train.reporting import hugging_face
@@ -39,7 +39,7 @@ def trained(data: Path, model: ModelConfig, folder: Path) -> Path:
         data=str(data), model=model, global_batch=4, micro_batch=4, steps=5, cycle=Cycle(5, 1), precision="fp32",
         device="cpu", learning_rate=1e-2,
     )  # fmt: skip
-    saved = Trainer(config, checkpoints=folder / "checkpoints").run().checkpoint
+    saved = make_trainer(config, checkpoints=folder / "checkpoints").run().checkpoint
     assert saved
     return Path(saved)
 

@@ -13,6 +13,7 @@ from pathlib import Path
 import pytest
 from matplotlib.image import imread
 from mlflow.tracking import MlflowClient
+from trainers import make_trainer
 
 from infra.cli.interrupts import SIGNALS
 from infra.errors import UserError
@@ -25,7 +26,6 @@ from pipeline.shards import MANIFEST_FILE, TOKENIZER_FILE, read_manifest
 from train import run, train
 from train.config import Cycle, TrainConfig, config_from_json
 from train.launch.job import ResolvedRun
-from train.loop.trainer import Trainer
 from train.model_config import ModelConfig
 from train.resolved import resolve_local
 from train.result import CycleReport
@@ -110,7 +110,7 @@ def test_two_workers(
     found = [json.loads(line) for line in home.cycles.read_text().splitlines()]
     config = config_from_json(json.loads(home.config.read_text()), "test")
     alone: list[CycleReport] = []
-    Trainer(resolve_local(config.replace(workers=1)), on_cycle=alone.append).run()
+    make_trainer(resolve_local(config.replace(workers=1)), on_cycle=alone.append).run()
     for cycle, report in zip(found, alone, strict=True):
         assert cycle["step_losses"] == pytest.approx(report.step_losses, rel=1e-4)
         assert cycle["val_loss"] == pytest.approx(report.val_loss, rel=1e-4)
@@ -226,7 +226,7 @@ def test_a_run_whose_checkpoint_the_worker_does_not_find_is_not_trained_anew(
     config = TrainConfig.of(
         data=str(small_shards), model=small_model, micro_batch=4, global_batch=4, steps=6, device="cpu"
     )
-    Trainer(resolve_local(config), checkpoints=home.checkpoints).run()
+    make_trainer(resolve_local(config), checkpoints=home.checkpoints).run()
     write_json(home.config, config.to_json())
     shutil.copytree(home.path, elsewhere, ignore=shutil.ignore_patterns("step-*"))
     make_job, run_dir = ResolvedRun.job, StorageDir.of(elsewhere)

@@ -16,6 +16,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 from torch._dynamo.utils import counters
 from torch.nn.attention import SDPBackend
+from trainers import make_trainer
 
 from infra.device.hardware import cpu_info
 from infra.errors import UserError
@@ -32,7 +33,6 @@ from train.config import (
     TrainConfig,
 )
 from train.loop.execution import AUTOCAST, build_model, compile_model, configure_allocator, keep_compiled_attention
-from train.loop.trainer import Trainer
 from train.model_config import ModelConfig
 from train.models.attention import book_numbers, by_kernels
 from train.models.optimizer import learning_rate
@@ -125,7 +125,7 @@ def test_compiled_code_computes_the_same(config: ResolvedConfig, compile: str) -
 
     def losses(config: ResolvedConfig) -> list[float]:
         reports: list[CycleReport] = []
-        Trainer(config, on_cycle=reports.append).run()
+        make_trainer(config, on_cycle=reports.append).run()
         assert reports[0].val_loss is not None
         return [*reports[0].step_losses, reports[0].val_loss]
 
@@ -226,7 +226,7 @@ def test_every_combination_trains_or_is_refused(
 ) -> None:
     try:
         settings = config.flat() | {"model": dataclasses.replace(config.model, **shape)} | changes
-        trainer = Trainer(resolve(TrainConfig.of(**settings), cpu_info()))
+        trainer = make_trainer(resolve(TrainConfig.of(**settings), cpu_info()))
     except UserError as refusal:
         named = [name for name in changes if f"--{name.replace('_', '-')}" in str(refusal)]
         assert named, f"{refusal} names none of {changes}"  # noqa: PT017 most combinations are not refused
@@ -241,14 +241,14 @@ def test_every_combination_trains_or_is_refused(
 def test_every_optimizer_learns_and_resumes(config: ResolvedConfig, tmp_path: Path, optimizer: str) -> None:
     config = config.replace(optimizer=optimizer, steps=40, learning_rate=0.2 if optimizer == "adafactor" else 3e-3)
     straight: list[CycleReport] = []
-    Trainer(config, on_cycle=straight.append).run()
+    make_trainer(config, on_cycle=straight.append).run()
     assert straight[-1].train_loss < straight[0].train_loss - 0.1
     halfway = config.replace(steps=20)
-    first = Trainer(halfway, checkpoints=tmp_path).run()
+    first = make_trainer(halfway, checkpoints=tmp_path).run()
     assert first.checkpoint
     rest: list[CycleReport] = []
     # The schedule of 20 steps is not that of 40, so the second half alone is compared.
-    Trainer(config.replace(schedule="constant"), checkpoints=tmp_path, resume=Path(first.checkpoint),
+    make_trainer(config.replace(schedule="constant"), checkpoints=tmp_path, resume=Path(first.checkpoint),
             on_cycle=rest.append).run()  # fmt: skip
     assert rest[0].step == 22
     assert rest[-1].step == 40
@@ -263,13 +263,13 @@ def test_torchao_resumes_exactly_or_is_asked_for_by_name(
     config = config.replace(optimizer=optimizer, precision=precision, steps=8, cycle=Cycle(4, 1), checkpoint_every=4)
     if importlib.util.find_spec("torchao"):
         straight: list[CycleReport] = []
-        Trainer(config, checkpoints=tmp_path, on_cycle=straight.append).run()
+        make_trainer(config, checkpoints=tmp_path, on_cycle=straight.append).run()
         rest: list[CycleReport] = []
-        Trainer(config, resume=tmp_path / "step-00000004", on_cycle=rest.append).run()
+        make_trainer(config, resume=tmp_path / "step-00000004", on_cycle=rest.append).run()
         assert [report.step_losses for report in rest] == [straight[1].step_losses]
         return
     with pytest.raises(UserError, match=f"--optimizer {optimizer} needs torchao.*pip install torchao"):
-        Trainer(config)
+        make_trainer(config)
 
 
 def test_the_schedules() -> None:
@@ -323,8 +323,8 @@ def test_the_gpu_computes_the_same(config: ResolvedConfig, change: dict[str, Any
     base = config.replace(model=model, device="cuda", precision="bf16", steps=10, cycle=Cycle(10, 1), micro_batch=2
     )  # fmt: skip
     expected: list[CycleReport] = []
-    Trainer(base, on_cycle=expected.append).run()
+    make_trainer(base, on_cycle=expected.append).run()
     found: list[CycleReport] = []
-    Trainer(base.replace(**change), on_cycle=found.append).run()
+    make_trainer(base.replace(**change), on_cycle=found.append).run()
     if not base.execution.mask_books and "mask_books" not in change:
         assert found[0].step_losses == pytest.approx(expected[0].step_losses, rel=2e-2)

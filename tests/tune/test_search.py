@@ -18,12 +18,12 @@ from pathlib import Path
 import pytest
 from mlflow.entities import Run
 from mlflow.tracking import MlflowClient
+from trainers import make_trainer
 
 from infra.ray.cluster import ray_session
 from infra.storage.directory import StorageDir
 from infra.tracking.run_ref import RunRef
 from train.config import Cycle, TrainConfig, load_config
-from train.loop.trainer import Trainer
 from train.model_config import PRESETS, ModelConfig
 from train.resolved import resolve_local
 from train.run_files.lookup import format_run_command
@@ -165,7 +165,7 @@ def test_the_winner_trains(searched: Path) -> None:
     assert best["measured"]["tokens_per_second"] > 0
     config = load_config(searched / "best.json")
     assert config.batch.micro_batch == best["config"]["micro_batch"]
-    assert Trainer(resolve_local(config.replace(steps=5, cycle=Cycle(5, 0)))).run().outcome == "finished"
+    assert make_trainer(resolve_local(config.replace(steps=5, cycle=Cycle(5, 0)))).run().outcome == "finished"
 
 
 @pytest.mark.usefixtures("in_this_process")

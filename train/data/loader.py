@@ -14,6 +14,7 @@ import numpy as np
 import torch
 from torch import Tensor
 
+from train.config import Batch
 from train.data.windows import OrderedWindows
 
 PLANNED_WINDOWS = 1024
@@ -47,6 +48,23 @@ class _ReadyBatch:
     copy_done: torch.cuda.Event | None = None
 
 
+@dataclass(frozen=True)
+class WorkerShare:
+    """The windows that one worker reads: its part of every step of all workers."""
+
+    batch: Batch
+    position: int = 0
+    """Number of windows consumed by all workers before the first step."""
+    rank: int = 0
+    """Number of the worker, whose windows of a step are consecutive."""
+
+    def positions(self, steps: np.ndarray) -> np.ndarray:
+        """Return the positions of the worker's windows in ``steps``, which are counted from 0."""
+        worker_windows = self.batch.micro_batch * self.batch.accumulation
+        starts = self.position + steps * self.batch.global_batch + self.rank * worker_windows
+        return (starts[:, None] + np.arange(worker_windows)).ravel()
+
+
 class BatchLoader:
     """The micro-batches of one worker, which are prefetched.
 
@@ -55,12 +73,8 @@ class BatchLoader:
 
     Args:
         windows: windows of tokens in the order of training.
-        micro_batch: sequences of a batch.
-        accumulation: micro-batches per step on this worker.
-        position: number of windows consumed by all workers before the first batch.
+        share: the part of the windows that this worker reads.
         device: device of the batches.
-        rank: number of this worker.
-        workers: number of workers.
         prefetch: whether batches are read and copied before they are requested.
         threads: number of threads that prefetch; with 0 the calling thread does.
     """
@@ -68,30 +82,23 @@ class BatchLoader:
     def __init__(
         self,
         windows: OrderedWindows,
-        *,
-        micro_batch: int,
-        accumulation: int,
-        position: int,
+        share: WorkerShare,
         device: torch.device,
-        rank: int = 0,
-        workers: int = 1,
+        *,
         prefetch: bool = True,
         threads: int = 0,
     ) -> None:
         self.windows = windows
-        self.micro_batch = micro_batch
-        self.accumulation = accumulation
-        self.step_windows = micro_batch * accumulation * workers
+        self.share = share
         self.device = device
-        self.rank = rank
-        self.start = position
-        self._planned_steps = max(1, PLANNED_WINDOWS // (micro_batch * accumulation))
-        self.batches_taken = 0
+        self._micro_batch, self._accumulation = share.batch.micro_batch, share.batch.accumulation
+        self._planned_steps = max(1, PLANNED_WINDOWS // (self._micro_batch * self._accumulation))
+        self._batches_taken = 0
         self.prefetch = prefetch
         cuda = device.type == "cuda" and prefetch
         self._stream = _copy_stream(device) if cuda else None
         self._depth = threads + 1 if threads else int(prefetch)
-        shape = (micro_batch, windows.context_length + 1)
+        shape = (self._micro_batch, windows.context_length + 1)
         self._host = [torch.empty(shape, dtype=torch.int64, pin_memory=cuda) for _ in range(max(2, self._depth))]
         self._copies_done = [torch.cuda.Event() for _ in self._host] if cuda else []
         self._batches_requested = 0
@@ -104,7 +111,7 @@ class BatchLoader:
     @property
     def position(self) -> int:
         """Number of windows consumed by all workers in whole steps, from which a run can be resumed."""
-        return self.start + self.batches_taken // self.accumulation * self.step_windows
+        return self.share.position + self._batches_taken // self._accumulation * self.share.batch.global_batch
 
     @torch.profiler.record_function(NEXT_BATCH)
     def next(self) -> tuple[Tensor, Tensor]:
@@ -117,24 +124,18 @@ class BatchLoader:
             current = torch.cuda.current_stream(self.device)
             current.wait_event(ready.copy_done)
             batch.record_stream(current)
-        self.batches_taken += 1
+        self._batches_taken += 1
         if self._depth:
             self._prefetch_next()
         return batch[:, :-1], batch[:, 1:]
 
-    def _window_positions(self, step: int) -> np.ndarray:
-        """Positions of this worker's windows in the planned steps from ``step`` on."""
-        worker_windows = self.micro_batch * self.accumulation
-        steps = self.start + (step + np.arange(self._planned_steps)) * self.step_windows
-        return (steps[:, None] + self.rank * worker_windows + np.arange(worker_windows)).ravel()
-
     def _prefetch_next(self) -> None:
         """Prepare one more batch, in a thread if there are any."""
-        micro = self._batches_requested % (self._planned_steps * self.accumulation)
+        micro = self._batches_requested % (self._planned_steps * self._accumulation)
         if micro == 0:
-            step = self._batches_requested // self.accumulation
-            self._window_ids = self.windows.window_ids(self._window_positions(step))
-        window_ids = self._window_ids[micro * self.micro_batch : (micro + 1) * self.micro_batch]
+            steps = self._batches_requested // self._accumulation + np.arange(self._planned_steps)
+            self._window_ids = self.windows.window_ids(self.share.positions(steps))
+        window_ids = self._window_ids[micro * self._micro_batch : (micro + 1) * self._micro_batch]
         buffer_index = self._batches_requested % len(self._host)
         self._batches_requested += 1
         if self._readers:

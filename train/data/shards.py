@@ -90,8 +90,6 @@ class ShardData:
         cycle: Cycle,
         on_download: Callable[[Manifest, int], None] = lambda manifest, number: None,
     ) -> None:
-        if dataset.stream:
-            raise UserError("--stream is only supported by 'python -m train.run'. Use token shards with --data.")
         shards = TokenShards(ensure_local(StorageDir.of(dataset.data), on_download))
         length = model.context_length
         self.manifest = shards.manifest

@@ -28,10 +28,11 @@ from train.loop.memory_limit import MemoryLimit
 from train.loop.oom import OutOfMemory
 from train.loop.result_builder import StepTimes
 from train.loop.sampling import closing_sample
-from train.loop.trainer import Trainer
+from train.loop.trainer import Callbacks, Trainer
 from train.reporting.diagnosis import first_loss_fault
 from train.resolved import next_smaller_micro_batch
 from train.result import CycleReport, RunResult
+from train.run_files.checkpoint import Checkpoints
 from train.run_files.progress import newest, read_progress
 from train.run_files.run_folder import RunFolder
 from train.search_reference import FIRST_STEPS
@@ -161,20 +162,21 @@ class WorkerSession:
     def _train_once(self, config: ResolvedConfig, resume: Path | None) -> RunResult:
         """Run the loop once. Raises ``OutOfMemory`` as the trainer does."""
         folder, driver = self.folder, self.driver
-        self._data = load_data(self.job, lambda text: self._post(PrintLine(text)))
+        self._data = data = load_data(self.job, lambda text: self._post(PrintLine(text)))
         reported = read_progress(resume).last_reported_step if resume else 0
         if folder and driver:
             folder.truncate_after(reported)
             for cycle in folder.cycles_until(reported):
                 driver.post(CycleDone(cycle))
         self._preparing = Activity("building the model", reported)
+        checkpoints, keep = None, config.checkpoints.keep_checkpoints
+        if folder and keep:
+            checkpoints = Checkpoints(folder.checkpoints, keep, folder.copy_of, data.tokenizer)
         self._trainer = trainer = Trainer(
             config,
-            data=self._data,
-            on_cycle=self._on_cycle,
-            should_stop=driver.should_stop if driver else lambda: False,
-            checkpoints=folder and folder.checkpoints,
-            upload_dir=folder and folder.copy_of,
+            data,
+            Callbacks(self._on_cycle, driver.should_stop if driver else lambda: False),
+            checkpoints=checkpoints,
             resume=resume,
             limit=None if driver and driver.checks_memory else self.limit,
         )

@@ -3,14 +3,17 @@
 import socket
 from dataclasses import dataclass, field, replace
 
+import numpy as np
 import torch
 
 from infra.device.hardware import peak_flops
-from train.config import ResolvedConfig
+from pipeline.encoding.tokenizer import Tokenizer
+from train.config import Execution, ResolvedConfig
 from train.data.source import TrainingData
 from train.estimate.flops import utilization
 from train.loop import memory, throughput
 from train.loop.validation import Text, bits_per, id_counts, perplexity, unigram_loss, window_count
+from train.model_config import ModelSpec
 from train.result import CycleReport, Outcome, RunResult, Throughput
 from train.run_files.progress import RunState
 
@@ -37,11 +40,9 @@ def build_result(
     device: torch.device,
     state: RunState,
     times: StepTimes,
-    outcome_and_reason: tuple[Outcome, str],
-    checkpoint: str | None,
+    ending: tuple[Outcome, str],
 ) -> RunResult:
-    """The result of a run that ``outcome_and_reason`` with an outcome and a reason; ``checkpoint`` is the newest
-    one."""
+    """The result of a run with the ``state`` and ``times`` of its end; ``ending`` is its outcome and the reason."""
     manifest = data.manifest
     steady = throughput.steady_state(times.steps, config.step_tokens)
     formula = config.model.flops_formulas()[0]
@@ -59,10 +60,15 @@ def build_result(
     train_tokens = state.step * config.step_tokens
     totals = manifest.splits["train"]
     val_loss = last.val_loss if last else None
-    bits_per_byte, bits_per_character, without_inputs = _held_out_losses(val_loss, config, data)
+    bits_per_byte = bits_per_character = loss_without_inputs = None
+    if val_loss is not None and data.validation is not None:
+        count = window_count(data.validation, config.batch.global_batch, config.duration.cycle)
+        counts = id_counts(data.validation, count, config.model.vocab_size)
+        loss_without_inputs = unigram_loss(counts)
+        bits_per_byte, bits_per_character = _bits_per_unit(val_loss, counts, data.tokenizer)
     result = RunResult(
-        outcome=outcome_and_reason[0],
-        reason=outcome_and_reason[1],
+        outcome=ending[0],
+        reason=ending[1],
         steps=state.step,
         throughput=None,
         implausible_reason=impossible,
@@ -84,48 +90,38 @@ def build_result(
         mfu=None,
         device=name,
         machine=socket.gethostname(),
-        checkpoint=checkpoint,
+        checkpoint=None,
         data_fingerprint=manifest.fingerprint,
         loss_curve=[(r.step, r.train_loss, r.val_loss) for r in times.reports],
         val_perplexity=perplexity(val_loss),
-        unigram_loss=without_inputs,
+        unigram_loss=loss_without_inputs,
         val_bits_per_byte=bits_per_byte,
         val_bits_per_character=bits_per_character,
     )
-    return with_throughput(result, config, speed)
+    return with_throughput(result, speed, config.model, config.execution, config.batch.workers)
 
 
-def with_throughput(result: RunResult, config: ResolvedConfig, throughput: Throughput | None) -> RunResult:
+def with_throughput(
+    result: RunResult, throughput: Throughput | None, model: ModelSpec, execution: Execution, workers: int
+) -> RunResult:
     """``result`` with this speed, and with the FLOP/s and the utilization that follow from it."""
     if throughput is None:
         return replace(result, throughput=None, flops_per_second=None, mfu=None, hfu=None)
-    speed, peak = throughput.tokens_per_second, peak_flops(result.device, config.execution.precision)
-    executed = config.model.executed_flops_per_token(config.execution.checkpointing)
+    speed, peak = throughput.tokens_per_second, peak_flops(result.device, execution.precision)
+    executed = model.executed_flops_per_token(execution.checkpointing)
     recomputes = executed > result.flops_per_token
     return replace(
         result,
         throughput=throughput,
         flops_per_second=speed * result.flops_per_token,
-        mfu=utilization(speed, result.flops_per_token, peak, config.batch.workers),
-        hfu=utilization(speed, executed, peak, config.batch.workers) if recomputes else None,
+        mfu=utilization(speed, result.flops_per_token, peak, workers),
+        hfu=utilization(speed, executed, peak, workers) if recomputes else None,
     )
 
 
-def _held_out_losses(
-    val_loss: float | None, config: ResolvedConfig, data: TrainingData
-) -> tuple[float | None, float | None, float | None]:
-    """``val_loss`` per byte and per character of its text, and the least loss there of a model without inputs.
-
-    The first two are None where the tokenizer is not known, all of them without validation.
-    """
-    windows, tokenizer = data.validation, data.tokenizer
-    if val_loss is None or windows is None:
-        return None, None, None
-    counts = id_counts(
-        windows, window_count(windows, config.batch.global_batch, config.duration.cycle), config.model.vocab_size
-    )
+def _bits_per_unit(val_loss: float, id_counts: np.ndarray, tokenizer: Tokenizer | None) -> list[float | None]:
+    """``val_loss`` per byte and per character of the text with ``id_counts``; None where the tokenizer is unknown."""
     if tokenizer is None:
-        return None, None, unigram_loss(counts)
-    text = Text.of(counts, tokenizer)
-    per_byte, per_character = (bits_per(val_loss, text.tokens, units) for units in (text.bytes, text.chars))
-    return per_byte, per_character, unigram_loss(counts)
+        return [None, None]
+    text = Text.of(id_counts, tokenizer)
+    return [bits_per(val_loss, text.tokens, units) for units in (text.bytes, text.chars)]

@@ -8,19 +8,17 @@ collection in the middle of a step would delay the following launches.
 import gc
 import time
 from collections.abc import Callable
-from dataclasses import replace
+from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any
 
 import torch
-from torch import nn
+from torch import Tensor, nn
 
 from infra.device.telemetry import Telemetry
 from infra.errors import UserError
-from infra.storage.directory import StorageDir
 from train.config import CUDA_GRAPHS, ResolvedConfig
-from train.data.loader import BatchLoader
-from train.data.shards import ShardData
+from train.data.loader import BatchLoader, WorkerShare
 from train.data.source import TrainingData
 from train.loop import memory, oom, timing
 from train.loop.cycle import RunningCycle, close_cycle, divergence_reason, open_cycle, report, step_seconds
@@ -37,48 +35,62 @@ from train.loop.memory_limit import MemoryLimit
 from train.loop.oom import OutOfMemory
 from train.loop.result_builder import StepTimes, build_result
 from train.loop.throughput import is_precise
-from train.loop.validation import validate, window_count
+from train.loop.validation import ValidationPasses, validate, window_count
 from train.models import parallel
 from train.models.builders import builder_of
 from train.models.custom import raised_in_forward
 from train.models.optimizer import learning_rate, make_optimizer, set_learning_rate
 from train.models.parallel import Workers
 from train.result import BUILDING, TRAINING, CycleReport, MemoryShortage, Outcome, RunResult
-from train.run_files import checkpoint as save
+from train.run_files import checkpoint
+from train.run_files.checkpoint import Checkpoints
 from train.run_files.progress import Progress, RunState, check_same_run, read_progress
 
 BACKWARD = "running the backward pass"
 
 
+@dataclass(frozen=True)
+class Callbacks:
+    """What the loop calls, on the first worker only."""
+
+    on_cycle: Callable[[CycleReport], object] = lambda report: None
+    """Called with each cycle's report."""
+    should_stop: Callable[[], bool] = lambda: False
+    """Called after each step; returns whether it is the last one."""
+
+
 class Trainer:
     """One worker's run. ``run()`` trains to the end of the config's steps, tokens or time, or until it is stopped.
 
-    ``data`` defaults to the config's token shards. ``on_cycle`` is called with every cycle's report and ``should_stop``
-    after every step, both on the first worker only. ``checkpoints`` is the folder to save to, ``upload_dir`` the run's
-    place in object storage, to which they are copied, ``resume`` the checkpoint to continue from, ``limit`` the limit
-    on the memory of this process. Raises ``UserError`` when this machine, the data or the checkpoint do not fit the
-    config, and ``OutOfMemory`` when memory does not hold the model.
+    Args:
+        config: the run.
+        data: its data, opened.
+        callbacks: called while it trains.
+        checkpoints: where the first worker saves; None to save nothing.
+        resume: the checkpoint to continue from.
+        limit: the limit on the memory of this process.
+
+    Raises:
+        UserError: this machine, the data or the checkpoint do not fit the config.
+        OutOfMemory: memory does not hold the model.
     """
 
     def __init__(
         self,
         config: ResolvedConfig,
+        data: TrainingData,
+        callbacks: Callbacks = Callbacks(),
         *,
-        data: TrainingData | None = None,
-        on_cycle: Callable[[CycleReport], None] = lambda report: None,
-        should_stop: Callable[[], bool] = lambda: False,
-        checkpoints: Path | None = None,
-        upload_dir: StorageDir | None = None,
+        checkpoints: Checkpoints | None = None,
         resume: Path | None = None,
         limit: MemoryLimit | None = None,
     ) -> None:
-        self.data = data or ShardData(config.dataset, config.model, config.duration.cycle)
-        self.tokenizer = self.data.tokenizer
         self.config = config
+        self.data = data
+        self.tokenizer = data.tokenizer
         configure_allocator(config.execution.allocator)
         enable_large_pages(config.execution)
-        self.on_cycle = on_cycle
-        self.should_stop = should_stop
+        self.callbacks = callbacks
         self.limit = limit
         self.started = time.perf_counter()
         self.workers = Workers(config.batch.workers)
@@ -89,12 +101,10 @@ class Trainer:
         self.elapsed_before = 0.0
         self.unreported_losses: list[float] = []
         self.resume_checkpoint = resume
-        self.checkpoints = None
-        if checkpoints and config.checkpoints.keep_checkpoints and self.workers.is_first:
-            self.checkpoints = save.Checkpoints(
-                checkpoints, config.checkpoints.keep_checkpoints, upload_dir, self.tokenizer
-            )
-        self.saves_checkpoints = checkpoints is not None and config.checkpoints.keep_checkpoints > 0
+        self.saves_checkpoints = checkpoints is not None
+        self.checkpoints = checkpoints if self.workers.is_first else None
+        if self.checkpoints:
+            self.checkpoints.prepare_folder()
         self.activity = "building the model"
         """What the loop does, for whoever watches it from another thread, as they may read ``state.step``."""
         self.stage = BUILDING
@@ -176,11 +186,9 @@ class Trainer:
         """The result, once the checkpoint that is being written is complete."""
         self.activity = "saving the checkpoint"
         saved = self.checkpoints.wait() or self.resume_checkpoint if self.checkpoints else None
-        checkpoint = self.checkpoints.address(saved) if self.checkpoints and saved else None
-        result = build_result(
-            self.config, self.data, self.device, self.state, self.times, (outcome, reason), checkpoint
-        )  # fmt: skip
-        return replace(result, shortage=missing, attention=self.attention)
+        address = self.checkpoints.address(saved) if self.checkpoints and saved else None
+        result = build_result(self.config, self.data, self.device, self.state, self.times, (outcome, reason))
+        return replace(result, shortage=missing, attention=self.attention, checkpoint=address)
 
     def while_training(self, telemetry: Telemetry) -> dict[str, float]:
         """The means of what ``telemetry`` has read after the first step of :meth:`run`."""
@@ -194,12 +202,8 @@ class Trainer:
             return "finished", f"reached {self.state.step} steps"
         loader = BatchLoader(
             self.data.windows,
-            micro_batch=config.batch.micro_batch,
-            accumulation=config.batch.accumulation,
-            position=self.state.windows_consumed,
-            device=self.device,
-            rank=self.workers.rank,
-            workers=self.workers.size,
+            WorkerShare(config.batch, self.state.windows_consumed, self.workers.rank),
+            self.device,
             prefetch="prefetch" not in config.execution.ablate,
             threads=config.dataset.loader_threads,
         )
@@ -263,8 +267,7 @@ class Trainer:
                 torch.compiler.cudagraph_mark_step_begin()
             self.stage = f"running the forward pass of step {step}"
             with parallel.gradient_sync(self.forward, self.model, micro == config.batch.accumulation - 1):
-                with autocast_context(config.execution):
-                    loss = self.forward(inputs, targets)
+                loss = self._loss(inputs, targets)
                 self.stage = f"{BACKWARD} of step {step}"
                 self.scaler.scale(loss / config.batch.accumulation).backward()
             cycle.losses[index] += loss.detach() / config.batch.accumulation
@@ -279,6 +282,10 @@ class Trainer:
         self.scaler.step(self.optimizer)
         self.scaler.update()
         self.optimizer.zero_grad(set_to_none=not self.keep_gradients)
+
+    def _loss(self, inputs: Tensor, targets: Tensor) -> Tensor:
+        with autocast_context(self.config.execution):
+            return self.forward(inputs, targets)
 
     def _end(self, total: int | None, seconds: float, whole: bool) -> tuple[Outcome | None, str]:
         """Whether and why the run ends after this step; the first worker decides, or one over its memory limit."""
@@ -296,7 +303,7 @@ class Trainer:
             and is_precise(self.times.steps, config.duration.speed_tolerance)
         ):
             outcome, ended = "finished", f"the speed is known to {config.duration.speed_tolerance:.1%}"
-        elif self.workers.is_first and self.should_stop():
+        elif self.workers.is_first and self.callbacks.should_stop():
             outcome, ended = "interrupted", "was asked to stop"
         if not self.workers.is_first:
             outcome, elapsed = None, 0.0
@@ -315,11 +322,12 @@ class Trainer:
         windows = self.data.validation
         if windows is not None:
             self.stage = f"running the validation after step {self.state.step}"
-            cycle.val_windows = window_count(windows, self.config.batch.global_batch, self.config.duration.cycle)
-            cycle.val_losses = validate(
-                windows, self.config, self.device, self.workers, self.model, self.forward,
-                lambda: autocast_context(self.config.execution),
-            )  # fmt: skip
+            batch = self.config.batch
+            cycle.val_windows = window_count(windows, batch.global_batch, self.config.duration.cycle)
+            passes = ValidationPasses(windows, cycle.val_windows, batch.micro_batch, batch.workers)
+            share = WorkerShare(passes.batch, rank=self.workers.rank)
+            loader = BatchLoader(passes, share, self.device, threads=self.config.dataset.loader_threads)
+            cycle.val_losses = validate(passes, loader, self.model, self._loss)
         close_cycle(cycle, self.workers, self.device)
 
     def _report(self, cycle: RunningCycle) -> str | None:
@@ -340,7 +348,7 @@ class Trainer:
         self._advance(last_reported_step=made.step, reference_loss=made.train_loss, val_tokens=made.val_tokens)
         self.times.reports.append(made)
         if self.workers.is_first:
-            self.on_cycle(made)
+            self.callbacks.on_cycle(made)
         return wrong
 
     def _add_step_times(self, cycle: RunningCycle) -> None:
@@ -373,7 +381,7 @@ class Trainer:
         if not (self.workers.is_first or self.config.execution.fsdp):
             return
         self.stage = f"copying the checkpoint of step {self.state.step}"
-        taken = save.take_snapshot(self.model, self.optimizer, self.scaler, losses)
+        snapshot = checkpoint.take_snapshot(self.model, self.optimizer, self.scaler, losses)
         if self.checkpoints is None:
             return
         first, reference, spike = (
@@ -389,13 +397,13 @@ class Trainer:
             data_state=self.data.state_dict(self.state.windows_consumed),
         )
         self.checkpoints.save(
-            taken, progress, lambda losses: divergence_reason(losses, reference, spike, first) is None
+            snapshot, progress, lambda losses: divergence_reason(losses, reference, spike, first) is None
         )
 
     def _restore(self, path: Path) -> None:
         progress = read_progress(path)
         check_same_run(path, progress, self.config, self.data.manifest)
-        self.unreported_losses = save.load(path, self.model, self.optimizer, self.scaler, self.device)
+        self.unreported_losses = checkpoint.load(path, self.model, self.optimizer, self.scaler, self.device)
         self.state = progress.state
         self.data.load_state_dict(progress.data_state)
         self.elapsed_before = progress.train_seconds

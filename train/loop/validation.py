@@ -3,21 +3,18 @@
 Losses per byte of text are comparable between vocabularies.
 """
 
-import contextlib
 import math
 from collections.abc import Callable
 from dataclasses import dataclass
-from typing import Any
 
 import numpy as np
 import torch
 from torch import Tensor, nn
 
 from pipeline.encoding.tokenizer import Tokenizer
-from train.config import Batch, Cycle, ResolvedConfig, divisors
+from train.config import Batch, Cycle, divisors
 from train.data.loader import BatchLoader
 from train.data.windows import Windows
-from train.models.parallel import Workers
 
 _READ = 1024
 """Windows whose text is counted at once."""
@@ -40,7 +37,7 @@ class ValidationPasses:
     def __init__(self, windows: Windows, count: int, micro_batch: int, workers: int) -> None:
         self.context_length = windows.context_length
         self.micro_batch = micro_batch
-        self._windows = windows
+        self._windows, self._workers = windows, workers
         whole, remainder = divmod(count, micro_batch * workers)
         self._sizes = [micro_batch] * whole
         """Different windows of each worker, by pass."""
@@ -71,34 +68,24 @@ class ValidationPasses:
     def read(self, window_ids: np.ndarray, out: np.ndarray) -> None:
         self._windows.read(window_ids, out)
 
+    @property
+    def batch(self) -> Batch:
+        """The batch of one pass over all workers."""
+        return Batch(self.micro_batch * self._workers, self.micro_batch, self._workers)
+
 
 @torch.no_grad()
 def validate(
-    windows: Windows,
-    config: ResolvedConfig,
-    device: torch.device,
-    workers: Workers,
-    model: nn.Module,
-    forward: Callable[..., Tensor],
-    arithmetic: Callable[[], contextlib.AbstractContextManager[Any]],
+    passes: ValidationPasses, loader: BatchLoader, model: nn.Module, loss: Callable[[Tensor, Tensor], Tensor]
 ) -> Tensor:
-    """This worker's losses by pass, each weighted by its share of a micro-batch: see :func:`mean_loss`."""
-    passes = ValidationPasses(
-        windows,
-        window_count(windows, config.batch.global_batch, config.duration.cycle),
-        config.batch.micro_batch,
-        workers.size,
-    )
-    loader = BatchLoader(
-        passes, micro_batch=config.batch.micro_batch, accumulation=1, position=0, device=device,
-        rank=workers.rank, workers=workers.size, threads=config.dataset.loader_threads,
-    )  # fmt: skip
-    losses = torch.zeros(len(passes), device=device)
+    """This worker's losses by pass, each weighted by its share of a micro-batch: see :func:`mean_loss`.
+
+    ``loader`` reads this worker's share of ``passes``, and ``loss`` is that of ``model`` on a batch.
+    """
+    losses = torch.zeros(len(passes), device=loader.device)
     model.eval()
-    for index, weight in enumerate(passes.weights(workers.rank)):
-        inputs, targets = loader.next()
-        with arithmetic():
-            losses[index] = forward(inputs, targets)
+    for index, weight in enumerate(passes.weights(loader.share.rank)):
+        losses[index] = loss(*loader.next())
         losses[index] *= weight
     model.train()
     return losses

@@ -15,9 +15,10 @@ import torch
 from infra.errors import UserError, first_line
 from infra.storage.files import write_json
 from train.config import Cycle, ResolvedConfig
+from train.data.sources import source_of
 from train.estimate.estimates import estimates_of
 from train.loop.oom import OutOfMemory
-from train.loop.trainer import Trainer
+from train.loop.trainer import Callbacks, Trainer
 from train.profile import memory_timeline
 from train.profile.trace import FORWARD, Profile, analyze, findings
 from train.result import RunResult
@@ -54,7 +55,8 @@ def record(
         return False
 
     try:
-        trainer = Trainer(config, should_stop=after_step)
+        data = source_of(config.dataset).open(config.model, config.batch, config.duration.cycle)
+        trainer = Trainer(config, data, Callbacks(should_stop=after_step))
     except OutOfMemory as failure:
         raise _ended_early(failure.result) from failure
     cuda = trainer.device.type == "cuda"

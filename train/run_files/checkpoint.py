@@ -112,8 +112,11 @@ class Checkpoints:
         self._uploading: Path | None = None
         self._removal = threading.Lock()
         """Lock that is held while old checkpoints are removed, and while one is chosen to be uploaded."""
-        folder.mkdir(parents=True, exist_ok=True)
-        for leftover in folder.glob(f"{TEMPORARY_PREFIX}*"):
+
+    def prepare_folder(self) -> None:
+        """Create the folder, and remove what an earlier process that was killed has left there."""
+        self.folder.mkdir(parents=True, exist_ok=True)
+        for leftover in self.folder.glob(f"{TEMPORARY_PREFIX}*"):
             shutil.rmtree(leftover, ignore_errors=True)
 
     def save(self, snapshot: Snapshot, progress: Progress, is_valid: Callable[[list[float]], bool]) -> None:

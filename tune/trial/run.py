@@ -180,7 +180,7 @@ def as_trial_result(
     """Return ``result`` with the speed of the steps that count, and with the memory that is compared with the limit."""
     if monitor:
         throughput = None if result.implausible_reason else steady_state(monitor.valid_seconds(), config.step_tokens)
-        result = with_throughput(result, config, throughput)
+        result = with_throughput(result, throughput, config.model, config.execution, config.batch.workers)
     if limit:
         used_bytes, source = limit.used()
         result = replace(result, memory=replace(result.memory, process=used_bytes, process_source=source))

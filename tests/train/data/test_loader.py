@@ -13,7 +13,8 @@ from hypothesis import strategies as st
 
 from infra.errors import UserError
 from pipeline.shards import TokenShards
-from train.data.loader import PLANNED_WINDOWS, BatchLoader, _copy_stream
+from train.config import Batch
+from train.data.loader import PLANNED_WINDOWS, BatchLoader, WorkerShare, _copy_stream
 from train.data.windows import Windows, permute
 
 CPU = torch.device("cpu")
@@ -23,14 +24,15 @@ def windows_of(folder: Path, length: int = 32, seed: int = 0) -> Windows:
     return Windows(TokenShards(folder).streams("train"), length, seed)
 
 
+def share_of(micro: int, accumulation: int, position: int = 0, rank: int = 0, workers: int = 1) -> WorkerShare:
+    return WorkerShare(Batch(micro * accumulation * workers, micro, workers), position, rank)
+
+
 def step_inputs(windows: Windows, position: int, micro: int, accumulation: int, workers: int) -> np.ndarray:
     """The windows of one optimizer step over all workers, in order of the position."""
     parts = []
     for rank in range(workers):
-        loader = BatchLoader(
-            windows, micro_batch=micro, accumulation=accumulation, position=position, device=CPU,
-            rank=rank, workers=workers,
-        )  # fmt: skip
+        loader = BatchLoader(windows, share_of(micro, accumulation, position, rank, workers), CPU)
         parts += [loader.next()[0].numpy() for _ in range(accumulation)]
     return np.concatenate(parts)
 
@@ -109,9 +111,7 @@ def test_a_step_of_more_windows_than_are_planned_at_once_has_all_of_them(
     size = micro * accumulation * workers
     assert size > PLANNED_WINDOWS
     for rank in range(workers):
-        loader = BatchLoader(
-            windows, micro_batch=micro, accumulation=accumulation, position=7, device=CPU, rank=rank, workers=workers
-        )
+        loader = BatchLoader(windows, share_of(micro, accumulation, 7, rank, workers), CPU)
         for step in range(3):
             places = 7 + step * size + rank * micro * accumulation + np.arange(micro * accumulation)
             expected = np.empty((len(places), 33), dtype=np.int64)
@@ -126,7 +126,7 @@ def test_a_split_of_exactly_one_window_is_read_again_and_again() -> None:
     for seed in range(5):
         windows = Windows([np.arange(33, dtype=np.uint16)], 32, seed)
         assert windows.count == 1
-        loader = BatchLoader(windows, micro_batch=3, accumulation=2, position=0, device=CPU)
+        loader = BatchLoader(windows, share_of(3, 2), CPU)
         for _ in range(4):
             inputs, targets = loader.next()
             assert inputs.tolist() == [list(range(32))] * 3
@@ -141,7 +141,7 @@ def test_a_restored_position_continues_with_the_next_window(small_shards: Path, 
     windows = windows_of(small_shards)
 
     def loader(position: int, micro: int) -> BatchLoader:
-        return BatchLoader(windows, micro_batch=micro, accumulation=4 // micro, position=position, device=CPU)
+        return BatchLoader(windows, share_of(micro, 4 // micro, position), CPU)
 
     straight = loader(0, 4)
     for _ in range(before):
@@ -161,7 +161,7 @@ def test_batches_are_the_same_whoever_reads_them_and_when(small_shards: Path, th
     windows = windows_of(small_shards)
 
     def batches(**how: Any) -> list[torch.Tensor]:
-        loader = BatchLoader(windows, micro_batch=3, accumulation=2, position=6, device=CPU, **how)
+        loader = BatchLoader(windows, share_of(3, 2, 6), CPU, **how)
         return [torch.cat(loader.next()) for _ in range(2 * windows.count)]  # behind what is planned at once
 
     assert all(map(torch.equal, batches(threads=threads, prefetch=prefetch), batches()))
@@ -171,7 +171,7 @@ def test_a_failure_of_a_reading_thread_is_the_loops(small_shards: Path) -> None:
     windows = windows_of(small_shards)
     windows.streams.clear()  # as if a shard had gone
     with pytest.raises(IndexError):
-        BatchLoader(windows, micro_batch=3, accumulation=2, position=0, device=CPU, threads=1).next()
+        BatchLoader(windows, share_of(3, 2), CPU, threads=1).next()
 
 
 def test_too_few_tokens_for_a_window_are_refused(small_shards: Path) -> None:
@@ -238,7 +238,7 @@ def test_a_batch_is_taken_only_when_its_copy_is_there(
     """And its host buffer is filled again only then: on a GPU the copy runs while the batch before is computed on."""
     stream, known = side
     windows = windows_of(small_shards)
-    plain, loader = (BatchLoader(windows, micro_batch=3, accumulation=2, position=6, device=CPU) for _ in range(2))
+    plain, loader = (BatchLoader(windows, share_of(3, 2, 6), CPU) for _ in range(2))
     loader._stream = stream  # type: ignore[assignment]
     loader._copies_done = [LazyEvent() for _ in loader._host]  # type: ignore[misc]
     for number in range(7):
@@ -253,8 +253,8 @@ def test_a_batch_is_taken_only_when_its_copy_is_there(
 @pytest.mark.gpu
 def test_a_gpus_batches_are_those_of_the_host_while_its_copies_are_late(small_shards: Path) -> None:
     windows, cuda = windows_of(small_shards), torch.device("cuda", torch.cuda.current_device())
-    plain = BatchLoader(windows, micro_batch=3, accumulation=2, position=6, device=CPU)
-    loader = BatchLoader(windows, micro_batch=3, accumulation=2, position=6, device=cuda)
+    plain = BatchLoader(windows, share_of(3, 2, 6), CPU)
+    loader = BatchLoader(windows, share_of(3, 2, 6), cuda)
     for _ in range(7):
         with torch.cuda.stream(_copy_stream(cuda)):
             torch.cuda._sleep(10**8)  # cycles: some 70 ms

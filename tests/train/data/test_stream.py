@@ -15,6 +15,7 @@ import pyarrow as pa
 import pyarrow.parquet as pq
 import pytest
 import torch
+from trainers import make_trainer
 
 from infra.device.hardware import cpu_info
 from infra.errors import UserError
@@ -31,14 +32,13 @@ from pipeline.job.plan import make_partitions
 from pipeline.job.task import run_partition
 from pipeline.shards import Shard
 from pipeline.stream import EncodedBook, Stream, encoded_books
-from train.config import Cycle, ResolvedConfig
-from train.data.loader import BatchLoader
+from train.config import Batch, Cycle, ResolvedConfig
+from train.data.loader import BatchLoader, WorkerShare
 from train.data.sources import source_of
 from train.data.stream import StreamData, StreamSource, estimate_manifest
 from train.data.stream_windows import StreamPosition, StreamWindows
 from train.launch import driver
 from train.launch.job import RunPlan
-from train.loop.trainer import Trainer
 from train.model_config import ModelConfig
 from train.result import CycleReport
 from train.run_files.progress import check_same_run, read_progress
@@ -222,8 +222,10 @@ def test_a_step_has_the_same_windows_however_it_is_executed(
 ) -> None:
     expected = rows(windows_of(books), 36, 36 + 36)[:, :-1]
     loaders = [
-        BatchLoader(windows_of(books), micro_batch=micro, accumulation=accumulation, position=36,
-                    device=torch.device("cpu"), rank=rank, workers=workers)
+        BatchLoader(
+            windows_of(books), WorkerShare(Batch(micro * accumulation * workers, micro, workers), 36, rank),
+            torch.device("cpu"),
+        )
         for rank in range(workers)
     ]  # fmt: skip
     steps = [loader.next()[0].numpy() for _ in range(3) for loader in loaders for _ in range(accumulation)]
@@ -252,15 +254,13 @@ def test_the_sources_of_a_run_mean_the_same_in_every_folder(
 def test_what_a_stream_cannot_do_is_said(config: ResolvedConfig, tmp_path: Path) -> None:
     with pytest.raises(UserError, match=r"no known length.*--steps"):
         config.replace(steps=None)
-    with pytest.raises(UserError, match=r"--stream is only supported by"):
-        Trainer(config)
     (tmp_path / "one.txt").write_text(" ".join(WORDS * 20), encoding="utf-8")
     alone = config.replace(stream=(str(tmp_path),))
     with pytest.raises(UserError, match=r"--stream: the validation books have 0 tokens.* turn validation off"):
         open_inline(alone, Inline(alone.dataset.stream, 0, alone.dataset.reading))  # a single book is there to train on
     unvalidated = alone.replace(cycle=Cycle(5, 0))
     data = open_inline(unvalidated, Inline(alone.dataset.stream, 0, alone.dataset.reading))
-    assert Trainer(unvalidated, data=data).run().outcome == "finished"
+    assert make_trainer(unvalidated, data=data).run().outcome == "finished"
     long = config.replace(model=dataclasses.replace(config.model, context_length=10_000))
     with pytest.raises(UserError, match=r"--stream: .*validation.* a window needs 10,001"):
         open_inline(long, Inline(long.dataset.stream, 0, long.dataset.reading))
@@ -353,7 +353,7 @@ def test_when_no_book_can_be_read_the_first_is_named(
         open_inline(config, Inline(config.dataset.stream, 0, config.dataset.reading))
     config = config.replace(cycle=Cycle(5, 0))
     with pytest.raises(UserError, match=f"--stream has no book .*{why}"):
-        Trainer(config, data=open_inline(config, Inline(config.dataset.stream, 0, config.dataset.reading))).run()
+        make_trainer(config, data=open_inline(config, Inline(config.dataset.stream, 0, config.dataset.reading))).run()
 
 
 @pytest.mark.slow
@@ -377,7 +377,7 @@ def test_through_ray_it_is_the_same_run_also_when_resumed(config: ResolvedConfig
     found = [json.loads(line) for line in (folder / "cycles.jsonl").read_text().splitlines()]
     torch.set_num_threads(1)
     straight: list[CycleReport] = []
-    Trainer(
+    make_trainer(
         whole, data=open_inline(whole, Inline(whole.dataset.stream, 0, whole.dataset.reading)), on_cycle=straight.append
     ).run()
     losses = [loss for cycle in found for loss in cycle["step_losses"]]

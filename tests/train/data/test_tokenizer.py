@@ -7,6 +7,7 @@ from pathlib import Path
 from typing import cast
 
 import pytest
+from trainers import make_trainer
 from transformers import AutoModelForCausalLM, AutoTokenizer
 
 from infra.errors import UserError
@@ -20,7 +21,6 @@ from train.config import Cycle, TrainConfig
 from train.generate import GenerateConfig, generate
 from train.launch.job import RunPlan
 from train.loop.sampling import closing_sample, load_model
-from train.loop.trainer import Trainer
 from train.model_config import PRESETS, ModelConfig, parse_model
 from train.reporting.hugging_face import write_model
 from train.resolved import prepare, resolve_local
@@ -52,7 +52,7 @@ def test_it_is_trained_generated_from_and_exported_without_its_data(
     own: TrainConfig, tmp_path: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:
     data = Path(shutil.copytree(own.dataset.data, tmp_path / "tokens"))
-    trainer = Trainer(resolve_local(own.replace(data=str(data))), checkpoints=tmp_path / "run" / "checkpoints")
+    trainer = make_trainer(resolve_local(own.replace(data=str(data))), checkpoints=tmp_path / "run" / "checkpoints")
     result = trainer.run()
     assert closing_sample(trainer, result)
     assert result.val_bits_per_byte
@@ -101,19 +101,21 @@ def test_the_size_of_the_small_model_with_its_own_vocabulary() -> None:
 def test_a_run_on_it_is_resumed(own: TrainConfig, tmp_path: Path) -> None:
     """The run's settings name no tokenizer, and its checkpoint holds the model that followed from the data."""
     home = RunFolder(tmp_path / "one")
-    straight = Trainer(resolve_local(own.replace(steps=3)))
+    straight = make_trainer(resolve_local(own.replace(steps=3)))
     whole = straight.run()
     home.path.mkdir()
     write_json(home.config, own.to_json())
     assert (
-        Trainer(resolve_local(own.replace(steps=3)), checkpoints=home.checkpoints, should_stop=lambda: True).run().steps
+        make_trainer(resolve_local(own.replace(steps=3)), checkpoints=home.checkpoints, should_stop=lambda: True)
+        .run()
+        .steps
         == 1
     )
     plan = RunPlan.continued(own.replace(steps=3), "one", str(tmp_path))
     assert plan.progress
     assert plan.progress.step == 1
     assert plan.requested.model.vocab_size == 600
-    rest = Trainer(
+    rest = make_trainer(
         resolve_local(plan.requested), checkpoints=home.checkpoints, resume=plan.run_folder.newest_checkpoint()[0]
     )
     result = rest.run()

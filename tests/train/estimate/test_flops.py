@@ -5,11 +5,11 @@ from pathlib import Path
 
 import pytest
 import torch
+from trainers import make_trainer
 
 from infra.storage.directory import StorageDir
 from train.config import ResolvedConfig
 from train.estimate import flops
-from train.loop.trainer import Trainer
 from train.model_config import PRESETS, ModelConfig
 from train.models.gpt2 import GPT
 
@@ -67,7 +67,7 @@ def test_a_run_is_compared_with_the_measured_matmul_rate(
         data=str(small_shards), model=small_model, micro_batch=4, global_batch=4, steps=8, device="cpu",
         precision="fp32", compile="off", loss="plain",
     )  # fmt: skip
-    result = Trainer(config).run()
+    result = make_trainer(config).run()
     alone = flops.with_matmul_efficiency(result, "fp32", 1, place)
     assert alone.matmul_utilization is None, "the doctor was not asked"
     doctor = {"machine": result.machine, "device": result.device, "matmul": {"fp32": 1e12}}

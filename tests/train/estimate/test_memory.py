@@ -14,6 +14,7 @@ from torch import nn
 from torch._subclasses.fake_tensor import FakeTensorMode
 from torch.distributed._tools.mem_tracker import MemTracker
 from torch.profiler import ProfilerActivity, profile
+from trainers import make_trainer
 
 from train.config import Compile, ResolvedConfig, divisors
 from train.estimate.memory import (
@@ -24,7 +25,6 @@ from train.estimate.memory import (
     predict_peak,
 )
 from train.loop.execution import compile_model
-from train.loop.trainer import Trainer
 from train.model_config import PRESETS, ModelConfig, parse_model
 from train.models.attention import ATTENTION
 from train.models.gpt2 import GPT
@@ -233,7 +233,7 @@ def test_two_probes_predict_reserved_memory_of_other_batches_within_3_percent(
         torch._dynamo.reset()
         gc.collect()
         torch.cuda.empty_cache()
-        reserved = Trainer(config).run().memory.reserved
+        reserved = make_trainer(config).run().memory.reserved
         assert reserved is not None
         return predict_peak(config).allocated, reserved
 

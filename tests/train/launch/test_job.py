@@ -4,13 +4,13 @@ from dataclasses import replace
 from pathlib import Path
 
 import pytest
+from trainers import make_trainer
 
 from infra.errors import UserError
 from infra.storage.files import write_json
 from pipeline.shards import read_manifest
 from train.config import TrainConfig
 from train.launch.job import RunPlan
-from train.loop.trainer import Trainer
 from train.model_config import ModelConfig
 from train.resolved import resolve_local
 from train.run_files.run_folder import RunFolder
@@ -38,7 +38,7 @@ def test_one_worker_on_shards_trains_in_this_process_unless_a_cluster_is_named(
 
 def test_a_run_continues_from_its_newest_checkpoint_as_it_is_asked_now(config: TrainConfig, tmp_path: Path) -> None:
     home = RunFolder(tmp_path / "one")
-    Trainer(resolve_local(config), checkpoints=home.checkpoints).run()
+    make_trainer(resolve_local(config), checkpoints=home.checkpoints).run()
     write_json(home.config, config.to_json())
     longer = config.replace(steps=9, learning_rate=1e-3)
     plan = RunPlan.continued(longer, "one", str(tmp_path))

@@ -9,6 +9,7 @@ from typing import Any
 
 import pytest
 import torch
+from trainers import make_trainer
 
 from infra.device.gpu import GpuReading
 from infra.device.telemetry import Telemetry
@@ -19,7 +20,6 @@ from train.launch import session
 from train.launch.job import WorkerJob
 from train.launch.link import Activity, CycleDone, Message, MicroBatchTooLarge, SystemMetrics
 from train.launch.session import Driver, WorkerSession, did_not_fit, energy, load_data
-from train.loop.trainer import Trainer
 from train.model_config import ModelConfig
 from train.models.gpt2 import GPT
 from train.resolved import next_smaller_micro_batch
@@ -100,7 +100,7 @@ def test_a_worker_that_begins_again_repeats_no_cycle(home: RunFolder, config: Re
     driver = DriverDouble()
     train(home, config, newest(home.checkpoints), driver)
     assert driver.cycles == [5, 7, 10, 12], "cycles that may not have arrived are sent again"
-    straight = Trainer(config)
+    straight = make_trainer(config)
     straight.run()
     assert [(c["step"], c["step_losses"]) for c in cycles(home) if c["step"] > 7] == [
         (10, straight.times.reports[1].step_losses[2:]), (12, straight.times.reports[2].step_losses),
@@ -130,7 +130,7 @@ def test_a_micro_batch_that_nobody_gave_is_made_smaller_until_it_fits(home: RunF
     assert [message.micro_batch for message in driver.failed_micro_batches] == [8, 4]
     assert "out of memory while running the forward pass of step 1" in driver.failed_micro_batches[0].text
     assert [cycle["step"] for cycle in cycles(home)] == driver.cycles == [5, 10, 12]
-    straight = Trainer(config.replace(micro_batch=2))
+    straight = make_trainer(config.replace(micro_batch=2))
     straight.run()
     assert [c["step_losses"] for c in cycles(home)] == [report.step_losses for report in straight.times.reports]
     kept = newest(home.checkpoints)
@@ -180,7 +180,7 @@ def test_energy_is_told_for_the_steps_after_the_first(
 ) -> None:
     """A card that draws 500 W; the loop began at second 10, and its first step took 5 s."""
     config = config.replace(steps=9)
-    trainer, watched = Trainer(config), Telemetry(lambda second, metrics: None)
+    trainer, watched = make_trainer(config), Telemetry(lambda second, metrics: None)
     trainer.started = 10.0
     with watched:
         for second in range(60):
@@ -221,7 +221,7 @@ def test_energy_is_of_this_workers_share_of_the_tokens(
     config: ResolvedConfig, make_result: Callable[..., RunResult], workers: int
 ) -> None:
     """Its own GPU alone is watched: it draws 500 W for 20 s, in which each of two workers trains half of the tokens."""
-    trainer, watched = Trainer(config), Telemetry(lambda second, metrics: None)
+    trainer, watched = make_trainer(config), Telemetry(lambda second, metrics: None)
     trainer.config = config.replace(workers=workers, micro_batch=2)
     trainer.started = 0.0
     with watched:

@@ -14,9 +14,9 @@ from pathlib import Path
 import psutil
 import pytest
 from mlflow.tracking import MlflowClient
+from trainers import make_trainer
 
 from train.config import config_from_json
-from train.loop.trainer import Trainer
 from train.resolved import resolve_local
 from train.result import CycleReport
 from train.run_files.progress import checkpoints_in, newest
@@ -92,9 +92,9 @@ def test_a_run_survives_everything(on_ray: bool, small_shards: Path, tmp_path: P
 
     config = config_from_json(json.loads(home.config.read_text()), "test")
     rest: list[CycleReport] = []
-    Trainer(resolve_local(config), on_cycle=rest.append, resume=newest(home.checkpoints)).run()
+    make_trainer(resolve_local(config), on_cycle=rest.append, resume=newest(home.checkpoints)).run()
     straight: list[CycleReport] = []
-    Trainer(resolve_local(config), on_cycle=straight.append).run()
+    make_trainer(resolve_local(config), on_cycle=straight.append).run()
     found = [(c["step"], c["step_losses"], c["val_loss"]) for c in [*cycles, *map(asdict, rest)]]
     assert found == [(r.step, r.step_losses, r.val_loss) for r in straight]
 

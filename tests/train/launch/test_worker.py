@@ -10,6 +10,7 @@ from dataclasses import replace
 from pathlib import Path
 
 import pytest
+from trainers import make_trainer
 
 from infra.storage.directory import StorageDir
 from infra.storage.files import write_json
@@ -36,7 +37,6 @@ from train.launch.worker import (
     lock_and_find_checkpoint,
     with_checkpoint,
 )
-from train.loop.trainer import Trainer
 from train.model_config import ModelConfig
 from train.result import RunResult
 from train.run_files import progress
@@ -95,7 +95,7 @@ def test_a_worker_begins_at_the_step_that_it_is_told_or_a_later_one(
         data=str(small_shards), model=small_model, micro_batch=4, global_batch=4, steps=6, checkpoint_every=3,
         device="cpu",
     )  # fmt: skip
-    Trainer(config, checkpoints=home.checkpoints).run()
+    make_trainer(config, checkpoints=home.checkpoints).run()
     third, sixth = checkpoints_in(home.checkpoints)
     before = sorted(home.path.rglob("*"))
     resume, refusal = find(home.path, 6, marker=home.path / "made-by-the-driver")

@@ -8,11 +8,11 @@ from typing import Any, cast
 
 import pytest
 import torch
+from trainers import make_trainer
 
-from train.config import TORCHAO_OPTIMIZERS, Cycle, ResolvedConfig
-from train.data.loader import BatchLoader
+from train.config import TORCHAO_OPTIMIZERS, Batch, Cycle, ResolvedConfig
+from train.data.loader import BatchLoader, WorkerShare
 from train.data.shards import ShardData
-from train.loop.trainer import Trainer
 from train.model_config import ModelConfig
 from train.models.gpt2 import GPT
 from train.models.optimizer import make_optimizer, set_learning_rate
@@ -25,7 +25,7 @@ TOLERANCE = 2e-4
 
 def curve(config: ResolvedConfig) -> list[float]:
     """The training loss of every step."""
-    trainer = Trainer(config)
+    trainer = make_trainer(config)
     result = trainer.run()
     assert result.outcome == "finished", result.reason
     return trainer.times.reports[0].step_losses
@@ -97,7 +97,7 @@ def test_tying_is_one_matrix_in_two_places(plain: ResolvedConfig) -> None:
             head.copy_(embedding)
         optimizer = make_optimizer(model, config.optimization)
         set_learning_rate(optimizer, config.optimization.learning_rate)
-        batches = BatchLoader(windows, micro_batch=8, accumulation=1, position=0, device=torch.device("cpu"))
+        batches = BatchLoader(windows, WorkerShare(Batch(8, 8)), torch.device("cpu"))
         for _ in range(STEPS):
             loss = model(*batches.next())
             loss.backward()

@@ -12,6 +12,7 @@ from pathlib import Path
 import pytest
 import torch
 from mlflow.tracking import MlflowClient
+from trainers import make_trainer
 
 from infra.device.gpu import GpuState
 from infra.tracking.store import store_uri
@@ -20,7 +21,6 @@ from train.config import Cycle, ResolvedConfig
 from train.loop import memory, memory_limit
 from train.loop.memory import AllocatorStats
 from train.loop.memory_limit import MemoryLimit
-from train.loop.trainer import Trainer
 from train.model_config import ModelConfig
 from train.run_files.progress import checkpoints_in
 
@@ -37,16 +37,16 @@ def config(small_shards: Path, small_model: ModelConfig) -> ResolvedConfig:
 
 
 def test_a_run_over_its_limit_ends_and_keeps_what_it_trained(config: ResolvedConfig, tmp_path: Path) -> None:
-    result = Trainer(config, checkpoints=tmp_path, limit=MemoryLimit.apply(10**6, "cpu")).run()
+    result = make_trainer(config, checkpoints=tmp_path, limit=MemoryLimit.apply(10**6, "cpu")).run()
     assert (result.outcome, result.steps) == ("over_limit", 1)
     assert re.fullmatch(r"the process used \d+\.\d\d GB \(rss\) of 0\.00 GB", result.reason)
     assert [path.name for path in checkpoints_in(tmp_path)] == ["step-00000001"]
-    rest = Trainer(config, resume=tmp_path / "step-00000001", limit=MemoryLimit.apply(10**12, "cpu")).run()
+    rest = make_trainer(config, resume=tmp_path / "step-00000001", limit=MemoryLimit.apply(10**12, "cpu")).run()
     assert (rest.outcome, rest.steps) == ("finished", 9)
 
 
 def test_what_only_the_end_takes_counts_too(config: ResolvedConfig, monkeypatch: pytest.MonkeyPatch) -> None:
-    trainer = Trainer(config, limit=MemoryLimit.apply(10**12, "cpu"))
+    trainer = make_trainer(config, limit=MemoryLimit.apply(10**12, "cpu"))
     steps = trainer._steps
 
     def then_much() -> object:
@@ -132,7 +132,7 @@ def test_a_gpu_is_capped(config: ResolvedConfig) -> None:
         with pytest.raises(torch.OutOfMemoryError):
             torch.empty(3 * 2**30 - memory_limit.RESERVED_OUTSIDE_ALLOCATOR, dtype=torch.uint8, device=GPU)
         assert not capped.excess_message()
-        result = Trainer(config.replace(device="cuda"), limit=replace(capped, size=10**6)).run()
+        result = make_trainer(config.replace(device="cuda"), limit=replace(capped, size=10**6)).run()
         assert (result.outcome, result.steps) == ("over_limit", 3), "asked when a cycle ends"
     finally:
         torch.cuda.set_per_process_memory_fraction(1.0, GPU)

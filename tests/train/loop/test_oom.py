@@ -7,6 +7,7 @@ from typing import Any, cast
 
 import pytest
 import torch
+from trainers import make_trainer
 
 from infra.device.gpu import GpuState
 from train.config import Cycle, ResolvedConfig
@@ -60,7 +61,7 @@ def in_validation(trainer: Trainer) -> None:
     ],
 )
 def test_where_memory_ran_out(config: ResolvedConfig, arrange: Callable[[Trainer], None], during: str) -> None:
-    trainer = Trainer(config, limit=MemoryLimit.apply(10**12, "cpu"))
+    trainer = make_trainer(config, limit=MemoryLimit.apply(10**12, "cpu"))
     arrange(trainer)
     result = trainer.run()
     assert result.outcome == "oom"
@@ -96,7 +97,7 @@ def vast(config: ResolvedConfig) -> ResolvedConfig:
 
 def test_a_model_that_does_not_fit_is_explained_before_the_first_step(config: ResolvedConfig) -> None:
     with pytest.raises(OutOfMemory) as failed:
-        Trainer(vast(config), limit=MemoryLimit.apply(10**12, "cpu"))
+        make_trainer(vast(config), limit=MemoryLimit.apply(10**12, "cpu"))
     result = failed.value.result
     assert (result.outcome, result.steps, result.reason) == ("oom", 0, str(failed.value))
     assert result.reason.startswith("out of memory while building the model, allocating 4,503,599.63 GB")
@@ -110,14 +111,14 @@ def test_what_was_built_before_memory_ran_out_is_counted(
 ) -> None:
     """The checkpoint of a run that is continued stays its checkpoint."""
     saved = (
-        Trainer(config.replace(steps=2), checkpoints=Path(config.dataset.data).with_name("checkpoints"))
+        make_trainer(config.replace(steps=2), checkpoints=Path(config.dataset.data).with_name("checkpoints"))
         .run()
         .checkpoint
     )
     assert saved
     monkeypatch.setattr(checkpoint, "load", fail)
     with pytest.raises(OutOfMemory) as failed:
-        Trainer(config, checkpoints=Path(saved).parent, resume=Path(saved))
+        make_trainer(config, checkpoints=Path(saved).parent, resume=Path(saved))
     result = failed.value.result
     assert result.checkpoint == saved
     assert result.shortage
@@ -126,7 +127,7 @@ def test_what_was_built_before_memory_ran_out_is_counted(
 
 def test_one_of_several_workers_says_which_it_is(config: ResolvedConfig) -> None:
     """It cannot end by itself, because the others wait for it."""
-    trainer = Trainer(config)
+    trainer = make_trainer(config)
     trainer.workers.rank, trainer.workers.size = 1, 2
     in_forward(trainer)
     with pytest.raises(
@@ -140,14 +141,14 @@ def test_the_loss_is_told_from_the_rest_of_the_forward_pass(
     config: ResolvedConfig, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setattr(loss, "plain", fail)
-    shortage = Trainer(config).run().shortage
+    shortage = make_trainer(config).run().shortage
     assert shortage
     assert shortage.stage == "running the forward pass of step 1 (computing the loss)"
     assert 0 < shortage.available_bytes < 10**15, "without a limit, all that the machine has"
 
 
 def test_a_run_over_its_limit_knows_what_it_held(config: ResolvedConfig) -> None:
-    shortage = Trainer(config, limit=MemoryLimit.apply(10**6, "cpu")).run().shortage
+    shortage = make_trainer(config, limit=MemoryLimit.apply(10**6, "cpu")).run().shortage
     assert shortage
     assert (shortage.stage, shortage.requested_bytes, shortage.available_bytes) == (
         "checking memory after step 1",
@@ -155,12 +156,12 @@ def test_a_run_over_its_limit_knows_what_it_held(config: ResolvedConfig) -> None
         10**6,
     )
     assert set(shortage.bytes_by_part) == {"weights", "optimizer"}
-    assert Trainer(config.replace(steps=1)).run().shortage is None
+    assert make_trainer(config.replace(steps=1)).run().shortage is None
 
 
 @pytest.mark.parametrize("optimizer", ["adamw-fused", "adafactor", "muon"])
 def test_gradients_and_the_optimizers_state_are_counted(config: ResolvedConfig, optimizer: Any) -> None:
-    trainer = Trainer(config.replace(optimizer=optimizer, steps=1, cycle=Cycle(2, 0)))
+    trainer = make_trainer(config.replace(optimizer=optimizer, steps=1, cycle=Cycle(2, 0)))
     trainer.keep_gradients = True
     trainer.run()
     sizes, count = bytes_by_part(trainer.model, trainer.optimizer), config.model.parameters
@@ -198,7 +199,7 @@ def test_a_gpu_has_what_other_processes_leave() -> None:
 def test_a_gpu_that_is_full(config: ResolvedConfig) -> None:
     """A card's real message, for logits of half a terabyte or more."""
     wide = replace(config.model, padded_vocab_size=2**22)
-    result = Trainer(config.replace(device="cuda", model=wide, micro_batch=4096, global_batch=4096)).run()
+    result = make_trainer(config.replace(device="cuda", model=wide, micro_batch=4096, global_batch=4096)).run()
     assert result.outcome == "oom"
     assert result.shortage
     assert result.shortage.requested_bytes

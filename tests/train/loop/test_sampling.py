@@ -6,13 +6,13 @@ from pathlib import Path
 
 import pytest
 import torch
+from trainers import make_trainer
 
 from infra.errors import UserError
 from pipeline.encoding.tokenizer import GPT2_SHA256, gpt2
 from train.config import Cycle, ResolvedConfig
 from train.loop.execution import build_inference_model
 from train.loop.sampling import SAMPLE_TOKENS, SamplingParams, closing_sample, load_model, sample
-from train.loop.trainer import Trainer
 from train.model_config import ModelConfig
 from train.models.gpt2 import GPT
 
@@ -39,7 +39,7 @@ def config(gpt2_shards: Path) -> ResolvedConfig:
 
 def test_a_finished_run_writes_the_beginning_of_a_book(config: ResolvedConfig, tmp_path: Path) -> None:
     """By its own last weights, which another process finds in its checkpoint, and without dropout."""
-    trainer = Trainer(config, checkpoints=tmp_path)
+    trainer = make_trainer(config, checkpoints=tmp_path)
     result = trainer.run()
     before = {name: value.data_ptr() for name, value in trainer.model.state_dict().items()}
     written = closing_sample(trainer, result)
@@ -61,7 +61,7 @@ def test_a_model_that_has_learnt_a_sentence_closes_with_it(config: ResolvedConfi
     sentence = gpt2().tiktoken.encode_ordinary("It was the best of times, it was the worst of times")
     ids = (sentence * SAMPLE_TOKENS)[:SAMPLE_TOKENS]
     config = config.replace(model=dataclasses.replace(config.model, tied=False, width=64, context_length=64), steps=1)
-    trainer = Trainer(config)
+    trainer = make_trainer(config)
     result = trainer.run()
     with torch.no_grad():
         for parameter in trainer.model.parameters():
@@ -76,11 +76,11 @@ def test_a_model_that_has_learnt_a_sentence_closes_with_it(config: ResolvedConfi
 def test_a_run_that_cannot_write_has_no_sample(
     config: ResolvedConfig, small_shards: Path, small_model: ModelConfig
 ) -> None:
-    stopped = Trainer(config, should_stop=lambda: True)
+    stopped = make_trainer(config, should_stop=lambda: True)
     assert closing_sample(stopped, stopped.run()) is None
-    foreign = Trainer(config.replace(data=str(small_shards), model=small_model))
+    foreign = make_trainer(config.replace(data=str(small_shards), model=small_model))
     assert closing_sample(foreign, foreign.run()) is None
-    sharded = Trainer(config)
+    sharded = make_trainer(config)
     result = sharded.run()
     sharded.config = config.replace(workers=2, micro_batch=1, fsdp=True)
     assert closing_sample(sharded, result) is None

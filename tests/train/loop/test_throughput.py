@@ -5,12 +5,12 @@ from typing import Any, cast
 
 import numpy as np
 import pytest
+from trainers import make_trainer
 
 from infra.errors import UserError
 from train.config import Cycle, ResolvedConfig
 from train.intervals import warmup_steps
 from train.loop.throughput import implausible_reason, is_precise, steady_state
-from train.loop.trainer import Trainer
 from train.model_config import ModelConfig
 from train.result import Throughput
 
@@ -99,7 +99,7 @@ def test_a_run_ends_once_its_speed_is_known(small_shards: Path, small_model: Mod
         data=str(small_shards), model=small_model, micro_batch=4, global_batch=4, steps=2000, speed_tolerance=0.9,
         cycle=Cycle(20, 0), device="cpu",
     )  # fmt: skip
-    result = Trainer(config).run()
+    result = make_trainer(config).run()
     assert result.outcome == "finished"
     assert result.steps < 2000
     assert "known to 90" in result.reason

@@ -12,6 +12,7 @@ from typing import Any, cast
 import numpy as np
 import pytest
 import torch
+from trainers import make_trainer
 
 from train.config import Cycle, ResolvedConfig
 from train.data.shards import ShardData
@@ -36,7 +37,7 @@ def config(small_shards: Path, small_model: ModelConfig) -> ResolvedConfig:
 
 def train(config: ResolvedConfig, **options: Any) -> tuple[RunResult, list[float]]:
     reports: list[CycleReport] = []
-    result = Trainer(config, on_cycle=reports.append, **options).run()
+    result = make_trainer(config, on_cycle=reports.append, **options).run()
     return result, [loss for report in reports for loss in report.step_losses]
 
 
@@ -48,7 +49,9 @@ def stop_at(step: int) -> Any:
 
 def test_what_the_loop_does_can_be_watched(config: ResolvedConfig) -> None:
     seen: list[str] = []
-    trainer = Trainer(config.replace(steps=4, cycle=Cycle(2, 0)), on_cycle=lambda report: seen.append(trainer.activity))
+    trainer = make_trainer(
+        config.replace(steps=4, cycle=Cycle(2, 0)), on_cycle=lambda report: seen.append(trainer.activity)
+    )
     assert trainer.activity == "running the first step"
     trainer.run()
     assert seen == [TRAINING, TRAINING]
@@ -73,7 +76,7 @@ def test_the_loss_follows_its_golden_curve(config: ResolvedConfig) -> None:
 
 def test_the_parts_of_a_step_make_no_more_than_the_step(config: ResolvedConfig) -> None:
     reports: list[CycleReport] = []
-    result = Trainer(config, on_cycle=reports.append).run()
+    result = make_trainer(config, on_cycle=reports.append).run()
     assert all(0 < r.optimizer_seconds < r.train_seconds - r.data_wait_seconds for r in reports)
     assert result.optimizer_fraction is not None
     assert 0 < result.optimizer_fraction < 1
@@ -82,7 +85,7 @@ def test_the_parts_of_a_step_make_no_more_than_the_step(config: ResolvedConfig) 
 def test_a_pause_is_named_and_in_no_share(config: ResolvedConfig) -> None:
     """The machine sleeps for seconds in the optimizer's part of a step that takes milliseconds."""
     pause = 1.2 * result_builder.PAUSE
-    trainer = Trainer(config)
+    trainer = make_trainer(config)
     trainer.optimizer.register_step_post_hook(lambda *_: time.sleep(pause * (trainer.state.step == 30)))
     result = trainer.run()
     with_pause = sum(trainer.times.optimizer) / sum(trainer.times.steps)
@@ -131,14 +134,14 @@ class PositionData(ShardData):
 def test_a_checkpoint_asks_for_its_place_by_the_windows_before_it(config: ResolvedConfig, tmp_path: Path) -> None:
     config = config.replace(steps=3, cycle=Cycle(3, 0))
     data = PositionData(config.dataset, config.model, config.duration.cycle)
-    trainer = Trainer(config, data=data, checkpoints=tmp_path)
+    trainer = make_trainer(config, data=data, checkpoints=tmp_path)
     checkpoint = trainer.run().checkpoint
     assert checkpoint
     assert read_progress(Path(checkpoint)).data_state == {"position": 3 * 8}
 
 
 def test_what_ends_within_a_cycle_is_reported_too(config: ResolvedConfig) -> None:
-    trainer = Trainer(config.replace(steps=25, cycle=Cycle(10, 1)))
+    trainer = make_trainer(config.replace(steps=25, cycle=Cycle(10, 1)))
     result = trainer.run()
     assert [(r.step, len(r.step_losses)) for r in trainer.times.reports] == [(10, 10), (20, 10), (25, 5)]
     assert len(trainer.times.steps) == 25
@@ -146,7 +149,7 @@ def test_what_ends_within_a_cycle_is_reported_too(config: ResolvedConfig) -> Non
 
 
 def test_an_interrupted_cycle_counts_in_the_speed(config: ResolvedConfig) -> None:
-    trainer = Trainer(config.replace(cycle=Cycle(10, 0)), should_stop=stop_at(17))
+    trainer = make_trainer(config.replace(cycle=Cycle(10, 0)), should_stop=stop_at(17))
     assert trainer.run().outcome == "interrupted"
     assert len(trainer.times.steps) == 17
     assert len(trainer.times.data_wait) == len(trainer.times.optimizer) == 17
@@ -154,7 +157,7 @@ def test_an_interrupted_cycle_counts_in_the_speed(config: ResolvedConfig) -> Non
 
 
 def test_without_an_end_an_epoch_is_trained(config: ResolvedConfig) -> None:
-    trainer = Trainer(config.replace(steps=None, global_batch=128, micro_batch=64, cycle=Cycle(20, 0)))
+    trainer = make_trainer(config.replace(steps=None, global_batch=128, micro_batch=64, cycle=Cycle(20, 0)))
     result = trainer.run()
     windows = trainer.data.epoch_windows
     assert windows
@@ -165,7 +168,7 @@ def test_without_an_end_an_epoch_is_trained(config: ResolvedConfig) -> None:
 
 
 def test_the_rate_of_each_step_is_the_schedules(config: ResolvedConfig) -> None:
-    trainer = Trainer(config.replace(steps=20, warmup_steps=2, schedule="wsd", cycle=Cycle(1, 0)))
+    trainer = make_trainer(config.replace(steps=20, warmup_steps=2, schedule="wsd", cycle=Cycle(1, 0)))
     rates: list[float] = []
     trainer.optimizer.register_step_pre_hook(lambda *_: rates.append(trainer.optimizer.param_groups[1]["lr"]))
     trainer.run()
@@ -174,7 +177,7 @@ def test_the_rate_of_each_step_is_the_schedules(config: ResolvedConfig) -> None:
 
 
 def test_no_time_budget_is_for_compiling(config: ResolvedConfig) -> None:
-    trainer = Trainer(config.replace(steps=None, time_budget=0.3, cycle=Cycle(1, 0)))
+    trainer = make_trainer(config.replace(steps=None, time_budget=0.3, cycle=Cycle(1, 0)))
     forward, pauses = trainer.forward, iter([0.6])
 
     def compiling(*batch: torch.Tensor) -> torch.Tensor:
@@ -196,7 +199,7 @@ def test_a_resumed_run_knows_what_a_spike_is(config: ResolvedConfig, tmp_path: P
     kept = json.loads(progress.read_text())
     assert kept["reference_loss"] == first.train_loss
     progress.write_text(json.dumps(kept | {"reference_loss": 1.0}))
-    again = Trainer(config, resume=Path(first.checkpoint)).run()
+    again = make_trainer(config, resume=Path(first.checkpoint)).run()
     assert again.outcome == "diverged"
     assert "1.000" in again.reason
     assert "at step 21" in again.reason, "one of the steps before the interruption"
@@ -211,7 +214,7 @@ def known_peak(monkeypatch: pytest.MonkeyPatch) -> None:
 @pytest.mark.usefixtures("known_peak")
 def test_the_result_is_of_the_hardware_and_the_text(config: ResolvedConfig) -> None:
     """Utilization counts every worker's device; data without a tokenizer have no known bytes or characters."""
-    trainer = Trainer(config.replace(steps=8, cycle=Cycle(8, 1)))
+    trainer = make_trainer(config.replace(steps=8, cycle=Cycle(8, 1)))
     alone = trainer.run()
     assert alone.throughput
     assert alone.val_loss
@@ -220,7 +223,7 @@ def test_the_result_is_of_the_hardware_and_the_text(config: ResolvedConfig) -> N
     assert alone.hfu is None, "nothing is computed again"
     again = trainer.config.replace(checkpointing="full")
     checkpointed = result_builder.build_result(
-        again, trainer.data, trainer.device, trainer.state, trainer.times, ("finished", ""), None
+        again, trainer.data, trainer.device, trainer.state, trainer.times, ("finished", "")
     )  # fmt: skip
     assert checkpointed.mfu == alone.mfu
     assert checkpointed.hfu is not None
@@ -230,7 +233,7 @@ def test_the_result_is_of_the_hardware_and_the_text(config: ResolvedConfig) -> N
     )
     two = trainer.config.replace(workers=2, micro_batch=4)
     together = result_builder.build_result(
-        two, trainer.data, trainer.device, trainer.state, trainer.times, ("finished", ""), None
+        two, trainer.data, trainer.device, trainer.state, trainer.times, ("finished", "")
     )  # fmt: skip
     assert together.mfu == pytest.approx(expected / 2)
     assert (alone.val_bits_per_byte, alone.val_bits_per_character) == (None, None)
@@ -252,7 +255,9 @@ def test_a_resumed_run_has_what_is_left_of_its_time(config: ResolvedConfig, tmp_
     progress = Path(first.checkpoint) / "progress.json"
     progress.write_text(json.dumps(json.loads(progress.read_text()) | {"train_seconds": 3599.99}))
     reports: list[CycleReport] = []
-    result = Trainer(timed, resume=Path(first.checkpoint), on_cycle=reports.append, should_stop=stop_at(1000)).run()
+    result = make_trainer(
+        timed, resume=Path(first.checkpoint), on_cycle=reports.append, should_stop=stop_at(1000)
+    ).run()
     assert (result.outcome, result.reason) == ("finished", "the time budget is used up")
     assert 3600 <= result.train_seconds < 3660
     assert reports[-1].elapsed == result.train_seconds
@@ -266,7 +271,7 @@ def test_validation_is_of_the_batches_asked_for_or_of_the_whole_split(
     config: ResolvedConfig, batches: int, windows: int
 ) -> None:
     """The split has 125 windows, and a batch eight."""
-    trainer = Trainer(config.replace(steps=2, cycle=Cycle(2, batches)))
+    trainer = make_trainer(config.replace(steps=2, cycle=Cycle(2, batches)))
     assert trainer.data.validation
     assert trainer.data.validation.count == 125
     assert trainer.run().val_tokens == windows * 32
@@ -274,7 +279,7 @@ def test_validation_is_of_the_batches_asked_for_or_of_the_whole_split(
 
 def test_validation_is_without_dropout_and_disturbs_nothing(config: ResolvedConfig) -> None:
     config = config.replace(steps=10, model=dataclasses.replace(config.model, dropout=0.2))
-    trainer = Trainer(config.replace(cycle=Cycle(5, 1)))
+    trainer = make_trainer(config.replace(cycle=Cycle(5, 1)))
     result = trainer.run()
     assert [loss for r in trainer.times.reports for loss in r.step_losses] == train(config.replace(cycle=Cycle(5, 0)))[
         1
@@ -297,7 +302,7 @@ def test_dropout_differs_between_steps_and_workers(config: ResolvedConfig) -> No
         """Ends a worker that is not the first, which only the first could end."""
 
     def states(rank: int) -> list[bytes]:
-        trainer, seen = Trainer(config), list[bytes]()
+        trainer, seen = make_trainer(config), list[bytes]()
         trainer.workers.rank = rank
 
         def see(*_: Any) -> None:
@@ -329,7 +334,7 @@ def gradients_at_the_optimizer(trainer: Trainer) -> list[float]:
 
 @pytest.mark.parametrize("clip", [1e-3, 1e3, 0.0])
 def test_gradients_are_clipped_to_the_norm(config: ResolvedConfig, clip: float) -> None:
-    trainer = Trainer(config.replace(steps=3, clip_norm=clip, cycle=Cycle(1, 0)))
+    trainer = make_trainer(config.replace(steps=3, clip_norm=clip, cycle=Cycle(1, 0)))
     norms = gradients_at_the_optimizer(trainer)
     trainer.run()
     if clip == 1e-3:
@@ -345,12 +350,12 @@ def test_a_scaled_loss_is_clipped_by_its_true_gradients(
 ) -> None:
     """fp16's loss scaling, which a config for the CPU refuses: the scaler itself works there, in fp32 exactly."""
     config = config.replace(steps=5, clip_norm=1e-3, cycle=Cycle(1, 0), micro_batch=4)
-    plain = Trainer(config)
+    plain = make_trainer(config)
     expected = gradients_at_the_optimizer(plain)
     plain.run()
     made = torch.amp.GradScaler
     monkeypatch.setattr(torch.amp, "GradScaler", lambda kind, enabled: made(kind, init_scale=2.0**16))
-    scaled = Trainer(config)
+    scaled = make_trainer(config)
     found = gradients_at_the_optimizer(scaled)
     scaled.run()
     assert scaled.scaler.get_scale() == 2.0**16
@@ -381,12 +386,12 @@ def test_the_gpu_trains(config: ResolvedConfig) -> None:
 @pytest.mark.gpu
 def test_fp16_is_clipped_and_resumed_with_its_loss_scale(config: ResolvedConfig, tmp_path: Path) -> None:
     config = config.replace(device="cuda", precision="fp16", clip_norm=1e-3, steps=20)
-    trainer = Trainer(config, checkpoints=tmp_path, should_stop=stop_at(8))
+    trainer = make_trainer(config, checkpoints=tmp_path, should_stop=stop_at(8))
     norms = gradients_at_the_optimizer(trainer)
     saved = trainer.run().checkpoint
     assert saved
     assert norms == pytest.approx([1e-3] * len(norms), rel=0.02)
-    assert Trainer(config, resume=Path(saved)).scaler.state_dict() == trainer.scaler.state_dict()
+    assert make_trainer(config, resume=Path(saved)).scaler.state_dict() == trainer.scaler.state_dict()
 
 
 def test_a_resumed_run_has_its_data_go_to_where_its_checkpoint_was(config: ResolvedConfig, tmp_path: Path) -> None:
@@ -403,7 +408,7 @@ def test_a_resumed_run_has_its_data_go_to_where_its_checkpoint_was(config: Resol
     progress = Path(first.checkpoint) / "progress.json"
     progress.write_text(json.dumps(json.loads(progress.read_text()) | {"data_state": {"book": 7}}))
     data = Watched(config.dataset, config.model, config.duration.cycle)
-    trainer = Trainer(config, data=data, resume=Path(first.checkpoint))
+    trainer = make_trainer(config, data=data, resume=Path(first.checkpoint))
     assert (data.went, trainer.state.windows_consumed) == ({"book": 7}, 3 * 8)
 
 
@@ -414,7 +419,7 @@ def test_a_step_that_spikes_is_in_no_checkpoint(config: ResolvedConfig, tmp_path
     progress = Path(first.checkpoint) / "progress.json"
     progress.write_text(json.dumps(json.loads(progress.read_text()) | {"reference_loss": 1.0}))
     again = config.replace(checkpoint_every=1, keep_checkpoints=9)
-    result = Trainer(again, checkpoints=tmp_path, resume=Path(first.checkpoint)).run()
+    result = make_trainer(again, checkpoints=tmp_path, resume=Path(first.checkpoint)).run()
     assert (result.outcome, result.checkpoint) == ("diverged", first.checkpoint)
     assert [path.name for path in checkpoints_in(tmp_path)] == ["step-00000025"]
 
@@ -422,11 +427,11 @@ def test_a_step_that_spikes_is_in_no_checkpoint(config: ResolvedConfig, tmp_path
 @pytest.mark.usefixtures("known_peak")
 def test_all_arithmetic_is_of_every_workers_device(config: ResolvedConfig) -> None:
     """Also that which is done a second time."""
-    trainer = Trainer(config.replace(steps=8, cycle=Cycle(8, 0), checkpointing="full"))
+    trainer = make_trainer(config.replace(steps=8, cycle=Cycle(8, 0), checkpointing="full"))
     alone = trainer.run()
     two = trainer.config.replace(workers=2, micro_batch=4)
     together = result_builder.build_result(
-        two, trainer.data, trainer.device, trainer.state, trainer.times, ("finished", ""), None
+        two, trainer.data, trainer.device, trainer.state, trainer.times, ("finished", "")
     )  # fmt: skip
     assert alone.hfu
     assert alone.mfu
@@ -435,6 +440,6 @@ def test_all_arithmetic_is_of_every_workers_device(config: ResolvedConfig) -> No
 
 
 def test_a_result_names_the_kernel_that_was_used(config: ResolvedConfig) -> None:
-    trainer = Trainer(config.replace(steps=1))
+    trainer = make_trainer(config.replace(steps=1))
     trainer.attention = "the kernel that was tried first"
     assert trainer.run().attention == "the kernel that was tried first"

@@ -10,13 +10,13 @@ import pytest
 import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
+from trainers import make_trainer
 
 from pipeline.encoding.tokenizer import GPT2_SHA256, gpt2
 from pipeline.shards import Manifest, ShardRow, Split, write_shard
 from train.config import Cycle, ResolvedConfig
-from train.data.loader import BatchLoader
+from train.data.loader import BatchLoader, WorkerShare
 from train.data.windows import Windows
-from train.loop.trainer import Trainer
 from train.loop.validation import Text, ValidationPasses, bits_per, id_counts, mean_loss, unigram_loss
 from train.model_config import ModelConfig
 
@@ -31,8 +31,7 @@ def test_each_window_counts_once(count: int, micro: int, workers: int) -> None:
     passes = ValidationPasses(windows, count, micro, workers)
     totals, seen = np.zeros(len(passes)), np.zeros(count)
     for rank in range(workers):
-        loader = BatchLoader(passes, micro_batch=micro, accumulation=1, position=0, device=CPU, rank=rank,
-                             workers=workers)  # fmt: skip
+        loader = BatchLoader(passes, WorkerShare(passes.batch, rank=rank), CPU)
         for index, weight in enumerate(passes.weights(rank)):
             numbers = loader.next()[0][:, 0].numpy() // 4
             assert len(numbers) == micro
@@ -66,7 +65,7 @@ def config(make_shards: Callable[..., Path], small_model: ModelConfig, tmp_path:
 def test_the_loss_is_that_of_the_whole_split_whatever_the_micro_batch(config: ResolvedConfig) -> None:
     """The plain and the fused loss, and a second run with another seed's order of the training windows."""
     trainers = [
-        Trainer(config.replace(micro_batch=micro, loss=loss))
+        make_trainer(config.replace(micro_batch=micro, loss=loss))
         for micro, loss in ((1, "plain"), (4, "plain"), (60, "plain"), (20, "fused"))
     ]
     results = [trainer.run() for trainer in trainers]
@@ -85,7 +84,7 @@ def test_the_loss_is_that_of_the_whole_split_whatever_the_micro_batch(config: Re
 
 def test_runs_with_different_seeds_validate_on_the_same_windows(config: ResolvedConfig) -> None:
     def windows(seed: int) -> list[int]:
-        held_out = Trainer(
+        held_out = make_trainer(
             config.replace(seed=seed, cycle=Cycle(1, 1), micro_batch=10, global_batch=10)
         ).data.validation
         assert held_out
@@ -122,7 +121,7 @@ def test_bits_are_those_of_the_validation_split_and_not_of_the_training_split(
         shards.append(write_shard(tmp_path, f"{split}/000000-000.arrow", split, [row]))
     Manifest.of(shards, config={}, tokenizer_sha256=GPT2_SHA256, inputs={}, report={}).write(tmp_path)
     model = replace(small_model, context_length=8, vocab_size=50257, padded_vocab_size=50257)
-    result = Trainer(
+    result = make_trainer(
         ResolvedConfig.of(
             data=str(tmp_path),
             model=model,
@@ -151,7 +150,7 @@ def test_a_split_of_one_window_is_validated_on_once(
 ) -> None:
     """35 tokens in each shard, of which 33 are a window, at a batch of two."""
     data = make_shards(tmp_path / "one", books=3, tokens=35)
-    trainer = Trainer(config.replace(data=str(data), micro_batch=2, global_batch=2))
+    trainer = make_trainer(config.replace(data=str(data), micro_batch=2, global_batch=2))
     assert trainer.data.validation
     assert trainer.data.validation.count == 1
     result = trainer.run()

@@ -12,9 +12,9 @@ from pathlib import Path
 from typing import Any
 
 import pytest
+from trainers import make_trainer
 
 from train.config import Cycle, ResolvedConfig
-from train.loop.trainer import Trainer
 from train.model_config import ModelConfig
 from train.result import CycleReport
 
@@ -23,7 +23,7 @@ import json, os, sys
 from pathlib import Path
 import torch.distributed as dist
 from train.config import ResolvedConfig, config_from_json
-from train.loop.trainer import Trainer
+from trainers import make_trainer
 
 dist.init_process_group("gloo")
 for line in sys.stdin:
@@ -31,7 +31,7 @@ for line in sys.stdin:
     reports = []
     path = lambda name: Path(job[name]) if job[name] else None
     calls = iter(range(10**9))
-    trainer = Trainer(
+    trainer = make_trainer(
         ResolvedConfig.from_resolved(config_from_json(job["config"], "test")), on_cycle=reports.append,
         checkpoints=path("checkpoints"), resume=path("resume"), should_stop=lambda: next(calls) + 1 >= job["stop"],
     )
@@ -54,7 +54,7 @@ def train_together(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Togethe
         port = probe.getsockname()[1]
     environment = os.environ | {
         "MASTER_ADDR": "127.0.0.1", "MASTER_PORT": str(port), "WORLD_SIZE": str(WORKERS),
-        "OMP_NUM_THREADS": "1", "PYTHONPATH": str(Path(__file__).parents[3]),
+        "OMP_NUM_THREADS": "1", "PYTHONPATH": f"{Path(__file__).parents[3]}{os.pathsep}{Path(__file__).parents[1]}",
     }  # fmt: skip
     said = tmp_path_factory.mktemp("workers") / "stderr"
     with ExitStack() as started:
@@ -85,7 +85,7 @@ def train_together(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Togethe
 
 def train_alone(config: ResolvedConfig) -> list[Any]:
     reports: list[CycleReport] = []
-    Trainer(config, on_cycle=reports.append).run()
+    make_trainer(config, on_cycle=reports.append).run()
     return [[r.step, r.step_losses, r.val_loss] for r in reports]
 
 
@@ -130,7 +130,7 @@ def test_sharded_and_alone_continue_each_other(
     assert (outcome, steps) == ("interrupted", 7)
     assert saved
     reports: list[CycleReport] = []
-    alone = Trainer(
+    alone = make_trainer(
         config.replace(micro_batch=4), on_cycle=reports.append, checkpoints=tmp_path, resume=Path(saved),
         should_stop=lambda: len(reports) > 0,
     )  # fmt: skip

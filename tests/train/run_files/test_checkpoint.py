@@ -9,12 +9,12 @@ from pathlib import Path
 import pytest
 import torch
 from safetensors.torch import load_file
+from trainers import make_trainer
 
 from infra.errors import UserError
 from pipeline.shards import checksum
 from train.config import Cycle, ResolvedConfig
 from train.loop.cycle import divergence_reason
-from train.loop.trainer import Trainer
 from train.model_config import ModelConfig
 from train.result import CycleReport
 from train.run_files.checkpoint import Checkpoints, Snapshot, take_snapshot, write
@@ -40,37 +40,37 @@ def steps_kept(folder: Path) -> list[int]:
 def test_the_newest_are_kept(config: ResolvedConfig, tmp_path: Path, keep: int) -> None:
     leftover = tmp_path / ".partial-1-step-00000003"
     leftover.mkdir()
-    result = Trainer(config.replace(keep_checkpoints=keep), checkpoints=tmp_path).run()
+    result = make_trainer(config.replace(keep_checkpoints=keep), checkpoints=tmp_path).run()
     assert steps_kept(tmp_path) == [14, 21, 28, 30][-keep:]
     assert result.checkpoint == str(tmp_path / "step-00000030")
     assert not leftover.exists()
 
 
 def test_none_are_kept_when_none_are_wanted(config: ResolvedConfig, tmp_path: Path) -> None:
-    result = Trainer(config.replace(keep_checkpoints=0), checkpoints=tmp_path / "none").run()
+    result = make_trainer(config.replace(keep_checkpoints=0), checkpoints=tmp_path / "none").run()
     assert result.checkpoint is None
     assert not (tmp_path / "none").exists()
 
 
 def test_every_checkpoint_continues_exactly(config: ResolvedConfig, tmp_path: Path) -> None:
     straight: list[CycleReport] = []
-    Trainer(config.replace(keep_checkpoints=9), checkpoints=tmp_path, on_cycle=straight.append).run()
+    make_trainer(config.replace(keep_checkpoints=9), checkpoints=tmp_path, on_cycle=straight.append).run()
     for step in (7, 14, 21, 28):
         rest: list[CycleReport] = []
-        Trainer(config, on_cycle=rest.append, resume=tmp_path / f"step-{step:08d}").run()
+        make_trainer(config, on_cycle=rest.append, resume=tmp_path / f"step-{step:08d}").run()
         expected = [(r.step, r.step_losses, r.val_loss, r.train_loss) for r in straight if r.step > step]
         assert [(r.step, r.step_losses, r.val_loss, r.train_loss) for r in rest] == expected
 
 
 def test_a_damaged_checkpoint_is_skipped(config: ResolvedConfig, tmp_path: Path) -> None:
-    Trainer(config, checkpoints=tmp_path).run()
+    make_trainer(config, checkpoints=tmp_path).run()
     assert steps_kept(tmp_path) == [28, 30]
     weights = tmp_path / "step-00000030" / "model.safetensors"
     whole = weights.read_bytes()
     weights.write_bytes(whole[:-1] + bytes([whole[-1] ^ 1]))
     assert newest(tmp_path) == tmp_path / "step-00000028"
     with pytest.raises(UserError, match=r"step-00000030 is damaged: model.safetensors does not match its checksum"):
-        Trainer(config.replace(steps=40), resume=tmp_path / "step-00000030")
+        make_trainer(config.replace(steps=40), resume=tmp_path / "step-00000030")
     (tmp_path / "step-00000028" / "progress.json").unlink()
     assert newest(tmp_path) is None
 
@@ -78,7 +78,7 @@ def test_a_damaged_checkpoint_is_skipped(config: ResolvedConfig, tmp_path: Path)
 def test_nan_stops_the_run_and_keeps_the_last_good_checkpoint(
     config: ResolvedConfig, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    trainer = Trainer(config.replace(steps=60), checkpoints=tmp_path)
+    trainer = make_trainer(config.replace(steps=60), checkpoints=tmp_path)
     step = trainer.optimizer.step
 
     def poisoned(*arguments: object) -> None:
@@ -107,7 +107,7 @@ def test_a_spike_is_trouble() -> None:
 
 
 def test_a_full_disk_is_said_in_one_sentence(config: ResolvedConfig, tmp_path: Path) -> None:
-    trainer = Trainer(config, checkpoints=tmp_path)
+    trainer = make_trainer(config, checkpoints=tmp_path)
     assert trainer.checkpoints is not None
     trainer.checkpoints.folder = tmp_path / "step-file"  # a folder that is not there fails like a disk that is full
     with pytest.raises(UserError, match=r"Cannot write .* --resume"):
@@ -115,7 +115,7 @@ def test_a_full_disk_is_said_in_one_sentence(config: ResolvedConfig, tmp_path: P
 
 
 def test_another_run_is_refused(config: ResolvedConfig, tmp_path: Path) -> None:
-    saved = Trainer(config, checkpoints=tmp_path).run().checkpoint
+    saved = make_trainer(config, checkpoints=tmp_path).run().checkpoint
     assert saved
     for change, named in [
         ({"seed": 1}, "--seed 0, not 1"),
@@ -125,29 +125,29 @@ def test_another_run_is_refused(config: ResolvedConfig, tmp_path: Path) -> None:
         ({"model": dataclasses.replace(config.model, layers=3)}, "layers=2, not 3"),
     ]:
         with pytest.raises(UserError, match=named):
-            Trainer(config.replace(**{"steps": 40} | change), resume=Path(saved))
-    killed_at_its_end = Trainer(config.replace(steps=30), checkpoints=tmp_path, resume=Path(saved)).run()
+            make_trainer(config.replace(**{"steps": 40} | change), resume=Path(saved))
+    killed_at_its_end = make_trainer(config.replace(steps=30), checkpoints=tmp_path, resume=Path(saved)).run()
     assert (killed_at_its_end.outcome, killed_at_its_end.steps) == ("finished", 30)
     assert killed_at_its_end.checkpoint == saved
     fine = config.replace(steps=40, micro_batch=1, loss_chunks=2, checkpointing="full")
-    assert Trainer(fine, resume=Path(saved)).run().steps == 40
+    assert make_trainer(fine, resume=Path(saved)).run().steps == 40
 
 
 def test_a_checkpoint_behind_a_damaged_one_is_kept(config: ResolvedConfig, tmp_path: Path) -> None:
     config = config.replace(checkpoint_every=5, keep_checkpoints=2, steps=10)
-    Trainer(config, checkpoints=tmp_path).run()
+    make_trainer(config, checkpoints=tmp_path).run()
     older, damaged = checkpoints_in(tmp_path)
     (damaged / "model.safetensors").write_bytes(b"")
     assert newest(tmp_path) == older
     again = config.replace(keep_checkpoints=1, checkpoint_every=2)
-    result = Trainer(again, checkpoints=tmp_path, resume=older, should_stop=lambda: True).run()
+    result = make_trainer(again, checkpoints=tmp_path, resume=older, should_stop=lambda: True).run()
     assert result.outcome == "interrupted"
     assert result.checkpoint == str(newest(tmp_path))
     assert [path.name for path in checkpoints_in(tmp_path)] == ["step-00000006"]
 
 
 def test_a_run_without_a_whole_checkpoint_cannot_be_continued(config: ResolvedConfig, tmp_path: Path) -> None:
-    Trainer(config.replace(steps=7), checkpoints=tmp_path / "one" / "checkpoints").run()
+    make_trainer(config.replace(steps=7), checkpoints=tmp_path / "one" / "checkpoints").run()
     (saved,) = checkpoints_in(tmp_path / "one" / "checkpoints")
     (saved / "model.safetensors").write_bytes(b"")
     (tmp_path / "one" / "config.json").touch()
@@ -157,10 +157,10 @@ def test_a_run_without_a_whole_checkpoint_cannot_be_continued(config: ResolvedCo
 
 
 def test_a_resumed_run_decays_as_it_is_told_now(config: ResolvedConfig, tmp_path: Path) -> None:
-    saved = Trainer(config, checkpoints=tmp_path).run().checkpoint
+    saved = make_trainer(config, checkpoints=tmp_path).run().checkpoint
     assert saved
     told = config.replace(steps=40, weight_decay=0.5, beta2=0.999)
-    groups = Trainer(told, resume=Path(saved)).optimizer.param_groups
+    groups = make_trainer(told, resume=Path(saved)).optimizer.param_groups
     assert {group["weight_decay"] for group in groups} == {0.5, 0.0}
     assert {group["betas"] for group in groups} == {(0.9, 0.999)}
 
@@ -168,7 +168,7 @@ def test_a_resumed_run_decays_as_it_is_told_now(config: ResolvedConfig, tmp_path
 @pytest.fixture
 def taken(config: ResolvedConfig) -> tuple[Snapshot, Progress]:
     """A state of two steps, two of whose losses are not yet reported, and its place."""
-    trainer = Trainer(config.replace(steps=2))
+    trainer = make_trainer(config.replace(steps=2))
     trainer.run()
     state = take_snapshot(trainer.model, trainer.optimizer, trainer.scaler, torch.tensor([5.0, 6.0]))
     progress = Progress(
@@ -267,7 +267,7 @@ def test_weights_that_read_back_otherwise_are_refused_and_removed(
 
 def test_a_snapshot_is_of_its_moment(config: ResolvedConfig) -> None:
     """It is written while training continues with the same tensors."""
-    trainer = Trainer(config.replace(steps=2))
+    trainer = make_trainer(config.replace(steps=2))
     trainer.run()
     taken = take_snapshot(trainer.model, trainer.optimizer, trainer.scaler, torch.tensor([5.0]))
     weight = taken.weights["norm.weight"].clone()
@@ -323,11 +323,11 @@ def test_the_loss_scale_continues(config: ResolvedConfig, tmp_path: Path, monkey
     """fp16's, which a config for the CPU refuses; the scaler itself works there. Here it doubles every third step."""
     made = torch.amp.GradScaler
     monkeypatch.setattr(torch.amp, "GradScaler", lambda kind, enabled: made(kind, init_scale=8.0, growth_interval=3))
-    trainer = Trainer(config.replace(steps=7), checkpoints=tmp_path)
+    trainer = make_trainer(config.replace(steps=7), checkpoints=tmp_path)
     saved = trainer.run().checkpoint
     assert saved
     assert trainer.scaler.state_dict()["scale"] == 32.0
-    resumed = Trainer(config, resume=Path(saved)).scaler
+    resumed = make_trainer(config, resume=Path(saved)).scaler
     assert resumed.state_dict() == trainer.scaler.state_dict()
 
 

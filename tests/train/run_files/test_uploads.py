@@ -18,6 +18,7 @@ import psutil
 import pytest
 import torch
 from mlflow.tracking import MlflowClient
+from trainers import make_trainer
 
 from infra.errors import UserError
 from infra.storage.directory import StorageDir
@@ -26,7 +27,6 @@ from infra.storage.lease import LEASE_FILE
 from infra.storage.local_directory import LocalDir
 from infra.tracking.run_ref import RunRef
 from train.config import Cycle, ResolvedConfig
-from train.loop.trainer import Trainer
 from train.model_config import ModelConfig
 from train.result import CycleReport
 from train.run_files import checkpoint, uploads
@@ -60,10 +60,10 @@ def test_a_run_continues_from_its_copy(config: ResolvedConfig, bucket: str, tmp_
     place = StorageDir.of(f"s3://places/kept/run1{bucket}")
     place.write_json("config.json", config.to_json())
     straight: list[CycleReport] = []
-    Trainer(config, on_cycle=straight.append).run()
+    make_trainer(config, on_cycle=straight.append).run()
     checkpoints = tmp_path / "here" / "checkpoints"
     stopping = iter([False] * 16 + [True]).__next__
-    result = Trainer(config, checkpoints=checkpoints, upload_dir=place, should_stop=stopping).run()
+    result = make_trainer(config, checkpoints=checkpoints, upload_dir=place, should_stop=stopping).run()
     assert result.checkpoint == f"s3://places/kept/run1/checkpoints/step-00000017{bucket}"
     assert result.checkpoint is not None
     assert uploads.list_uploaded(place) == ["step-00000015", "step-00000017"]
@@ -83,7 +83,7 @@ def test_a_run_continues_from_its_copy(config: ResolvedConfig, bucket: str, tmp_
         find_run(f"s3://places/kept/run1/checkpoints/step-00000015{bucket}", "runs")
     rest: list[CycleReport] = []
     resume, _ = RunFolder(tmp_path / "there", place).newest_checkpoint()
-    Trainer(config, on_cycle=rest.append, resume=resume).run()
+    make_trainer(config, on_cycle=rest.append, resume=resume).run()
     assert [(r.step, r.step_losses) for r in rest] == [(r.step, r.step_losses) for r in straight[1:]]
 
 
@@ -93,7 +93,7 @@ def test_a_worker_takes_from_storage_what_it_lacks_and_nothing_else(
     """What its scratch has of another run or a later step is removed; a damaged copy is passed over and named."""
     place = StorageDir.of(f"s3://places/kept/run2{bucket}")
     home = RunFolder(tmp_path / "one", place)
-    Trainer(config.replace(steps=10), checkpoints=home.checkpoints, upload_dir=place).run()
+    make_trainer(config.replace(steps=10), checkpoints=home.checkpoints, upload_dir=place).run()
     fifth, tenth = checkpoints_in(home.checkpoints)
     before = (tenth / "state.pt").stat().st_mtime_ns
     shutil.copytree(tenth, home.checkpoints / "step-00000099")
@@ -185,7 +185,7 @@ def test_unreachable_storage_is_retried(
     away = time.monotonic()
     back.start()
     place = StorageDir.of(f"s3://places/kept/run5{bucket}")
-    done = Trainer(config.replace(steps=6), checkpoints=tmp_path / "here" / "checkpoints", upload_dir=place).run()
+    done = make_trainer(config.replace(steps=6), checkpoints=tmp_path / "here" / "checkpoints", upload_dir=place).run()
     assert done.outcome == "finished"
     assert time.monotonic() - away > 3.0
     assert uploads.list_uploaded(place)[-1] == "step-00000006"
@@ -199,7 +199,7 @@ def test_a_copy_that_is_fetched_twice_is_complete_and_taken_from_storage_once(
     written = tmp_path / "one" / "checkpoints"
     written.mkdir(parents=True)
     (tmp_path / "one" / "cycles.jsonl").write_text(cycles := '{"step": 5}\n{"step": 10}\n')
-    Trainer(config.replace(steps=10), checkpoints=written, upload_dir=place).run()
+    make_trainer(config.replace(steps=10), checkpoints=written, upload_dir=place).run()
 
     def fetch() -> tuple[Path | None, list[str], str, dict[str, int]]:
         found, damaged = uploads.download_newest(place, tmp_path / "two" / "checkpoints")
@@ -227,7 +227,7 @@ def test_a_storage_that_refuses_is_named_at_once(config: ResolvedConfig, bucket:
     directory = StorageDir.of(f"s3://absent/kept{bucket}")
     began = time.monotonic()
     with pytest.raises(UserError, match=r"Cannot write .* or s3://absent/kept"):
-        Trainer(config, checkpoints=tmp_path / "one" / "checkpoints", upload_dir=directory).run()
+        make_trainer(config, checkpoints=tmp_path / "one" / "checkpoints", upload_dir=directory).run()
     assert time.monotonic() - began < 10
     assert newest(tmp_path / "one" / "checkpoints")
 
@@ -237,7 +237,7 @@ def test_training_does_not_wait_for_storage_that_does_not_respond(
 ) -> None:
     """What is being copied stays beside the newest checkpoint, and the failure is told once the copy has ended."""
     s3[1](1.0)  # Requests are not retried.
-    trainer = Trainer(config)
+    trainer = make_trainer(config)
     taken = checkpoint.take_snapshot(trainer.model, trainer.optimizer, trainer.scaler, torch.zeros(0))
     progress = Progress(data_fingerprint="", tokenizer_sha256="", config=config.to_json())
     with socket.create_server(("127.0.0.1", 0)) as silent:
@@ -299,7 +299,7 @@ def test_a_copy_is_as_far_as_its_checkpoint(config: ResolvedConfig, bucket: str,
     lines = [json.dumps({"step": step}) + "\n" for step in (10, 12, 20)]
     checkpoints.mkdir(parents=True)
     (tmp_path / "one" / "cycles.jsonl").write_text("".join(lines))
-    Trainer(config.replace(steps=12), checkpoints=checkpoints, upload_dir=place).run()
+    make_trainer(config.replace(steps=12), checkpoints=checkpoints, upload_dir=place).run()
     place.write_json("config.json", config.to_json())
     run, progress = find_run(place.address, "runs")
     assert read_progress(progress).last_reported_step == 12

@@ -7,6 +7,7 @@ from typing import Any, cast
 
 import pytest
 import torch
+from trainers import make_trainer
 
 from infra.errors import UserError
 from train.config import Cycle, Precision, ResolvedConfig
@@ -14,7 +15,6 @@ from train.launch.link import CycleDone
 from train.loop.memory_limit import MemoryLimit
 from train.loop.result_builder import StepTimes
 from train.loop.throughput import steady_state
-from train.loop.trainer import Trainer
 from train.model_config import ModelConfig
 from train.result import CycleReport, MemorySource, RunResult
 from tune.space import Candidate
@@ -204,7 +204,7 @@ def test_a_damaged_row_is_named(training: ResolvedConfig, tmp_path: Path) -> Non
 
 @pytest.fixture(scope="module")
 def eight_steps(training: ResolvedConfig) -> RunResult:
-    return Trainer(training.replace(steps=8)).run()
+    return make_trainer(training.replace(steps=8)).run()
 
 
 def judged(result: RunResult, watch: TrialMonitor | None = None) -> tuple[TrialOutcome, str]:
@@ -311,7 +311,7 @@ def test_what_was_asked_of_a_trial_is_in_its_row_by_the_same_name(distinct: Call
 def test_a_rung_is_measured_like_the_run_of_its_config(training: ResolvedConfig) -> None:
     """With all its losses, and with validation; its limit is that of any trial."""
     config = training.replace(steps=9, cycle=Cycle(4, 1), seed=3)
-    trainer = Trainer(config)
+    trainer = make_trainer(config)
     expected = trainer.run()
     request = TrialRequest("m4", 1, "rung", Proposal(Candidate(4), "rung"), config, "here")
     row, _ = run(request)
