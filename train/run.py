@@ -155,7 +155,7 @@ def train_and_report(run: RunPlan, tracking_uri: str | None, file: str | None) -
 def _device_info(run: RunPlan) -> DeviceInfo:
     if run.is_local:
         return local_device_info(run.requested.execution)
-    from train.launch.placement import worker_device_info
+    from train.launch.cluster import worker_device_info
 
     return worker_device_info(run.requested.execution, run.requested.batch.workers)
 

@@ -1,15 +1,19 @@
 """A training run as its command plans it, what its workers get of it, and what they return."""
 
 import os
+import socket
+import time
+from collections.abc import Callable
 from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any
 
 from infra.device.hardware import DeviceInfo
+from infra.errors import UserError
 from infra.storage.directory import StorageDir
 from pipeline.shards import Manifest
 from train.config import AUTO, ResolvedConfig, TrainConfig
-from train.data.source import DataSource
+from train.data.source import DataSource, TrainingData
 from train.data.sources import source_of
 from train.resolved import next_smaller_micro_batch, prepare, resolve
 from train.result import RunResult
@@ -17,6 +21,9 @@ from train.run_files.lookup import find_run
 from train.run_files.progress import Progress, check_not_finished, check_same_run, read_progress
 from train.run_files.run_folder import RunFolder
 from train.search_reference import SearchReference
+
+DOWNLOAD_REPORT_SECONDS = 10.0
+"""Interval between two lines about the data that a worker downloads."""
 
 
 @dataclass(frozen=True)
@@ -33,6 +40,32 @@ class WorkerJob:
     retries_smaller_batch: bool = False
     """Whether a micro-batch that does not fit is replaced by the next smaller one, because it was chosen
     automatically."""
+
+    def open_data(self, print_line: Callable[[str], object]) -> TrainingData:
+        """Open the data, which must be those that the driver saw; lines about a download are printed.
+
+        Raises ``UserError`` if they are missing, or differ.
+        """
+        dataset = self.config.dataset
+        source = self.source or source_of(dataset)
+        host, last_report = socket.gethostname(), [0.0]
+        if self.fingerprint is not None:
+            source.check_reachable(host)
+
+        def on_shard(manifest: Manifest, number: int) -> None:
+            if number == 0 or time.monotonic() - last_report[0] > DOWNLOAD_REPORT_SECONDS:
+                last_report[0] = time.monotonic()
+                size = sum(shard.bytes for shard in manifest.shards)
+                total = f"{len(manifest.shards)} shards, {size / 1e6:,.1f} MB in total"
+                print_line(f"{host}: downloading {dataset.source}, {number} of {total}")
+
+        data = source.open(self.config.model, self.config.batch, self.config.duration.cycle, on_shard)
+        if self.fingerprint not in (None, data.manifest.fingerprint):
+            raise UserError(
+                f"{dataset.flag} {dataset.source} differs between machines: fingerprint "
+                f"{data.manifest.fingerprint[:12]} on {host}, {self.fingerprint[:12]} on the driver."
+            )
+        return data
 
 
 @dataclass(frozen=True, kw_only=True)

@@ -4,9 +4,7 @@ A session prepares the process, loads the data, trains, tries a smaller micro-ba
 completes the result with what the machine did.
 """
 
-import socket
-import time
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Iterator, Sequence
 from contextlib import ExitStack, contextmanager
 from dataclasses import replace
 from pathlib import Path
@@ -16,10 +14,8 @@ import torch
 from infra.cli.units import GB
 from infra.device.telemetry import Telemetry
 from infra.errors import UserError
-from pipeline.shards import Manifest
 from train.config import Cycle, ResolvedConfig
 from train.data.source import TrainingData
-from train.data.sources import source_of
 from train.launch.job import WorkerJob, WorkerResult
 from train.launch.link import Activity, CycleDone, Message, MicroBatchTooLarge, PrintLine, SystemMetrics
 from train.loop import memory
@@ -36,9 +32,6 @@ from train.run_files.checkpoint import Checkpoints
 from train.run_files.progress import newest, read_progress
 from train.run_files.run_folder import RunFolder
 from train.search_reference import FIRST_STEPS
-
-DOWNLOAD_REPORT_SECONDS = 10.0
-"""Interval between two lines about the data that a worker downloads."""
 
 
 class Driver:
@@ -84,6 +77,8 @@ class WorkerSession:
 
     def __init__(self, job: WorkerJob, folder: RunFolder | None, driver: Driver | None) -> None:
         self.job, self.folder, self.driver = job, folder, driver
+        self.config = job.config
+        """The config with the micro-batch that is tried."""
         self.limit: MemoryLimit | None = None
         """The limit on the memory of this process, once it is set."""
         self.times = StepTimes()
@@ -106,63 +101,34 @@ class WorkerSession:
             SmallerBatchRequired: several workers must start again.
             OutOfMemory: several workers ran out of memory, and there is no smaller micro-batch to try.
         """
-        config = next_smaller_micro_batch(self.job.config, failed_micro_batches) or self.job.config
-        configure_allocator(config.execution.allocator)
+        self.config = next_smaller_micro_batch(self.job.config, failed_micro_batches) or self.job.config
+        configure_allocator(self.config.execution.allocator)
         if self.job.memory_limit:
-            self.limit = MemoryLimit.apply(self.job.memory_limit, config.execution.device)
-        self._preparing = Activity("loading the data", step_of(resume))
+            self.limit = MemoryLimit.apply(self.job.memory_limit, self.config.execution.device)
+        start_step, failed = step_of(resume), [*failed_micro_batches]
+        self._preparing = Activity("loading the data", start_step)
         with ExitStack() as stack:
             telemetry = None
             if self.driver:
                 stack.enter_context(self.driver.connect(self))
                 telemetry = stack.enter_context(Telemetry(self._send_metrics, self.driver.telemetry_second))
-            result = self._train(config, resume, failed_micro_batches, telemetry)
+            result = self._train(resume)
+            while smaller := self._smaller_config(result, start_step):
+                failed.append(self.config.batch.micro_batch)
+                resume = self._prepare_retry(smaller, result.reason) or resume
+                start_step = step_of(resume)  # Read now, because training removes old checkpoints.
+                result = self._train(resume)
+            result = replace(result, failed_micro_batches=tuple(failed))
+            if self._trainer is None and self.config.batch.workers > 1:
+                raise OutOfMemory(result)
+            if self._trainer and telemetry:
+                result = self._completed(self._trainer, result, telemetry, start_step)
         return WorkerResult(result, self._data.summary() if self._data else None)
 
-    def _train(
-        self,
-        config: ResolvedConfig,
-        resume: Path | None,
-        failed_micro_batches: Sequence[int],
-        telemetry: Telemetry | None,
-    ) -> RunResult:
-        """Train with the largest micro-batch that fits, up to that of ``config``."""
-        failed = [*failed_micro_batches]
-        while True:
-            start_step = step_of(resume)  # Read now, because training removes old checkpoints.
-            try:
-                result = self._train_once(config, resume)
-            except OutOfMemory as failure:
-                self._trainer, result = None, failure.result
-            smaller = None
-            if self.job.retries_smaller_batch and did_not_fit(result, start_step):
-                smaller = next_smaller_micro_batch(config, [config.batch.micro_batch])
-            if smaller is None:
-                break
-            failed.append(config.batch.micro_batch)
-            message = MicroBatchTooLarge(
-                config.batch.micro_batch,
-                f"micro-batch {config.batch.micro_batch} did not fit ({result.reason}); retrying with "
-                f"{smaller.batch.micro_batch}",
-            )
-            if config.batch.workers > 1:
-                raise SmallerBatchRequired(message)
-            self._post(message)
-            self._preparing = Activity("building the model", 0)
-            self._trainer = None
-            memory.reset_after_oom(config.execution)
-            config, resume = smaller, (newest(self.folder.checkpoints) if self.folder else None) or resume
-        result = replace(result, failed_micro_batches=tuple(failed))
-        if self._trainer is None and config.batch.workers > 1:
-            raise OutOfMemory(result)
-        if self._trainer and telemetry:
-            result = self._completed(self._trainer, result, telemetry, start_step)
-        return result
-
-    def _train_once(self, config: ResolvedConfig, resume: Path | None) -> RunResult:
-        """Run the loop once. Raises ``OutOfMemory`` as the trainer does."""
-        folder, driver = self.folder, self.driver
-        self._data = data = load_data(self.job, lambda text: self._post(PrintLine(text)))
+    def _train(self, resume: Path | None) -> RunResult:
+        """Run the loop once. Without memory for its first step the result is there, and no trainer."""
+        folder, driver, config = self.folder, self.driver, self.config
+        self._data = self.job.open_data(lambda text: self._post(PrintLine(text)))
         reported = read_progress(resume).last_reported_step if resume else 0
         if folder and driver:
             folder.truncate_after(reported)
@@ -171,19 +137,42 @@ class WorkerSession:
         self._preparing = Activity("building the model", reported)
         checkpoints, keep = None, config.checkpoints.keep_checkpoints
         if folder and keep:
-            checkpoints = Checkpoints(folder.checkpoints, keep, folder.copy_of, data.tokenizer)
-        self._trainer = trainer = Trainer(
-            config,
-            data,
-            Callbacks(self._on_cycle, driver.should_stop if driver else lambda: False),
-            checkpoints=checkpoints,
-            resume=resume,
-            limit=None if driver and driver.checks_memory else self.limit,
-        )
-        self.times = trainer.times
-        if trainer.attention != trainer.config.execution.attention:
-            self._post(PrintLine(f"attention {trainer.attention} (auto)"))
-        return trainer.run()
+            checkpoints = Checkpoints(folder.checkpoints, keep, folder.copy_of, self._data.tokenizer)
+        try:
+            self._trainer = Trainer(
+                config,
+                self._data,
+                Callbacks(self._on_cycle, driver.should_stop if driver else lambda: False),
+                checkpoints=checkpoints,
+                resume=resume,
+                limit=None if driver and driver.checks_memory else self.limit,
+            )
+            self.times = self._trainer.times
+            if self._trainer.attention != config.execution.attention:
+                self._post(PrintLine(f"attention {self._trainer.attention} (auto)"))
+            return self._trainer.run()
+        except OutOfMemory as failure:
+            self._trainer = None
+            return failure.result
+
+    def _smaller_config(self, result: RunResult, start_step: int) -> ResolvedConfig | None:
+        """The config to try after ``result`` from step ``start_step``; None if that stands."""
+        if self.job.retries_smaller_batch and did_not_fit(result, start_step):
+            return next_smaller_micro_batch(self.config, [self.config.batch.micro_batch])
+        return None
+
+    def _prepare_retry(self, smaller: ResolvedConfig, reason: str) -> Path | None:
+        """Free what did not fit for ``reason``, and try ``smaller`` next; returns the checkpoint that was saved."""
+        size, next_size = self.config.batch.micro_batch, smaller.batch.micro_batch
+        message = MicroBatchTooLarge(size, f"micro-batch {size} did not fit ({reason}); retrying with {next_size}")
+        if self.config.batch.workers > 1:
+            raise SmallerBatchRequired(message)
+        self._post(message)
+        self._preparing = Activity("building the model", 0)
+        self._trainer = None
+        memory.reset_after_oom(self.config.execution)
+        self.config = smaller
+        return newest(self.folder.checkpoints) if self.folder else None
 
     def _on_cycle(self, report: CycleReport) -> None:
         """Log a cycle in the run's folder, and tell the driver. Called on the first worker only."""
@@ -258,30 +247,3 @@ def energy(telemetry: Telemetry, trainer: Trainer, result: RunResult, start_step
     joules = telemetry.joules(first, first + result.train_seconds - trainer.elapsed_before)
     tokens = (result.steps - start_step - 1) * trainer.config.step_tokens / trainer.config.batch.workers
     return joules / tokens * 1e6 if joules is not None and tokens > 0 else None
-
-
-def load_data(job: WorkerJob, print_line: Callable[[str], object]) -> TrainingData:
-    """The data of ``job``, which must be those that the driver saw; lines about a download are printed.
-
-    Raises ``UserError`` if they are missing, or differ.
-    """
-    config, dataset = job.config, job.config.dataset
-    source = job.source or source_of(dataset)
-    host, last_report = socket.gethostname(), [0.0]
-    if job.fingerprint is not None:
-        source.check_reachable(host)
-
-    def on_shard(manifest: Manifest, number: int) -> None:
-        if number == 0 or time.monotonic() - last_report[0] > DOWNLOAD_REPORT_SECONDS:
-            last_report[0] = time.monotonic()
-            size = sum(shard.bytes for shard in manifest.shards)
-            total = f"{len(manifest.shards)} shards, {size / 1e6:,.1f} MB in total"
-            print_line(f"{host}: downloading {dataset.source}, {number} of {total}")
-
-    data = source.open(config.model, config.batch, config.duration.cycle, on_shard)
-    if job.fingerprint not in (None, data.manifest.fingerprint):
-        raise UserError(
-            f"{dataset.flag} {dataset.source} differs between machines: fingerprint {data.manifest.fingerprint[:12]} "
-            f"on {host}, {job.fingerprint[:12]} on the driver."
-        )
-    return data

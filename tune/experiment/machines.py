@@ -155,7 +155,7 @@ def trial_resources(
             "The Ray cluster has no CPU cores for trials. Start it with 'ray start --head --num-cpus=1' or more."
         )
     if source_of(dataset).reads_on_ray:
-        from train.launch.placement import READER_CORES
+        from train.launch.cluster import READER_CORES
 
         cores = max(1, cores - READER_CORES)
     return {"CPU": float(cores)} | ({"GPU": 1.0} if use_gpu else {}) | accelerator_resource(execution.accelerator)

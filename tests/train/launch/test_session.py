@@ -19,7 +19,7 @@ from train.config import Cycle, ResolvedConfig
 from train.launch import session
 from train.launch.job import WorkerJob
 from train.launch.link import Activity, CycleDone, Message, MicroBatchTooLarge, SystemMetrics
-from train.launch.session import Driver, WorkerSession, did_not_fit, energy, load_data
+from train.launch.session import Driver, WorkerSession, did_not_fit, energy
 from train.model_config import ModelConfig
 from train.models.gpt2 import GPT
 from train.resolved import next_smaller_micro_batch
@@ -209,11 +209,11 @@ def test_a_result_has_what_the_machine_did_after_the_first_step(home: RunFolder,
 def test_data_that_the_driver_did_not_see_are_refused(config: ResolvedConfig, tmp_path: Path) -> None:
     fingerprint = read_manifest(config.dataset.data).fingerprint
     job = WorkerJob(config, fingerprint=fingerprint)
-    assert load_data(job, print).manifest.fingerprint == fingerprint
+    assert job.open_data(print).manifest.fingerprint == fingerprint
     with pytest.raises(UserError, match=r"fingerprint .* 0000.* on the driver"):
-        load_data(replace(job, fingerprint="0" * 64), print)
+        replace(job, fingerprint="0" * 64).open_data(print)
     with pytest.raises(UserError, match=r"absent is not on .*object storage"):
-        load_data(replace(job, config=config.replace(data=str(tmp_path / "absent"))), print)
+        replace(job, config=config.replace(data=str(tmp_path / "absent"))).open_data(print)
 
 
 @pytest.mark.parametrize("workers", [1, 2])
