@@ -115,7 +115,8 @@ class WorkerSession:
             result = self._train(resume)
             while smaller := self._smaller_config(result, start_step):
                 failed.append(self.config.batch.micro_batch)
-                resume = self._prepare_retry(smaller, result.reason) or resume
+                resume = self._prepare_retry(result.reason, smaller.batch.micro_batch) or resume
+                self.config = smaller
                 start_step = step_of(resume)  # Read now, because training removes old checkpoints.
                 result = self._train(resume)
             result = replace(result, failed_micro_batches=tuple(failed))
@@ -161,17 +162,19 @@ class WorkerSession:
             return next_smaller_micro_batch(self.config, [self.config.batch.micro_batch])
         return None
 
-    def _prepare_retry(self, smaller: ResolvedConfig, reason: str) -> Path | None:
-        """Free what did not fit for ``reason``, and try ``smaller`` next; returns the checkpoint that was saved."""
-        size, next_size = self.config.batch.micro_batch, smaller.batch.micro_batch
-        message = MicroBatchTooLarge(size, f"micro-batch {size} did not fit ({reason}); retrying with {next_size}")
+    def _prepare_retry(self, reason: str, smaller: int) -> Path | None:
+        """Free the memory of a micro-batch that did not fit, and announce the ``smaller`` one.
+
+        Returns the checkpoint that was saved meanwhile, if there is one. Raises ``SmallerBatchRequired`` as :meth:`run`.
+        """
+        size = self.config.batch.micro_batch
+        message = MicroBatchTooLarge(size, f"micro-batch {size} did not fit ({reason}); retrying with {smaller}")
         if self.config.batch.workers > 1:
             raise SmallerBatchRequired(message)
         self._post(message)
         self._preparing = Activity("building the model", 0)
         self._trainer = None
         memory.reset_after_oom(self.config.execution)
-        self.config = smaller
         return newest(self.folder.checkpoints) if self.folder else None
 
     def _on_cycle(self, report: CycleReport) -> None:
