@@ -127,7 +127,7 @@ class WorkerSession:
         return WorkerResult(result, self._data.summary() if self._data else None)
 
     def _train(self, resume: Path | None) -> RunResult:
-        """Run the loop once. Without memory for its first step the result is there, and no trainer."""
+        """Run the loop once. If memory runs out where the loop cannot return, there is a result, but no trainer."""
         folder, driver, config = self.folder, self.driver, self.config
         self._data = self.job.open_data(lambda text: self._post(PrintLine(text)))
         reported = read_progress(resume).last_reported_step if resume else 0
@@ -165,7 +165,7 @@ class WorkerSession:
     def _prepare_retry(self, reason: str, smaller: int) -> Path | None:
         """Free the memory of a micro-batch that did not fit, and announce the ``smaller`` one.
 
-        Returns the checkpoint that was saved meanwhile, if there is one. Raises ``SmallerBatchRequired`` as :meth:`run`.
+        Returns the checkpoint that was saved meanwhile, if there is one. Several workers must start again for it.
         """
         size = self.config.batch.micro_batch
         message = MicroBatchTooLarge(size, f"micro-batch {size} did not fit ({reason}); retrying with {smaller}")
