@@ -86,7 +86,7 @@ def _choose(logits: Tensor, sampling: SamplingParams, generator: torch.Generator
 
 def closing_sample(trainer: Trainer, result: RunResult) -> str | None:
     """Text that a model writes at the end of its run; None if it is sharded, gives no logits, or has no tokenizer."""
-    tokenizer, kind = trainer.tokenizer, trainer.config.model
+    tokenizer, kind = trainer.data.tokenizer, trainer.config.model
     if result.outcome != "finished" or trainer.config.execution.fsdp or tokenizer is None or not kind.has_logits:
         return None
     model = build_inference_model(trainer.config.model, trainer.config.execution.mask_books, weights_of=trainer.model)

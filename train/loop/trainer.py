@@ -87,7 +87,6 @@ class Trainer:
     ) -> None:
         self.config = config
         self.data = data
-        self.tokenizer = data.tokenizer
         configure_allocator(config.execution.allocator)
         enable_large_pages(config.execution)
         self.callbacks = callbacks
