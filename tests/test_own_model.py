@@ -132,8 +132,8 @@ def test_its_memory_is_measured_as_the_formulas_know_it(doors: tuple[TrainConfig
     ours = resolve(doors[0].replace(model=shape, global_batch=32), cpu_info())
     theirs = resolve(ours.replace(model=parse_model(words)), cpu_info())
     for micro_batch in (16, 32):
-        known, found = (predict_peak(config.replace(micro_batch=micro_batch)) for config in (ours, theirs))
-        measured = measure_fit(ours.replace(micro_batch=micro_batch)).peak(micro_batch)
+        known, found = (predict_peak(config.replace(micro_batch=micro_batch).step) for config in (ours, theirs))
+        measured = measure_fit(ours.replace(micro_batch=micro_batch).step).peak(micro_batch)
         assert found.weights == known.weights
         assert found.total == pytest.approx(measured + known.context, rel=0.05)
         assert found.total == pytest.approx(known.total, rel=0.15)
@@ -345,7 +345,7 @@ def test_a_model_may_print_and_is_trained_whatever_mode_it_comes_in(
     assert build_model(
         config.model, config.execution, config.optimization.optimizer, config.dataset.seed, torch.device("cpu")
     ).training
-    assert measure_fit(config).weights == 4 * 257 * 257
+    assert measure_fit(config.step).weights == 4 * 257 * 257
 
 
 @pytest.mark.parametrize("tied", [True, False])

@@ -12,7 +12,7 @@ from infra.cli.units import BytesOrNone
 from infra.device.hardware import device_info
 from infra.errors import UserError
 from train.config import TrainConfig
-from train.resolved import describe_execution, format_setting, prepare, resolve_for_plan
+from train.resolved import resolve_for_plan
 
 
 @dataclass(frozen=True)
@@ -63,23 +63,25 @@ def plan(options: PlanOptions) -> None:
     from train.estimate import forecast, network, roofline
     from train.estimate.gpu_rates import load_gpu_rates
 
-    training, limit = _with_data(options.training), options.memory_limit
+    training, limit = options.training, options.memory_limit
     gpu_rates = load_gpu_rates(options.gpu) if options.gpu else None
     info, gpu_name = gpu_rates.device_info if gpu_rates else device_info(), gpu_rates and gpu_rates.device_info.name
     if gpu_rates:
         training, limit = training.replace(device="cuda"), info.with_memory_limit(limit).memory
     config = resolve_for_plan(training, info, limit)
-    size = format_setting("micro_batch", config)
+    step, size = config.step, config.format_setting("micro_batch")
     batch = f"global batch {config.batch.global_batch} = micro-batch {size} x accumulation {config.batch.accumulation}"
     workers = f"{config.batch.workers} worker{'s' * (config.batch.workers > 1)}"
     console.print(
         f"[bold]{config.model.text}[/bold], context length {config.model.context_length:,} tokens; {batch} x {workers}"
     )
-    console.print(describe_execution(config), "", sep="\n", markup=False)
+    tokens = None if config.total_steps is None else config.total_steps * config.step_tokens
+    price = options.price_per_hour and options.price_per_hour * config.batch.workers
+    console.print(config.describe_execution(), "", sep="\n", markup=False)
     for title, rows in (
         ("Parameters", forecast.parameter_rows(config.model)),
-        ("Predicted peak memory", forecast.memory_rows(config)),
-        ("Largest micro-batch", forecast.limit_rows(config, limit)),
+        ("Predicted peak memory", forecast.memory_rows(step)),
+        ("Largest micro-batch", forecast.limit_rows(step, limit)),
         ("Arithmetic", forecast.arithmetic_rows(config.model, config.step_tokens, config.total_steps)),
         *(
             [
@@ -101,22 +103,15 @@ def plan(options: PlanOptions) -> None:
             if config.batch.workers > 1
             else []
         ),
-        ("Data, time and cost", forecast.time_rows(config, options.tokens_per_second, options.price_per_hour)),
+        (
+            "Data, time and cost",
+            forecast.time_rows(config.model, config.dataset.data, tokens, options.tokens_per_second, price),
+        ),
     ):
         table = Table(title=title, title_justify="left", show_header=False, box=None, padding=(0, 2, 0, 0))
         for name, value in rows:
             table.add_row(f"  {name}", value)
         console.print(table, "")
-
-
-def _with_data(training: TrainConfig) -> TrainConfig:
-    """Return ``training`` prepared for its data, or unchanged if the data are missing or do not match the model."""
-    from pipeline.shards import read_manifest
-
-    try:
-        return prepare(training, read_manifest(training.dataset.data))
-    except UserError:
-        return training
 
 
 if __name__ == "__main__":

@@ -5,16 +5,18 @@ and the report cannot disagree. The device may be another machine's. Imports tor
 when it is called.
 """
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Mapping
+from contextlib import suppress
 from dataclasses import replace
 from typing import Any
 
 from infra.device.hardware import A100, DeviceInfo, cpu_info, device_info
 from infra.errors import UserError
 from pipeline.shards import Manifest, read_manifest
-from train.config import AUTO, Compile, ExecutionConfig, Loss, ResolvedConfig, TrainConfig
+from train.config import AUTO, Compile, ExecutionConfig, Loss, ResolvedConfig, Step, StepConfig, TrainConfig
 from train.data.sources import source_of
 from train.data.tokenizer import match_tokenizer
+from train.model_config import AnyModel
 
 CPU_TOKENS = 4096
 """Most tokens of a micro-batch that is chosen for a CPU: its caches gain nothing from more."""
@@ -40,7 +42,8 @@ def resolve(
     ``saved_settings`` are those of the run that is resumed, whose decisions by its memory are kept. Raises
     ``UserError`` when the device lacks what is requested, or when a decision contradicts the rest of the config.
     """
-    config = with_model_info(_keep_memory_decisions(requested, saved_settings) if saved_settings else requested)
+    decisions = _memory_decisions(requested.step, saved_settings) if saved_settings else {}
+    config = requested.replace(**decisions).with_model(inspect_model(requested.model))
     execution = config.execution
     device = device_info.kind if execution.device == AUTO else execution.device
     if device == "cuda" and device_info.kind != "cuda":
@@ -61,7 +64,8 @@ def resolve(
         device=device, precision=precision, attention=attention, compile=compile, allocator=allocator
     )
     check_device_support(decided.execution, device_info)
-    resolved = _choose_batch_and_loss(decided, requested, device_info.memory)
+    micro_batch, loss = _choose_batch_and_loss(decided.step, device_info.memory)
+    resolved = ResolvedConfig.from_resolved(decided.replace(micro_batch=micro_batch, loss=loss), requested)
     batch = resolved.batch
     if batch.accumulation > MAX_ACCUMULATION:
         raise UserError(
@@ -79,12 +83,24 @@ def prepare(config: TrainConfig, manifest: Manifest) -> TrainConfig:
     """
     source = source_of(config.dataset).absolute()
     model = match_tokenizer(config.model, source.load_tokenizer(manifest), source.dataset.source)
-    return with_model_info(replace(config, dataset=source.dataset, model=model))
+    return replace(config, dataset=source.dataset).with_model(inspect_model(model))
 
 
-def resolve_local(config: TrainConfig) -> ResolvedConfig:
-    """``config`` resolved for its token shards and the device of this machine."""
-    return resolve(prepare(config, read_manifest(config.dataset.data)), device_info())
+def resolve_local(config: TrainConfig, manifest: Manifest | None = None) -> ResolvedConfig:
+    """Resolve ``config`` for its token shards and the device of this machine; reads ``manifest`` if it is None."""
+    return resolve(prepare(config, manifest or read_manifest(config.dataset.data)), device_info())
+
+
+def resolve_for_plan(config: TrainConfig, device_info: DeviceInfo, memory_limit: int | None = None) -> ResolvedConfig:
+    """Resolve ``config`` to plan a run that need not run here, for its token shards if there are any.
+
+    The device is the one of ``device_info``, or an A100 if ``config`` requests a GPU and ``device_info`` is a CPU. It
+    needs no compiler.
+    """
+    with suppress(UserError):
+        config = prepare(config, read_manifest(config.dataset.data))
+    device_info = A100 if config.execution.device == "cuda" and device_info.kind == "cpu" else device_info
+    return resolve(config, replace(device_info, compile_blocker="").with_memory_limit(memory_limit))
 
 
 def check_device_support(execution: ExecutionConfig, device_info: DeviceInfo) -> None:
@@ -99,17 +115,16 @@ def check_device_support(execution: ExecutionConfig, device_info: DeviceInfo) ->
         )
 
 
-def with_model_info(config: TrainConfig) -> TrainConfig:
-    """``config`` with what is found of a custom model by running it once, where that is not known yet.
+def inspect_model(model: AnyModel) -> AnyModel:
+    """Return ``model`` with what running a custom model once shows, if that is not known yet.
 
-    Raises ``UserError`` for a model that cannot be trained, or that lacks a switch.
+    Raises ``UserError`` for a model that cannot be trained.
     """
-    model = config.model
-    if model.needs_inspection:
-        from train.models.builders import builder_of
+    if not model.needs_inspection:
+        return model
+    from train.models.builders import builder_of
 
-        model = builder_of(model).inspect()
-    return config.replace(model=model, **({"loss": "plain"} if model.unsupported_reason("loss", "fused") else {}))
+    return builder_of(model).inspect()
 
 
 def _compile(execution: ExecutionConfig, device_info: DeviceInfo) -> Compile:
@@ -123,65 +138,40 @@ def _compile(execution: ExecutionConfig, device_info: DeviceInfo) -> Compile:
     return "whole"
 
 
-def _choose_batch_and_loss(config: TrainConfig, requested: TrainConfig, memory: int) -> ResolvedConfig:
-    """``config`` with the largest micro-batch that is expected to fit ``memory`` bytes, and the loss that allows it.
+def _choose_batch_and_loss(step: StepConfig, memory: int) -> tuple[int, Loss]:
+    """Choose the largest micro-batch that is predicted to fit ``memory`` bytes, and the loss that allows it.
 
     The plain loss is preferred where it allows the same, or enough. Where nothing is expected to fit, what needs least
     is tried.
     """
-    micro_batch, loss, chunks = config.batch.micro_batch, config.execution.loss, config.execution.loss_chunks
+    micro_batch, loss, chunks = step.batch.micro_batch, step.execution.loss, step.execution.loss_chunks
     if micro_batch != AUTO and loss != AUTO:
-        return ResolvedConfig.from_resolved(config, requested)
+        return micro_batch, loss
     from train.estimate.memory import peak_with_margin
 
-    sizes, length = config.micro_batches if micro_batch == AUTO else [micro_batch], config.model.context_length
-    if config.execution.device == "cpu" and micro_batch == AUTO:
+    sizes, length = step.micro_batches if micro_batch == AUTO else [micro_batch], step.model.context_length
+    if step.execution.device == "cpu" and micro_batch == AUTO:
         sizes = [size for size in sizes if size * length <= CPU_TOKENS] or sizes[:1]
     losses: list[Loss] = [loss] if loss != AUTO else ["fused"] if chunks > 1 else ["plain", "fused"]
     candidates = [
-        ResolvedConfig.from_resolved(config.replace(micro_batch=size, loss=loss), requested)
-        for size in reversed(sizes)
-        for loss in losses
+        Step.from_resolved(step.replace(micro_batch=size, loss=loss)) for size in reversed(sizes) for loss in losses
     ]
     fitting = [candidate for candidate in candidates if peak_with_margin(candidate) <= memory]
     plain = (candidate for candidate in fitting if candidate.execution.loss == "plain")
     enough = (candidate for candidate in plain if candidate.batch.micro_batch * length >= SATURATION_TOKENS)
-    return next(enough, None) or next(iter(fitting), None) or min(candidates, key=peak_with_margin)
+    choice = next(enough, None) or next(iter(fitting), None) or min(candidates, key=peak_with_margin)
+    return choice.batch.micro_batch, choice.execution.loss
 
 
-def next_smaller_micro_batch(config: ResolvedConfig, failed_micro_batches: Sequence[int]) -> ResolvedConfig | None:
-    """``config`` with the next micro-batch below all ``failed_micro_batches``, for the same global batch.
+def _memory_decisions(requested: StepConfig, saved_settings: Mapping[str, Any]) -> dict[str, Any]:
+    """Return the settings that a run with ``saved_settings`` chose by its memory, and ``requested`` leaves ``auto``.
 
-    Unchanged where none was; None where there is no smaller one.
-    """
-    sizes = [
-        size for size in config.micro_batches if size < min(failed_micro_batches, default=config.batch.micro_batch + 1)
-    ]
-    return config.replace(micro_batch=sizes[-1]) if sizes else None
-
-
-def _keep_memory_decisions(requested: TrainConfig, saved_settings: Mapping[str, Any]) -> TrainConfig:
-    """``requested`` with what it leaves open as its run, whose config was ``saved_settings``, has decided it by its
-    memory.
-
-    A micro-batch that another number of workers rules out is decided anew.
+    A micro-batch that is impossible with another number of workers is chosen again.
     """
     decisions = {name: saved_settings[name] for name in BY_MEMORY if requested.setting(name) == AUTO}
     if decisions.get("micro_batch") not in requested.micro_batches:
         decisions.pop("micro_batch", None)
-    return requested.replace(**decisions)
-
-
-def format_setting(name: str, config: ResolvedConfig) -> str:
-    """A setting's value, and whether it was chosen automatically: ``whole (auto)``."""
-    value = config.setting(name)
-    return f"{value} (auto)" if config.requested.setting(name) == AUTO and value != AUTO else f"{value}"
-
-
-def describe_execution(config: ResolvedConfig) -> str:
-    """How ``config`` is executed, as one line."""
-    names = ("device", "precision", "attention", "compile", "loss", "checkpointing", "optimizer")
-    return ", ".join(f"{name} {format_setting(name, config)}" for name in names)
+    return decisions
 
 
 def local_device_info(execution: ExecutionConfig) -> DeviceInfo:
@@ -193,12 +183,3 @@ def local_device_info(execution: ExecutionConfig) -> DeviceInfo:
             "out, or name a cluster with --address."
         )
     return info
-
-
-def resolve_for_plan(config: TrainConfig, device_info: DeviceInfo, memory_limit: int | None = None) -> ResolvedConfig:
-    """``config`` resolved for this machine's device or, if it asks for a GPU and there is none, for an A100.
-
-    A machine that only plans needs no compiler.
-    """
-    device_info = A100 if config.execution.device == "cuda" and device_info.kind == "cpu" else device_info
-    return resolve(config, replace(device_info, compile_blocker="").with_memory_limit(memory_limit))

@@ -105,7 +105,7 @@ def plan_run(options: RunOptions) -> RunPlan:
         run = RunPlan.continued(config, options.resume, options.out)
     else:
         run = RunPlan.new(config, new_run(options.out, options.name or default_name(config.model)))
-    confirmed = read_search_reference(options.config, config) if options.config else None
+    confirmed = read_search_reference(options.config, config.flat()) if options.config else None
     return dataclasses.replace(run, memory_limit=options.memory_limit, address=options.address, confirmed=confirmed)
 
 

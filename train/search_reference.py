@@ -8,13 +8,13 @@ from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from itertools import chain
 from statistics import fmean
-from typing import NamedTuple
+from typing import Any, NamedTuple
 
 from infra.device.telemetry import THROTTLE_BITS
 from infra.errors import UserError
 from infra.schema import from_json, strict
 from infra.storage.directory import StorageDir
-from train.config import Compile, TrainConfig, config_from_json
+from train.config import Compile, config_from_json
 from train.intervals import Estimate
 from train.result import Diagnosis, RunResult
 
@@ -95,8 +95,8 @@ class Cause(NamedTuple):
     """The measured values as a text."""
 
 
-def read_search_reference(file: str, config: TrainConfig) -> SearchReference | None:
-    """Read the measurements in a search's ``file``; None without them, or if ``config`` differs in a speed setting."""
+def read_search_reference(file: str, settings: Mapping[str, Any]) -> SearchReference | None:
+    """Read the measurements in a search's ``file``; None without them, or if a speed setting differs."""
     path = StorageDir.of(file)
     try:
         content = path.parent.read(path.name)
@@ -108,7 +108,7 @@ def read_search_reference(file: str, config: TrainConfig) -> SearchReference | N
         reference = from_json(SearchReference, values["measured"], file)
     except (ValueError, UserError, KeyError, TypeError):
         return None
-    has_same_settings = all(best_config.setting(name) == config.setting(name) for name in SPEED_SETTINGS)
+    has_same_settings = all(best_config.setting(name) == settings[name] for name in SPEED_SETTINGS)
     return reference if has_same_settings else None
 
 

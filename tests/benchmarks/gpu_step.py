@@ -139,7 +139,7 @@ def train(options: argparse.Namespace) -> Found:
     result = trainer.run()
     found: Found = {
         "outcome": result.outcome, "reason": result.reason, "device": result.device, "config": config.to_json(),
-        "predicted": predict_peak(config).total, "predicted_allocated": predict_peak(config).allocated,
+        "predicted": predict_peak(config.step).total, "predicted_allocated": predict_peak(config.step).allocated,
         **vars(result.memory), "first_step_seconds": result.first_step_seconds,
         "data_wait_fraction": result.data_wait_fraction, "train_loss": result.train_loss, "mfu": result.mfu,
         "flops_per_second": result.flops_per_second, "step_seconds": trainer.times.steps,

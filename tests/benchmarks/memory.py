@@ -98,7 +98,7 @@ def compared(point: dict[str, Any]) -> dict[str, Any]:
     from train.estimate.memory import predict_peak
 
     asked = ("model", "precision", "compile", "loss_chunks", "micro_batch")
-    found = predict_peak(config(Path(), **{name: point[name] for name in asked}))
+    found = predict_peak(config(Path(), **{name: point[name] for name in asked}).step)
     predicted = found.allocated - found.weights - found.optimizer
     measured = point["peak"] - point["before"]
     error = round(predicted / measured - 1, 4)

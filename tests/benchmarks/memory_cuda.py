@@ -156,8 +156,7 @@ def compared(row: dict[str, Any]) -> dict[str, Any]:
     """The prediction for ``row`` and its errors, as shares."""
     from train.estimate.memory import predict_peak
 
-    run = config(Path(), row)
-    peak = predict_peak(run)
+    peak = predict_peak(config(Path(), row).step)
     found: dict[str, Any] = {"predicted": peak.allocated, "predicted_reserved": peak.reserved, "moment": peak.moment}
     if row["outcome"] == "finished":
         found["error"] = round(peak.allocated / row["allocated"] - 1, 4)

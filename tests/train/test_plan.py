@@ -35,18 +35,19 @@ def test_gpt2_has_its_published_parameters() -> None:
 
 
 def test_time_and_cost_follow_from_speed_and_price(small_shards: Path, small_model: ModelConfig) -> None:
-    config = TrainConfig.of(data=str(small_shards), model=small_model, micro_batch=4, global_batch=8, steps=100)
-    rows = dict(time_rows(resolve_for_plan(config, cpu_info()), 256, 36))
+    rows = dict(time_rows(small_model, str(small_shards), 25600, 256, 36))
     tokens = epoch_tokens(str(small_shards))
     assert tokens is not None
     assert rows["epoch"].startswith(f"{tokens:,} tokens")
     assert "25,600 tokens" in rows["planned run"]
     assert "1m40s, cost 1.00" in rows["planned run"]
     assert f"{25600 / tokens:.3g} epochs" in rows["planned run"]
-    assert (
-        "1m40s, cost 2.00"
-        in dict(time_rows(resolve_for_plan(config.replace(workers=2), cpu_info()), 256, 36))["planned run"]
+    config = TrainConfig.of(
+        data=str(small_shards), model=small_model, micro_batch=4, global_batch=8, steps=100, workers=2
     )
+    with console.capture() as printed:
+        plan(PlanOptions(config, tokens_per_second=256, price_per_hour=36))
+    assert "1m40s, cost 2.00" in printed.get(), "both workers are paid"
 
 
 def test_the_limit_names_a_batch_or_says_that_none_fits() -> None:
@@ -55,7 +56,7 @@ def test_the_limit_names_a_batch_or_says_that_none_fits() -> None:
     )
 
     def largest(config: TrainConfig, limit: int = 40 * 10**9) -> str:
-        return dict(limit_rows(resolve_for_plan(config, cpu_info()), limit))["as configured"]
+        return dict(limit_rows(resolve_for_plan(config, cpu_info()).step, limit))["as configured"]
 
     def numbers(config: TrainConfig) -> list[int]:
         return [int(number) for number in re.findall(r"\d+", largest(config))]
@@ -77,7 +78,7 @@ def test_the_limit_names_a_batch_or_says_that_none_fits() -> None:
 )
 def test_what_would_save_more_memory_is_tried(settings: dict[str, Any], variants: list[str]) -> None:
     named = {"micro_batch": 1, "device": "cpu", "precision": "fp32", "compile": "off", "loss": "plain"}
-    rows = limit_rows(resolve_for_plan(TrainConfig.of(**named | settings), cpu_info()), 40 * 10**9)
+    rows = limit_rows(resolve_for_plan(TrainConfig.of(**named | settings), cpu_info()).step, 40 * 10**9)
     assert [name for name, _ in rows] == ["limit", "as configured", *variants]
 
 
@@ -102,10 +103,10 @@ def test_the_published_formula_of_activations_stands_below_the_prediction() -> N
     )
     assert published_activations(gpt3, 1, "bf16") == 96 * 2048 * 12288 * 114
     assert published_activations(gpt3, 1, "tf32") == 2 * 96 * 2048 * 12288 * 114
-    assert "96 x sbh(34 + 5as/h)" in dict(memory_rows(resolve_for_plan(config, cpu_info())))["published formula"]
+    assert "96 x sbh(34 + 5as/h)" in dict(memory_rows(resolve_for_plan(config, cpu_info()).step))["published formula"]
     assert (
         "96 x 2sbh(34 + 5as/h)"
-        in dict(memory_rows(resolve_for_plan(config.replace(precision="fp32"), cpu_info())))["published formula"]
+        in dict(memory_rows(resolve_for_plan(config.replace(precision="fp32"), cpu_info()).step))["published formula"]
     )
 
 

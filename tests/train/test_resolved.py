@@ -11,7 +11,7 @@ from infra.device.hardware import A100, DeviceInfo
 from infra.errors import UserError
 from train.config import Loss, TrainConfig
 from train.estimate.memory import peak_with_margin, predict_peak
-from train.resolved import SATURATION_TOKENS, next_smaller_micro_batch, resolve, resolve_for_plan
+from train.resolved import SATURATION_TOKENS, resolve, resolve_for_plan
 from tune.space import make_space
 
 MIB = 2**20
@@ -72,12 +72,12 @@ def test_what_a_run_is_that_is_given_no_flags(
         found.batch.micro_batch,
         found.execution.loss,
     ) == expected
-    assert peak_with_margin(found) <= min(facts.memory, limit or facts.memory)
+    assert peak_with_margin(found.step) <= min(facts.memory, limit or facts.memory)
     if found.execution.loss == "fused":
         plain = resolve(TrainConfig.of(loss="plain"), facts.with_memory_limit(limit))
         assert (
             plain.batch.micro_batch < found.batch.micro_batch
-            or peak_with_margin(plain) > facts.with_memory_limit(limit).memory
+            or peak_with_margin(plain.step) > facts.with_memory_limit(limit).memory
         )
 
 
@@ -95,7 +95,7 @@ def test_the_micro_batch_is_the_largest_that_fits(
     found = resolve(asked, there)
 
     def fits(size: int, loss: Loss) -> bool:
-        return peak_with_margin(found.replace(micro_batch=size, loss=loss)) <= there.memory
+        return peak_with_margin(found.step.replace(micro_batch=size, loss=loss)) <= there.memory
 
     assert (
         found.batch.global_batch
@@ -115,25 +115,24 @@ def test_the_micro_batch_is_the_largest_that_fits(
         assert not any(fits(size, "fused") for size in larger)
         assert found.execution.loss == "plain" or loss_chunks > 1 or not fits(found.batch.micro_batch, "plain")
     if not fits(found.batch.micro_batch, found.execution.loss):
-        assert peak_with_margin(found) == min(peak_with_margin(found.replace(micro_batch=size)) for size in sizes), (
-            "what needs least is tried"
-        )
+        least = min(peak_with_margin(found.step.replace(micro_batch=size)) for size in sizes)
+        assert peak_with_margin(found.step) == least, "what needs least is tried"
     given_size = resolve(asked.replace(micro_batch=global_batch), there)
     assert given_size.batch.micro_batch == global_batch, "a size that was given is never changed"
 
 
 def test_a_size_that_did_not_fit_is_followed_by_the_next_smaller_one() -> None:
     config = resolve(TrainConfig.of(workers=2, global_batch=24), A100)
-    assert (config.batch.micro_batch, next_smaller_micro_batch(config, []), next_smaller_micro_batch(config, [1])) == (
+    assert (config.batch.micro_batch, config.with_smaller_micro_batch([]), config.with_smaller_micro_batch([1])) == (
         12,
         config,
         None,
     )
-    smaller = next_smaller_micro_batch(config, [12, 6])
+    smaller = config.with_smaller_micro_batch([12, 6])
     assert smaller
     assert (smaller.batch.micro_batch, smaller.batch.accumulation, smaller.batch.global_batch) == (4, 3, 24)
     prime = resolve(TrainConfig.of(global_batch=37), A100)
-    assert [next_smaller_micro_batch(prime, sizes) for sizes in ([37], [37, 1])] == [
+    assert [prime.with_smaller_micro_batch(sizes) for sizes in ([37], [37, 1])] == [
         prime.replace(micro_batch=1),
         None,
     ]
@@ -193,8 +192,8 @@ def test_run_estimate_search_and_report_agree(values: dict, facts: DeviceInfo) -
     space = make_space(found, (f"precision={found.execution.precision}",))
     control = space.config(space.candidates()[space.micro_batches.index(found.batch.micro_batch)])
     assert control == found, "a search's control is that run"
-    in_bf16 = predict_peak(found.replace(precision="bf16"))
-    assert (predict_peak(found) == in_bf16) is (found.execution.precision == "bf16"), (
+    in_bf16 = predict_peak(found.step.replace(precision="bf16"))
+    assert (predict_peak(found.step) == in_bf16) is (found.execution.precision == "bf16"), (
         "memory is predicted for what runs"
     )
 

@@ -137,9 +137,11 @@ def best(tmp_path: Path) -> Path:
 
 
 def test_what_a_search_found_is_read_from_its_file(best: Path) -> None:
-    assert read_search_reference(str(best), ResolvedConfig()) == CONFIRMED
+    assert read_search_reference(str(best), ResolvedConfig().flat()) == CONFIRMED
     assert (
-        read_search_reference(str(best), ResolvedConfig.of(learning_rate=1e-4, steps=7, data="elsewhere", seed=3))
+        read_search_reference(
+            str(best), ResolvedConfig.of(learning_rate=1e-4, steps=7, data="elsewhere", seed=3).flat()
+        )
         == CONFIRMED
     )
 
@@ -147,17 +149,17 @@ def test_what_a_search_found_is_read_from_its_file(best: Path) -> None:
 def test_it_is_also_read_from_object_storage(best: Path, bucket: str) -> None:
     place = StorageDir.of(f"s3://places/fast/{bucket}")
     place.upload(best, "best.json")
-    assert read_search_reference(str(place / "best.json"), ResolvedConfig()) == CONFIRMED
-    assert read_search_reference(str(place / "absent.json"), ResolvedConfig()) is None
+    assert read_search_reference(str(place / "best.json"), ResolvedConfig().flat()) == CONFIRMED
+    assert read_search_reference(str(place / "absent.json"), ResolvedConfig().flat()) is None
 
 
 def test_a_run_that_is_executed_in_another_way_is_not_compared(best: Path) -> None:
     for changes in ({"micro_batch": 16}, {"compile": "whole"}, {"loss": "fused"}, {"device": "cuda"}):
-        assert read_search_reference(str(best), ResolvedConfig().replace(**changes)) is None
+        assert read_search_reference(str(best), ResolvedConfig().replace(**changes).flat()) is None
     run = best.with_name("config.json")
     run.write_text(json.dumps(ResolvedConfig().to_json()))
-    assert read_search_reference(str(run), ResolvedConfig()) is None
-    assert read_search_reference(str(best.with_name("absent.json")), ResolvedConfig()) is None
+    assert read_search_reference(str(run), ResolvedConfig().flat()) is None
+    assert read_search_reference(str(best.with_name("absent.json")), ResolvedConfig().flat()) is None
 
 
 def test_the_command_compares_with_the_file_that_it_was_given(best: Path, small_shards: Path, tmp_path: Path) -> None:
@@ -181,7 +183,7 @@ def test_it_is_in_the_result_of_the_run_and_after_memory(make_result: Make, smal
     found = diagnose(run, result)
     assert found == diagnose_slowdown(result, CONFIRMED, EAGER.execution.compile)
     assert found
-    assert found.rows[1] in detail_rows(config, replace(result, diagnosis=found))
+    assert found.rows[1] in detail_rows(config.model, config.batch, replace(result, diagnosis=found))
     assert diagnose(replace(run, confirmed=None), result) is None
     over = replace(
         result, outcome="over_limit", shortage=MemoryShortage("checking memory after step 1", None, 10**9, {})
@@ -211,7 +213,7 @@ def test_storage_that_fails_is_not_taken_for_a_search_that_left_nothing(
 ) -> None:
     query, set_rate = s3
     file = f"s3://places/fast/best.json{query}"
-    assert read_search_reference(file, EAGER) is None
+    assert read_search_reference(file, EAGER.flat()) is None
     set_rate(1.0)
     with pytest.raises(UserError, match=r"s3://places/fast/best.json"):
-        read_search_reference(file, EAGER)
+        read_search_reference(file, EAGER.flat())

@@ -1,7 +1,8 @@
 """The settings of a run: the model, the mathematics of its steps, and how they are executed.
 
-A :class:`TrainConfig` has one section per concern, each in a file of its own with its defaults and checks. Flags,
-files, suites and searches use the flat view of :class:`TrainConfig`, which has every setting by its name.
+A :class:`TrainConfig` has one section per concern, each in a file of its own with its defaults and checks. The sections
+that determine the memory and the time of an optimizer step form its :class:`StepConfig`. Flags, files, suites and
+searches use the flat view, which has every setting by its name.
 """
 
 from train.config.batch import AUTO, Batch, BatchConfig, divisors
@@ -24,6 +25,7 @@ from train.config.execution import (
 )
 from train.config.optimization import TORCHAO_OPTIMIZERS, OptimizationConfig, Optimizer, Schedule
 from train.config.resolved_config import ResolvedConfig
+from train.config.step import Step, StepConfig
 from train.config.train_config import CHOICES, SETTING_TYPES, TrainConfig, config_from_json, load_config
 
 __all__ = [
@@ -54,6 +56,8 @@ __all__ = [
     "Precision",
     "ResolvedConfig",
     "Schedule",
+    "Step",
+    "StepConfig",
     "TrainConfig",
     "config_from_json",
     "divisors",

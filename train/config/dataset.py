@@ -1,12 +1,13 @@
 """Settings of the data of a run, and of reading them."""
 
-from dataclasses import dataclass, field, fields
-from typing import Annotated
+from dataclasses import dataclass, field, fields, replace
+from typing import Annotated, Self
 
 import tyro
 
 from infra.errors import UserError
 from infra.schema import strict
+from infra.storage.directory import StorageDir
 from pipeline.config import ReadingConfig
 from train.config.checks import check_combinations, check_part, format_flag
 
@@ -60,3 +61,10 @@ class DatasetConfig:
     def source(self) -> str:
         """The data as the user wrote them: the value of ``--stream`` or ``--data``."""
         return ", ".join(self.stream) or self.data
+
+    def without_paths(self) -> Self:
+        """Return these settings with names instead of paths."""
+        tokenizer = self.reading.tokenizer and StorageDir.of(self.reading.tokenizer).name
+        stream = tuple(StorageDir.of(source).name for source in self.stream)
+        reading = replace(self.reading, tokenizer=tokenizer)
+        return replace(self, data=StorageDir.of(self.data).name, stream=stream, reading=reading)

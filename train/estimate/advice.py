@@ -1,4 +1,4 @@
-"""Changes of a run's execution that save memory, with their cost in speed.
+"""Changes of the execution of a step that save memory, with their cost in speed.
 
 They never change the mathematics: the model, the global batch, the precision and the optimizer stay the same.
 """
@@ -9,7 +9,7 @@ from itertools import product
 from typing import Any
 
 from infra.errors import UserError
-from train.config import ResolvedConfig
+from train.config import Step
 from train.estimate.memory import peak_if_known, predict_peak
 
 
@@ -31,19 +31,19 @@ class MemorySaving:
         return " ".join(self.flags)
 
 
-def find_memory_savings(config: ResolvedConfig) -> list[MemorySaving]:
+def find_memory_savings(step: Step) -> list[MemorySaving]:
     """Changes that are predicted to save memory, by their cost: single changes first, then combinations.
 
     Changes without additional arithmetic are ordered as follows: first those that keep the micro-batch; then smaller
     micro-batches from the largest on, whose cost depends on the device's utilization and has no formula; last selective
     checkpointing, which repeats element-wise operations.
     """
-    current_peak = predict_peak(config).total
-    current_flops = config.model.executed_flops_per_token(config.execution.checkpointing)
+    current_peak = predict_peak(step).total
+    current_flops = step.model.executed_flops_per_token(step.execution.checkpointing)
     ranked_changes = []
-    for settings in _candidates(config):
+    for settings in _candidates(step):
         try:
-            changed = config.replace(**settings)
+            changed = step.replace(**settings)
         except UserError:  # The change cannot be combined with another setting.
             continue
         breakdown = peak_if_known(changed)
@@ -54,17 +54,17 @@ def find_memory_savings(config: ResolvedConfig) -> list[MemorySaving]:
         if breakdown.total < current_peak:
             repeats_elementwise = settings.get("checkpointing") == "selective"
             rank = len(flags) > 1, additional_flops, repeats_elementwise, -changed.batch.micro_batch, len(flags)
-            cost = _cost(config, changed, additional_flops)
+            cost = _cost(step, changed, additional_flops)
             ranked_changes.append((rank, MemorySaving(flags, breakdown.total, additional_flops, cost)))
     return [change for _, change in sorted(ranked_changes, key=lambda ranked: ranked[0])]
 
 
-def _candidates(config: ResolvedConfig) -> Iterator[dict[str, Any]]:
+def _candidates(step: Step) -> Iterator[dict[str, Any]]:
     """Combinations of settings to change, with at most one value for each setting."""
     choices: dict[str, list[Any]] = {
-        "attention": ["auto"] if config.execution.attention == "manual" else [],
-        "loss": ["fused"] if config.execution.loss == "plain" and config.execution.loss_chunks == 1 else [],
-        "micro_batch": [size for size in config.micro_batches if size < config.batch.micro_batch],
+        "attention": ["auto"] if step.execution.attention == "manual" else [],
+        "loss": ["fused"] if step.execution.loss == "plain" and step.execution.loss_chunks == 1 else [],
+        "micro_batch": [size for size in step.micro_batches if size < step.batch.micro_batch],
         "checkpointing": ["selective", "alternate", "full"],
     }
     for values in product(*([None, *choice] for choice in choices.values())):
@@ -73,14 +73,14 @@ def _candidates(config: ResolvedConfig) -> Iterator[dict[str, Any]]:
             yield settings
 
 
-def _cost(config: ResolvedConfig, changed: ResolvedConfig, additional_flops: float) -> str:
+def _cost(step: Step, changed: Step, additional_flops: float) -> str:
     costs = []
-    if changed.batch.micro_batch != config.batch.micro_batch:
+    if changed.batch.micro_batch != step.batch.micro_batch:
         costs.append(
-            f"the same FLOPs in {changed.batch.accumulation} micro-batches instead of {config.batch.accumulation}"
+            f"the same FLOPs in {changed.batch.accumulation} micro-batches instead of {step.batch.accumulation}"
         )
-    if changed.execution.checkpointing == "selective" != config.execution.checkpointing:
+    if changed.execution.checkpointing == "selective" != step.execution.checkpointing:
         costs.append("element-wise operations run twice, no additional matrix products")
-    elif changed.execution.checkpointing != config.execution.checkpointing:
+    elif changed.execution.checkpointing != step.execution.checkpointing:
         costs.append(f"{additional_flops:.0%} more FLOPs")
     return "; ".join(costs) or "no additional FLOPs"

@@ -16,7 +16,7 @@ from infra.cli.progress import status
 from infra.device.hardware import device_info
 from infra.errors import UserError
 from infra.schema import from_json, strict
-from train.config import Batch, Cycle, Execution, Precision, ResolvedConfig
+from train.config import Batch, Execution, Precision, Step
 from train.estimate.breakdown import CONTEXT, MemoryBreakdown
 from train.estimate.gpu_rates import GpuRates
 from train.model_config.custom import CustomModel
@@ -53,18 +53,18 @@ class CustomModelEstimates:
 
     model: CustomModel
 
-    def is_memory_known(self, config: ResolvedConfig) -> bool:
+    def is_memory_known(self, step: Step) -> bool:
         """Whether this process has measured it."""
-        return cached_fit(config) is not None
+        return _probe_step(step) in _fits
 
-    def predict_peak(self, config: ResolvedConfig) -> MemoryBreakdown:
+    def predict_peak(self, step: Step) -> MemoryBreakdown:
         """By :func:`measure_fit`."""
-        fit = measure_fit(config)
+        fit = measure_fit(step)
         state = fit.weights + fit.gradients + fit.optimizer
         return MemoryBreakdown(
             weights=fit.weights, gradients=fit.gradients, optimizer=fit.optimizer, casts=0,
-            activations=fit.peak(config.batch.micro_batch) - state, logits=0, working=0, workspace=0, unused=0,
-            context=CONTEXT[config.execution.device], moment="the peak of two measured steps",
+            activations=fit.peak(step.batch.micro_batch) - state, logits=0, working=0, workspace=0, unused=0,
+            context=CONTEXT[step.execution.device], moment="the peak of two measured steps",
         )  # fmt: skip
 
     def activation_formula(self, micro_batch: int, precision: Precision) -> None:
@@ -75,21 +75,16 @@ class CustomModelEstimates:
         raise UserError("The speed is only predicted for GPT-2, because the formulas describe its kernels.")
 
 
-_fits: dict[ResolvedConfig, MemoryFit] = {}
+_fits: dict[Step, MemoryFit] = {}
 
 
-def cached_fit(config: ResolvedConfig) -> MemoryFit | None:
-    """The fit of ``config``, if this process has measured it; else None."""
-    return _fits.get(_probe_config(config))
-
-
-def measure_fit(config: ResolvedConfig) -> MemoryFit:
-    """The fit of ``config``, measured once. Raises ``UserError`` if its device is not in this machine or it fails."""
-    probe = _probe_config(config)
+def measure_fit(step: Step) -> MemoryFit:
+    """The fit of ``step``, measured once. Raises ``UserError`` if its device is not in this machine or it fails."""
+    probe = _probe_step(step)
     if probe not in _fits:
-        if config.execution.device == "cuda" and device_info().kind != "cuda":
+        if step.execution.device == "cuda" and device_info().kind != "cuda":
             raise UserError(
-                f"--model {config.model.user_code}: its memory must be measured, but this machine has no GPU. "
+                f"--model {step.model.user_code}: its memory must be measured, but this machine has no GPU. "
                 "Set --micro-batch, or run the command on the machine that trains."
             )
         with status("measuring the model's memory with two small micro-batches"):
@@ -97,25 +92,24 @@ def measure_fit(config: ResolvedConfig) -> MemoryFit:
     return _fits[probe]
 
 
-def _probe_config(config: ResolvedConfig) -> ResolvedConfig:
-    """The run of the smaller probe, which is equal for all configs with the same fit.
+def _probe_step(step: Step) -> Step:
+    """A step of the smaller probe, which is equal for all steps with the same fit.
 
-    It accumulates two micro-batches if ``config`` accumulates, because gradients are then in memory during the second.
+    It accumulates two micro-batches if ``step`` accumulates, because gradients are then in memory during the second.
     """
-    size = -(-TOKENS // config.model.context_length)
+    size = -(-TOKENS // step.model.context_length)
     ablate = tuple(
-        name for name in config.execution.ablate if name in ("set-to-none", "large-pages")
+        name for name in step.execution.ablate if name in ("set-to-none", "large-pages")
     )  # The others do not affect memory.
-    return config.replace(
-        micro_batch=size, global_batch=min(2, config.batch.accumulation) * size, workers=1, fsdp=False, seed=0,
-        data="", stream=(), steps=None, tokens=None, time_budget=None, speed_tolerance=None, cycle=Cycle(1, 0),
-        reading=type(config.dataset.reading)(), accelerator=None, ablate=ablate, loader_threads=0,
+    return step.replace(
+        micro_batch=size, global_batch=min(2, step.batch.accumulation) * size, workers=1, fsdp=False,
+        accelerator=None, ablate=ablate,
     )  # fmt: skip
 
 
-def _measure_fit(config: ResolvedConfig) -> MemoryFit:
+def _measure_fit(step: Step) -> MemoryFit:
     process = subprocess.run(
-        [sys.executable, "-P", "-m", PROGRAM], input=json.dumps(config.to_json()), capture_output=True, text=True,
+        [sys.executable, "-P", "-m", PROGRAM], input=json.dumps(step.to_json()), capture_output=True, text=True,
         env=os.environ | {"PYTHONPATH": os.pathsep.join(sys.path)},
     )  # fmt: skip
     output: list[str] = process.stdout.splitlines()
@@ -126,7 +120,7 @@ def _measure_fit(config: ResolvedConfig) -> MemoryFit:
         is_killed = process.returncode == -signal.SIGKILL
         reason = "the probe was killed, probably because memory ran out" if is_killed else last_line
         raise UserError(
-            f"--model {config.model.text}: measuring its memory failed: {reason.rstrip('.')}. Set "
+            f"--model {step.model.text}: measuring its memory failed: {reason.rstrip('.')}. Set "
             "--micro-batch, with which a run does not need the measurement."
         )
     values: dict[str, Any] = json.loads(output[-1])

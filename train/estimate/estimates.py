@@ -3,7 +3,7 @@
 from collections.abc import Callable
 from typing import Any, Protocol
 
-from train.config import Batch, Execution, Precision, ResolvedConfig
+from train.config import Batch, Execution, Precision, Step
 from train.estimate.breakdown import MemoryBreakdown
 from train.estimate.custom import CustomModelEstimates
 from train.estimate.gpt2 import GPT2Estimates
@@ -15,12 +15,12 @@ from train.model_config.custom import CustomModel
 class ModelEstimates(Protocol):
     """Predictions for a model."""
 
-    def is_memory_known(self, config: ResolvedConfig) -> bool:
+    def is_memory_known(self, step: Step) -> bool:
         """Whether :meth:`predict_peak` needs no measurement."""
         ...
 
-    def predict_peak(self, config: ResolvedConfig) -> MemoryBreakdown:
-        """The peak of a resolved ``config`` on one worker by part."""
+    def predict_peak(self, step: Step) -> MemoryBreakdown:
+        """The peak of ``step`` on one worker by part."""
         ...
 
     def activation_formula(self, micro_batch: int, precision: Precision) -> tuple[int, str] | None:

@@ -8,7 +8,7 @@ import torch
 from infra.cli.units import GB, format_duration, format_size
 from infra.errors import UserError
 from pipeline.shards import read_manifest
-from train.config import Precision, ResolvedConfig
+from train.config import Precision, Step
 from train.estimate.estimates import estimates_of
 from train.estimate.memory import (
     largest_micro_batch,
@@ -31,10 +31,10 @@ def parameter_rows(model: ModelSpec) -> Rows:
     return [*model.parameter_rows(), ("total", f"[bold]{model.parameters:,}[/bold]")]
 
 
-def memory_rows(config: ResolvedConfig) -> Rows:
+def memory_rows(step: Step) -> Rows:
     """Predicted peak memory by part, with bars."""
-    breakdown = predict_peak(config)
-    formula = estimates_of(config.model).activation_formula(config.batch.micro_batch, config.execution.precision)
+    breakdown = predict_peak(step)
+    formula = estimates_of(step.model).activation_formula(step.batch.micro_batch, step.execution.precision)
     rows = [
         (part, f"{size / GB:8.3f} GB  {'█' * round(BAR_WIDTH * size / breakdown.total)}")
         for part, size in breakdown.parts().items()
@@ -42,13 +42,13 @@ def memory_rows(config: ResolvedConfig) -> Rows:
     ]
     return [
         *rows,
-        ("total", f"[bold]{breakdown.total / GB:8.3f} GB[/bold]  in one worker's process on {config.execution.device}"),
+        ("total", f"[bold]{breakdown.total / GB:8.3f} GB[/bold]  in one worker's process on {step.execution.device}"),
         ("peak", f"{breakdown.moment}; {breakdown.allocated / GB:.3f} GB in torch's allocator"),
         *([("published formula", f"{formula[0] / GB:8.3f} GB  for activations: {formula[1]}")] if formula else []),
     ]
 
 
-def limit_rows(config: ResolvedConfig, limit: int | None) -> Rows:
+def limit_rows(step: Step, limit: int | None) -> Rows:
     """The largest micro-batches that fit the limit, as configured and with settings that save memory."""
     limit_text = format_size(limit) if limit else ""
     if limit is None and torch.cuda.is_available():
@@ -57,34 +57,34 @@ def limit_rows(config: ResolvedConfig, limit: int | None) -> Rows:
     if limit is None:
         return [("limit", "unknown; set --memory-limit, for example 40GB, to see what fits")]
     rows = []
-    for name, variant in (("as configured", config), *_memory_saving_variants(config)):
+    for name, variant in (("as configured", step), *_memory_saving_variants(step)):
         size = largest_micro_batch(variant, limit)
         if size is None:
             rows.append((name, "no micro-batch fits"))
         else:
             fitted = variant.replace(micro_batch=size)
             rows.append((name, f"micro-batch {size} x accumulation {fitted.batch.accumulation}{_cap(fitted, limit)}"))
-    return [("limit", f"{limit_text}, with a margin of {margin(config.execution):.0%} of the reserved memory"), *rows]
+    return [("limit", f"{limit_text}, with a margin of {margin(step.execution):.0%} of the reserved memory"), *rows]
 
 
-def _cap(config: ResolvedConfig, limit: int) -> str:
-    """The reason other than memory why the micro-batch of ``config`` cannot be larger; empty if there is none."""
-    unconstrained = largest_unconstrained_micro_batch(config, limit)
-    if unconstrained <= config.batch.micro_batch:
+def _cap(step: Step, limit: int) -> str:
+    """The reason other than memory why the micro-batch of ``step`` cannot be larger; empty if there is none."""
+    unconstrained = largest_unconstrained_micro_batch(step, limit)
+    if unconstrained <= step.batch.micro_batch:
         return ""
-    is_whole_batch = config.batch.micro_batch == config.micro_batches[-1]
+    is_whole_batch = step.batch.micro_batch == step.micro_batches[-1]
     reason = "all" if is_whole_batch else "the largest divisor"
-    return f", {reason} of --global-batch {config.batch.global_batch}; micro-batch {unconstrained} would fit"
+    return f", {reason} of --global-batch {step.batch.global_batch}; micro-batch {unconstrained} would fit"
 
 
-def _memory_saving_variants(config: ResolvedConfig) -> list[tuple[str, ResolvedConfig]]:
-    """Variants of ``config``, each with one more setting that saves memory."""
+def _memory_saving_variants(step: Step) -> list[tuple[str, Step]]:
+    """Variants of ``step``, each with one more setting that saves memory."""
     variants = []
-    if config.execution.checkpointing != "full" and not config.model.unsupported_reason("checkpointing", "full"):
-        variants.append(("with --checkpointing full", config.replace(checkpointing="full")))
-    can_chunk = config.model.context_length % 8 == 0 and not config.model.unsupported_reason("loss_chunks", 8)
-    if config.execution.loss == "plain" and config.execution.loss_chunks == 1 and can_chunk:
-        variants.append(("with --loss-chunks 8", config.replace(loss_chunks=8)))
+    if step.execution.checkpointing != "full" and not step.model.unsupported_reason("checkpointing", "full"):
+        variants.append(("with --checkpointing full", step.replace(checkpointing="full")))
+    can_chunk = step.model.context_length % 8 == 0 and not step.model.unsupported_reason("loss_chunks", 8)
+    if step.execution.loss == "plain" and step.execution.loss_chunks == 1 and can_chunk:
+        variants.append(("with --loss-chunks 8", step.replace(loss_chunks=8)))
     return variants
 
 
@@ -124,27 +124,32 @@ def petaflop_days(total: float) -> float:
     return total / (1e15 * 86400)
 
 
-def time_rows(config: ResolvedConfig, tokens_per_second: float | None, price: float | None) -> Rows:
-    """Tokens of an epoch, of the run and of a compute-optimal run, with time and cost if speed and price are known."""
+def time_rows(
+    model: ModelSpec, data: str, run_tokens: int | None, tokens_per_second: float | None, price_per_hour: float | None
+) -> Rows:
+    """Tokens of an epoch, of the run and of a compute-optimal run, with time and cost if speed and price are known.
+
+    ``run_tokens`` is None if a time budget or the end of the epoch ends the run; the price is that of all workers.
+    """
     amounts: list[tuple[str, int]] = []
     rows: Rows = []
-    tokens = epoch_tokens(config.dataset.data)
+    tokens = epoch_tokens(data)
     if tokens is None:
-        rows.append(("epoch", f"unknown, no token shards in --data {config.dataset.data}"))
+        rows.append(("epoch", f"unknown, no token shards in --data {data}"))
     else:
         amounts.append(("epoch", tokens))
-    if config.total_steps is not None:
-        amounts.append(("planned run", config.total_steps * config.step_tokens))
-    amounts.append((f"Chinchilla ({CHINCHILLA} tokens per parameter)", CHINCHILLA * config.model.parameters))
+    if run_tokens is not None:
+        amounts.append(("planned run", run_tokens))
+    amounts.append((f"Chinchilla ({CHINCHILLA} tokens per parameter)", CHINCHILLA * model.parameters))
     for name, amount in amounts:
-        text = f"{amount:,} tokens, {petaflop_days(config.model.flops_per_token * amount):.3g} PF-days"
+        text = f"{amount:,} tokens, {petaflop_days(model.flops_per_token * amount):.3g} PF-days"
         if tokens:
             text += f", {amount / tokens:.3g} epochs"
         if tokens_per_second:
             seconds = amount / tokens_per_second
             text += f", {format_duration(round(seconds))}"
-            if price:
-                text += f", cost {seconds / 3600 * config.batch.workers * price:,.2f}"
+            if price_per_hour:
+                text += f", cost {seconds / 3600 * price_per_hour:,.2f}"
         rows.append((name, text))
     if not tokens_per_second:
         rows.append(

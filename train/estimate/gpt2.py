@@ -2,7 +2,7 @@
 
 from dataclasses import dataclass
 
-from train.config import HALF_PRECISIONS, Batch, Execution, Precision, ResolvedConfig
+from train.config import HALF_PRECISIONS, Batch, Execution, Precision, Step
 from train.estimate.breakdown import MemoryBreakdown
 from train.estimate.gpt2_memory import predict_breakdown, published_activations
 from train.estimate.gpt2_speed import predict_roofline
@@ -16,13 +16,13 @@ class GPT2Estimates:
 
     model: ModelConfig
 
-    def is_memory_known(self, config: ResolvedConfig) -> bool:
+    def is_memory_known(self, step: Step) -> bool:
         """Always."""
         return True
 
-    def predict_peak(self, config: ResolvedConfig) -> MemoryBreakdown:
+    def predict_peak(self, step: Step) -> MemoryBreakdown:
         """By :func:`predict_breakdown`."""
-        return predict_breakdown(self.model, config)
+        return predict_breakdown(self.model, step.batch, step.execution, step.optimization.optimizer)
 
     def activation_formula(self, micro_batch: int, precision: Precision) -> tuple[int, str]:
         """By :func:`published_activations`."""

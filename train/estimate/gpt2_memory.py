@@ -22,7 +22,6 @@ from train.config import (
     Execution,
     Optimizer,
     Precision,
-    ResolvedConfig,
 )
 from train.estimate.breakdown import CONTEXT, MemoryBreakdown
 from train.model_config import ModelConfig
@@ -51,29 +50,28 @@ class BytesPerToken:
     """Logits and intermediate results of the loss, for a token in the current chunk."""
 
 
-def predict_breakdown(model: ModelConfig, config: ResolvedConfig) -> MemoryBreakdown:
-    """The peak of a resolved ``config`` with ``model`` on one worker by part."""
-    kind = config.execution.device
-    moments = _moments(model, config.batch, config.execution, config.optimization.optimizer)
+def predict_breakdown(model: ModelConfig, batch: Batch, execution: Execution, optimizer: Optimizer) -> MemoryBreakdown:
+    """The peak of a step on one worker by part."""
+    kind = execution.device
+    moments = _moments(model, batch, execution, optimizer)
     moment = max(moments, key=lambda name: sum(moments[name]))
     gradients, casts, activations, logits, working = (round(size) for size in moments[moment])
     # In eager execution the logits in 16 bits and their copy in fp32 leave room for one and a half of the latter. The
     # gradient of the log-softmax takes one, and that of the logits does not fit into the rest.
-    execution, micro_batch = config.execution, config.batch.micro_batch
-    has_logits = not _pieces(model.context_length, micro_batch, execution)
+    has_logits = not _pieces(model.context_length, batch.micro_batch, execution)
     eager = execution.compile == "off" and _half(execution.precision) and has_logits
     hole = kind == "cuda" and eager and moment == LOSS
-    parameters, shards = model.parameters, _shards(config.batch.workers, config.execution.fsdp)
+    parameters, shards = model.parameters, _shards(batch.workers, execution.fsdp)
     return MemoryBreakdown(
-        weights=_weight_bytes(config.optimization.optimizer) * parameters // shards,
+        weights=_weight_bytes(optimizer) * parameters // shards,
         gradients=gradients,
-        optimizer=optimizer_bytes(model, config.optimization.optimizer, parameters) // shards,
+        optimizer=optimizer_bytes(model, optimizer, parameters) // shards,
         casts=casts,
         activations=activations,
         logits=logits,
         working=working,
         workspace=WORKSPACE[kind],
-        unused=2 * config.batch.micro_batch * model.context_length * model.padded_vocab_size if hole else 0,
+        unused=2 * batch.micro_batch * model.context_length * model.padded_vocab_size if hole else 0,
         context=CONTEXT[kind],
         moment=moment,
     )

@@ -1,4 +1,4 @@
-"""Predicted peak memory of a run, and the largest batch that fits.
+"""Predicted peak memory of a step, and the largest batch that fits.
 
 Memory that cannot be predicted (segment rounding, library workspaces, the context) is learned from probes: see
 :func:`fit_to_probes`.
@@ -9,7 +9,7 @@ import statistics
 from bisect import bisect
 from collections.abc import Sequence
 
-from train.config import Execution, ResolvedConfig
+from train.config import Execution, Step
 from train.estimate.breakdown import MemoryBreakdown
 from train.estimate.estimates import estimates_of
 
@@ -20,18 +20,18 @@ FIXED_SEGMENTS = 0.2
 """Safety margin on a GPU without expandable segments, whose fragmentation has no formula."""
 
 
-def peak_if_known(config: ResolvedConfig) -> MemoryBreakdown | None:
+def peak_if_known(step: Step) -> MemoryBreakdown | None:
     """:func:`predict_peak` if it needs no measurement; None for a model whose memory must be measured first."""
-    return predict_peak(config) if estimates_of(config.model).is_memory_known(config) else None
+    return predict_peak(step) if estimates_of(step.model).is_memory_known(step) else None
 
 
-def predict_peak(config: ResolvedConfig) -> MemoryBreakdown:
-    """The peak of a resolved ``config`` on one worker by part.
+def predict_peak(step: Step) -> MemoryBreakdown:
+    """The peak of ``step`` on one worker by part.
 
     Formulas predict it without using a device. If the model has no formulas, it is measured, which takes seconds once
     for all micro-batches.
     """
-    return estimates_of(config.model).predict_peak(config)
+    return estimates_of(step.model).predict_peak(step)
 
 
 def fit_to_probes(predicted: float, probes: Sequence[tuple[float, float]]) -> float:
@@ -49,38 +49,38 @@ def fit_to_probes(predicted: float, probes: Sequence[tuple[float, float]]) -> fl
     return intercept + slope * predicted
 
 
-def peak_with_margin(config: ResolvedConfig) -> int:
-    """Predicted peak bytes of the process of a resolved ``config``, with a safety margin."""
-    peak = predict_peak(config)
-    return peak.total + round(margin(config.execution) * peak.reserved)
+def peak_with_margin(step: Step) -> int:
+    """Predicted peak bytes of the process of ``step``, with a safety margin."""
+    peak = predict_peak(step)
+    return peak.total + round(margin(step.execution) * peak.reserved)
 
 
 def margin(execution: Execution) -> float:
-    """Safety margin of the predicted peak of a resolved ``config``, as a fraction of the reserved memory."""
+    """Safety margin of a predicted peak, as a fraction of the reserved memory."""
     has_fixed_segments = execution.device == "cuda" and execution.allocator in ("default", "split")
     return FIXED_SEGMENTS if has_fixed_segments else MARGIN[execution.device]
 
 
-def largest_micro_batch(config: ResolvedConfig, limit: int) -> int | None:
+def largest_micro_batch(step: Step, limit: int) -> int | None:
     """The largest micro-batch of the global batch that is predicted to need at most ``limit`` bytes with the margin.
 
     None if not even one sequence fits.
     """
-    fitting = (n for n in reversed(config.micro_batches) if peak_with_margin(config.replace(micro_batch=n)) <= limit)
+    fitting = (n for n in reversed(step.micro_batches) if peak_with_margin(step.replace(micro_batch=n)) <= limit)
     return next(fitting, None)
 
 
-def largest_unconstrained_micro_batch(config: ResolvedConfig, limit: int) -> int:
+def largest_unconstrained_micro_batch(step: Step, limit: int) -> int:
     """The largest micro-batch that is predicted to need at most ``limit`` bytes, ignoring the global batch.
 
     The accumulation stays. 0 if not even one sequence fits.
     """
 
-    unit = config.execution.loss_chunks // math.gcd(config.execution.loss_chunks, config.model.context_length)
+    unit = step.execution.loss_chunks // math.gcd(step.execution.loss_chunks, step.model.context_length)
 
     def is_too_large(units: int) -> bool:
         size = units * unit
-        batch = size * config.batch.accumulation * config.batch.workers
-        return peak_with_margin(config.replace(micro_batch=size, global_batch=batch)) > limit
+        batch = size * step.batch.accumulation * step.batch.workers
+        return peak_with_margin(step.replace(micro_batch=size, global_batch=batch)) > limit
 
     return unit * bisect(range(1, 2**16), False, key=is_too_large)

@@ -100,10 +100,10 @@ def record_result(run: ResolvedRun, tracker: Tracker, result: RunResult) -> tupl
     result = with_matmul_efficiency(
         result, config.execution.precision, config.batch.workers, run_folder.location.parent
     )
-    expected = peak_if_known(config)
+    expected = peak_if_known(config.step)
     result = replace(result, diagnosis=diagnose(run, result), predicted_memory=expected.total if expected else None)
     write_json(run_folder.result, to_json(result))
-    report = run_report(config, result, run_folder.location, run.memory_limit)
+    report = run_report(config.step, config.dataset, result, run_folder.location, run.memory_limit)
     tracking.write_summary(run_folder, report, config.dataset, tracker.run_ref.store)
     draw_curves(run_folder, f"{config.model.text}; {result.device}", result.steps)
     run_folder.push(run_folder.cycles, run_folder.stream, run_folder.result, run_folder.summary, run_folder.curves)
@@ -114,7 +114,7 @@ def record_result(run: ResolvedRun, tracker: Tracker, result: RunResult) -> tupl
 
 def diagnose(run: ResolvedRun, result: RunResult) -> Diagnosis | None:
     """What was wrong with the ``result`` of a run: its memory, its speed compared with its search, or its losses."""
-    memory_diagnosis = diagnosis.diagnose_oom(run.config, result, run.run_folder.location, run.memory_limit)
+    memory_diagnosis = diagnosis.diagnose_oom(run.config.step, result, run.run_folder.location, run.memory_limit)
     if memory_diagnosis is None and run.confirmed:
         memory_diagnosis = diagnose_slowdown(result, run.confirmed, run.config.execution.compile)
     return memory_diagnosis or diagnosis.of_losses(run.config.model, result)

@@ -15,7 +15,7 @@ from pipeline.shards import Manifest
 from train.config import AUTO, ResolvedConfig, TrainConfig
 from train.data.source import DataSource, TrainingData
 from train.data.sources import source_of
-from train.resolved import next_smaller_micro_batch, prepare, resolve
+from train.resolved import prepare, resolve
 from train.result import RunResult
 from train.run_files.lookup import find_run
 from train.run_files.progress import Progress, check_not_finished, check_same_run, read_progress
@@ -141,7 +141,7 @@ class RunPlan:
         run_folder, checkpoint = find_run(name, out)
         new = cls.new(config, run_folder)
         progress, address = read_progress(checkpoint), run_folder.checkpoint_address(checkpoint)
-        check_same_run(address, progress, new.requested, new.manifest)
+        check_same_run(address, progress, new.requested.step, new.requested.dataset, new.manifest)
         if run_folder.is_finished(progress.step):
             check_not_finished(address, progress, new.requested.duration, new.requested.total_steps)
         return replace(new, progress=progress)
@@ -164,7 +164,7 @@ class ResolvedRun(RunPlan):
 
     def fitted(self, result: RunResult) -> "ResolvedRun":
         """This run with the micro-batch of its ``result``, after larger ones did not fit."""
-        return replace(self, config=next_smaller_micro_batch(self.config, result.failed_micro_batches) or self.config)
+        return replace(self, config=self.config.with_smaller_micro_batch(result.failed_micro_batches) or self.config)
 
     def job(self) -> RunJob:
         """What the workers get."""

@@ -26,7 +26,6 @@ from train.loop.result_builder import StepTimes
 from train.loop.sampling import closing_sample
 from train.loop.trainer import Callbacks, Trainer
 from train.reporting.diagnosis import first_loss_fault
-from train.resolved import next_smaller_micro_batch
 from train.result import CycleReport, RunResult
 from train.run_files.checkpoint import Checkpoints
 from train.run_files.progress import newest, read_progress
@@ -101,7 +100,7 @@ class WorkerSession:
             SmallerBatchRequired: several workers must start again.
             OutOfMemory: several workers ran out of memory, and there is no smaller micro-batch to try.
         """
-        self.config = next_smaller_micro_batch(self.job.config, failed_micro_batches) or self.job.config
+        self.config = self.job.config.with_smaller_micro_batch(failed_micro_batches) or self.job.config
         configure_allocator(self.config.execution.allocator)
         if self.job.memory_limit:
             self.limit = MemoryLimit.apply(self.job.memory_limit, self.config.execution.device)
@@ -159,7 +158,7 @@ class WorkerSession:
     def _smaller_config(self, result: RunResult, start_step: int) -> ResolvedConfig | None:
         """The config to try after ``result`` from step ``start_step``; None if that stands."""
         if self.job.retries_smaller_batch and did_not_fit(result, start_step):
-            return next_smaller_micro_batch(self.config, [self.config.batch.micro_batch])
+            return self.config.with_smaller_micro_batch([self.config.batch.micro_batch])
         return None
 
     def _prepare_retry(self, reason: str, smaller: int) -> Path | None:

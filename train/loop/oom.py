@@ -12,7 +12,7 @@ from infra.cli.units import parse_size
 from infra.device import host
 from infra.device.gpu import GpuState, read_gpu
 from infra.errors import first_line
-from train.config import ResolvedConfig
+from train.config import Step
 from train.estimate.memory import peak_if_known
 from train.loop.memory_limit import MemoryLimit
 from train.models import parallel
@@ -59,12 +59,12 @@ def out_of_memory(
     )
 
 
-def format_oom(shortage: MemoryShortage, config: ResolvedConfig, limit: MemoryLimit | None) -> str:
+def format_oom(shortage: MemoryShortage, step: Step, limit: MemoryLimit | None) -> str:
     """Format the reason of a run that ran out of memory, with its predicted peak and its limit if it has one."""
     text = f"out of memory while {shortage.stage}"
     if shortage.requested_bytes is not None:
         text += f", allocating {shortage.requested_bytes / 1e9:,.2f} GB"
-    breakdown = peak_if_known(config)
+    breakdown = peak_if_known(step)
     sizes = [f"predicted peak {breakdown.total / 1e9:,.2f} GB"] if breakdown else []
     sizes += [f"limit {limit.size / 1e9:.2f} GB"] if limit else []
     return text + (f" ({', '.join(sizes)})" if sizes else "")

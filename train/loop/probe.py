@@ -1,17 +1,18 @@
 """Entry: ``python -m train.loop.probe`` measures the memory of a custom model, for :mod:`train.estimate.custom`.
 
-It reads the config of the smaller probe from stdin, as JSON, and writes the line between two probes to stdout.
+It reads the step of the smaller probe from stdin, as JSON, and writes the line between two probes to stdout.
 """
 
 import json
 import os
 import sys
+from dataclasses import replace
 
 import torch
 
 from infra.errors import UserError
 from infra.schema import to_json
-from train.config import ResolvedConfig, config_from_json
+from train.config import Step, config_from_json
 from train.estimate.custom import EXIT_USER_ERROR, MemoryFit
 from train.loop import memory, oom
 from train.loop.execution import (
@@ -25,49 +26,51 @@ from train.loop.execution import (
 from train.models.builders import builder_of
 from train.models.optimizer import make_optimizer
 
+SEED = 0
+"""Seed of the weights, which do not affect memory."""
 STEPS = 2
 """The second has the optimizer's state beside its activations."""
 
 
-def probe(config: ResolvedConfig, larger: int) -> MemoryFit:
-    """Take steps of ``config`` at its micro-batch and at the ``larger`` one: the line that their peaks determine."""
-    configure_allocator(config.execution.allocator)
-    enable_large_pages(config.execution)
-    device = torch_device(config.execution.device)
-    torch.set_float32_matmul_precision("highest" if config.execution.precision == "fp32" else "high")
+def probe(step: Step, larger: int) -> MemoryFit:
+    """Take several of ``step`` at its micro-batch and at the ``larger`` one: the line that their peaks determine."""
+    configure_allocator(step.execution.allocator)
+    enable_large_pages(step.execution)
+    device = torch_device(step.execution.device)
+    torch.set_float32_matmul_precision("highest" if step.execution.precision == "fp32" else "high")
     make_optimizer(
-        build_model(config.model, config.execution, config.optimization.optimizer, config.dataset.seed, device),
-        config.optimization,
+        build_model(step.model, step.execution, step.optimization.optimizer, SEED, device),
+        step.optimization,
     )  # what these import is not the model's
-    memory.reset_after_oom(config.replace(compile="off").execution)
+    memory.reset_after_oom(replace(step.execution, compile="off"))
     baseline_peak = _peak(device)
-    model = build_model(config.model, config.execution, config.optimization.optimizer, config.dataset.seed, device)
-    forward, optimizer = compile_model(model, config.execution), make_optimizer(model, config.optimization)
-    scaler = torch.amp.GradScaler(device.type, enabled=config.execution.precision == "fp16")
+    model = build_model(step.model, step.execution, step.optimization.optimizer, SEED, device)
+    forward, optimizer = compile_model(model, step.execution), make_optimizer(model, step.optimization)
+    scaler = torch.amp.GradScaler(device.type, enabled=step.execution.precision == "fp16")
     peaks, held = [], dict[str, int]()
-    for size in (config.batch.micro_batch, larger):
-        tokens = torch.zeros(size, config.model.context_length, dtype=torch.int64, device=device)
-        memory.reset_after_oom(config.replace(compile="off").execution)
+    for size in (step.batch.micro_batch, larger):
+        tokens = torch.zeros(size, step.model.context_length, dtype=torch.int64, device=device)
+        memory.reset_after_oom(replace(step.execution, compile="off"))
         for _ in range(STEPS):
-            for _ in range(config.batch.accumulation):
+            for _ in range(step.batch.accumulation):
                 try:
-                    with autocast_context(config.execution):
+                    with autocast_context(step.execution):
                         loss = forward(tokens, tokens)
                     scaler.scale(loss).backward()
                 except Exception as failure:
                     stage = "measuring its memory"
-                    error = builder_of(config.model).user_error(stage, failure)
+                    error = builder_of(step.model).user_error(stage, failure)
                     if error is None or memory.is_oom_error(failure):
                         raise
                     raise error from failure
             held = oom.bytes_by_part(model, optimizer)
-            torch.nn.utils.clip_grad_norm_(model.parameters(), config.optimization.clip_norm or 1.0)
+            torch.nn.utils.clip_grad_norm_(model.parameters(), step.optimization.clip_norm or 1.0)
             scaler.step(optimizer)
             scaler.update()
-            optimizer.zero_grad(set_to_none="set-to-none" not in config.execution.ablate)
+            optimizer.zero_grad(set_to_none="set-to-none" not in step.execution.ablate)
         peaks.append(_peak(device) - baseline_peak)
-    each = (peaks[1] - peaks[0]) / (larger - config.batch.micro_batch)
-    fixed = peaks[0] - each * config.batch.micro_batch
+    each = (peaks[1] - peaks[0]) / (larger - step.batch.micro_batch)
+    fixed = peaks[0] - each * step.batch.micro_batch
     return MemoryFit(held["weights"], held["gradients"], held.get("optimizer", 0), fixed, each)
 
 
@@ -77,10 +80,10 @@ def _peak(device: torch.device) -> int:
 
 
 if __name__ == "__main__":
-    config = ResolvedConfig.from_resolved(config_from_json(json.loads(sys.stdin.read()), "the probe's config"))
+    step = Step.from_resolved(config_from_json(json.loads(sys.stdin.read()), "the probe's step"))
     answer, sys.stdout = sys.stdout, open(os.devnull, "w")  # noqa: PTH123, SIM115 where the model may print
     try:
-        print(json.dumps(to_json(probe(config, 3 * config.batch.micro_batch))), file=answer, flush=True)
+        print(json.dumps(to_json(probe(step, 3 * step.batch.micro_batch))), file=answer, flush=True)
     except UserError as mistake:
         print(mistake, file=sys.stderr)
         sys.exit(EXIT_USER_ERROR)

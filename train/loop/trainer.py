@@ -179,7 +179,7 @@ class Trainer:
             stage += f" on worker {self.workers.rank + 1} of {self.workers.size}"
         model, optimizer = (vars(self).get(part) for part in ("model", "optimizer"))  # as far as they have been built
         missing = oom.out_of_memory(model, optimizer, self.limit, self.device, stage, failure)
-        return self._concluded("oom", oom.format_oom(missing, self.config, self.limit), missing)
+        return self._concluded("oom", oom.format_oom(missing, self.config.step, self.limit), missing)
 
     def _concluded(self, outcome: Outcome, reason: str, missing: MemoryShortage | None) -> RunResult:
         """The result, once the checkpoint that is being written is complete."""
@@ -401,7 +401,7 @@ class Trainer:
 
     def _restore(self, path: Path) -> None:
         progress = read_progress(path)
-        check_same_run(path, progress, self.config, self.data.manifest)
+        check_same_run(path, progress, self.config.step, self.config.dataset, self.data.manifest)
         self.unreported_losses = checkpoint.load(path, self.model, self.optimizer, self.scaler, self.device)
         self.state = progress.state
         self.data.load_state_dict(progress.data_state)

@@ -17,13 +17,12 @@ from infra.cli.console import console
 from infra.cli.options import ConfigFile, TrackingUri
 from infra.cli.progress import IMPORTING_ACTIVITY, status
 from infra.cli.table import Report, Table, bullet_list
-from infra.device.hardware import device_info
 from infra.errors import UserError
 from infra.storage.directory import StorageDir
 from infra.storage.workspace import Workspace
 from train.config import TrainConfig, load_config
 from train.model_config import short_name
-from train.resolved import prepare, resolve
+from train.resolved import resolve_local
 from train.run_files.run_folder import new_directory
 
 if TYPE_CHECKING:
@@ -82,7 +81,7 @@ def profile(options: ProfileOptions) -> None:
         from train.reporting import report, tracking
 
     manifest = read_manifest(options.training.dataset.data)
-    config = resolve(prepare(options.training, manifest), device_info())
+    config = resolve_local(options.training, manifest)
     name = options.name or f"profile-{short_name(options.training.model)}-{time.strftime('%Y%m%d-%H%M%S')}"
     run_dir = new_directory(options.out, name, resumable_with=None, allowed_leftovers=(StorageDir.LOCK_FILE,))
     folder = Workspace.of(run_dir).path

@@ -11,9 +11,10 @@ from dataclasses import replace
 
 from infra.cli.units import format_size
 from infra.storage.directory import StorageDir
-from train.config import ResolvedConfig
+from train.config import Step
 from train.estimate.advice import MemorySaving, find_memory_savings
-from train.estimate.memory import peak_if_known, predict_peak
+from train.estimate.breakdown import MemoryBreakdown
+from train.estimate.memory import peak_if_known
 from train.model_config import ModelSpec
 from train.result import BUILDING, Diagnosis, MemoryShortage, RunResult
 from train.run_files.lookup import format_resume_command, format_run_command
@@ -71,25 +72,23 @@ def _no_progress(model: ModelSpec, result: RunResult) -> str:
     )
 
 
-def diagnose_oom(
-    config: ResolvedConfig, result: RunResult, run_dir: StorageDir, memory_limit: int | None
-) -> Diagnosis | None:
+def diagnose_oom(step: Step, result: RunResult, run_dir: StorageDir, memory_limit: int | None) -> Diagnosis | None:
     """Diagnose why the run in ``run_dir`` did not fit in memory, with changes that should fit; None if it fit."""
-    shortage = result.shortage
-    if shortage is None or peak_if_known(config) is None:
+    shortage, breakdown = result.shortage, peak_if_known(step)
+    if shortage is None or breakdown is None:
         return None
     rows = [("torch error", shortage.message)] if shortage.message else []
-    shortfall = prediction_shortfall(config, result, shortage)
+    shortfall = prediction_shortfall(breakdown, result, shortage)
     if shortfall:
         rows.append(("prediction", f"underestimated by {_gb(shortfall)}, which the predictions below include"))
-    changes = [replace(change, peak=change.peak + shortfall) for change in find_memory_savings(config)]
+    changes = [replace(change, peak=change.peak + shortfall) for change in find_memory_savings(step)]
     fitting: dict[str, MemorySaving] = {}
     for change in changes:
         if change.peak <= shortage.available_bytes and (len(change.flags) == 1 or not fitting):
             fitting.setdefault(change.text.split()[0], change)  # The first change of each flag is the cheapest.
     if not fitting:
         return Diagnosis(
-            rows, format_no_fit(changes, predict_peak(config).total + shortfall, shortage.available_bytes, memory_limit)
+            rows, format_no_fit(changes, breakdown.total + shortfall, shortage.available_bytes, memory_limit)
         )
     rows.append(("available", f"{_gb(shortage.available_bytes)} to the process; predicted with changes that fit:"))
     rows += [(change.text, f"{_gb(change.peak)}; {change.cost}") for change in fitting.values()]
@@ -99,13 +98,13 @@ def diagnose_oom(
     return Diagnosis(rows, advice, retry_command(cheapest.text, result, run_dir, memory_limit))
 
 
-def prediction_shortfall(config: ResolvedConfig, result: RunResult, shortage: MemoryShortage) -> int:
-    """Bytes by which the prediction was too low for this run, which needed more memory than available.
+def prediction_shortfall(breakdown: MemoryBreakdown, result: RunResult, shortage: MemoryShortage) -> int:
+    """Bytes by which the ``breakdown`` was too low for this run, which needed more memory than available.
 
     The run needed at least the memory that it used and the allocation that failed, and also the optimizer's state if
     its first step had not run yet. While the model is built, only the weights are in memory.
     """
-    breakdown, required = predict_peak(config), result.memory.process + (shortage.requested_bytes or 0)
+    required = result.memory.process + (shortage.requested_bytes or 0)
     if shortage.stage.startswith(BUILDING):
         return max(0, max(shortage.available_bytes, required) - breakdown.weights - breakdown.context)
     required += max(0, breakdown.optimizer - shortage.bytes_by_part.get("optimizer", breakdown.optimizer))

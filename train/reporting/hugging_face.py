@@ -15,9 +15,8 @@ from safetensors import SafetensorError
 
 from infra.cli.table import Table
 from infra.errors import UserError
-from infra.storage.directory import StorageDir
 from infra.storage.files import TEMPORARY_PREFIX, write_json
-from train.config import TrainConfig, config_from_json
+from train.config import config_from_json
 from train.data.tokenizer import tokenizer_files
 from train.loop.sampling import load_model
 from train.models.builders import builder_of
@@ -55,7 +54,9 @@ def write_model(checkpoint: Path, folder: Path, run: str = "") -> str:
 
 def model_card(progress: Progress, checkpoint: Path, run: str = "") -> str:
     """Format the model card: the ``run`` that trained the model if it is known, its data, config and loss."""
-    config = _without_paths(config_from_json(progress.config, str(checkpoint)))
+    config = config_from_json(progress.config, str(checkpoint))
+    # A published model card should not contain local paths.
+    config = replace(config, model=config.model.without_paths(), dataset=config.dataset.without_paths())
     result_file = checkpoint.parent.parent / "result.json"
     result = json.loads(result_file.read_text(encoding="utf-8")) if result_file.is_file() else {}
     if result.get("steps") != progress.step:  # The result belongs to another checkpoint of the run.
@@ -89,12 +90,3 @@ def model_card(progress: Progress, checkpoint: Path, run: str = "") -> str:
         f"Pre-trained from {initial_weights} on the books with this data fingerprint; neither aligned nor filtered.\n\n"
         f"## Settings\n\n```json\n{settings}\n```\n"
     )
-
-
-def _without_paths(config: TrainConfig) -> TrainConfig:
-    """Return ``config`` without local paths, which a published model card should not contain."""
-    tokenizer = config.dataset.reading.tokenizer and StorageDir.of(config.dataset.reading.tokenizer).name
-    return config.replace(model=config.model.without_paths(), data=StorageDir.of(config.dataset.data).name,
-        stream=tuple(StorageDir.of(source).name for source in config.dataset.stream),
-        reading=replace(config.dataset.reading, tokenizer=tokenizer),
-    )  # fmt: skip

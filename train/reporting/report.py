@@ -11,11 +11,12 @@ from infra.device.hardware import DeviceInfo
 from infra.facts import Fact
 from infra.storage.directory import StorageDir
 from pipeline.shards import Manifest
-from train.config import AUTO, Batch, ResolvedConfig
+from train.config import AUTO, Batch, DatasetConfig, OptimizationConfig, ResolvedConfig, Step
 from train.data.sources import source_of
-from train.estimate.memory import peak_if_known, predict_peak
+from train.estimate.breakdown import MemoryBreakdown
+from train.estimate.memory import peak_if_known
 from train.intervals import Estimate
-from train.resolved import describe_execution, format_setting
+from train.model_config import ModelSpec
 from train.result import Memory, RunResult
 from train.run_files.lookup import format_resume_command, format_run_argument, format_run_command
 
@@ -30,9 +31,9 @@ def print_header(
     train = manifest.splits["train"]
     tokens = f"{'' if source_of(config.dataset).has_epoch else 'about '}{train['tokens']:,} training tokens"
     console.print(f"[bold]{config.model.text}[/bold] on {escape(config.dataset.source)}: {tokens}")
-    batch = _batch(config.batch, format_setting("micro_batch", config))
+    batch = _batch(config.batch, config.format_setting("micro_batch"))
     console.print(f"{batch}; {config.step_tokens:,} tokens per step", markup=False)
-    console.print(describe_execution(config), markup=False)
+    console.print(config.describe_execution(), markup=False)
     if config.model.summary:
         console.print(f"model: {config.model.summary}", markup=False)
     chooses_compile = config.requested.execution.compile == AUTO and config.execution.device == "cuda"
@@ -50,20 +51,22 @@ def _batch(batch: Batch, micro_batch: str) -> str:
 
 
 def run_report(
-    config: ResolvedConfig, result: RunResult, run_dir: StorageDir, memory_limit: int | None = None
+    step: Step, dataset: DatasetConfig, result: RunResult, run_dir: StorageDir, memory_limit: int | None = None
 ) -> Report:
     """Build the report of the run in ``run_dir`` for the terminal, ``summary.md`` and MLflow."""
-    execution = config.execution
+    model, batch, execution = step.model, step.batch, step.execution
     settings = (
-        f"Settings: {_batch(config.batch, str(config.batch.micro_batch))} (sequences), precision "
+        f"Settings: {_batch(batch, str(batch.micro_batch))} (sequences), precision "
         f"{execution.precision}, attention {result.attention or execution.attention}, compile {execution.compile}, "
         f"loss {execution.loss}. Device: {result.device}. FLOPs: {result.flops_formula}."
     )
-    rows = Table("", ("result", "value"), detail_rows(config, result))
-    memory = [memory_table(config, result)] if peak_if_known(config) else []
-    return Report(
-        summary_fields(config, result, run_dir, memory_limit), [rows, *memory, settings], unprinted(config, result)
-    )
+    summary = [
+        ("Run", f"{model.text} on `{Path(dataset.source).name}`; {result.outcome}: {result.reason}"),
+        *result_rows(result, memory_limit),
+        ("Next", next_step(step.optimization, result, run_dir)),
+    ]
+    rows, peak = Table("", ("result", "value"), detail_rows(model, batch, result)), peak_if_known(step)
+    return Report(summary, [rows, *([memory_table(peak, result)] if peak else []), settings], unprinted(model, result))
 
 
 def speed_fact(speed: Estimate | None) -> Fact:
@@ -92,10 +95,8 @@ def allocator_facts(memory: Memory) -> dict[str, Fact]:
     return {name: Fact.of(f"memory/{name}_gb", size / GB, "{:.3f}") for name, size in sizes.items() if size is not None}
 
 
-def summary_fields(
-    config: ResolvedConfig, result: RunResult, run_dir: StorageDir, memory_limit: int | None
-) -> list[tuple[str, str]]:
-    """The first lines of a run's report: (name, text)."""
+def result_rows(result: RunResult, memory_limit: int | None) -> list[tuple[str, str]]:
+    """The speed, memory and loss of a run: (name, text)."""
     speed, loss = result.throughput, "no cycle completed"
     speed_text = f"not measured: {result.implausible_reason or 'fewer than three steps after warm-up'}"
     if speed:
@@ -105,24 +106,15 @@ def summary_fields(
         validation = Fact.of("result/val_loss", result.val_loss, "validation {:.3f}")
         losses = Fact.joined(f"training {result.train_loss:.3f}", validation, separator=", ")
         loss = Fact.joined(losses, "nats/token", separator=" ")
-    return [
-        (
-            "Run",
-            f"{config.model.text} on `{Path(config.dataset.source).name}`; {result.outcome}: {result.reason}",
-        ),
-        ("Tokens/s", speed_text),
-        ("Peak memory", peak_text(result, memory_limit)),
-        ("Loss", loss),
-        ("Next", next_step(config, result, run_dir)),
-    ]
+    return [("Tokens/s", speed_text), ("Peak memory", peak_text(result, memory_limit)), ("Loss", loss)]
 
 
-def unprinted(config: ResolvedConfig, result: RunResult) -> list[Fact]:
+def unprinted(model: ModelSpec, result: RunResult) -> list[Fact]:
     """Metrics of a run that its report does not print: FLOPs by each formula, and details of the memory.
 
     ``result/mfu`` uses the model's first FLOPs formula; ``result/mfu_causal`` counts only half of the attention.
     """
-    flops_by_formula = {formula.name: formula.flops for formula in config.model.flops_formulas()}
+    flops_by_formula = {formula.name: formula.flops for formula in model.flops_formulas()}
     causal, predicted, memory = flops_by_formula.get("causal"), result.predicted_memory, result.memory
     return [
         *allocator_facts(memory).values(),
@@ -136,7 +128,7 @@ def unprinted(config: ResolvedConfig, result: RunResult) -> list[Fact]:
     ]
 
 
-def next_step(config: ResolvedConfig, result: RunResult, run_dir: StorageDir) -> str:
+def next_step(optimization: OptimizationConfig, result: RunResult, run_dir: StorageDir) -> str:
     """The next step after a run: a command, or a sentence."""
     if result.diagnosis and result.diagnosis.advice:
         command = result.diagnosis.command
@@ -152,7 +144,6 @@ def next_step(config: ResolvedConfig, result: RunResult, run_dir: StorageDir) ->
                 f"`{format_resume_command(run_dir)} --learning-rate ...`"
             )
         case "diverged", False:
-            optimization = config.optimization
             return (
                 "no checkpoint was saved; start again with another --name, and with --learning-rate below "
                 f"{optimization.learning_rate:g} or, in a long run, --warmup-steps above {optimization.warmup_steps}"
@@ -164,12 +155,12 @@ def next_step(config: ResolvedConfig, result: RunResult, run_dir: StorageDir) ->
     return f"`python -m train.export --checkpoint {format_run_argument(run_dir)} --to exported`"
 
 
-def detail_rows(config: ResolvedConfig, result: RunResult) -> list[tuple[str, str]]:
+def detail_rows(model: ModelSpec, batch: Batch, result: RunResult) -> list[tuple[str, str]]:
     """The details of a run's result as rows of a name and a value with its unit."""
     rows: list[tuple[str, str]] = []
     if result.failed_micro_batches:
         sizes = ", ".join(map(str, result.failed_micro_batches))
-        rows.append(("micro-batch", f"{config.batch.micro_batch}; {sizes} did not fit"))
+        rows.append(("micro-batch", f"{batch.micro_batch}; {sizes} did not fit"))
     if speed := result.throughput:
         rows.append(("measurement", f"median of {speed.steps} steps after {speed.warmup_steps} steps of warm-up"))
         flops = (result.flops_per_second or 0.0) / 1e12
@@ -184,7 +175,7 @@ def detail_rows(config: ResolvedConfig, result: RunResult) -> list[tuple[str, st
         energy = "{:,.3g} kJ per million tokens (GPU only)"
         rows.append(("energy", Fact.of("result/kilojoules_per_million_tokens", joules / 1e3, energy)))
     if result.val_perplexity is not None:
-        perplexity = f"perplexity {{:,.1f}} over {config.model.vocab_size:,} token ids"
+        perplexity = f"perplexity {{:,.1f}} over {model.vocab_size:,} token ids"
         rows.append(("validation", Fact.joined(
             Fact.of("result/val_perplexity", result.val_perplexity, perplexity),
             Fact.of("result/val_bits_per_byte", result.val_bits_per_byte, "{:.3f} bits per byte"),
@@ -219,10 +210,10 @@ def detail_rows(config: ResolvedConfig, result: RunResult) -> list[tuple[str, st
     return rows
 
 
-def memory_table(config: ResolvedConfig, result: RunResult) -> Table:
+def memory_table(breakdown: MemoryBreakdown, result: RunResult) -> Table:
     """The table of the peak memory by part: the prediction, and a measurement if the part can be measured."""
-    breakdown, memory = predict_peak(config), result.memory
-    predicted, measured = breakdown.parts(), dict(result.shortage.bytes_by_part) if result.shortage else {}
+    memory, predicted = result.memory, breakdown.parts()
+    measured = dict(result.shortage.bytes_by_part) if result.shortage else {}
     if memory.allocated is not None and memory.reserved is not None:
         predicted |= {"allocated": breakdown.allocated, "reserved": breakdown.reserved}
         measured |= {"allocated": memory.allocated, "reserved": memory.reserved}

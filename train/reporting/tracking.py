@@ -25,7 +25,6 @@ from infra.tracking.views import model_link, page_link
 from train.config import DatasetConfig, ResolvedConfig, TrainConfig, config_from_json, load_config
 from train.data.sources import source_of
 from train.reporting.report import peak_text, run_report, speed_fact
-from train.resolved import next_smaller_micro_batch
 from train.result import RunResult
 from train.run_files.run_folder import RunFolder
 
@@ -82,8 +81,11 @@ def fill(tracker: Tracker, run_folder: RunFolder, *, until: int | None = None) -
     result = from_json(RunResult, _read_json(run_folder.result), run_folder.result)
     if step > result.steps:  # The result is outdated, because the run was resumed after it and then killed.
         return None
-    config = next_smaller_micro_batch(config, result.failed_micro_batches) or config
-    _log_result(tracker, config, result, run_folder, start.memory_limit)
+    config = config.with_smaller_micro_batch(result.failed_micro_batches) or config
+    if result.failed_micro_batches:
+        tracker.log_json(config.to_json(), "config.json")  # The micro-batch has changed since the start.
+    report = run_report(config.step, config.dataset, result, run_folder.location, start.memory_limit)
+    _log_result(tracker, report, result, run_folder)
     return result
 
 
@@ -114,12 +116,12 @@ def log_start(tracker: Tracker, config: ResolvedConfig, start: RunStart) -> None
 
 def params(config: ResolvedConfig) -> dict[str, Any]:
     """The params of a run in MLflow: requested settings that differ from the default, and a few that every run has."""
-
-    def values_by_name(settings: TrainConfig) -> dict[str, Any]:
-        values = settings.to_json() | {"model": settings.model.text}
-        return {name: value for name, value in values.items() if name not in ("data", "stream")}
-
-    return non_default_params(values_by_name(config.requested), values_by_name(TrainConfig())) | {
+    same_data = {"data": "", "stream": ""}  # Every run has the param data.
+    requested, defaults = (
+        settings.to_json() | same_data | {"model": settings.model.text}
+        for settings in (config.requested, TrainConfig())
+    )
+    return non_default_params(requested, defaults) | {
         "model": config.model.text, "data": config.dataset.source, "global_batch": config.batch.global_batch,
         "micro_batch": config.batch.micro_batch, "accumulation": config.batch.accumulation, "seed": config.dataset.seed,
         **{name: config.setting(name) for name in ("precision", "compile", "loss", "device")},
@@ -205,18 +207,14 @@ def write_summary(run_folder: RunFolder, report: Report, dataset: DatasetConfig,
     write_text(run_folder.summary, replace(report, sections=sections).markdown())
 
 
-def _log_result(
-    tracker: Tracker, config: ResolvedConfig, result: RunResult, run_folder: RunFolder, memory_limit: int | None
-) -> None:
+def _log_result(tracker: Tracker, report: Report, result: RunResult, run_folder: RunFolder) -> None:
     """Log the result of a run. Its metrics are logged at step 0, because MLflow draws bars for a single step."""
-    report = run_report(config, result, run_folder.location, memory_limit)
     tracker.log_metrics(group_under_detail(report.metrics(), METRICS))
     # An empty reason replaces the reason of an earlier, interrupted part of a resumed run.
     reason = "" if result.outcome == "finished" else result.reason
     tags = {"outcome": result.outcome, "reason": reason, "device": result.device, "attention": result.attention}
     if result.failed_micro_batches:
         tags["micro_batch.failed_micro_batches"] = ", ".join(map(str, result.failed_micro_batches))
-        tracker.log_json(config.to_json(), "config.json")  # The micro-batch has changed since the start.
     tracker.set_tags(tags | run_list_tags(result))
     tracker.log_json(to_json(result), "result.json")
     if result.sample:

@@ -13,7 +13,7 @@ from typing import Any
 from infra.errors import UserError
 from infra.schema import from_json, strict
 from pipeline.shards import Manifest, checksum
-from train.config import DurationConfig, TrainConfig, config_from_json
+from train.config import DatasetConfig, DurationConfig, StepConfig, config_from_json
 from train.model_config import ModelSpec
 
 PROGRESS = "progress.json"
@@ -120,32 +120,35 @@ def read_progress(checkpoint: Path) -> Progress:
         raise UserError(f"Cannot read {checkpoint} as a checkpoint: {reason}.") from fault
 
 
-_FIXED_SETTINGS = ("seed", "global_batch", "optimizer", "mask_books")
-"""Settings that cannot be changed when a run is resumed."""
+_FIXED_SETTINGS = ("global_batch", "optimizer", "mask_books")
+"""Settings of a step that cannot be changed when a run is resumed."""
 
 
-def check_same_run(path: Path | str, progress: Progress, config: TrainConfig, manifest: Manifest) -> None:
-    """Raise ``UserError`` unless ``config`` with this data can resume the checkpoint at ``path``."""
-    flag = config.dataset.flag
+def check_same_run(
+    path: Path | str, progress: Progress, step: StepConfig, dataset: DatasetConfig, manifest: Manifest
+) -> None:
+    """Raise ``UserError`` unless a run of ``step`` with this data can resume the checkpoint at ``path``."""
+    flag = dataset.flag
     if progress.tokenizer_sha256 != manifest.tokenizer_sha256:
         raise UserError(
             f"{path} was trained with a different tokenizer (sha256 {progress.tokenizer_sha256[:12]}) than "
-            f"{flag} {config.dataset.source} ({manifest.tokenizer_sha256[:12]}). Start a new run with --name."
+            f"{flag} {dataset.source} ({manifest.tokenizer_sha256[:12]}). Start a new run with --name."
         )
     old_config = config_from_json(progress.config, str(path))
     if progress.data_fingerprint != manifest.fingerprint:
-        _check_unchanged(path, vars(old_config.dataset.reading), vars(config.dataset.reading))
+        _check_unchanged(path, vars(old_config.dataset.reading), vars(dataset.reading))
         raise UserError(
             f"{path} was trained on different data (fingerprint {progress.data_fingerprint[:12]}) than "
-            f"{flag} {config.dataset.source} ({manifest.fingerprint[:12]}). Use the {flag} it was trained on, or "
+            f"{flag} {dataset.source} ({manifest.fingerprint[:12]}). Use the {flag} it was trained on, or "
             "start a new run with --name."
         )
-    if old_config.model != config.model:
+    if old_config.model != step.model:
         raise UserError(
-            f"{path} has the model {_with_changes(old_config.model, config.model)}. Remove --model to resume it."
+            f"{path} has the model {_with_changes(old_config.model, step.model)}. Remove --model to resume it."
         )
+    _check_unchanged(path, {"seed": old_config.dataset.seed}, {"seed": dataset.seed})
     old_settings, new_settings = (
-        {name: settings.setting(name) for name in _FIXED_SETTINGS} for settings in (old_config, config)
+        {name: settings.setting(name) for name in _FIXED_SETTINGS} for settings in (old_config, step)
     )
     _check_unchanged(path, old_settings, new_settings)
 

@@ -204,10 +204,12 @@ def make_prior(space: Space) -> Prior:
 
     @cache  # All knobs of a GPU have forty thousand candidates, and many are compared before every trial.
     def prior(candidate: Candidate) -> float:
-        config = space.config(candidate)
-        base = space.base.replace(micro_batch=config.batch.micro_batch, global_batch=config.batch.global_batch)
+        step = space.config(candidate).step
+        if breakdown := peak_if_known(step):
+            return float(breakdown.total)
         # Memory of a custom model is only known with the knobs of the base; trials correct the prediction.
-        breakdown = peak_if_known(config) or predict_peak(base)
-        return float(breakdown.total)
+        batch = step.batch
+        base = space.base.step.replace(micro_batch=batch.micro_batch, global_batch=batch.global_batch)
+        return float(predict_peak(base).total)
 
     return prior

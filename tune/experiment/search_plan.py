@@ -178,7 +178,7 @@ def make_search(config: SearchConfig, machines: tuple[Machine, ...] = ()) -> Sea
     source, context_length = source_of(training.dataset), training.model.context_length
     source.check_lengths(context_length, TRIAL_CYCLE, manifest)
     source.check_enough_tokens(training.batch.global_batch, context_length, manifest)
-    smallest_peak = predict_peak(training.replace(micro_batch=1))
+    smallest_peak = predict_peak(training.step.replace(micro_batch=1))
     limit = choose_memory_limit(requested, available, smallest_peak, training.model.text)
     sequences = manifest.splits["train"]["tokens"] // training.model.context_length
     space = make_space(training, config.knobs, config.accumulations, sequences)

@@ -18,7 +18,6 @@ from infra.tracking.names import group_under_detail
 from train.estimate.gpu_rates import GpuRates, load_gpu_rates
 from train.estimate.roofline import SOURCE, format_expected_range, roofline_speed
 from train.reporting.report import memory_fact, speed_fact
-from train.resolved import describe_execution, format_setting
 from train.run_files.lookup import format_run_command
 from train.search_reference import SearchReference
 from tune.experiment.folder import ExperimentResult
@@ -303,8 +302,8 @@ def introduce(search: Search) -> None:
         f"[bold]{config.training.model.text}[/bold]: {len(search.space.candidates())} candidates for "
         f"{search.space.batch_label}, limit {limit_of(search)} per process, on {search.device}{machines}"
     )
-    batch = f"micro-batch {format_setting('micro_batch', control)} x {control.batch.accumulation}"
-    console.print(f"control: {batch}, {describe_execution(control)}", markup=False)
+    batch = f"micro-batch {control.format_setting('micro_batch')} x {control.batch.accumulation}"
+    console.print(f"control: {batch}, {control.describe_execution()}", markup=False)
     if config.dry_run:
         print_plan(search)
 

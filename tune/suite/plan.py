@@ -111,7 +111,7 @@ def introduce(ladder: Ladder, reference: dict[str, Any] | str | None) -> None:
     rows: list[tuple[str, str, str]] = []
     for rung in (controls[0], *rungs):
         if rung.config:
-            peak = peak_if_known(rung.config)
+            peak = peak_if_known(rung.config.step)
             rows.append((rung.name, rung.batch, f"{peak.total / GB:.2f}" if peak else "measured by probes"))
         else:
             console.print(f"{rung.name}: skipped; {rung.reason}.", markup=False)

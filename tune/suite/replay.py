@@ -44,7 +44,7 @@ class Ladder(Experiment):
             self.replay_results(rows)
         except PendingRun as pending:
             run = pending.run
-            peak = peak_if_known(run.config)
+            peak = peak_if_known(run.config.step)
             memory = float(peak.total) if peak else None
             proposal = Proposal(Candidate(run.config.batch.micro_batch), run.stage, predicted_memory=memory)
             labels = {"rung": run.name}
@@ -179,7 +179,7 @@ class SuiteReplay:
         check_single_worker(settings.batch.workers)
         config = resolve(settings, self.device_info.with_memory_limit(self.ladder.limit))
         if memory is not None:
-            config = replace(config, batch=largest_batch(config, memory))
+            config = replace(config, batch=largest_batch(config.step, memory))
         context_length, cycle = config.model.context_length, config.duration.cycle
         source_of(config.dataset).check_lengths(context_length, cycle, self.ladder.manifest)
         return config
@@ -204,9 +204,9 @@ class SuiteReplay:
         failed: list[int] = []
         while memory and result.row and result.row.outcome in TOO_LARGE and len(failed) < RETRIES:
             failed.append(attempt.config.batch.micro_batch)
-            memory = predict_peak(attempt.config).total - 1
+            memory = predict_peak(attempt.config.step).total - 1
             try:
-                batch = largest_batch(attempt.config, memory)
+                batch = largest_batch(attempt.config.step, memory)
             except UserError:
                 break
             if batch.micro_batch <= larger_than:

@@ -248,7 +248,7 @@ def memory_table(rows: Mapping[str, RungResult]) -> Table:
         ):  # fmt: skip
             if gib is None:
                 continue
-            predicted = predict_peak(config.replace(micro_batch=size, global_batch=size)).total / GIB
+            predicted = predict_peak(config.step.replace(micro_batch=size, global_batch=size)).total / GIB
             values = rung, f"{size}", *(f"{number:.1f}" for number in (gib, needs[rung].gib, predicted))
             row = rows.get(rung, RungResult(rung))
             row_memory = f"{row.memory / GIB:.1f}" if row.memory else "-"

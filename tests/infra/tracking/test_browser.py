@@ -101,7 +101,7 @@ def trained(name: str, config: ResolvedConfig, speed: float) -> RunRef:
     for step in (10, 20):
         home.append_report(cycle(step))
     write_json(home.result, to_json(run))
-    report = run_report(config, run, home.location, 8 * 10**9)
+    report = run_report(config.step, config.dataset, run, home.location, 8 * 10**9)
     tracking.write_summary(home, report, config.dataset, key.store)
     with Tracker(key) as tracker:
         tracking.fill(tracker, home)

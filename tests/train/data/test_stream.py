@@ -389,7 +389,8 @@ def test_through_ray_it_is_the_same_run_also_when_resumed(config: ResolvedConfig
     check_same_run(
         Path(first.checkpoint),
         read_progress(Path(first.checkpoint)),
-        whole,
+        whole.step,
+        whole.dataset,
         source_of(whole.dataset).manifest,
     )
     other = whole.replace(reading=ReadingConfig(min_chars=5))
@@ -397,7 +398,8 @@ def test_through_ray_it_is_the_same_run_also_when_resumed(config: ResolvedConfig
         check_same_run(
             Path(first.checkpoint),
             read_progress(Path(first.checkpoint)),
-            other,
+            other.step,
+            other.dataset,
             source_of(other.dataset).manifest,
         )
     assert set(result.encoded_on) == {result.machine}, "this machine has encoded what it trained on"

@@ -1,11 +1,11 @@
-"""Single changes that save memory: golden for GPT-2, and what holds for every config."""
+"""Single changes that save memory: golden for GPT-2, and what holds for every step."""
 
 from typing import Any, cast
 
 import pytest
 
 from infra.device.hardware import A100, cpu_info
-from train.config import ResolvedConfig, TrainConfig
+from train.config import ResolvedConfig, Step, TrainConfig
 from train.estimate.advice import MemorySaving, find_memory_savings
 from train.estimate.memory import predict_peak
 from train.model_config import ModelConfig
@@ -14,23 +14,23 @@ from train.resolved import resolve
 NAMED: dict[str, Any] = {"compile": "off", "loss": "plain"}
 
 
-def singles(config: ResolvedConfig) -> list[MemorySaving]:
-    return [change for change in find_memory_savings(config) if len(change.flags) == 1]
+def singles(step: Step) -> list[MemorySaving]:
+    return [change for change in find_memory_savings(step) if len(change.flags) == 1]
 
 
 def test_the_cheapest_change_comes_first() -> None:
-    config = resolve(TrainConfig.of(global_batch=64, micro_batch=32, **NAMED), A100)
-    assert [change.text for change in singles(config)] == [
+    step = resolve(TrainConfig.of(global_batch=64, micro_batch=32, **NAMED), A100).step
+    assert [change.text for change in singles(step)] == [
         "--loss fused", *(f"--micro-batch {size}" for size in (16, 8, 4, 2, 1)),
         *(f"--checkpointing {kind}" for kind in ("selective", "alternate", "full")),
     ]  # fmt: skip
-    full = singles(config)[-1]
+    full = singles(step)[-1]
     assert full.arithmetic == pytest.approx(
-        cast(ModelConfig, config.model).hardware_flops(recomputed=12) / cast(ModelConfig, config.model).palm_flops - 1
+        cast(ModelConfig, step.model).hardware_flops(recomputed=12) / cast(ModelConfig, step.model).palm_flops - 1
     )
     assert full.cost.startswith("24%")
-    assert full.peak == predict_peak(config.replace(checkpointing="full")).total
-    each = resolve(TrainConfig.of(global_batch=64, micro_batch=8, workers=4, **NAMED), A100)
+    assert full.peak == predict_peak(step.replace(checkpointing="full")).total
+    each = resolve(TrainConfig.of(global_batch=64, micro_batch=8, workers=4, **NAMED), A100).step
     costs = {change.text: change.cost for change in find_memory_savings(each)}
     assert "in 16 micro-batches instead of 2" in costs["--micro-batch 1"], "those of each worker"
 
@@ -53,20 +53,20 @@ def test_the_cheapest_change_comes_first() -> None:
 def test_what_can_be_changed_saves_memory_and_is_sorted_by_its_cost(
     changes: dict[str, Any], offered: str, left_out: str
 ) -> None:
-    config = ResolvedConfig.of(global_batch=64, micro_batch=16, **NAMED)
-    config = resolve(config.replace(**changes), cpu_info() if "device" in changes else A100)
-    found = singles(config)
+    step = ResolvedConfig.of(global_batch=64, micro_batch=16, **NAMED)
+    step = resolve(step.replace(**changes), cpu_info() if "device" in changes else A100)
+    found = singles(step.step)
     flags = [change.text for change in found]
     assert offered in flags
     assert not left_out or not [flag for flag in flags if left_out in flag]
-    assert all(change.peak < predict_peak(config).total for change in found)
+    assert all(change.peak < predict_peak(step.step).total for change in found)
     costs = [change.arithmetic for change in found]
     assert costs == sorted(costs)
 
 
 def test_combinations_come_after_single_changes_and_keep_the_largest_batch() -> None:
-    config = resolve(TrainConfig.of(global_batch=4, micro_batch=4, **NAMED), A100)
-    found = find_memory_savings(config)
+    step = resolve(TrainConfig.of(global_batch=4, micro_batch=4, **NAMED), A100).step
+    found = find_memory_savings(step)
     assert [len(change.flags) > 1 for change in found] == sorted(len(change.flags) > 1 for change in found)
     combined = [change.text for change in found if len(change.flags) > 1]
     assert combined[:3] == [

@@ -16,7 +16,7 @@ from torch.distributed._tools.mem_tracker import MemTracker
 from torch.profiler import ProfilerActivity, profile
 from trainers import make_trainer
 
-from train.config import Compile, ResolvedConfig, divisors
+from train.config import Compile, ResolvedConfig, Step, divisors
 from train.estimate.memory import (
     fit_to_probes,
     largest_micro_batch,
@@ -35,33 +35,33 @@ MODEL = replace(PRESETS["small"], layers=2, context_length=256, vocab_size=8000,
 WIDE_HEAD = replace(MODEL, layers=1, context_length=16, vocab_size=20000, padded_vocab_size=20000)
 """Its peak is where the embeddings' gradient meets the head's."""
 RECORD = Path(__file__).parents[2] / "benchmarks" / "records" / "memory-cuda.json"
-BASE = ResolvedConfig.of(
+BASE = Step.of(
     model=MODEL, micro_batch=4, global_batch=4, precision="fp32", attention="sdpa", compile="off", loss="plain",
-    device="cpu", steps=1,
+    device="cpu",
 )  # fmt: skip
 
 
-def tracked_peak(config: ResolvedConfig) -> int:
+def tracked_peak(step: Step) -> int:
     """Bytes at the peak of two steps of the loop's arithmetic, counted tensor by tensor."""
-    stream = torch.bfloat16 if config.execution.precision == "bf16-activations" else None
+    stream = torch.bfloat16 if step.execution.precision == "bf16-activations" else None
     with FakeTensorMode():
         model = GPT(
-            cast(ModelConfig, config.model),
-            attention=ATTENTION[config.execution.attention],
-            checkpointing=config.execution.checkpointing,
+            cast(ModelConfig, step.model),
+            attention=ATTENTION[step.execution.attention],
+            checkpointing=step.execution.checkpointing,
             activations=stream,
         )
-        optimizer = make_optimizer(model, config.optimization)
+        optimizer = make_optimizer(model, step.optimization)
         tracker = MemTracker()
         tracker.track_external(model, optimizer)
-        shape = (config.batch.micro_batch, config.model.context_length + 1)
+        shape = (step.batch.micro_batch, step.model.context_length + 1)
         with tracker:
             for _ in range(2):
-                for _ in range(config.batch.accumulation):
+                for _ in range(step.batch.accumulation):
                     batch = torch.zeros(shape, dtype=torch.int64)
-                    with torch.autocast("cpu", torch.bfloat16, enabled=config.execution.precision == "bf16"):
+                    with torch.autocast("cpu", torch.bfloat16, enabled=step.execution.precision == "bf16"):
                         loss = model(batch[:, :-1], batch[:, 1:])
-                    (loss / config.batch.accumulation).backward()
+                    (loss / step.batch.accumulation).backward()
                     del loss
                     tracker.reset_mod_stats()
                 nn.utils.clip_grad_norm_(model.parameters(), 1.0)
@@ -88,30 +88,30 @@ def tracked_peak(config: ResolvedConfig) -> int:
     ids=lambda changes: " ".join(changes) or "fp32",
 )
 def test_the_formula_agrees_with_the_tracker(changes: dict[str, Any]) -> None:
-    config = BASE.replace(**changes)
-    assert predict_peak(config).allocated == pytest.approx(tracked_peak(config), rel=0.03)
+    step = BASE.replace(**changes)
+    assert predict_peak(step).allocated == pytest.approx(tracked_peak(step), rel=0.03)
 
 
 def test_gpt2_at_any_batch_is_what_the_tracker_found() -> None:
     """1.621 + 0.897 GiB a sequence: bf16 autocast, eager, AdamW, without accumulation."""
     for size in (1, 8, 64):
-        config = ResolvedConfig.of(
+        step = Step.of(
             micro_batch=size, global_batch=size, precision="bf16", attention="sdpa", compile="off", loss="plain",
-            device="cpu", steps=1,
+            device="cpu",
         )  # fmt: skip
-        assert predict_peak(config).allocated / 2**30 == pytest.approx(1.621 + 0.897 * size, rel=0.002)
+        assert predict_peak(step).allocated / 2**30 == pytest.approx(1.621 + 0.897 * size, rel=0.002)
 
 
 LAYER = ModelConfig(layers=1, heads=2, width=128, context_length=256, vocab_size=4096, padded_vocab_size=4096)
 """Its activations and its logits both weigh enough that an error in either shows, and one in both as well."""
 
 
-def allocated_peak(config: ResolvedConfig, trace: Path) -> int:
+def allocated_peak(step: Step, trace: Path) -> int:
     """Bytes at the peak of a forward and backward pass, beside the weights, by the count of torch's CPU allocator."""
-    loss = loss_function("plain", config.execution.loss_chunks)
-    model = GPT(cast(ModelConfig, config.model), loss=loss)
-    forward = compile_model(model, config.execution)
-    batch = torch.zeros((config.batch.micro_batch, config.model.context_length + 1), dtype=torch.int64)
+    loss = loss_function("plain", step.execution.loss_chunks)
+    model = GPT(cast(ModelConfig, step.model), loss=loss)
+    forward = compile_model(model, step.execution)
+    batch = torch.zeros((step.batch.micro_batch, step.model.context_length + 1), dtype=torch.int64)
     for last in (False, False, True):  # the first two compile
         model.zero_grad()
         with profile(activities=[ProfilerActivity.CPU], profile_memory=True) if last else nullcontext() as profiler:
@@ -126,22 +126,22 @@ def allocated_peak(config: ResolvedConfig, trace: Path) -> int:
 
 @pytest.mark.parametrize(("compile", "chunks"), [("off", 8), pytest.param("whole", 1, marks=pytest.mark.slow)])
 def test_the_formula_agrees_with_the_allocator(compile: Compile, chunks: int, tmp_path: Path) -> None:
-    config = BASE.replace(model=LAYER, compile=compile, loss_chunks=chunks)
-    found = predict_peak(config)
+    step = BASE.replace(model=LAYER, compile=compile, loss_chunks=chunks)
+    found = predict_peak(step)
     predicted = found.allocated - found.weights - found.optimizer
-    assert predicted == pytest.approx(allocated_peak(config, tmp_path / "trace.json"), rel=0.05)
+    assert predicted == pytest.approx(allocated_peak(step, tmp_path / "trace.json"), rel=0.05)
 
 
 def test_the_formula_agrees_with_what_a_gpu_allocated() -> None:
     """In every step of ``make bench-memory-cuda``."""
     for row in json.loads(RECORD.read_text())["rows"]:
         size = row["micro_batch"]
-        config = ResolvedConfig.of(
+        step = Step.of(
             model=replace(parse_model(row["model"]), context_length=row["context"]), micro_batch=size,
             global_batch=size * row["accumulation"], precision=row["precision"], compile=row["compile"],
-            loss=row["loss"], attention="flash", device="cuda", steps=4,
+            loss=row["loss"], attention="flash", device="cuda",
         )  # fmt: skip
-        assert predict_peak(config).allocated == pytest.approx(row["allocated"], rel=0.01), row
+        assert predict_peak(step).allocated == pytest.approx(row["allocated"], rel=0.01), row
 
 
 def test_two_probes_take_over_what_no_formula_knows() -> None:
@@ -156,21 +156,19 @@ def test_two_probes_take_over_what_no_formula_knows() -> None:
 
 
 def test_the_largest_micro_batch_fits_and_the_next_does_not() -> None:
-    config = ResolvedConfig.of(
-        precision="bf16", attention="flash", device="cuda", micro_batch=1, compile="off", loss="plain", steps=1
-    )
+    step = Step.of(precision="bf16", attention="flash", device="cuda", micro_batch=1, compile="off", loss="plain")
     limit = 40 * 10**9
-    size = largest_micro_batch(config, limit)
+    size = largest_micro_batch(step, limit)
     assert size is not None
-    fitted = config.replace(micro_batch=size)
+    fitted = step.replace(micro_batch=size)
     assert predict_peak(fitted).total + 0.03 * predict_peak(fitted).allocated <= limit, "what the allocator may reserve"
     larger = min(n for n in divisors(480) if n > size)
-    least = peak_with_margin(config.replace(micro_batch=larger))
+    least = peak_with_margin(step.replace(micro_batch=larger))
     assert least > limit
-    assert (largest_micro_batch(config, least), largest_micro_batch(config, least - 1)) == (larger, size)
-    assert largest_micro_batch(config, 10**9) is None
+    assert (largest_micro_batch(step, least), largest_micro_batch(step, least - 1)) == (larger, size)
+    assert largest_micro_batch(step, 10**9) is None
     assert size <= largest_unconstrained_micro_batch(fitted, limit) < larger
-    assert largest_unconstrained_micro_batch(config.replace(loss_chunks=15, micro_batch=15), limit) % 15 == 0, (
+    assert largest_unconstrained_micro_batch(step.replace(loss_chunks=15, micro_batch=15), limit) % 15 == 0, (
         "pieces divide the tokens"
     )
     assert largest_unconstrained_micro_batch(fitted, 10**9) == 0
@@ -178,19 +176,15 @@ def test_the_largest_micro_batch_fits_and_the_next_does_not() -> None:
 
 def test_a_fused_loss_in_bf16_is_computed_from_a_copy_in_fp32() -> None:
     """Of a piece of 2,048 tokens; CUDA's kernel for fp16 needs none, nor does compiled code."""
-    config = ResolvedConfig.of(
-        loss="fused", precision="bf16", attention="flash", device="cuda", micro_batch=16, compile="off"
-    )
-    loss = {precision: predict_peak(config.replace(precision=precision)).logits for precision in ("bf16", "fp16")}
+    step = Step.of(loss="fused", precision="bf16", attention="flash", device="cuda", micro_batch=16, compile="off")
+    loss = {precision: predict_peak(step.replace(precision=precision)).logits for precision in ("bf16", "fp16")}
     assert loss["bf16"] - loss["fp16"] == 2048 * 50304 * 4
-    assert predict_peak(config.replace(compile="whole")).logits < loss["fp16"]
+    assert predict_peak(step.replace(compile="whole")).logits < loss["fp16"]
 
 
 def test_what_saves_memory_saves_memory() -> None:
-    config = ResolvedConfig.of(
-        precision="bf16", attention="flash", device="cuda", micro_batch=16, compile="off", loss="plain", steps=1
-    )
-    plain = predict_peak(config).total
+    step = Step.of(precision="bf16", attention="flash", device="cuda", micro_batch=16, compile="off", loss="plain")
+    plain = predict_peak(step).total
     for changes in (
         {"checkpointing": "selective"},
         {"checkpointing": "full"},
@@ -199,19 +193,19 @@ def test_what_saves_memory_saves_memory() -> None:
         {"optimizer": "adamw-8bit"},
         {"precision": "bf16-activations"},
     ):
-        assert predict_peak(config.replace(**changes)).total < plain, changes
+        assert predict_peak(step.replace(**changes)).total < plain, changes
 
 
 @pytest.mark.parametrize("tied", [True, False])
 def test_weights_and_optimizer_are_those_of_a_real_one(tied: bool) -> None:
-    config = BASE.replace(model=replace(MODEL, tied=tied))
-    model = GPT(cast(ModelConfig, config.model))
-    optimizer = make_optimizer(model, config.optimization)
+    step = BASE.replace(model=replace(MODEL, tied=tied))
+    model = GPT(cast(ModelConfig, step.model))
+    optimizer = make_optimizer(model, step.optimization)
     for parameter in model.parameters():
         parameter.grad = torch.zeros_like(parameter)
     optimizer.step()
     moments = [value for state in optimizer.state.values() for value in state.values() if value.dim()]
-    found = predict_peak(config)
+    found = predict_peak(step)
     assert found.weights == sum(parameter.nbytes for parameter in model.parameters())
     assert found.optimizer == sum(moment.nbytes for moment in moments)
 
@@ -235,7 +229,7 @@ def test_two_probes_predict_reserved_memory_of_other_batches_within_3_percent(
         torch.cuda.empty_cache()
         reserved = make_trainer(config).run().memory.reserved
         assert reserved is not None
-        return predict_peak(config).allocated, reserved
+        return predict_peak(config.step).allocated, reserved
 
     probes = [measured(4), measured(24)]
     for size in (8, 16, 32):

@@ -120,7 +120,7 @@ def test_a_result_is_recorded_as_that_of_the_micro_batch_that_fitted(
     with Tracker(create_run("train", "one")) as tracker:
         result, _ = train_and_record(replace(run, memory_limit=3 * 10**9), tracker, train=worker)
     stored: dict[str, Any] = json.loads(run.run_folder.result.read_text())
-    assert result.predicted_memory == stored["predicted_memory"] == predict_peak(fitted).total
+    assert result.predicted_memory == stored["predicted_memory"] == predict_peak(fitted.step).total
     client = MlflowClient(tracker.run_ref.store)
     mlflow_run = client.get_run(tracker.run_ref.run_id)
     assert mlflow_run.info.status == "KILLED"
@@ -128,5 +128,5 @@ def test_a_result_is_recorded_as_that_of_the_micro_batch_that_fitted(
     assert json.loads(in_mlflow) == fitted.to_json()
     summary = run.run_folder.summary.read_text()
     assert "micro-batch 2 x accumulation 4 " in summary
-    assert re.search(rf"3\.00 GB.*{predict_peak(fitted).total / 1e9:.2f}", summary)
+    assert re.search(rf"3\.00 GB.*{predict_peak(fitted.step).total / 1e9:.2f}", summary)
     assert diagnose(run.fitted(result), result) is None

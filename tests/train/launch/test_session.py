@@ -22,7 +22,6 @@ from train.launch.link import Activity, CycleDone, Message, MicroBatchTooLarge, 
 from train.launch.session import Driver, WorkerSession, did_not_fit, energy
 from train.model_config import ModelConfig
 from train.models.gpt2 import GPT
-from train.resolved import next_smaller_micro_batch
 from train.result import RunResult
 from train.run_files import progress
 from train.run_files.progress import newest
@@ -136,7 +135,7 @@ def test_a_micro_batch_that_nobody_gave_is_made_smaller_until_it_fits(home: RunF
     kept = newest(home.checkpoints)
     assert kept
     assert progress.read_progress(kept).config["micro_batch"] == 2, "with which it is continued"
-    fitted = next_smaller_micro_batch(config, result.failed_micro_batches)
+    fitted = config.with_smaller_micro_batch(result.failed_micro_batches)
     assert fitted
     assert fitted.batch.micro_batch == 2
 

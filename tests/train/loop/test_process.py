@@ -10,6 +10,7 @@ import torch
 import train
 from infra.errors import UserError
 from train.config import Cycle, ResolvedConfig
+from train.estimate.memory import predict_peak
 from train.loop import memory
 from train.loop.process import borrowed_process
 from train.model_config import ModelConfig
@@ -64,4 +65,4 @@ def test_what_torch_reads_once_is_not_changed_without_a_word(monkeypatch: pytest
 
 def test_a_peak_that_cannot_be_the_runs_is_not_called_so(make_result: Callable[..., RunResult]) -> None:
     result = make_result(memory=Memory(None, None, 3 * 10**9, "rss-of-process"))
-    assert any("before this run" in line[0] for line in memory_table(CPU.replace(steps=1), result).rows)
+    assert any("before this run" in line[0] for line in memory_table(predict_peak(CPU.step), result).rows)

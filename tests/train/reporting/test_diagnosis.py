@@ -14,7 +14,7 @@ from infra.cli import flags
 from infra.device.hardware import A100
 from infra.schema import from_json, to_json
 from infra.storage.directory import StorageDir
-from train.config import ResolvedConfig, TrainConfig, load_config
+from train.config import ResolvedConfig, Step, TrainConfig, load_config
 from train.estimate.memory import predict_peak
 from train.model_config.custom import CustomModel
 from train.reporting.diagnosis import diagnose_oom, of_losses
@@ -30,9 +30,9 @@ SAID = "CUDA out of memory. Tried to allocate 6.14 GiB. GPU 0 has a total capaci
 
 
 @pytest.fixture
-def config() -> ResolvedConfig:
+def step() -> Step:
     """GPT-2 124M, predicted to take 36.9 GB."""
-    return resolve(TrainConfig.of(micro_batch=32, compile="off", loss="plain"), A100)
+    return resolve(TrainConfig.of(micro_batch=32, compile="off", loss="plain"), A100).step
 
 
 def failed(make_result: Make, room: int, *, process: int = 0, **changes: Any) -> RunResult:
@@ -44,9 +44,9 @@ def failed(make_result: Make, room: int, *, process: int = 0, **changes: Any) ->
     return make_result(**{"outcome": "oom", "checkpoint": None, "memory": memory, "shortage": shortage} | changes)
 
 
-def test_what_is_predicted_to_fit_counts_what_was_not_predicted(config: ResolvedConfig, make_result: Make) -> None:
+def test_what_is_predicted_to_fit_counts_what_was_not_predicted(step: Step, make_result: Make) -> None:
     result = failed(make_result, 30 * GB)
-    found = diagnose_oom(config, result, HOME, 30 * GB)
+    found = diagnose_oom(step, result, HOME, 30 * GB)
     assert found
     assert found.rows == [
         ("torch error", SAID),
@@ -61,30 +61,30 @@ def test_what_is_predicted_to_fit_counts_what_was_not_predicted(config: Resolved
     assert from_json(RunResult, to_json(kept), "it") == kept
 
 
-def test_what_the_optimizer_held_already_is_not_needed_once_more(config: ResolvedConfig, make_result: Make) -> None:
+def test_what_the_optimizer_held_already_is_not_needed_once_more(step: Step, make_result: Make) -> None:
     """In a later step than the first."""
-    full = {"weights": 498_000_000, "gradients": 0, "optimizer": predict_peak(config).optimizer}
+    full = {"weights": 498_000_000, "gradients": 0, "optimizer": predict_peak(step).optimizer}
     result = failed(make_result, 34 * GB)
     assert result.shortage
-    found = diagnose_oom(config, replace(result, shortage=replace(result.shortage, bytes_by_part=full)), HOME, None)
+    found = diagnose_oom(step, replace(result, shortage=replace(result.shortage, bytes_by_part=full)), HOME, None)
     assert found
     assert dict(found.rows)["prediction"].startswith("underestimated by 3.08 GB")
 
 
-def test_a_run_needed_at_least_what_it_could_use(config: ResolvedConfig, make_result: Make) -> None:
+def test_a_run_needed_at_least_what_it_could_use(step: Step, make_result: Make) -> None:
     """CUDA's libraries do not say how much they asked for."""
     shortage = MemoryShortage("running the backward pass of step 2", None, 40 * GB, {}, "CUBLAS_STATUS_ALLOC_FAILED")
-    found = diagnose_oom(config, failed(make_result, 40 * GB, process=35 * GB, shortage=shortage), HOME, None)
+    found = diagnose_oom(step, failed(make_result, 40 * GB, process=35 * GB, shortage=shortage), HOME, None)
     assert found
     assert dict(found.rows)["prediction"].startswith("underestimated by 3.08 GB")
 
 
 @pytest.mark.parametrize("room", [1, 3, 5, 10, 15, 20, 25, 30, 33, 34, 80])
 def test_what_is_advised_is_predicted_to_fit_and_nothing_that_failed_is(
-    config: ResolvedConfig, make_result: Make, room: int
+    step: Step, make_result: Make, room: int
 ) -> None:
     """Also where the prediction said that the run itself would fit."""
-    found = diagnose_oom(config, failed(make_result, room * GB), HOME, None)
+    found = diagnose_oom(step, failed(make_result, room * GB), HOME, None)
     assert found
     assert bool(found.command) == (room > 3)
     if found.command:
@@ -94,44 +94,42 @@ def test_what_is_advised_is_predicted_to_fit_and_nothing_that_failed_is(
             flag[2:].replace("-", "_"): int(value) if value.isdigit() else value
             for flag, value in zip(words[::2], words[1::2], strict=True)
         }
-        assert predict_peak(config.replace(**changed)).total < min(room * GB, predict_peak(config).total)
+        assert predict_peak(step.replace(**changed)).total < min(room * GB, predict_peak(step).total)
     else:
         assert f"no change is predicted to fit the available {room}.00 GB" in found.advice
         assert "--micro-batch 1 --checkpointing full" in found.advice
 
 
-def test_a_smaller_batch_is_no_advice_where_the_model_itself_did_not_fit(
-    config: ResolvedConfig, make_result: Make
-) -> None:
+def test_a_smaller_batch_is_no_advice_where_the_model_itself_did_not_fit(step: Step, make_result: Make) -> None:
     """Neither where the weights alone are too large, nor where something else had taken the room for them."""
     held: dict[str, int] = dict.fromkeys(["weights", "gradients", "optimizer"], 0)
     for room, process in ((80 * GB, 6 * 10**8), (GB // 2, 4 * 10**8)):
         shortage = MemoryShortage(f"{BUILDING} on worker 1 of 2", 154_000_000, room, held, SAID)
         result = failed(make_result, room, process=process, shortage=shortage)
-        found = diagnose_oom(config, result, HOME, None)
+        found = diagnose_oom(step, result, HOME, None)
         assert found
         assert found.advice.startswith(f"no change is predicted to fit the available {room / GB:.2f} GB; ")
 
 
-def test_when_nothing_can_be_changed_it_is_said(config: ResolvedConfig, make_result: Make) -> None:
-    least = config.replace(micro_batch=1, loss="fused", checkpointing="full")
+def test_when_nothing_can_be_changed_it_is_said(step: Step, make_result: Make) -> None:
+    least = step.replace(micro_batch=1, loss="fused", checkpointing="full")
     found = diagnose_oom(least, failed(make_result, 3 * GB), HOME, 3 * GB)
     assert found
     assert "3.00 GB" in found.advice
     assert "without further changes" in found.advice
     assert not found.command
-    assert diagnose_oom(config, make_result(), HOME, None) is None
+    assert diagnose_oom(step, make_result(), HOME, None) is None
 
 
 def test_the_command_can_be_copied(
-    config: ResolvedConfig, make_result: Make, tmp_path: Path, command_line: Callable[..., AbstractContextManager[None]]
+    step: Step, make_result: Make, tmp_path: Path, command_line: Callable[..., AbstractContextManager[None]]
 ) -> None:
     """It is read by the command's own flags, and gives the run with the one change."""
     home = tmp_path / "my runs" / "one"
     home.mkdir(parents=True)
     (home / "config.json").write_text(json.dumps(ResolvedConfig().to_json()))
     for place in (StorageDir.of(home), HOME):
-        found = diagnose_oom(config, failed(make_result, 12 * GB), place, 12 * GB)
+        found = diagnose_oom(step, failed(make_result, 12 * GB), place, 12 * GB)
         assert found
         words = shlex.split(found.command)
         assert words[:5] == ["python", "-m", "train.run", "--config", str(place / "config.json")]
@@ -143,9 +141,7 @@ def test_the_command_can_be_copied(
                 parsed = flags.parse_flags(RunOptions, "train.run", before)
             assert parsed.training == before.training.replace(micro_batch=8)
             assert (parsed.memory_limit, parsed.out) == (12 * GB, str(home.parent))
-    kept = diagnose_oom(
-        config, failed(make_result, 12 * GB, checkpoint="runs/one/checkpoints/step-00000200"), HOME, None
-    )
+    kept = diagnose_oom(step, failed(make_result, 12 * GB, checkpoint="runs/one/checkpoints/step-00000200"), HOME, None)
     assert kept
     assert kept.command == "python -m train.run --resume one --micro-batch 8"
 

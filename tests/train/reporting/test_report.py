@@ -33,14 +33,14 @@ def config(small_model: ModelConfig) -> ResolvedConfig:
 def test_what_a_model_has_learned_to_write_is_text_in_mlflow(config: ResolvedConfig, make_result: Make) -> None:
     """Books may contain Markdown, and a model that was trained on them writes it."""
     result = make_result(sample="<script>a</script> ![x](http://a/b.png) | [y](javascript:z)")
-    page = report.run_report(config, result, HOME).markdown()
+    page = report.run_report(config.step, config.dataset, result, HOME).markdown()
     row = r"| sample | &lt;script>a&lt;/script> !\[x](http://a/b.png) \| \[y](javascript:z) |"
     assert row in page.splitlines()
 
 
 def test_the_result_as_rows(config: ResolvedConfig, make_result: Make) -> None:
     result = make_result(val_bits_per_character=1.25, sample="so\n it  goes", predicted_memory=3 * GB)
-    *first, (name, command) = report.run_report(config, result, HOME, 2 * GB).summary
+    *first, (name, command) = report.run_report(config.step, config.dataset, result, HOME, 2 * GB).summary
     assert first == [
         ("Run", f"{config.model.text} on `tokens`; finished: reached 10 steps"),
         ("Tokens/s", "1,000 (95% CI 990 to 1,020)"),
@@ -49,7 +49,7 @@ def test_the_result_as_rows(config: ResolvedConfig, make_result: Make) -> None:
     ]
     assert name == "Next"
     assert "train.generate --checkpoint one" in command
-    assert dict(report.detail_rows(config, result)) == {
+    assert dict(report.detail_rows(config.model, config.batch, result)) == {
         "measurement": "median of 7 steps after 3 steps of warm-up",
         "utilization": "0.002 TFLOP/s; MFU unknown: no peak FLOP/s listed for 'cpu'",
         "validation": "perplexity 33.1 over 257 token ids; 1.500 bits per byte; 1.250 bits per character",
@@ -60,24 +60,28 @@ def test_the_result_as_rows(config: ResolvedConfig, make_result: Make) -> None:
         "checkpoint": "runs/one/checkpoints/step-00000010",
         "sample": "so it goes",
     }
-    streamed = dict(report.detail_rows(config, make_result(machine="w1", encoded_on={"w2": 300, "w1": 100})))
+    streamed = dict(
+        report.detail_rows(config.model, config.batch, make_result(machine="w1", encoded_on={"w2": 300, "w1": 100}))
+    )
     assert streamed["step time"].endswith("w1 (25%), w2 (75%)")
     on_gpu = make_result(device="NVIDIA H100", mfu=0.5, throughput=None, val_loss=None)
-    rows = dict(report.detail_rows(config, replace(on_gpu, joules_per_million_tokens=1754.0)))
+    rows = dict(report.detail_rows(config.model, config.batch, replace(on_gpu, joules_per_million_tokens=1754.0)))
     assert rows["energy"].startswith("1.75 kJ")
-    assert dict(report.run_report(config, on_gpu, HOME).summary)["Tokens/s"].startswith("not measured")
+    assert dict(report.run_report(config.step, config.dataset, on_gpu, HOME).summary)["Tokens/s"].startswith(
+        "not measured"
+    )
     measured = replace(on_gpu, throughput=Throughput(1.0, 1.0, 1.0, 3, 1), matmul_utilization=0.625)
-    assert "50.0%" in dict(report.run_report(config, measured, HOME).summary)["Tokens/s"]
-    rows = dict(report.detail_rows(config, replace(measured, hfu=0.75, paused_seconds=60.0)))
+    assert "50.0%" in dict(report.run_report(config.step, config.dataset, measured, HOME).summary)["Tokens/s"]
+    rows = dict(report.detail_rows(config.model, config.batch, replace(measured, hfu=0.75, paused_seconds=60.0)))
     assert all(number in rows["utilization"] for number in ("0.002", "62.5%", "HFU 75.0%"))
     assert "1m" in rows["pause"]
 
 
 def test_the_predicted_memory_is_beside_what_was_measured(config: ResolvedConfig, make_result: Make) -> None:
     """Of a run that did not fit also its weights, gradients and the optimizer's state."""
-    peak = predict_peak(config)
+    peak = predict_peak(config.step)
     memory = Memory(2 * GB, 3 * GB, 4 * GB, "nvml")
-    lines = {name: cells for name, *cells in report.memory_table(config, make_result(memory=memory)).rows}
+    lines = {name: cells for name, *cells in report.memory_table(peak, make_result(memory=memory)).rows}
     assert {name: cells[1] for name, cells in lines.items() if cells[1]} == {
         "context": "1.000", "allocated": "2.000", "reserved": "3.000", "process (NVML)": "4.000"
     } | ({"unused": "1.000"} if "unused" in lines else {})  # fmt: skip
@@ -85,7 +89,7 @@ def test_the_predicted_memory_is_beside_what_was_measured(config: ResolvedConfig
     assert lines["process (NVML)"][0] == f"{peak.total / GB:.3f}"
     assert lines["weights"] == [f"{peak.weights / GB:.3f}", ""]
     shortage = MemoryShortage("running the backward pass of step 1", None, 4 * GB, {"weights": GB})
-    lines = report.memory_table(config, make_result(memory=memory, shortage=shortage)).rows
+    lines = report.memory_table(peak, make_result(memory=memory, shortage=shortage)).rows
     assert ("weights", f"{peak.weights / GB:.3f}", "1.000") in lines
 
 
@@ -124,7 +128,7 @@ def test_the_last_fact_says_what_to_do_next(
     advice = "try again: ", "python -m train.run --config runs/one/config.json --loss fused"
     found = Diagnosis([("logits", "19.78 GB predicted")], *advice) if outcome == "oom" else None
     result = make_result(outcome=outcome, checkpoint=checkpoint, diagnosis=found)
-    told = report.run_report(config, result, StorageDir.of(Path("runs/one").resolve()))
+    told = report.run_report(config.step, config.dataset, result, StorageDir.of(Path("runs/one").resolve()))
     report.print_result(told, result, "the link")
     printed = " ".join(capfd.readouterr().out.split())
     assert ("logits 19.78 GB predicted" in printed) == (outcome == "oom")

@@ -82,7 +82,9 @@ def started(
 def ended(home: RunFolder, config: ResolvedConfig, result: RunResult, store: str) -> None:
     """What that command adds at the end."""
     write_json(home.result, to_json(result))
-    tracking.write_summary(home, run_report(config, result, home.location, 8 * 10**9), config.dataset, store)
+    tracking.write_summary(
+        home, run_report(config.step, config.dataset, result, home.location, 8 * 10**9), config.dataset, store
+    )
 
 
 def recorded(config: ResolvedConfig, result: RunResult) -> tuple[RunRef, Run]:
@@ -313,7 +315,7 @@ def test_a_result_in_mlflow(config: ResolvedConfig, make_result: Callable[..., R
         memory=memory, mfu=0.4, matmul_utilization=0.5, flops_per_token=cast(ModelConfig, config.model).palm_flops,
         predicted_memory=5 * GB,
     )  # fmt: skip
-    metrics = run_report(config, result, HOME.location).metrics()
+    metrics = run_report(config.step, config.dataset, result, HOME.location).metrics()
     formulas = {name: metrics.pop(name) for name in [*metrics] if "flops_per_token" in name}
     assert len(formulas) == 4
     causal = 0.4 * cast(ModelConfig, config.model).causal_flops / cast(ModelConfig, config.model).palm_flops
@@ -350,7 +352,7 @@ def test_every_number_of_a_result_is_a_metric_of_its_run_in_the_unit_of_its_name
     numbers = vars(result) | vars(speed) | vars(memory)
     numbers = {name for name, value in numbers.items() if isinstance(value, int | float)} - NO_METRIC
     formulas = ("result/mfu_causal", "result/flops_per_token")
-    metrics = run_report(config, result, HOME.location).metrics()
+    metrics = run_report(config.step, config.dataset, result, HOME.location).metrics()
     found = {name: value for name, value in metrics.items() if not name.startswith(formulas)}
     same = ("tokens_per_second", "mfu", "hfu", "val_loss", "val_perplexity", "val_bits_per_byte",
             "val_bits_per_character")  # fmt: skip

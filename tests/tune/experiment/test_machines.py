@@ -58,7 +58,7 @@ def test_a_parent_process_does_not_count_as_another_user_of_the_gpu() -> None:
 def test_weights_gradients_and_optimizer_must_fit() -> None:
     """GPT-2 124M has 16 bytes a parameter of them: 2 GB."""
     training = resolve(search("cpu").training, cpu_info())
-    smallest, model = predict_peak(training.replace(micro_batch=1)), training.model.text
+    smallest, model = predict_peak(training.step.replace(micro_batch=1)), training.model.text
     with pytest.raises(UserError, match=r"less than the 1\.99 GB"):
         device.choose_memory_limit(19 * 10**8, 10**12, smallest, model)
     assert device.choose_memory_limit(2 * 10**9, 10**12, smallest, model) == 2 * 10**9

@@ -286,7 +286,7 @@ def test_what_the_trials_measured_is_what_a_later_run_is_compared_with(
     kept = json.loads((search.folder / "best.json").read_text())
     assert kept["measured"]["memory_bytes"] == 4 * 10**9, "the most that it took in any of its own trials"
     assert kept["measured"]["runs"] == len([again])
-    found = read_search_reference(str(search.folder / "best.json"), search.space.config(base.candidate))
+    found = read_search_reference(str(search.folder / "best.json"), search.space.config(base.candidate).flat())
     assert found
     assert found.speed.middle == pytest.approx(150.0, rel=0.01), "as on the first machine"
     assert base.result

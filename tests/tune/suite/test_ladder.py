@@ -146,7 +146,7 @@ def test_each_rung_gets_the_batch_that_fits_and_the_last_what_a_search_found(
         micro_batch=64, global_batch=64, compile="off", loss="plain",
     )  # fmt: skip
     Path("best.json").write_text(json.dumps({"config": config.replace(micro_batch=2, global_batch=6).to_json()}))
-    limit = -(-predict_peak(resolve(config, cpu_info())).total // 10**6)
+    limit = -(-predict_peak(resolve(config, cpu_info()).step).total // 10**6)
     flags = ["--suite", "memory", "--rungs", "checkpointing", "--data", str(small_shards), "--model", text]
     flags += [
         "--fit-batch", "--memory-limit", f"{limit}MB", "--search-result", "best.json", "--device", "cpu", "--name",

@@ -190,7 +190,7 @@ def test_a_change_with_a_larger_batch_is_first_run_at_the_batch_before_it(
 
 
 def test_a_fitted_rung_is_first_run_at_the_batch_before_it(base: TrainConfig, ladder_of: Make) -> None:
-    limit = predict_peak(resolve(base.replace(micro_batch=64, global_batch=192), cpu_info())).total
+    limit = predict_peak(resolve(base.replace(micro_batch=64, global_batch=192), cpu_info()).step).total
     suite = Suite("mine", "Mine", {}, (Rung("checkpointing", {"checkpointing": "full"}),))
     controls, (same, larger), _ = climbed(ladder_of(suite, base, memory_limit=limit, fit_batch=True))
     assert larger.config is not None
@@ -205,7 +205,7 @@ def test_a_gpus_limit_leaves_room_for_what_is_not_predicted(
     beyond: int, fitted: int, base: TrainConfig, ladder_of: Make
 ) -> None:
     on_gpu = base.replace(device="cuda")
-    limit = predict_peak(resolve(on_gpu.replace(micro_batch=64, global_batch=192), A100)).total + beyond
+    limit = predict_peak(resolve(on_gpu.replace(micro_batch=64, global_batch=192), A100).step).total + beyond
     suite = Suite("mine", "Mine", {}, (Rung("seed", {"seed": 1}),))
     controls, _, _ = climbed(ladder_of(suite, on_gpu, A100, memory_limit=limit, fit_batch=True))
     assert sizes(controls[:1]) == {"baseline": fitted}
@@ -230,7 +230,7 @@ def misjudged(most: int) -> Made:
 
 @pytest.mark.parametrize("cumulative", [True, False])
 def test_a_fitted_batch_that_does_not_fit_is_made_smaller(cumulative: bool, base: TrainConfig, ladder_of: Make) -> None:
-    limit = predict_peak(resolve(base.replace(micro_batch=64, global_batch=192), cpu_info())).total
+    limit = predict_peak(resolve(base.replace(micro_batch=64, global_batch=192), cpu_info()).step).total
     ladder = ladder_of(Suite("mine", "Mine", {}, RETRIED, cumulative), base, memory_limit=limit, fit_batch=True)
     controls, (rate, same, larger, seed), ran = climbed(ladder, misjudged(50))
     assert set(sizes(controls).values()) == {48}, "of 64, 56 and 48"
@@ -249,7 +249,7 @@ def test_a_fitted_batch_that_does_not_fit_is_made_smaller(cumulative: bool, base
 
 def test_smaller_batches_are_tried_a_few_times_only(base: TrainConfig, ladder_of: Make) -> None:
     """And the suite's own batches are never changed."""
-    limit = predict_peak(resolve(base.replace(micro_batch=64, global_batch=192), cpu_info())).total
+    limit = predict_peak(resolve(base.replace(micro_batch=64, global_batch=192), cpu_info()).step).total
     suite = Suite("mine", "Mine", {}, (Rung("checkpointing", {"checkpointing": "full"}),))
     tried: list[int] = []
 
@@ -332,13 +332,13 @@ def test_a_ladder_is_continued_on_the_machine_of_its_first_run_from_what_did_not
 
 def test_the_batch_that_fits_is_the_largest_that_does(base: TrainConfig) -> None:
     for size, next_size in ((1, 2), (7, 8), (8, 16), (24, 32)):
-        limit = predict_peak(resolve(base.replace(micro_batch=size, global_batch=3 * size), cpu_info())).total
-        fitted = largest_batch(resolve(base, cpu_info()), limit)
+        limit = predict_peak(resolve(base.replace(micro_batch=size, global_batch=3 * size), cpu_info()).step).total
+        fitted = largest_batch(resolve(base, cpu_info()).step, limit)
         assert (fitted.micro_batch, fitted.global_batch) == (size, 3 * size), "with its accumulation"
         larger = predict_peak(
-            resolve(base.replace(micro_batch=next_size, global_batch=3 * next_size), cpu_info())
+            resolve(base.replace(micro_batch=next_size, global_batch=3 * next_size), cpu_info()).step
         ).total
-        assert largest_batch(resolve(base, cpu_info()), larger).micro_batch == next_size
+        assert largest_batch(resolve(base, cpu_info()).step, larger).micro_batch == next_size
 
 
 def test_a_baseline_without_a_speed_says_what_to_do(base: TrainConfig, ladder_of: Make) -> None:
@@ -380,7 +380,7 @@ def test_a_micro_batch_that_is_left_open_is_decided_within_the_ladders_limit(
 ) -> None:
     """Once for each config, in the baseline as in a rung that needs less, and the limit is that of every run."""
     open_base = base.replace(micro_batch=AUTO, model=replace(base.model, context_length=256))
-    limit = peak_with_margin(resolve(open_base.replace(micro_batch=size, attention="sdpa"), cpu_info()))
+    limit = peak_with_margin(resolve(open_base.replace(micro_batch=size, attention="sdpa"), cpu_info()).step)
     suite = Suite("mine", "Mine", {}, (Rung("seed", {"seed": 1}), Rung("leaner", {"checkpointing": "full"})))
     ladder = ladder_of(suite, open_base, memory_limit=limit)
     request = ladder.request("here", 1, [], [])

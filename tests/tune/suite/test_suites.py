@@ -65,10 +65,10 @@ def test_the_study_is_repeated_as_it_was() -> None:
 def test_every_rung_is_another_config_and_fits_the_card_that_the_suites_are_for(suite: Suite) -> None:
     """One with 40 GB, by prediction."""
     state = apply_changes(START.replace(device="cuda"), suite.base)
-    peaks = {"baseline": predict_peak(resolve(state, CARD)).total}
+    peaks = {"baseline": predict_peak(resolve(state, CARD).step).total}
     for rung in suite.rungs:
         config = apply_changes(state, rung.changes)
-        peaks[rung.name] = predict_peak(resolve(config, CARD)).total
+        peaks[rung.name] = predict_peak(resolve(config, CARD).step).total
         assert config != state or suite.name == "aa", f"{rung.name} changes nothing"
         state = config if suite.cumulative else state
     assert max(peaks.values()) < 38e9, peaks
