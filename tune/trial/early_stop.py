@@ -15,18 +15,18 @@ ASSUMED_CORRELATION, ASSUMED_STEPS = 0.85, 40
 """Prior correlation of consecutive steps, and the number of steps as which the prior counts."""
 
 
-def verdict(step_seconds: Sequence[float], *, bar_seconds: float | None, precision: float) -> str | None:
+def verdict(step_seconds: Sequence[float], *, threshold_seconds: float | None, precision: float) -> str | None:
     """Decide whether to end the trial: ``cannot win``, ``precise``, or None to continue.
 
-    ``bar_seconds`` is the maximum step time of a winner, and ``precision`` the sufficient relative half-width of the
-    interval. A trial that is stopped by mistake is lost, so steps are assumed to be correlated in this decision. A
+    ``threshold_seconds`` is the maximum step time of a winner, and ``precision`` the sufficient relative half-width of
+    the interval. A trial that is stopped by mistake is lost, so steps are assumed to be correlated in this decision. A
     measurement that ends early only has a slightly wider interval.
     """
     steady = step_seconds[warmup_steps(step_seconds) :]
     if len(steady) < MIN_MEASURED_STEPS:
         return None
     middle = statistics.fmean(steady)
-    if bar_seconds is not None and middle - _half_width(steady, ASSUMED_STEPS) > bar_seconds:
+    if threshold_seconds is not None and middle - _half_width(steady, ASSUMED_STEPS) > threshold_seconds:
         return "cannot win"
     return "precise" if _half_width(steady, 0) <= precision * middle else None
 

@@ -121,9 +121,11 @@ class TrialMonitor(Driver):
         elif self.started_at and time.monotonic() - self.started_at > self.stop_rule.seconds:
             self.verdict = "time"
         else:
-            bar_seconds = self.step_tokens / self.speed_threshold if self.speed_threshold else None
+            threshold_seconds = self.step_tokens / self.speed_threshold if self.speed_threshold else None
             precision = self.stop_rule.precision
-            self.verdict = early_stop.verdict(self.valid_seconds(), bar_seconds=bar_seconds, precision=precision) or ""
+            self.verdict = (
+                early_stop.verdict(self.valid_seconds(), threshold_seconds=threshold_seconds, precision=precision) or ""
+            )
         return bool(self.verdict)
 
     def _allocator_retries(self) -> int:

@@ -25,7 +25,7 @@ def steps(seed: int, seconds: float, correlation: float) -> list[float]:
 def stopped_after(times: list[float], bar: float) -> int | None:
     """The step at which the trial is stopped when the rule is asked after each; None when it never is."""
     asked = range(1, len(times) + 1)
-    return next((n for n in asked if verdict(times[:n], bar_seconds=bar, precision=0.0) == "cannot win"), None)
+    return next((n for n in asked if verdict(times[:n], threshold_seconds=bar, precision=0.0) == "cannot win"), None)
 
 
 def stops_by_mistake(correlation: float, seed: int) -> bool:

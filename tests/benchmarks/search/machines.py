@@ -97,7 +97,7 @@ def result(memory: int, speed: Throughput | None = None) -> RunResult:
 
 
 def _ended(times: Sequence[float], step_tokens: int, bar: float | None) -> str | None:
-    return early_stop.verdict(times, bar_seconds=step_tokens / bar if bar else None, precision=PRECISION)
+    return early_stop.verdict(times, threshold_seconds=step_tokens / bar if bar else None, precision=PRECISION)
 
 
 def new_row(proposal: Proposal, number: int, space: Space, outcome: TrialOutcome, seconds: float) -> TrialRow:

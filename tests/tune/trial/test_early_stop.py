@@ -25,20 +25,20 @@ def test_a_slow_trial_is_stopped_early(benchmark: Benchmark) -> None:
 
 
 def test_it_ends_when_the_speed_is_known() -> None:
-    assert verdict([1.0] * (MIN_MEASURED_STEPS + 10), bar_seconds=None, precision=0.01) == "precise"
-    assert verdict([1.0] * (1 + MIN_MEASURED_STEPS), bar_seconds=None, precision=0.01) == "precise", (
+    assert verdict([1.0] * (MIN_MEASURED_STEPS + 10), threshold_seconds=None, precision=0.01) == "precise"
+    assert verdict([1.0] * (1 + MIN_MEASURED_STEPS), threshold_seconds=None, precision=0.01) == "precise", (
         "the first is warm-up"
     )
-    assert verdict([1.0] * MIN_MEASURED_STEPS, bar_seconds=None, precision=0.01) is None
+    assert verdict([1.0] * MIN_MEASURED_STEPS, threshold_seconds=None, precision=0.01) is None
 
 
 def test_precision_is_a_share_of_the_step() -> None:
     """Steps of minutes need no precision of a hundredth of a second, and of milliseconds more than that."""
     noise = [0.999, 1.001, 1.0, 1.002, 0.998] * 4
-    assert verdict([200.0 * part for part in noise], bar_seconds=None, precision=0.01) == "precise"
+    assert verdict([200.0 * part for part in noise], threshold_seconds=None, precision=0.01) == "precise"
     noise = [0.6, 1.4, 1.1, 0.9, 1.0] * 4
-    assert verdict([0.002 * part for part in noise], bar_seconds=None, precision=0.01) is None
+    assert verdict([0.002 * part for part in noise], threshold_seconds=None, precision=0.01) is None
 
 
 def test_steps_of_the_warmup_do_not_count() -> None:
-    assert verdict([9.0, *[2.0] * 6, *[1.0] * 30], bar_seconds=None, precision=0.2) == "precise"
+    assert verdict([9.0, *[2.0] * 6, *[1.0] * 30], threshold_seconds=None, precision=0.2) == "precise"

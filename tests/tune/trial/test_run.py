@@ -259,7 +259,7 @@ def test_a_step_that_compiles_again_does_not_change_the_speed(
         watch = watched(steps, retries=[0] * 21, bar=95.0)  # of 100 tokens/s
         speeds.append(measured_row(training, eight_steps, watch).tokens_per_second)
         assert all(
-            early_stop.verdict(steps[:count], bar_seconds=100 / 95, precision=0.0) != "cannot win"
+            early_stop.verdict(steps[:count], threshold_seconds=100 / 95, precision=0.0) != "cannot win"
             for count in range(len(steps))
         )
     assert speeds[1] == pytest.approx(speeds[0], rel=0.01)
