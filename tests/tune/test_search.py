@@ -132,7 +132,7 @@ def test_a_search_leaves_rows_files_and_runs(command: Callable[..., int], folder
     assert {row["outcome"] for row in rows} == {"ok"}
     assert {int(row["micro_batch"]) * int(row["accumulation"]) for row in rows} == {2}
     assert {row["node"] for row in rows} == {socket.gethostname()}
-    assert "replaces GPU memory" in (done / "summary.md").read_text()
+    assert "resident set" in (done / "summary.md").read_text()
     parent, children = runs(folder, "whole")
     assert parent.info.status == "FINISHED"
     assert "tokens/s" in parent.data.tags["mlflow.note.content"]
