@@ -14,7 +14,7 @@ from dataclasses import dataclass, field, replace
 import torch
 
 from infra.errors import UserError, first_line
-from train.config import ResolvedConfig
+from train.config import Execution, ResolvedConfig
 from train.data.sources import source_of
 from train.launch.job import WorkerJob
 from train.launch.link import CycleDone, Message
@@ -23,6 +23,7 @@ from train.loop.memory import is_oom_error
 from train.loop.memory_limit import MemoryLimit
 from train.loop.result_builder import StepTimes, with_throughput
 from train.loop.throughput import steady_state
+from train.model_config import ModelSpec
 from train.result import RunResult
 from train.search_reference import FIRST_STEPS
 from tune.trial import early_stop
@@ -162,7 +163,7 @@ def run(request: TrialRequest) -> tuple[TrialRow, str | None]:
     try:
         result = session.run().result
         assert result is not None, "a session without an exception has a result"
-        result = as_trial_result(result, config, monitor, session.limit)
+        result = as_trial_result(result, config.model, config.execution, monitor, session.limit)
         outcome, reason = classify_outcome(result, monitor)
     except UserError as mistake:
         outcome, reason = "failed", str(mistake).rstrip(".")
@@ -177,12 +178,12 @@ def run(request: TrialRequest) -> tuple[TrialRow, str | None]:
 
 
 def as_trial_result(
-    result: RunResult, config: ResolvedConfig, monitor: TrialMonitor | None, limit: MemoryLimit | None
+    result: RunResult, model: ModelSpec, execution: Execution, monitor: TrialMonitor | None, limit: MemoryLimit | None
 ) -> RunResult:
     """Return ``result`` with the speed of the steps that count, and with the memory that is compared with the limit."""
     if monitor:
-        throughput = None if result.implausible_reason else steady_state(monitor.valid_seconds(), config.step_tokens)
-        result = with_throughput(result, throughput, config.model, config.execution, config.batch.workers)
+        throughput = None if result.implausible_reason else steady_state(monitor.valid_seconds(), monitor.step_tokens)
+        result = with_throughput(result, throughput, model, execution, workers=1)
     if limit:
         used_bytes, source = limit.used()
         result = replace(result, memory=replace(result.memory, process=used_bytes, process_source=source))

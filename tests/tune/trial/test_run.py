@@ -10,7 +10,7 @@ import torch
 from trainers import make_trainer
 
 from infra.errors import UserError
-from train.config import Cycle, Precision, ResolvedConfig
+from train.config import Cycle, Execution, Precision, ResolvedConfig
 from train.launch.link import CycleDone
 from train.loop.memory_limit import MemoryLimit
 from train.loop.result_builder import StepTimes
@@ -209,14 +209,14 @@ def eight_steps(training: ResolvedConfig) -> RunResult:
 
 def judged(result: RunResult, watch: TrialMonitor | None = None) -> tuple[TrialOutcome, str]:
     """The outcome and the reason of a trial that ended with ``result``."""
-    return classify_outcome(
-        as_trial_result(result, ResolvedConfig.of(micro_batch=4, global_batch=8), watch, None), watch
-    )
+    return classify_outcome(as_trial_result(result, ModelConfig(), Execution(), watch, None), watch)
 
 
 def measured_row(config: ResolvedConfig, result: RunResult, watch: TrialMonitor | None = None) -> TrialRow:
     """The row of such a trial."""
-    result = as_trial_result(result, config, watch, None)
+    if watch:
+        watch.step_tokens = config.step_tokens
+    result = as_trial_result(result, config.model, config.execution, watch, None)
     return make_row(row_of(*classify_outcome(result, watch)), config.step_tokens, result, watch, StepTimes())
 
 
@@ -291,10 +291,12 @@ class Known(MemoryLimit):
 def test_the_row_of_a_trial_has_what_its_run_measured(training: ResolvedConfig, distinct: Callable[..., Any]) -> None:
     """But for the memory, where it has a limit, which is on another measure of it."""
     result = distinct(RunResult, implausible_reason="")
-    row = make_row(row_of(), training.step_tokens, as_trial_result(result, training, None, None), None, StepTimes())
+    measured = as_trial_result(result, training.model, training.execution, None, None)
+    row = make_row(row_of(), training.step_tokens, measured, None, StepTimes())
     assert row.result == result
     assert (row.speed, row.memory) == (result.throughput.estimate, result.memory.process)
-    limited = as_trial_result(result, training, None, Known(10**10, torch.device("cpu"), 0))
+    limit = Known(10**10, torch.device("cpu"), 0)
+    limited = as_trial_result(result, training.model, training.execution, None, limit)
     assert limited == replace(result, memory=replace(result.memory, process=5 * 10**9, process_source="device"))
 
 
