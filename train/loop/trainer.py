@@ -15,6 +15,7 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
+from infra.cli.units import format_count
 from infra.device.telemetry import Telemetry
 from infra.errors import UserError
 from train.config import CUDA_GRAPHS, ResolvedConfig
@@ -198,7 +199,7 @@ class Trainer:
         config = self.config
         total = self._total_steps()
         if total is not None and self.state.step >= total:  # it was killed after its last checkpoint
-            return "finished", f"reached {self.state.step} steps"
+            return "finished", f"reached {format_count(self.state.step, 'step')}"
         loader = BatchLoader(
             self.data.windows,
             WorkerShare(config.batch, self.state.windows_consumed, self.workers.rank),
@@ -293,7 +294,7 @@ class Trainer:
         ended = ""
         elapsed = self.elapsed_before + seconds
         if total is not None and step >= total:
-            outcome, ended = "finished", f"reached {step} steps"
+            outcome, ended = "finished", f"reached {format_count(step, 'step')}"
         elif config.duration.time_budget is not None and elapsed >= config.duration.time_budget:
             outcome, ended = "finished", "the time budget is used up"
         elif (

@@ -6,7 +6,7 @@ from rich.markup import escape
 
 from infra.cli.console import console
 from infra.cli.table import Report, Table
-from infra.cli.units import GB, format_duration
+from infra.cli.units import GB, format_count, format_duration
 from infra.device.hardware import DeviceInfo
 from infra.facts import Fact
 from infra.storage.directory import StorageDir
@@ -162,7 +162,8 @@ def detail_rows(model: ModelSpec, batch: Batch, result: RunResult) -> list[tuple
         sizes = ", ".join(map(str, result.failed_micro_batches))
         rows.append(("micro-batch", f"{batch.micro_batch}; {sizes} did not fit"))
     if speed := result.throughput:
-        rows.append(("measurement", f"median of {speed.steps} steps after {speed.warmup_steps} steps of warm-up"))
+        steps = format_count(speed.steps, "step")
+        rows.append(("measurement", f"median of {steps} after a warm-up of {format_count(speed.warmup_steps, 'step')}"))
         flops = (result.flops_per_second or 0.0) / 1e12
         rows.append(("utilization", Fact.joined(
             Fact.of("result/tflops_per_second", flops, "{:,.3f} TFLOP/s"),

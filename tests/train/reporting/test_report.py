@@ -50,7 +50,7 @@ def test_the_result_as_rows(config: ResolvedConfig, make_result: Make) -> None:
     assert name == "Next"
     assert "train.generate --checkpoint one" in command
     assert dict(report.detail_rows(config.model, config.batch, result)) == {
-        "measurement": "median of 7 steps after 3 steps of warm-up",
+        "measurement": "median of 7 steps after a warm-up of 3 steps",
         "utilization": "0.002 TFLOP/s; MFU unknown: no peak FLOP/s listed for 'cpu'",
         "validation": "perplexity 33.1 over 257 token ids; 1.500 bits per byte; 1.250 bits per character",
         "tokens seen": "320 training + 64 validation = 384 in total",
