@@ -46,9 +46,9 @@ def runs(folder: Path, name: str) -> tuple[Run, list[Run]]:
     client = MlflowClient(f"sqlite:///{folder}/mlflow.db")
     experiment = client.get_experiment_by_name("tune")
     assert experiment
-    found = client.search_runs([experiment.experiment_id])
-    (parent,) = [r for r in found if r.info.run_name == name]
-    return parent, [r for r in found if r.data.tags.get("mlflow.parentRunId") == parent.info.run_id]
+    mlflow_runs = client.search_runs([experiment.experiment_id])
+    (parent,) = [r for r in mlflow_runs if r.info.run_name == name]
+    return parent, [r for r in mlflow_runs if r.data.tags.get("mlflow.parentRunId") == parent.info.run_id]
 
 
 @pytest.fixture(scope="module")
@@ -56,10 +56,10 @@ def folder(tmp_path_factory: pytest.TempPathFactory, empty_store: Path) -> Itera
     """A working folder that holds an empty store, for all commands of this module."""
     made = tmp_path_factory.mktemp("search")
     shutil.copy(empty_store, made)
-    before = Path.cwd()
+    working_folder_before = Path.cwd()
     os.chdir(made)
     yield made
-    os.chdir(before)
+    os.chdir(working_folder_before)
 
 
 def files(folder: Path) -> dict[Path, int]:
@@ -174,8 +174,8 @@ def test_resume_runs_only_what_is_missing(
 ) -> None:
     """Also when the same data lies elsewhere by now."""
     rows = files(searched)
-    lost = max(rows, key=lambda path: rows[path])
-    lost.unlink()
+    lost_file = max(rows, key=lambda path: rows[path])
+    lost_file.unlink()
     moved = shutil.copytree(small_shards, folder / "moved")
     assert command(search.main, "--resume", "one", "--data", str(moved)) == 0
     printed = capfd.readouterr().out
@@ -189,7 +189,7 @@ def test_resume_runs_only_what_is_missing(
     assert "winner" in printed
     assert re.search("(?m)^Next +python -m train.run --config", printed)
     now = files(searched)
-    assert {path for path in now if now[path] != rows[path]} == {lost}
+    assert {path for path in now if now[path] != rows[path]} == {lost_file}
     _, children = runs(folder, "one")
     assert len(children) == len(rows)
 
@@ -291,8 +291,8 @@ def test_a_search_from_python_that_is_interrupted_is_not_one_without_a_winner(
     """What it has found is kept, as after Ctrl-C in the command."""
     training = TrainConfig.of(data=str(small_shards), model=small_model, global_batch=2, micro_batch=1, device="cpu")
     config = SearchConfig(training=training, searcher="grid", trial_steps=8, memory_limit=8 * 10**9, name="python")
-    place = folder / "runs" / "python"
-    interrupt_when(lambda: any(place.glob("ray-*")))  # which Tune makes
+    directory = folder / "runs" / "python"
+    interrupt_when(lambda: any(directory.glob("ray-*")))  # which Tune makes
     with pytest.raises(KeyboardInterrupt):
         find_fastest(config)
-    assert (place / "search.json").exists()
+    assert (directory / "search.json").exists()

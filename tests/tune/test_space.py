@@ -58,10 +58,10 @@ def test_two_axes_have_every_pair_up_to_the_largest_step(
 def test_micro_batches_that_fit_with_no_setting_are_left_out() -> None:
     base = resolve(TrainConfig.of(global_batch=1, micro_batch=1), A100)
     space = make_space(base, ("checkpointing=full",), (1, 2), 10**6)
-    kept = space.restrict(
+    smaller_space = space.restrict(
         lambda candidate: candidate.micro_batch <= (64 if ("checkpointing", "full") in candidate.knobs else 8)
     )
-    assert max(kept.micro_batches) == 64
+    assert max(smaller_space.micro_batches) == 64
     assert space.restrict(lambda candidate: False).micro_batches == (1,)
 
 
@@ -113,8 +113,12 @@ def test_settings_survive_their_file() -> None:
 
 def test_a_damaged_search_is_named(tmp_path: Path) -> None:
     for damage in ({"memory_limit": "4GB"}, {"knobs": [["compile"]]}, {"out": 3}):
-        kept = {"config": SearchConfig().to_json() | damage, "identity": {}, "mlflow_run": to_json(RunRef("", "", ""))}
-        (tmp_path / "search.json").write_text(json.dumps(kept))
+        record = {
+            "config": SearchConfig().to_json() | damage,
+            "identity": {},
+            "mlflow_run": to_json(RunRef("", "", "")),
+        }
+        (tmp_path / "search.json").write_text(json.dumps(record))
         with pytest.raises(UserError, match=r"search\.json is corrupt"):
             read_config(StorageDir.of(tmp_path), SearchConfig)
     with pytest.raises(UserError, match="there is no"):

@@ -23,31 +23,31 @@ def record(directory: StorageDir, store: str) -> ExperimentRecord:
 
 
 def test_another_search_is_refused_by_what_differs(tmp_path: Path) -> None:
-    place = StorageDir.of(tmp_path)
-    write_record(Workspace.of(place), record(place, "sqlite:///none.db"))
-    for now, said in (
+    directory = StorageDir.of(tmp_path)
+    write_record(Workspace.of(directory), record(directory, "sqlite:///none.db"))
+    for now, text in (
         (IDENTITY | {"confirm_rounds": 2}, "confirm_rounds: 3 → 2"),
         (IDENTITY | {"searcher": "grid"}, "searcher: None → 'grid'"),
         ({"confirm_rounds": 3, "knobs": "compile"}, "memory_limit: 1000000000 → None"),
     ):
-        with pytest.raises(UserError, match=said):
-            resumed_parent(place, "search", now)
+        with pytest.raises(UserError, match=text):
+            resumed_parent(directory, "search", now)
 
 
 def test_one_process_at_a_time_and_no_halves_of_rows(tmp_path: Path) -> None:
     folder = tmp_path / "runs" / "one"
-    place = StorageDir.of(folder)
+    directory = StorageDir.of(folder)
     with (
-        open_workspace(place, "search"),
+        open_workspace(directory, "search"),
         pytest.raises(UserError, match=r"Another process .* the search"),
-        open_workspace(place, "search"),
+        open_workspace(directory, "search"),
     ):
         pass
     half = folder / TRIALS / f"{TEMPORARY_PREFIX}1-m8.json"
     half.write_text("{")
     row = folder / TRIALS / "m8.json"
     row.write_text("{}")
-    with open_workspace(place, "search"):
+    with open_workspace(directory, "search"):
         assert not half.exists()
         assert row.exists()
 
@@ -57,19 +57,19 @@ def test_a_search_in_object_storage_is_continued_from_what_was_sent(
 ) -> None:
     """By a machine that has nothing of it, and while no other driver here holds it."""
     set_scratch(tmp_path)
-    place = StorageDir.of(f"s3://places/deep{bucket}", "one")
-    with open_workspace(place, "search") as workspace:
-        write_record(workspace, record(place, "sqlite:////of/another/machine.db"))
+    directory = StorageDir.of(f"s3://places/deep{bucket}", "one")
+    with open_workspace(directory, "search") as workspace:
+        write_record(workspace, record(directory, "sqlite:////of/another/machine.db"))
         (workspace.path / TRIALS / "m8.json").write_text("{}")
         (workspace.path / TRIALS / "m4.json").write_text("{}")
         workspace.push(workspace.path / TRIALS / "m8.json")
-        with pytest.raises(UserError, match=r"Another process .* the search"), open_workspace(place, "search"):
+        with pytest.raises(UserError, match=r"Another process .* the search"), open_workspace(directory, "search"):
             pass
-    with open_workspace(place, "search") as workspace:
+    with open_workspace(directory, "search") as workspace:
         assert [path.name for path in (workspace.path / TRIALS).iterdir()] == ["m8.json"]
-    assert read_config(place, SearchConfig).name == "one"
+    assert read_config(directory, SearchConfig).name == "one"
     with pytest.raises(UserError, match=r"machine\.db of s3://places/deep/one\S* is not on this machine"):
-        resumed_parent(place, "search", IDENTITY)
+        resumed_parent(directory, "search", IDENTITY)
     with pytest.raises(UserError, match="--resume two: there is no search in s3://places/deep/two"):
         read_config(StorageDir.of(f"s3://places/deep{bucket}", "two"), SearchConfig)
     (tmp_path / "first").mkdir()

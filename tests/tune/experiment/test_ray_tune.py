@@ -44,11 +44,11 @@ HERE = "here"
 
 def proposals(search: Search, nodes: Mapping[str, str] | None = None) -> tuple[ExperimentSearcher, list[TrialRequest]]:
     """Of ``search`` on the machine ``HERE`` or on ``nodes``, and what is begun."""
-    begun: list[TrialRequest] = []
+    requests: list[TrialRequest] = []
     there = {HERE: "its id"} if nodes is None else nodes
     machines = tuple(replace(search.machines[0], name=name) for name in there)
     on = replace(search, machines=machines, config=replace(search.config, max_concurrent_trials=len(there)))
-    return ExperimentSearcher(on, [], lambda: there, begun.append, lambda row: None, lambda node: 3), begun
+    return ExperimentSearcher(on, [], lambda: there, requests.append, lambda row: None, lambda node: 3), requests
 
 
 def row_of(request: TrialRequest, speed: float | None = None) -> TrialRow:
@@ -85,23 +85,23 @@ def test_a_trial_is_asked_for_as_the_search_says(search: Search, capfd: pytest.C
 
 def test_a_trial_that_cannot_be_run_ends_after_three_attempts(search: Search) -> None:
     """As on a machine that does not reach the data's storage."""
-    searcher, begun = proposals(search)
+    searcher, requests = proposals(search)
     for attempt in range(ATTEMPTS):
         assert read_rows(search.trials) == []
-        assert searcher.suggest(f"trial-{attempt}") == {"request": begun[-1], "node": "its id"}
+        assert searcher.suggest(f"trial-{attempt}") == {"request": requests[-1], "node": "its id"}
         assert searcher.suggest("another") is None
         searcher.on_trial_complete(f"trial-{attempt}", {"refused": "s3://away cannot be read"})
-    assert len({request.key for request in begun}) == 1
+    assert len({request.key for request in requests}) == 1
     (row,) = read_rows(search.trials)
-    assert (row.key, row.outcome, row.node) == (begun[0].key, "failed", HERE)
+    assert (row.key, row.outcome, row.node) == (requests[0].key, "failed", HERE)
     assert row.reason == "s3://away cannot be read"
     searcher.suggest("next")
-    assert begun[-1].proposal.candidate != begun[0].proposal.candidate
+    assert requests[-1].proposal.candidate != requests[0].proposal.candidate
 
 
 @pytest.mark.parametrize(("started", "reason"), [(True, "crashed 3 times"), (False, "failed to start 3 times")])
 def test_a_process_that_dies_is_begun_three_times(search: Search, started: bool, reason: str) -> None:
-    searcher, begun = proposals(search)
+    searcher, requests = proposals(search)
     for attempt in range(ATTEMPTS):
         assert read_rows(search.trials) == []
         searcher.suggest(f"trial-{attempt}")
@@ -109,38 +109,38 @@ def test_a_process_that_dies_is_begun_three_times(search: Search, started: bool,
             searcher.on_trial_result(f"trial-{attempt}", {"actor": None, "oom_kills": 3})
         searcher.on_trial_complete(f"trial-{attempt}", error=True)
     (row,) = read_rows(search.trials)
-    assert (row.key, row.outcome) == (begun[0].key, "failed")
+    assert (row.key, row.outcome) == (requests[0].key, "failed")
     assert reason in row.reason
 
 
 def test_a_process_that_was_killed_for_memory_is_an_outcome_and_is_not_begun_again(search: Search) -> None:
     """What its configuration does, and would do again; the machine counts such kills."""
-    searcher, begun = proposals(search)
+    searcher, requests = proposals(search)
     searcher.suggest("trial")
     searcher.on_trial_result("trial", {"actor": None, "oom_kills": 2})
     searcher.on_trial_complete("trial", error=True)
     (row,) = read_rows(search.trials)
-    assert (row.key, row.outcome, row.node) == (begun[0].key, "oom", HERE)
+    assert (row.key, row.outcome, row.node) == (requests[0].key, "oom", HERE)
     assert "memory" in row.reason
     searcher.suggest("next")
-    assert begun[-1].proposal.candidate != begun[0].proposal.candidate
+    assert requests[-1].proposal.candidate != requests[0].proposal.candidate
 
 
 def test_a_trial_that_died_once_has_the_row_of_its_second_attempt(search: Search) -> None:
-    searcher, begun = proposals(search)
+    searcher, requests = proposals(search)
     searcher.suggest("first")
     searcher.on_trial_complete("first", error=True)
     searcher.suggest("second")
-    searcher.on_trial_complete("second", sent(row_of(begun[1], 100.0)))
+    searcher.on_trial_complete("second", sent(row_of(requests[1], 100.0)))
     (row,) = read_rows(search.trials)
-    assert replace(row, seconds=1.0) == row_of(begun[1], 100.0)
+    assert replace(row, seconds=1.0) == row_of(requests[1], 100.0)
 
 
 def test_the_driver_writes_a_trials_row_and_traceback(search: Search) -> None:
     """The trial itself writes nothing: it may run on a machine without the search's folder."""
-    searcher, begun = proposals(search)
+    searcher, requests = proposals(search)
     searcher.suggest("trial")
-    broken = replace(begun[0], config=begun[0].config.replace(data=str(search.folder / "elsewhere")))
+    broken = replace(requests[0], config=requests[0].config.replace(data=str(search.folder / "elsewhere")))
     row, _ = run(broken)
     assert list(search.trials.iterdir()) == []
     searcher.on_trial_complete("trial", sent(row))
@@ -149,42 +149,42 @@ def test_the_driver_writes_a_trials_row_and_traceback(search: Search) -> None:
     assert "elsewhere" in row.reason
     assert not (search.trials / f"{row.key}.txt").exists(), "a traceback is for our bugs"
     searcher.suggest("next")
-    searcher.on_trial_complete("next", sent(row_of(begun[1])) | {"traceback": "of a bug"})
-    assert (search.trials / f"{begun[1].key}.txt").read_text() == "of a bug"
+    searcher.on_trial_complete("next", sent(row_of(requests[1])) | {"traceback": "of a bug"})
+    assert (search.trials / f"{requests[1].key}.txt").read_text() == "of a bug"
 
 
 def test_a_trial_whose_machine_is_lost_runs_again_without_counting(
     search: Search, capfd: pytest.CaptureFixture[str]
 ) -> None:
-    there = {"w1": "1", "w2": "2"}
-    searcher, begun = proposals(search, there)
+    nodes = {"w1": "1", "w2": "2"}
+    searcher, requests = proposals(search, nodes)
     for attempt in range(ATTEMPTS + 1):
         searcher.suggest(f"trial-{attempt}")
-        (lost,) = {"w1", "w2"} & {begun[-1].node}
-        back = there.pop(lost)
+        (lost_node,) = {"w1", "w2"} & {requests[-1].node}
+        back = nodes.pop(lost_node)
         searcher.on_trial_complete(f"trial-{attempt}", error=True)
-        there[lost] = back + "'"
+        nodes[lost_node] = back + "'"
     assert read_rows(search.trials) == []
     assert "Trial 1: lost the machine w1. Retrying." in capfd.readouterr().err
-    there.clear()
+    nodes.clear()
     assert searcher.suggest("nowhere") == "FINISHED", "the driver waits for a machine, where Tune would not take Ctrl-C"
     assert searcher.restart_tuner
 
 
 def test_no_trial_is_proposed_twice_and_each_machine_has_its_own_control(search: Search) -> None:
     """w2 is half as fast as w1, and what ran there counts as much."""
-    searcher, begun = proposals(search, {"w1": "1", "w2": "2"})
+    searcher, requests = proposals(search, {"w1": "1", "w2": "2"})
     searcher.suggest("a")
     assert searcher.suggest("b") is None, "there is nothing yet that another machine could be compared with"
-    searcher.on_trial_complete("a", sent(row_of(begun[0], 1000.0)))
+    searcher.on_trial_complete("a", sent(row_of(requests[0], 1000.0)))
     searcher.suggest("c")
     searcher.suggest("d")
-    first, second, control = begun
-    assert [(r.node, r.proposal.stage, r.number) for r in begun] == [
+    first, second, control = requests
+    assert [(r.node, r.proposal.stage, r.number) for r in requests] == [
         ("w1", "probe", 1), ("w1", "probe", 2), ("w2", "control", 3)
     ]  # fmt: skip
     assert control.proposal.candidate == first.proposal.candidate != second.proposal.candidate
-    assert len({request.key for request in begun}) == 3
+    assert len({request.key for request in requests}) == 3
     assert searcher.suggest("e") is None
     searcher.on_trial_complete("d", sent(row_of(control, 500.0)))
     assert searcher.suggest("e") is None, "the only other candidate is running"
@@ -221,7 +221,7 @@ def test_a_trial_on_a_slower_machine_is_expected_to_be_as_slow(search: Search) -
 @pytest.mark.slow
 def test_a_trial_that_does_not_end_is_killed_and_one_that_was_killed_runs_again(search: Search, cluster: str) -> None:
     """The first step of one takes hours, as a compilation may; the other's process is killed from outside, once."""
-    begun: list[TrialRequest] = []
+    requests: list[TrialRequest] = []
 
     class Slow(Search):
         def trial(self, proposal: Proposal, machine: str, number: int, rows: Sequence[TrialRow]) -> TrialRequest:
@@ -233,16 +233,16 @@ def test_a_trial_that_does_not_end_is_killed_and_one_that_was_killed_runs_again(
     class Disturbed(ExperimentSearcher):
         def on_trial_result(self, trial_id: str, result: dict[str, Any]) -> None:
             super().on_trial_result(trial_id, result)
-            if len(begun) == 2:
+            if len(requests) == 2:
                 os.kill(result["pid"], signal.SIGKILL)
 
     with ray_session(cluster):
         resources = search.resources()
         nodes = partial(trial_nodes, resources)
         slowed = Slow(**{field.name: getattr(search, field.name) for field in fields(search)})
-        run_tuner(Disturbed(slowed, [], nodes, begun.append, lambda row: None), resources)
+        run_tuner(Disturbed(slowed, [], nodes, requests.append, lambda row: None), resources)
     slow, other = read_rows(search.trials)
-    assert (slow.key, slow.outcome) == (begun[0].key, "failed")
+    assert (slow.key, slow.outcome) == (requests[0].key, "failed")
     assert re.search(r"killed after 2s.*--compile-time", slow.reason)
     assert other.outcome == "ok"
-    assert [request.key for request in begun] == [slow.key, other.key, other.key]
+    assert [request.key for request in requests] == [slow.key, other.key, other.key]

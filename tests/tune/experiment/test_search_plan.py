@@ -44,9 +44,9 @@ def test_the_time_counts_each_trials_start_compilation_and_steps(
     print_plan(replace(search, memory=memory, strategy=memory))
     printed = capfd.readouterr().out
     assert "3 of 4 micro-batches are predicted to fit: 1, 2, 4 (4.00 GB at 4)" in printed
-    found = re.search(r"about (\d+) trials of .* 1m30s each, at most (\d+)m(\d*)s? in total", printed)
-    assert found
-    trials, minutes, left = found.groups()
+    match = re.search(r"about (\d+) trials of .* 1m30s each, at most (\d+)m(\d*)s? in total", printed)
+    assert match
+    trials, minutes, left = match.groups()
     assert 60 * int(minutes) + int(left or 0) == int(trials) * (10 + seconds + 90)
 
 
@@ -56,12 +56,12 @@ def test_a_gpu_that_is_not_here_is_planned_for(small_shards: Path, capfd: pytest
     config = SearchConfig(training=training, gpu="A100", knobs=("compile=off",), dry_run=True, out="none")
     search = make_search(config)
     assert (search.device, search.limit) == ("cuda", 40 * 2**30)
-    found = predicted_speeds_table(search, search.space.combinations, load_gpu_rates("A100"))
-    speeds = [line[2] for line in found.rows]
-    known = [float(speed.split()[0].replace(",", "")) for speed in speeds if speed != "-"]
-    assert known == sorted(known, reverse=True)
+    table = predicted_speeds_table(search, search.space.combinations, load_gpu_rates("A100"))
+    speeds = [line[2] for line in table.rows]
+    predicted_speeds = [float(speed.split()[0].replace(",", "")) for speed in speeds if speed != "-"]
+    assert predicted_speeds == sorted(predicted_speeds, reverse=True)
     whole, off = search.space.combinations
-    for knobs, count in ((whole, len(known)), (off, speeds.count("-"))):
+    for knobs, count in ((whole, len(predicted_speeds)), (off, speeds.count("-"))):
         fitting = [Candidate(size, knobs) for size in search.space.micro_batches_for(knobs)]
         assert count == sum(map(search.memory.curves([]).fits, fitting)) > 0, "eager execution has no prediction"
     print_plan(search)
@@ -89,10 +89,10 @@ def test_a_search_that_is_continued_keeps_its_limit(small_shards: Path, tmp_path
     def search_on(size: int, config: SearchConfig) -> Search:
         return make_search(config, (Machine("w1", cpu_info(), size * 10**9),))
 
-    before = search_on(4, config)
-    before.folder.mkdir()
-    write_record(before.workspace, before.record(RunRef("", "", "")))
-    assert search_on(16, replace(config, name=None, resume="one")).limit == before.limit
+    initial_search = search_on(4, config)
+    initial_search.folder.mkdir()
+    write_record(initial_search.workspace, initial_search.record(RunRef("", "", "")))
+    assert search_on(16, replace(config, name=None, resume="one")).limit == initial_search.limit
 
 
 def test_a_split_without_a_window_is_refused_before_anything_is_made(small_shards: Path, tmp_path: Path) -> None:

@@ -55,23 +55,28 @@ def finished(size: int, speed: float, **more: Any) -> TrialRow:
 
 def test_numbers_have_the_units_of_their_names(search: Search) -> None:
     row = finished(2, 100.0, memory=2 * GB, reserved=GB, allocated=GB // 2, predicted_memory=3.0 * GB)
-    found = trial_report(search.record(RunRef("", "", "", "/one")), row).metrics()
-    assert {name: value for name, value in found.items() if name.endswith("_gb")} == {
+    metrics = trial_report(search.record(RunRef("", "", "", "/one")), row).metrics()
+    assert {name: value for name, value in metrics.items() if name.endswith("_gb")} == {
         "memory/process_gb": 2.0, "memory/reserved_gb": 1.0, "memory/allocated_gb": 0.5,
         "memory/predicted_gb": 3.0,
     }  # fmt: skip
-    assert found["time/trial_seconds"] == 10.0
-    assert found["result/tokens_per_second_low"] == 99.0
+    assert metrics["time/trial_seconds"] == 10.0
+    assert metrics["result/tokens_per_second_low"] == 99.0
 
 
 def test_a_search_is_summed_up(search: Search) -> None:
     failed = changed(finished(8, 1.0), outcome="failed", tokens_per_second=None)
-    found = search_report(search, [finished(2, 100.0), finished(4, 150.0, memory=GB), failed]).metrics()
-    assert found["result/speedup_over_control"] == pytest.approx(1.5)
-    assert found["result/tokens_per_second"] == pytest.approx(150.0)
-    assert found["memory/process_gb"] == 1.0
-    assert (found["trials/all"], found["trials/ok"], found["trials/failed"], found["trials/oom"]) == (3, 2, 1, 0)
-    assert found["time/device_seconds"] == 30.0
+    metrics = search_report(search, [finished(2, 100.0), finished(4, 150.0, memory=GB), failed]).metrics()
+    assert metrics["result/speedup_over_control"] == pytest.approx(1.5)
+    assert metrics["result/tokens_per_second"] == pytest.approx(150.0)
+    assert metrics["memory/process_gb"] == 1.0
+    assert (metrics["trials/all"], metrics["trials/ok"], metrics["trials/failed"], metrics["trials/oom"]) == (
+        3,
+        2,
+        1,
+        0,
+    )
+    assert metrics["time/device_seconds"] == 30.0
     assert "result/tokens_per_second" not in search_report(search, [failed]).metrics()
 
 
@@ -113,9 +118,9 @@ def test_pages_of_trials_and_searches_begin_with_few_numbers(search: Search) -> 
     assert failed.tags["reason"] == "RuntimeError: no kernel"
     assert (trial.tags["knobs"], failed.tags["knobs"]) == ("same as control", "checkpointing=full")
     assert (trial.tags["batch"], failed.tags["batch"]) == ("2 x 4", "4 x 2")
-    before = itertools.takewhile(lambda column: column != "tags.`reason`", COLUMNS["tune"])
+    top_columns = itertools.takewhile(lambda column: column != "tags.`reason`", COLUMNS["tune"])
     widths = FIRST_COLUMNS | COLUMNS["tune"]
-    visible = (*FIRST_COLUMNS, *before)
+    visible = (*FIRST_COLUMNS, *top_columns)
     assert sum(widths[column] for column in visible) <= 1140, "it is in sight in a window of 1,500 pixels"
     for column in COLUMNS["tune"]:
         kind, _, name = column.partition(".")
@@ -157,11 +162,11 @@ def test_a_store_that_goes_away_between_trials_gets_them_later(
         evidence.close()
         assert Tracker(evidence.parent).flush()
         client = MlflowClient(server)
-        found = client.search_runs([parent.experiment_id], "tags.kind = 'trial'")
-        assert sorted(run.data.tags["trial"] for run in found) == ["m1", "m2"]
-        assert {run.info.status for run in found} == {"FINISHED"}
-        assert {run.data.metrics["result/tokens_per_second"] for run in found} == {100.0, 200.0}
-        assert {run.data.params["checkpointing"] for run in found} == {"none"}
+        mlflow_runs = client.search_runs([parent.experiment_id], "tags.kind = 'trial'")
+        assert sorted(run.data.tags["trial"] for run in mlflow_runs) == ["m1", "m2"]
+        assert {run.info.status for run in mlflow_runs} == {"FINISHED"}
+        assert {run.data.metrics["result/tokens_per_second"] for run in mlflow_runs} == {100.0, 200.0}
+        assert {run.data.params["checkpointing"] for run in mlflow_runs} == {"none"}
 
 
 def test_every_measurement_of_a_trial_is_a_metric_in_the_unit_of_its_name(
@@ -206,8 +211,8 @@ def test_what_the_store_lacks_of_a_search_is_sent_by_the_next_one(search: Search
     assert whole.data.tags["mlflow.note.content"] == (search.folder / "summary.md").read_text()
     assert "trials.csv" in {file.path for file in client.list_artifacts(parent.run_id)}
     trials = client.search_runs([parent.experiment_id], f"tags.`mlflow.parentRunId` = '{parent.run_id}'")
-    found = {run.data.tags["trial"]: (run.info.status, run.data.tags.get("knobs")) for run in trials}
-    assert found == {"m2": ("FINISHED", "same as control"), "m8": ("KILLED", None)}
+    states = {run.data.tags["trial"]: (run.info.status, run.data.tags.get("knobs")) for run in trials}
+    assert states == {"m2": ("FINISHED", "same as control"), "m8": ("KILLED", None)}
     assert client.get_run(record.mlflow_run.run_id).info.status == "RUNNING"
     orphaned_runs.open_run_dirs.clear()
     open_parent(last)

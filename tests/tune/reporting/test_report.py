@@ -64,9 +64,9 @@ def planned(limit: float, space: Space = SPACE) -> Search:
     memory = MemorySearcher(space, lambda candidate: candidate.micro_batch * 1e9, limit)
     manifest = Manifest.of([], config={}, tokenizer_sha256="", inputs={}, report={})
     control = space.config(space.control)
-    place = StorageDir.of("runs/one")
+    directory = StorageDir.of("runs/one")
     config = SearchConfig(memory_limit=int(limit))
-    return Search(config, place, (), manifest, control, int(limit), space, memory, GridStrategy(space))
+    return Search(config, directory, (), manifest, control, int(limit), space, memory, GridStrategy(space))
 
 
 SEARCH = planned(4e9)
@@ -129,14 +129,14 @@ def test_the_winner_is_kept_with_what_its_machine_did() -> None:
 
 def test_a_search_is_told_in_three_lines_above_its_table() -> None:
     rows = [row(4, speed=100.0), row(8, speed=150.0), row(16, "oom", "tried | to <allocate>")]
-    first, _, table, *rest = search_report(SEARCH, rows).markdown().split("\n\n")
+    first, _, table, *other_sections = search_report(SEARCH, rows).markdown().split("\n\n")
     what, numbers, following = first.split("  \n")
     assert re.search("16 sequences .* 4GB: micro-batch 8 x 2; 3 trials in 30s", what)
     assert re.search("150 .*149 to 152.* 8.00 GB of 4.00 GB .*1.500", numbers)
     assert f"--config {SEARCH.directory}/best.json" in following
     assert table.splitlines()[2] == "| 8 x 2 | 150 | ±1.0% | x1.500 | 8.00 | 1 | winner |"
     assert table.splitlines()[-1].endswith("| oom |")
-    assert "- micro-batch 16 x 1: oom: tried | to <allocate>" in rest
+    assert "- micro-batch 16 x 1: oom: tried | to <allocate>" in other_sections
     assert "1 of 1 trials failed" in search_report(SEARCH, [row(8, "failed", "no driver")]).markdown()
 
 
@@ -171,8 +171,8 @@ def test_the_table_fits_a_terminal_without_breaking_words(
 def test_the_best_so_far_is_of_complete_rounds() -> None:
     rows = [row(4, speed=100.0), row(8, speed=150.0)]
     left = len(SPACE.candidates()) - len(rows)
-    told = format_progress(SEARCH, rows)
-    assert all(known in told for known in ("8 x 2, 150 tokens/s", "20s", format_duration(10.0 * left)))
+    text = format_progress(SEARCH, rows)
+    assert all(expected in text for expected in ("8 x 2, 150 tokens/s", "20s", format_duration(10.0 * left)))
     two_at_a_time = replace(SEARCH, config=replace(SEARCH.config, max_concurrent_trials=2))
     assert format_duration(5.0 * left) in format_progress(two_at_a_time, rows)
     rows += [row(4, speed=200.0, stage="confirm", round=1)]
@@ -214,9 +214,9 @@ def test_a_search_of_two_axes_shows_each_global_batch_and_the_best_of_each_accum
 
 
 def test_each_candidate_that_never_ran_has_its_reason() -> None:
-    said = untried_candidates(planned(6e9), [row(4, "oom"), row(1, speed=100.0)])
-    assert "micro-batch 8, 16: a smaller micro-batch did not fit" in said
-    assert "micro-batch 8, 16 with 2 combinations of knobs: predicted not to fit" in said
+    texts = untried_candidates(planned(6e9), [row(4, "oom"), row(1, speed=100.0)])
+    assert "micro-batch 8, 16: a smaller micro-batch did not fit" in texts
+    assert "micro-batch 8, 16 with 2 combinations of knobs: predicted not to fit" in texts
     failed = untried_candidates(planned(6e9), [row(4, "failed", "no driver")])
     assert "micro-batch 1, 2: the search ended because no trial had a speed" in failed
 
@@ -224,9 +224,9 @@ def test_each_candidate_that_never_ran_has_its_reason() -> None:
 def test_a_combination_whose_only_trial_failed_is_not_called_slow() -> None:
     other = SPACE.combinations[1]
     rows = [row(4, speed=100.0), replace(row(16, "failed", "no kernel"), candidate=Candidate(16, other))]
-    said = untried_candidates(planned(32e9), rows)
+    texts = untried_candidates(planned(32e9), rows)
     label = SPACE.knobs_label(other)
-    assert f"micro-batch 1, 2, 4, 8 with {label}: another micro-batch with the same knobs failed" in said
+    assert f"micro-batch 1, 2, 4, 8 with {label}: another micro-batch with the same knobs failed" in texts
 
 
 def test_all_rows_as_csv() -> None:
@@ -283,15 +283,15 @@ def test_what_the_trials_measured_is_what_a_later_run_is_compared_with(
     write_files(search, [base, control, slow, again, also])
     table = list(csv.DictReader((search.folder / "trials.csv").open()))
     assert [float(line["tokens_per_second"]) for line in table] == [150.0, 100.0, 75.0, 75.0, 100.0], "as measured"
-    kept = json.loads((search.folder / "best.json").read_text())
-    assert kept["measured"]["memory_bytes"] == 4 * 10**9, "the most that it took in any of its own trials"
-    assert kept["measured"]["runs"] == len([again])
-    found = read_search_reference(str(search.folder / "best.json"), search.space.config(base.candidate).flat())
-    assert found
-    assert found.speed.middle == pytest.approx(150.0, rel=0.01), "as on the first machine"
+    stored_json = json.loads((search.folder / "best.json").read_text())
+    assert stored_json["measured"]["memory_bytes"] == 4 * 10**9, "the most that it took in any of its own trials"
+    assert stored_json["measured"]["runs"] == len([again])
+    reference = read_search_reference(str(search.folder / "best.json"), search.space.config(base.candidate).flat())
+    assert reference
+    assert reference.speed.middle == pytest.approx(150.0, rel=0.01), "as on the first machine"
     assert base.result
-    assert found == SearchReference(
-        "fast", *found.speed, 4 * 10**9, runs=1, tied_with=[], device=base.result.device, machines=["w1", "w2"],
+    assert reference == SearchReference(
+        "fast", *reference.speed, 4 * 10**9, runs=1, tied_with=[], device=base.result.device, machines=["w1", "w2"],
         data_wait_fraction=((base.result.data_wait_fraction or 0.0) + 0.5) / 2,
         telemetry={"clock": 1600.0, "power": 300.0},
     )  # fmt: skip

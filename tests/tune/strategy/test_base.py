@@ -46,21 +46,21 @@ def test_a_trial_with_too_little_time_runs_once_more_with_enough(
     rows: list[TrialRow] = []
     while (proposal := strategy.propose(rows)) is not None:
         trial = space.config(proposal.candidate).replace(steps=20, cycle=Cycle(1, 0))
-        most = trial_time_limit(rows, 0.0)
+        time_limit = trial_time_limit(rows, 0.0)
         key, number = proposal.key("search"), len(rows) + 1
-        row, _ = run(TrialRequest(key, number, "m1", proposal, trial, "here", 8 * 10**9, StopRule(most, 0.01)))
+        row, _ = run(TrialRequest(key, number, "m1", proposal, trial, "here", 8 * 10**9, StopRule(time_limit, 0.01)))
         rows.append(row)
-        assert most == (
+        assert time_limit == (
             0.0 if len(rows) == 1 else 2 * (MIN_MEASURED_STEPS + 2) * statistics.median(rows[0].step_seconds[1:])
         )
-    first, second, *others = rows
+    first, second, *remaining_rows = rows
     assert (first.outcome, first.ended_too_early, first.round) == ("failed", True, 0)
     assert (second.outcome, second.round) == ("ok", 1)
     assert second.candidate == first.candidate
     assert second.key != first.key
-    assert others
-    assert {row.outcome for row in others} <= {"ok", "pruned"}
-    assert all(row.round == 0 for row in others)
+    assert remaining_rows
+    assert {row.outcome for row in remaining_rows} <= {"ok", "pruned"}
+    assert all(row.round == 0 for row in remaining_rows)
 
 
 def test_a_trial_is_repeated_once() -> None:

@@ -47,10 +47,10 @@ def test_nothing_above_four_fifths_of_the_smallest_that_did_not_fit(
     sizes: tuple[int, int], outcome: TrialOutcome
 ) -> None:
     assert BACK_OFF_FACTOR == 0.8
-    known = curves(*(row(size, speed=None, outcome=outcome) for size in sizes))
-    assert known.max_micro_batch(OWN) == 0.8 * 16
-    assert [size for size in SPACE.micro_batches_for(OWN) if known.fits(Candidate(size, OWN))] == [1, 2, 4, 8]
-    assert known.fits(Candidate(64, OTHER)), "of other knobs this says nothing"
+    fitted = curves(*(row(size, speed=None, outcome=outcome) for size in sizes))
+    assert fitted.max_micro_batch(OWN) == 0.8 * 16
+    assert [size for size in SPACE.micro_batches_for(OWN) if fitted.fits(Candidate(size, OWN))] == [1, 2, 4, 8]
+    assert fitted.fits(Candidate(64, OTHER)), "of other knobs this says nothing"
 
 
 def test_a_trial_that_failed_for_another_reason_says_nothing_about_memory() -> None:
@@ -67,24 +67,24 @@ def test_a_run_shifts_the_prediction_and_a_second_one_tilts_it() -> None:
 
 
 def test_a_run_that_stopped_because_it_cannot_win_shifts_the_prediction_of_other_knobs() -> None:
-    known = curves(row(8, memory=10e9, outcome="pruned"))
-    assert known.memory(Candidate(16, OTHER)) == pytest.approx(18e9)
+    fitted = curves(row(8, memory=10e9, outcome="pruned"))
+    assert fitted.memory(Candidate(16, OTHER)) == pytest.approx(18e9)
 
 
 def test_what_did_not_fit_does_not_shift_the_prediction() -> None:
     """The peak of a run that was ended early is not its peak."""
-    known = curves(row(8, memory=50e9, speed=None, outcome="over_limit"))
-    assert known.memory(Candidate(4, OTHER)) == 4e9
+    fitted = curves(row(8, memory=50e9, speed=None, outcome="over_limit"))
+    assert fitted.memory(Candidate(4, OTHER)) == 4e9
 
 
 def test_speed_between_two_sizes_and_nowhere_else() -> None:
     """A step of s sequences takes s + 4 units, so that 1/speed is affine in 1/size."""
-    known = curves(row(2, speed=2 / 6), row(16, speed=16 / 20))
-    assert known.speed(Candidate(8, OWN)) == pytest.approx(8 / 12)
-    assert known.speed(Candidate(16, OWN)) == pytest.approx(16 / 20)
-    assert known.speed(Candidate(32, OWN)) is None
-    assert known.speed(Candidate(1, OWN)) is None
-    assert known.speed(Candidate(8, OTHER)) is None
+    fitted = curves(row(2, speed=2 / 6), row(16, speed=16 / 20))
+    assert fitted.speed(Candidate(8, OWN)) == pytest.approx(8 / 12)
+    assert fitted.speed(Candidate(16, OWN)) == pytest.approx(16 / 20)
+    assert fitted.speed(Candidate(32, OWN)) is None
+    assert fitted.speed(Candidate(1, OWN)) is None
+    assert fitted.speed(Candidate(8, OTHER)) is None
     assert curves(row(8), row(8)).speed(Candidate(8, OWN)) is None
 
 
@@ -120,6 +120,8 @@ def test_a_stopped_trial_counts_as_measured_and_one_that_did_not_fit_does_not() 
 
 
 def test_what_ran_is_feasible_whatever_the_prediction_says() -> None:
-    known = curves(row(8, memory=99e9), row(4, memory=50e9))
-    assert known.feasible_sizes(OWN) == [1, 2, 4, 8]
-    assert known.feasible_sizes(OWN) == curves(*(replace(r, outcome="pruned") for r in known.rows)).feasible_sizes(OWN)
+    fitted = curves(row(8, memory=99e9), row(4, memory=50e9))
+    assert fitted.feasible_sizes(OWN) == [1, 2, 4, 8]
+    assert fitted.feasible_sizes(OWN) == curves(*(replace(r, outcome="pruned") for r in fitted.rows)).feasible_sizes(
+        OWN
+    )

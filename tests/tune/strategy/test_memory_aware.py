@@ -96,11 +96,11 @@ def test_what_was_not_run_has_a_true_reason(compare: ModuleType, space: Space, s
         return machine.speed(candidate) < 1.005 * machine.speed(fastest.candidate)
 
     seen = {row.candidate for row in rows}
-    given = {
+    reasons = {
         candidate: searcher.skip_reason(curves, candidate) for candidate in space.candidates() if candidate not in seen
     }
-    assert [(candidate, why) for candidate, why in given.items() if not is_true(why, candidate)] == []
-    assert len(set(given.values())) >= 6, "nearly all reasons are met"
+    assert [(candidate, why) for candidate, why in reasons.items() if not is_true(why, candidate)] == []
+    assert len(set(reasons.values())) >= 6, "nearly all reasons are met"
 
 
 def test_nothing_fits(space: Space) -> None:

@@ -114,8 +114,8 @@ def test_a_suite_runs_in_its_short_form(
     summary = (tmp_path / "runs" / suite / "summary.md").read_text()
     assert all(name in summary for name in rungs)
     for said in ("112,200 / ", r"25\.4[ |]+26\.9"):
-        found = [re.search(said, text) is not None for text in (printed, summary)]
-        assert found == 2 * [suite == "a100"], "the study's"
+        matches = [re.search(said, text) is not None for text in (printed, summary)]
+        assert matches == 2 * [suite == "a100"], "the study's"
     assert ("matmul ceiling" in printed) is (suite == "a100"), "which is known by the doctor's measurement"
     client = MlflowClient(store_uri())
     (parent,) = client.search_runs(["1"], "tags.kind = 'ladder'")
@@ -209,8 +209,8 @@ def test_a_rung_streams_books_against_shards(
     base, thread, streaming = json.loads(Path("runs/streamed/rungs.json").read_text())["rows"]
     assert (thread["name"], streaming["name"]) == ("1 thread", "streaming")
     assert streaming["speed"] > 0
-    kept = json.loads(Path("runs/streamed/ladder.json").read_text())["config"]
-    assert kept["stream"] == [str(tmp_path / "books")]
+    stored_json = json.loads(Path("runs/streamed/ladder.json").read_text())["config"]
+    assert stored_json["stream"] == [str(tmp_path / "books")]
     assert base["loss"] != streaming["loss"]
 
 
@@ -260,8 +260,8 @@ def test_an_interrupted_ladder_says_how_to_continue_it(
     assert command(ladder.main, *flags) == 130
     assert "resume with: python -m tune.ladder --resume stopped\n" in capfd.readouterr().out
     assert [path.stem[:10] for path in Path("runs/stopped/trials").glob("*")] == ["control-00"]
-    found = MlflowClient(store_uri()).search_runs(["1"])
-    ended = {run.data.tags.get("stage", "ladder"): run.info.status for run in found}
+    mlflow_runs = MlflowClient(store_uri()).search_runs(["1"])
+    ended = {run.data.tags.get("stage", "ladder"): run.info.status for run in mlflow_runs}
     assert ended == {"baseline": "FINISHED", "rung": "KILLED", "ladder": "KILLED"}
     in_this_process.run_trial = run_trial
     assert command(ladder.main, "--resume", "stopped") == 0
@@ -319,12 +319,14 @@ def test_a_ladder_in_object_storage_is_continued_from_what_was_sent(
     assert command(ladder.main, *flags) == 0
     (folder,) = tmp_path.glob("throughline-*")
     shutil.rmtree(folder)
-    place = StorageDir.of(out) / "one"
-    place.remove(["rungs.json"])
+    directory = StorageDir.of(out) / "one"
+    directory.remove(["rungs.json"])
     capfd.readouterr()
     assert command(ladder.main, "--resume", "one", "--out", out) == 0
     assert "3 finished trials" in capfd.readouterr().out
-    assert {"best.json", "ladder.json", "loss.png", "speed.png", "rungs.json", "summary.md"} <= set(place.list_files())
+    assert {"best.json", "ladder.json", "loss.png", "speed.png", "rungs.json", "summary.md"} <= set(
+        directory.list_files()
+    )
 
 
 def test_a_damaged_ladder_to_compare_with_is_named(refused: Callable[..., str]) -> None:
@@ -335,12 +337,12 @@ def test_a_damaged_ladder_to_compare_with_is_named(refused: Callable[..., str]) 
 
 
 def test_two_ladders_are_compared_wherever_they_are(tmp_path: Path) -> None:
-    found = b'{"device": "cpu", "commit": "", "rows": [{"name": "baseline", "speed": 5}]}'
-    for folder, content in (("one", found), ("others/one", found.replace(b"5", b"6"))):
+    record = b'{"device": "cpu", "commit": "", "rows": [{"name": "baseline", "speed": 5}]}'
+    for folder, content in (("one", record), ("others/one", record.replace(b"5", b"6"))):
         (tmp_path / folder).mkdir(parents=True)
         (tmp_path / folder / "rungs.json").write_bytes(content)
-    others = f"{tmp_path}/others"
-    for text, out, speed in (("one", str(tmp_path), 5.0), (f"{tmp_path}/one", "runs", 5.0), ("one", others, 6.0)):
+    other_out = f"{tmp_path}/others"
+    for text, out, speed in (("one", str(tmp_path), 5.0), (f"{tmp_path}/one", "runs", 5.0), ("one", other_out, 6.0)):
         loaded = report.load_reference(text, out)
         assert isinstance(loaded, dict)
         assert loaded["rows"] == [{"name": "baseline", "speed": speed}]
@@ -354,7 +356,7 @@ def test_a_dry_run_says_what_would_run(
     flags = ["--suite", "a100", "--rungs", "tensor cores", "flash attention", "--data", str(small_shards)]
     assert command(ladder.main, *flags, "--device", "cpu", "--dry-run", "--compare", "study") == 0
     printed = capfd.readouterr().out
-    assert all(known in printed for known in ("TF32", "flash attention, same batch", "37.0"))
+    assert all(expected in printed for expected in ("TF32", "flash attention, same batch", "37.0"))
     assert not Path("runs").exists()
 
 
@@ -363,11 +365,11 @@ def test_two_ladders_stand_side_by_side_with_their_commits() -> None:
         rows = [{"name": rung, "speed": speed} for rung, speed in speeds.items()]
         return {"name": name, "device": "cpu", "commit": commit, "rows": rows}
 
-    before = ladder("old", "0123456789abcdef", baseline=100.0, compile=None)
+    earlier_ladder = ladder("old", "0123456789abcdef", baseline=100.0, compile=None)
     now = ladder("new", "", baseline=150.0, compile=300.0, flash=400.0)
-    told = report.comparison(before, now)
-    assert told.columns == ("rung", "tokens/s: old (cpu, 012345678)", "tokens/s: new (cpu)", "speedup")
-    assert told.rows == [
+    table = report.comparison(earlier_ladder, now)
+    assert table.columns == ("rung", "tokens/s: old (cpu, 012345678)", "tokens/s: new (cpu)", "speedup")
+    assert table.rows == [
         ("baseline", "100", "150", "x1.50"),
         ("compile", "-", "300", "-"),
         ("flash", "-", "400", "-"),

@@ -109,12 +109,12 @@ def test_a_control_stands_around_every_rung_that_ran(cumulative: bool, base: Tra
     gpu = {"a GPU's": "TF32 only exists on GPUs; a CPU would compute in fp32"}
     assert reasons == unchanged | {"fails": "oom: more than that"} | gpu
     assert len(controls) == len(rungs) - len(reasons)
-    assert all(config == baseline for place, config in ran if place.startswith("control"))
-    assert len({place for place, _ in ran}) == len(ran), "each has a place of its own"
+    assert all(config == baseline for label, config in ran if label.startswith("control"))
+    assert len({label for label, _ in ran}) == len(ran), "each has a place of its own"
     configs = {rung.name: rung.config for rung in rungs}
-    kept = {"loss_chunks": 2, "micro_batch": 2, "global_batch": 24} if cumulative else {}
-    assert configs["again"] == baseline.replace(**kept)
-    assert configs["larger"] == baseline.replace(**(kept | {"global_batch": 24}))
+    cumulative_settings = {"loss_chunks": 2, "micro_batch": 2, "global_batch": 24} if cumulative else {}
+    assert configs["again"] == baseline.replace(**cumulative_settings)
+    assert configs["larger"] == baseline.replace(**(cumulative_settings | {"global_batch": 24}))
     assert [rung.name for rung in rungs if rung.changes_numerics] == ["larger"], "another global batch"
 
 
@@ -171,7 +171,7 @@ def test_a_change_with_a_larger_batch_is_first_run_at_the_batch_before_it(
         return out_of_memory(request) if config.batch.micro_batch == 24 else well(request, config)
 
     controls, rungs, ran = climbed(ladder_of(Suite("mine", "Mine", {"batch": 4}, LARGER, cumulative), base), made)
-    before = 16 if cumulative else 4
+    previous_batch = 16 if cumulative else 4
     assert sizes(rungs) == {
         "compile, same batch": 4, "compile": 6, "rate": 6 if cumulative else 4, "batch 8": 8, "both": 4,
         "fails when larger, same batch": 4, "fails when larger": 24, "smaller": 2,
@@ -179,12 +179,14 @@ def test_a_change_with_a_larger_batch_is_first_run_at_the_batch_before_it(
     configs = {rung.name: rung.config for rung in rungs if rung.config}
     same, larger = configs["compile, same batch"], configs["compile"]
     assert same == larger.replace(micro_batch=4, global_batch=4)
-    assert configs["fails when larger, same batch"].batch.global_batch == before, "the same work as the rung before"
+    assert configs["fails when larger, same batch"].batch.global_batch == previous_batch, (
+        "the same work as the rung before"
+    )
     labelled = {rung.name for rung in rungs if rung.changes_numerics}
     assert labelled == {"compile", "batch 8", "both", "fails when larger", "smaller"}
     assert len(controls) == 1 + len([rung for rung in rungs if rung.speed])
-    assert len({place for place, _ in ran}) == len(ran), "each has a place of its own"
-    assert [place for place, _ in ran[1:5]] == [
+    assert len({label for label, _ in ran}) == len(ran), "each has a place of its own"
+    assert [label for label, _ in ran[1:5]] == [
         "01-compile-same-batch", "control-01-same-batch", "01-compile", "control-01",
     ]  # fmt: skip
 
@@ -218,11 +220,11 @@ RETRIED = (
 )
 
 
-def misjudged(most: int) -> Made:
+def misjudged(largest: int) -> Made:
     """Batches above ``most`` do not fit, whatever was predicted; twice as large ones do with checkpointing."""
 
     def made(request: TrialRequest, config: ResolvedConfig) -> TrialRow:
-        beyond = config.batch.micro_batch > most * (2 if config.execution.checkpointing == "full" else 1)
+        beyond = config.batch.micro_batch > largest * (2 if config.execution.checkpointing == "full" else 1)
         return out_of_memory(request) if beyond else well(request, config)
 
     return made
@@ -238,13 +240,13 @@ def test_a_fitted_batch_that_does_not_fit_is_made_smaller(cumulative: bool, base
     assert not controls[0].changes_numerics
     assert rate.failed_micro_batches == (), "what was learnt of the baseline is known of all that is based on it"
     assert same.failed_micro_batches == ()
-    found = sizes([rate, same, larger, seed])
-    assert (found["rate"], found[same.name]) == (48, 48)
+    micro_batches = sizes([rate, same, larger, seed])
+    assert (micro_batches["rate"], micro_batches[same.name]) == (48, 48)
     assert larger.speed
-    assert 48 < found["checkpointing"] <= 100
-    assert found["seed"] == (found["checkpointing"] if cumulative else 48)
-    assert ("control-00-batch-48", 48) in [(place, config.batch.micro_batch) for place, config in ran]
-    assert len({place for place, _ in ran}) == len(ran), "each has a place of its own"
+    assert 48 < micro_batches["checkpointing"] <= 100
+    assert micro_batches["seed"] == (micro_batches["checkpointing"] if cumulative else 48)
+    assert ("control-00-batch-48", 48) in [(label, config.batch.micro_batch) for label, config in ran]
+    assert len({label for label, _ in ran}) == len(ran), "each has a place of its own"
 
 
 def test_smaller_batches_are_tried_a_few_times_only(base: TrainConfig, ladder_of: Make) -> None:
@@ -292,17 +294,17 @@ def test_other_numerics_are_run_with_several_seeds(cumulative: bool, base: Train
     assert pairs["rate"] == pairs["bf16"] == (), "equal numerics, and another batch, whose loss may differ anyway"
     assert pairs[STREAMING] == (), "other windows"
     assert pairs["bf16, same batch"] == ((3.0, 3.5), (3.1, 3.6), (3.2, 3.7))
-    before = 0.5 * cumulative
-    expected = [(3.0 + before + seed / 10, 3.25 + before + seed / 10) for seed in range(3)]
+    previous_loss = 0.5 * cumulative
+    expected = [(3.0 + previous_loss + seed / 10, 3.25 + previous_loss + seed / 10) for seed in range(3)]
     assert [value for pair in pairs["Adafactor"] for value in pair] == pytest.approx(
         [value for pair in expected for value in pair]
     )
-    seeded = {place: config.dataset.seed for place, config in ran if "-seed-" in place}
+    seeded = {label: config.dataset.seed for label, config in ran if "-seed-" in label}
     assert seeded["02-bf16-same-batch-seed-1"] == 1
     assert ("02-bf16-seed-2" if cumulative else "control-00-seed-2") in seeded, "the rung before"
     _, measured, ran = climbed(ladder_of(replace(suite, seeds=1), base, modern), made)
     assert all(rung.held_out == () for rung in measured)
-    assert not any("-seed-" in place for place, _ in ran)
+    assert not any("-seed-" in label for label, _ in ran)
 
 
 def test_a_ladder_ends_where_its_control_does(base: TrainConfig, ladder_of: Make) -> None:

@@ -49,13 +49,13 @@ def measured(
 
 
 def test_a_ladder_is_told_in_five_lines() -> None:
-    told = dict(summary_fields(FLAT, ROWS, "NVIDIA H100", StorageDir.of("/a ladder/best.json")))
+    fields = dict(summary_fields(FLAT, ROWS, "NVIDIA H100", StorageDir.of("/a ladder/best.json")))
     for name, numbers in {
         "Ladder": "2 of 3 .*NVIDIA H100",
         "Tokens/s": "first 1,500 .*1,490 to 1,510.* 1,000", "Peak memory": "9.00 GB.* 10.00 GB",
         "Speedup": "x1.50 .*x1.40 to x1.60", "Next": "--config '/a ladder/best.json'",
     }.items():  # fmt: skip
-        assert re.search(numbers, told[name]), told[name]
+        assert re.search(numbers, fields[name]), fields[name]
     alone = dict(summary_fields(FLAT, ROWS[:1], "cpu", StorageDir.of("/one/best.json")))
     assert re.search("1,000 .*990 to 1,003", alone["Tokens/s"])
     assert "no rung is faster" in alone["Speedup"]
@@ -113,8 +113,8 @@ ROWS = [
 
 
 def test_a_row_is_told_under_its_headings() -> None:
-    told = results_table(CUMULATIVE, ROWS)
-    base, first, refused, second = (dict(zip(told.columns, line, strict=True)) for line in told.rows)
+    table = results_table(CUMULATIVE, ROWS)
+    base, first, refused, second = (dict(zip(table.columns, line, strict=True)) for line in table.rows)
     assert first == {
         "rung": "first*", "batch (sequences)": "2", "tokens/s": "1,500", "± tokens/s": "10", "vs previous": "x1.50 ±7%",
         "vs baseline": "x1.50 ±7%", "s/step": "0.0213", "peak memory (GB)": "9.00", "predicted (GB)": "8.50",

@@ -64,14 +64,14 @@ def test_the_studys_rungs_are_those_of_the_suite() -> None:
 
 
 def test_the_study_agrees_with_itself() -> None:
-    (memory, _, speed), said = compare("a100", [row(name) for name in STUDY])
+    (memory, _, speed), notes = compare("a100", [row(name) for name in STUDY])
     assert memory.rows[0] == ("baseline", "28", "37.0", "37.0", "22.3", "37.0", "28")
     assert memory.rows[5] == ("compile, same batch", "32", "25.4", "26.9", "16.1", "-", "-")
     assert memory.rows[6] == ("compile", "48", "37.4", "37.2", "22.8", "37.4", "48")
     assert speed.rows[0] == ("baseline", "16,950 / 15,923", "", "x1.00 / x1.00", "4.60 / 4.78", "100%")
     assert speed.rows[4] == ("compile", "112,200 / 105,400", "x2.57 / x2.57", "x6.62 / x6.62", "33.7 / 31.6", "100%")
-    assert "No rung" in said[3]
-    assert said[-1].count("x8.7") == 2
+    assert "No rung" in notes[3]
+    assert notes[-1].count("x8.7") == 2
 
 
 def test_the_first_rung_that_is_too_slow_for_the_card_is_named() -> None:
@@ -103,10 +103,10 @@ def test_what_was_not_measured_is_left_open() -> None:
 def test_a_rung_that_lacks_what_came_before_it_has_no_expected_speed() -> None:
     """Such as compile in TF32, where fp16 could not be run: its matrix products are not those of the study."""
     slow = row("compile", faster=0.5, config=CONFIGS["compile"].replace(precision="tf32"))
-    (*_, speed), said = compare("a100", [slow if name == "compile" else row(name) for name in STUDY])
+    (*_, speed), notes = compare("a100", [slow if name == "compile" else row(name) for name in STUDY])
     assert [line[-1] for line in speed.rows][3:6] == ["100%", "-", "100%"]
-    assert "compile (precision tf32, not fp16)" in said[3]
-    assert "No rung" in said[4]
+    assert "compile (precision tf32, not fp16)" in notes[3]
+    assert "No rung" in notes[4]
 
 
 def test_the_other_studies_figures_stand_beside_those_measured_here() -> None:
@@ -116,13 +116,13 @@ def test_the_other_studies_figures_stand_beside_those_measured_here() -> None:
     assert half.row is not None
     half = replace(half, name="checkpointing", row=changed(half.row, memory=round(18.5 * GIB)))
     half = replace(half, total=Difference(0.8, 0.7, 0.9))
-    (table,), said = compare("loop", [base, half])
+    (table,), notes = compare("loop", [base, half])
     assert table.rows == [
         ("accumulation", "x0.44 / -", "- / -"), ("checkpointing", "x0.50 / x0.50", "x1.25 / x1.25"),
         ("asynchronous copies", "- / -", "x0.75 / -"), ("compile", "- / -", "x0.50 / -"),
         ("max-autotune", "- / -", "x0.30 / -"),
     ]  # fmt: skip
-    assert said
+    assert notes
     assert effects_table("memory", []).rows == [("all together", "x0.33 / -", "x1.00 / -")]
 
 

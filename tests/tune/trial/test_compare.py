@@ -20,18 +20,18 @@ def within(speed: float, reach: float) -> Estimate:
 
 
 def verdict(ladder: InterleavedRuns, rung: int = 0) -> Difference:
-    found = ladder.over_control(rung)
-    assert found is not None
-    return found
+    difference = ladder.over_control(rung)
+    assert difference is not None
+    return difference
 
 
 def test_drift_is_not_mistaken_for_a_speedup() -> None:
     drifting = exact(*(1000 * 0.97**n for n in range(9)))
     ladder = InterleavedRuns(drifting[::2], drifting[1::2])
     for rung in range(4):
-        found = verdict(ladder, rung)
-        assert found.ratio == pytest.approx(1)
-        assert not found.is_significant
+        difference = verdict(ladder, rung)
+        assert difference.ratio == pytest.approx(1)
+        assert not difference.is_significant
 
 
 def test_a_rung_twice_as_fast_is_called_different() -> None:
@@ -51,12 +51,12 @@ def test_a_rung_twice_as_fast_is_called_different() -> None:
 def test_a_ratio_to_a_control_that_is_hardly_known_is_unclear() -> None:
     """A baseline of 701 tokens/s, known to within 825, once gave a firm 3.81 ± 13%."""
     control = Estimate(701.0, 322.0, 1526.0)
-    found = verdict(InterleavedRuns([control, control._replace(middle=703.0)], [within(2675.0, 90.0)]))
-    assert found.ratio == pytest.approx(3.81, abs=0.01)
-    assert found.is_inconclusive
-    assert not found.is_significant
-    assert found.high / found.low > 1526 / 701, "the ratio is known no better than what it divides by"
-    assert found.control_width == pytest.approx((1526 - 322) / 702, rel=0.01)
+    difference = verdict(InterleavedRuns([control, control._replace(middle=703.0)], [within(2675.0, 90.0)]))
+    assert difference.ratio == pytest.approx(3.81, abs=0.01)
+    assert difference.is_inconclusive
+    assert not difference.is_significant
+    assert difference.high / difference.low > 1526 / 701, "the ratio is known no better than what it divides by"
+    assert difference.control_width == pytest.approx((1526 - 322) / 702, rel=0.01)
 
 
 def test_the_control_may_be_as_wide_as_a_quarter_of_its_speed() -> None:
@@ -79,9 +79,9 @@ def test_the_control_may_be_as_wide_as_a_quarter_of_its_speed() -> None:
 
 
 def test_two_speeds_alone_are_compared_by_their_intervals() -> None:
-    found = ratio_of(within(3000.0, 1500.0), within(1000.0, 20.0))
-    assert (found.ratio, found.control_width) == (pytest.approx(3), 0.04)
-    assert found.is_significant
+    difference = ratio_of(within(3000.0, 1500.0), within(1000.0, 20.0))
+    assert (difference.ratio, difference.control_width) == (pytest.approx(3), 0.04)
+    assert difference.is_significant
     assert not ratio_of(within(3000.0, 10.0), within(1000.0, 200.0)).is_significant, "the control is 40% wide"
     assert not ratio_of(within(1010.0, 10.0), within(1000.0, 20.0)).is_significant
 
@@ -89,11 +89,11 @@ def test_two_speeds_alone_are_compared_by_their_intervals() -> None:
 def test_an_interval_carries_those_of_all_its_runs() -> None:
     """With controls that agree, only the runs' own intervals are left: of logarithms, by the root of their squares."""
     control, rung = within(1000.0, 30.0), within(1200.0, 24.0)
-    found = verdict(InterleavedRuns([control, control], [rung]))
+    difference = verdict(InterleavedRuns([control, control], [rung]))
     low = math.hypot(math.log(1200 / 1176), 0.5 * math.log(1030 / 1000), 0.5 * math.log(1030 / 1000))
     high = math.hypot(math.log(1224 / 1200), 0.5 * math.log(1000 / 970), 0.5 * math.log(1000 / 970))
-    assert found.low == pytest.approx(1.2 * math.exp(-low))
-    assert found.high == pytest.approx(1.2 * math.exp(high))
+    assert difference.low == pytest.approx(1.2 * math.exp(-low))
+    assert difference.high == pytest.approx(1.2 * math.exp(high))
 
 
 def test_neighbors_share_a_control_that_cancels() -> None:
@@ -107,9 +107,9 @@ def test_neighbors_share_a_control_that_cancels() -> None:
     assert neighbors.high < 1.002 < apart.high
     scattered = InterleavedRuns(exact(1000.0, 1010.0, 1000.0, 1010.0), rungs)
     reaches = [
-        math.log(found.high / found.ratio)
-        for found in (scattered.over_control(1), scattered.over_rung(1, 0), scattered.over_rung(2, 0))
-        if found
+        math.log(difference.high / difference.ratio)
+        for difference in (scattered.over_control(1), scattered.over_rung(1, 0), scattered.over_rung(2, 0))
+        if difference
     ]
     assert reaches == pytest.approx([reaches[0], reaches[0] * math.sqrt(2.5 / 1.5), reaches[0] * math.sqrt(2)])
 
@@ -132,8 +132,8 @@ def simulated(
     """A session of runs whose logs scatter, wander and drift, each known by ``steps`` batches of steps that scatter."""
     runs = []
     wander = np.cumsum(random.normal(0, between / 3, 2 * rungs + 1))
-    for place in range(2 * rungs + 1):
-        seconds = math.exp(drift * place + wander[place] + random.normal(0, between)) / (ratio if place % 2 else 1)
+    for label in range(2 * rungs + 1):
+        seconds = math.exp(drift * label + wander[label] + random.normal(0, between)) / (ratio if label % 2 else 1)
         batches = seconds * np.exp(random.normal(0, within, steps))
         middle, fast, slow = median_interval(batches.tolist())
         runs.append(Estimate(1 / middle, 1 / slow, 1 / max(fast, batches.min())))
@@ -166,7 +166,7 @@ def test_a_real_effect_is_found(machine: str, rungs: int, ratio: float) -> None:
     random = np.random.default_rng(4)
     ladders = [simulated(random, rungs, ratio, **MACHINES[machine]) for _ in range(200 // rungs)]
     verdicts = [verdict(ladder, rung) for ladder in ladders for rung in range(rungs)]
-    found = [each.is_significant and (each.ratio > 1) is (ratio > 1) for each in verdicts]
-    assert sum(found) >= 0.9 * len(found)
+    actual = [each.is_significant and (each.ratio > 1) is (ratio > 1) for each in verdicts]
+    assert sum(actual) >= 0.9 * len(actual)
     held = [each.low <= ratio <= each.high for each in verdicts]
     assert sum(held) >= 0.95 * len(held)

@@ -19,7 +19,7 @@ def row(proposal: Proposal, number: int) -> TrialRow:
 
 
 def test_every_trial_has_a_key_of_its_own() -> None:
-    others = [
+    other_proposals = [
         replace(PROPOSAL, round=2),
         replace(PROPOSAL, stage="probe"),
         replace(PROPOSAL, candidate=Candidate(4, PROPOSAL.candidate.knobs)),
@@ -27,7 +27,9 @@ def test_every_trial_has_a_key_of_its_own() -> None:
         replace(PROPOSAL, node="one"),
         replace(PROPOSAL, node="two"),
     ]
-    assert len({PROPOSAL.key("search"), PROPOSAL.key("other"), *(other.key("search") for other in others)}) == 8
+    assert (
+        len({PROPOSAL.key("search"), PROPOSAL.key("other"), *(other.key("search") for other in other_proposals)}) == 8
+    )
 
 
 def test_a_trial_keeps_its_key_whatever_was_predicted_of_it() -> None:

@@ -52,9 +52,9 @@ def test_a_trial_keeps_what_its_machine_did(training: ResolvedConfig, tmp_path: 
     """Once a second: of a trial of seconds."""
     result = attempt(training, tmp_path, steps=800).result
     assert result
-    found = result.telemetry
-    assert found["system/worker_memory_gb"] > 0.05
-    assert found["system/processors"] >= 1
+    telemetry = result.telemetry
+    assert telemetry["system/worker_memory_gb"] > 0.05
+    assert telemetry["system/processors"] >= 1
 
 
 def test_too_much_memory_is_an_outcome(training: ResolvedConfig, tmp_path: Path) -> None:
@@ -303,10 +303,10 @@ def test_the_row_of_a_trial_has_what_its_run_measured(training: ResolvedConfig, 
 def test_what_was_asked_of_a_trial_is_in_its_row_by_the_same_name(distinct: Callable[..., Any]) -> None:
     request = distinct(TrialRequest, config=ResolvedConfig.of(micro_batch=4, global_batch=24), stop_rule=None)
     row = unmeasured_row(request, "failed", "for a reason", 2.5)
-    asked = vars(request.proposal) | vars(request)
-    shared = {field.name for field in fields(TrialRow)} & asked.keys()
+    requested = vars(request.proposal) | vars(request)
+    shared = {field.name for field in fields(TrialRow)} & requested.keys()
     assert len(shared) >= 9
-    assert {name: getattr(row, name) for name in shared} == {name: asked[name] for name in shared}
+    assert {name: getattr(row, name) for name in shared} == {name: requested[name] for name in shared}
     assert (row.accumulation, row.outcome, row.reason, row.seconds) == (6, "failed", "for a reason", 2.5)
 
 
