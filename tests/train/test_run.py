@@ -158,7 +158,7 @@ def test_memory_that_runs_out_in_one_of_two_workers_ends_the_run_with_the_reason
     assert result["outcome"] == "oom"
     assert re.match(r"out of memory while building the model on worker [12] of 2, allocating", result["reason"])
     assert "no change is predicted to fit" in printed.out
-    assert "continuing on" not in printed.out, "it is not tried again"
+    assert "resuming on" not in printed.out, "it is not tried again"
 
 
 def test_a_step_that_is_too_large_is_refused_with_both_numbers(refused: Callable[..., str], small_shards: Path) -> None:

@@ -41,7 +41,7 @@ RESPONSE_TIMEOUT_SECONDS = 60.0
 
 
 class ControllerDied(UserError):
-    """Ray Train's controller process has died; its workers' resources stay taken until our command ends."""
+    """Ray Train's controller process has crashed; its workers' resources stay in use until this command ends."""
 
 
 def train(job: RunJob, listener: Listener) -> WorkerResult:
@@ -77,8 +77,8 @@ def train(job: RunJob, listener: Listener) -> WorkerResult:
         raise listener.failure
     if isinstance(fit.failure, RayActorError):
         raise ControllerDied(
-            "Ray Train's controller died; the machine may be out of memory. Finished work in "
-            f"{run_folder.location.parent} is kept. Use --resume to continue."
+            "Ray Train's controller crashed; the machine may be out of memory. The run's checkpoints in "
+            f"{run_folder.location} are kept. Resume it with --resume."
         )
     if fit.failure:
         raise fit.failure

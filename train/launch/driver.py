@@ -1,6 +1,6 @@
 """The driver's side of a run: train it in this process or on Ray's workers, and record what happens in MLflow.
 
-A worker that dies is restarted and continues from the run's newest checkpoint. Cycles that it repeats are not printed
+A worker that dies is restarted and resumes from the run's newest checkpoint. Cycles that it repeats are not printed
 or sent to MLflow a second time, and those that MLflow lacks are sent. The worker does not use MLflow: its thread would
 compete with the loop, and a cluster's worker may not reach the store.
 """
@@ -76,7 +76,7 @@ def train_and_record(
 
 
 def prepare(run: ResolvedRun, tracker: Tracker, on_cycle: Callable[[dict[str, Any]], None]) -> Listener:
-    """Prepare the run's folder, and log what MLflow lacks of it; returns what handles the next messages."""
+    """Prepare the run's folder, log its cycles that MLflow lacks, and return the listener of the next messages."""
     run_folder, manifest = run.run_folder, run.manifest
     step, reported = (run.progress.step, run.progress.last_reported_step) if run.progress else (0, 0)
     run_folder.path.mkdir(parents=True, exist_ok=True)

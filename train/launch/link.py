@@ -1,4 +1,4 @@
-"""What the driver of a run and its workers tell each other: typed messages over a link, which ends with the driver.
+"""The messages between a run's driver and its workers, which go over a link that ends with the driver.
 
 A worker in the driver's own process uses the :class:`Channel` itself. For workers on Ray it is an actor on the driver's
 machine, which they reach by a :class:`RayLink`. Driver and worker share no file and no clock. The loop never waits for
@@ -16,7 +16,7 @@ from typing import TYPE_CHECKING, Any
 if TYPE_CHECKING:
     from train.result import RunResult  # The actor's process need not import it.
 
-STOP_MESSAGE = "Stopping after this step and saving"
+STOP_MESSAGE = "Stopping after this step and saving a checkpoint"
 """Printed when the driver is interrupted."""
 
 POLL_SECONDS = 0.5
@@ -28,7 +28,7 @@ class WorkerStarted:
     """The workers start to train."""
 
     step: int
-    """The step that they continue from."""
+    """The step from which the workers resume; 0 for a new run."""
     hosts: list[str]
     """The name of each worker's machine, in the order of their ranks."""
     nodes: list[str]
@@ -42,16 +42,17 @@ class CycleDone:
     """A cycle has been reported."""
 
     cycle: dict[str, Any]
-    """The fields of its :class:`train.result.CycleReport`, and for a run its ``line``."""
+    """The fields of the cycle's :class:`train.result.CycleReport`; a run's cycle also has a printed ``line``."""
 
 
 @dataclass(frozen=True)
 class SystemMetrics:
-    """What a machine that trains did."""
+    """Telemetry of a machine that trains."""
 
     second: int
-    """The second of the run until which it did so."""
+    """The second of the run at which the metrics were read."""
     metrics: dict[str, float]
+    """Values by the metric's name in MLflow."""
 
 
 @dataclass(frozen=True)
@@ -67,7 +68,7 @@ class MicroBatchTooLarge:
 
     micro_batch: int
     text: str
-    """The same as a line for the driver's terminal."""
+    """A line about the retry for the driver's terminal."""
 
 
 @dataclass(frozen=True)
@@ -84,11 +85,12 @@ Message = WorkerStarted | CycleDone | SystemMetrics | PrintLine | MicroBatchTooL
 
 @dataclass(frozen=True)
 class Activity:
-    """What the worker does, which a heartbeat carries."""
+    """The work that a worker is doing, as its heartbeats report it."""
 
     description: str
+    """The work as a phrase, such as "loading the data"."""
     step: int
-    """Number of steps that it has launched."""
+    """Number of steps that the worker has launched."""
 
 
 class Order(Enum):
@@ -103,20 +105,20 @@ class Order(Enum):
 
 @dataclass(frozen=True)
 class RecordedProgress:
-    """What the driver has recorded of a run."""
+    """The part of a run that the driver has recorded."""
 
     step: int = 0
-    """Step of the last cycle."""
+    """Step of the last recorded cycle."""
     telemetry_second: int = 0
-    """Second of the last metrics of a machine."""
+    """Second of the run of the last recorded telemetry."""
 
 
 @dataclass(frozen=True)
 class EarlierWorkers:
-    """What a worker that starts must know of the earlier ones of the same command."""
+    """The history of a command's earlier workers, for a worker that starts."""
 
     starts: tuple[int, ...] = ()
-    """The steps that they started from."""
+    """The steps from which the earlier workers started."""
     refusal: Refusal | None = None
     """Why one of several workers gave up."""
     failed_micro_batches: tuple[int, ...] = ()
@@ -127,9 +129,10 @@ class EarlierWorkers:
 
 @dataclass(frozen=True)
 class WorkerUpdates:
-    """What has happened since the driver last took updates."""
+    """The news from the workers since the driver last took updates."""
 
     messages: list[Message] = field(default_factory=list)
+    """Messages in the order of their arrival."""
     silence: float | None = None
     """Seconds since the last heartbeat of the first worker; None while there is no worker."""
     activity: Activity | None = None
@@ -179,7 +182,7 @@ class Channel:
         """Wait until the messages of this process have arrived."""
 
     def earlier_workers(self, node_id: str, oom_kills: int) -> EarlierWorkers:
-        """What a starting worker must know of earlier ones; a refusal without a result is told once.
+        """The history of the earlier workers, for a worker that starts; a refusal without a result is returned once.
 
         ``oom_kills`` is the number of processes that its machine has killed until now because memory ran out.
         """

@@ -39,7 +39,7 @@ class Listener:
         """The progress that was recorded before this command."""
         self.workers = WorkerMonitor(tracker)
         self.failure: Exception | None = None
-        """Why messages can be recorded no longer, such as a full disk. The run is stopped for it, and saved."""
+        """The exception that prevents recording, such as for a full disk; the run is then stopped and saved."""
         self._has_requested_stop = False
         self._tracker = tracker
         self._on_cycle = on_cycle
@@ -96,7 +96,7 @@ class Listener:
 
 
 class WorkerMonitor:
-    """The machines that train: what they are, and whether they are still heard from."""
+    """Monitors the machines that train: records them, and prints a line if one stops responding."""
 
     def __init__(self, tracker: Tracker) -> None:
         self._tracker = tracker
@@ -111,7 +111,7 @@ class WorkerMonitor:
     def on_start(self, worker: WorkerStarted) -> None:
         """Record the machines of workers that start."""
         if self._hosts:
-            console.print(f"continuing on {', '.join(worker.hosts)}", markup=False)
+            console.print(f"resuming on {', '.join(worker.hosts)}", markup=False)
         self._hosts, self._nodes = worker.hosts, dict(zip(worker.nodes, worker.hosts, strict=True))
         self.is_silent = self.is_lost = False
         # The tags of the driver's machine were set when the run was created.

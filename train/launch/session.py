@@ -1,7 +1,7 @@
-"""One worker's session: what a worker of a run and the process of a trial have in common.
+"""One worker's session, which the worker of a run and the process of a trial have in common.
 
 A session prepares the process, loads the data, trains, tries a smaller micro-batch where one does not fit, and
-completes the result with what the machine did.
+completes the result with the machine's telemetry.
 """
 
 from collections.abc import Iterator, Sequence
@@ -69,7 +69,7 @@ class WorkerSession:
     """The session of one worker for ``job``.
 
     Args:
-        job: what to train.
+        job: the config to train, and the limits for it.
         folder: the run's folder for checkpoints and cycles; None for a trial, which keeps neither.
         driver: None for every worker of a run but the first.
     """
@@ -81,14 +81,14 @@ class WorkerSession:
         self.limit: MemoryLimit | None = None
         """The limit on the memory of this process, once it is set."""
         self.times = StepTimes()
-        """The times of the steps so far; those of the last micro-batch that was tried."""
+        """The times of the steps so far, with the last micro-batch that was tried."""
         self._data: TrainingData | None = None
         self._trainer: Trainer | None = None
         self._preparing = Activity("loading the data", 0)
 
     @property
     def activity(self) -> Activity:
-        """What the session does. Any thread may read it."""
+        """The work that the session is doing. Any thread may read it."""
         trainer = self._trainer
         return Activity(trainer.activity, trainer.state.step) if trainer else self._preparing
 
@@ -185,7 +185,7 @@ class WorkerSession:
         self._post(CycleDone(cycle))
 
     def _describe_first(self, report: CycleReport) -> None:
-        """Print what the first cycle shows: a loss that cannot be right, and on a GPU the memory in use."""
+        """After the first cycle print an implausible loss, if it has one, and on a GPU the memory in use."""
         trainer = self._trainer
         assert trainer is not None, "the trainer reports its cycles while it runs"
         config = trainer.config
@@ -197,7 +197,7 @@ class WorkerSession:
             self._post(PrintLine(format_gpu_memory(config.batch.micro_batch, config.duration.cycle, used, total)))
 
     def _completed(self, trainer: Trainer, result: RunResult, telemetry: Telemetry, start_step: int) -> RunResult:
-        """``result`` with what the machine did, and for a run with a text that the model writes."""
+        """``result`` with the machine's telemetry, and for a run with a text that the model generates."""
         joules = energy(telemetry, trainer, result, start_step)
         result = replace(
             result, joules_per_million_tokens=joules, telemetry=trainer.while_training(telemetry),
@@ -232,7 +232,8 @@ def did_not_fit(result: RunResult, start_step: int) -> bool:
 
 
 def format_gpu_memory(micro_batch: int, cycle: Cycle, used: int, total: int) -> str:
-    """The GPU's memory at the first report, and what it is used for, as one line; sizes in bytes."""
+    """The GPU's memory at the first report, the micro-batch and the cycle, as one line; ``used`` and ``total`` are in
+    bytes."""
     usage = f"GPU {used / GB:.1f}/{total / GB:.1f} GB ({used / total:.1%})"
     return f"{usage}; batch size {micro_batch}; cycle {cycle.train_steps} + {cycle.val_batches}"
 

@@ -47,14 +47,16 @@ SHARED_STORAGE_HINT = "Use object storage, such as --out s3://bucket/runs, or a 
 
 @dataclass(frozen=True)
 class WorkerState:
-    """What one worker tells the others before training."""
+    """The state of one worker before training, which it sends to the others."""
 
     refusal: str | None
-    """Why it cannot train."""
+    """The reason why the worker cannot train; None if it can."""
     step: int
-    """Step of its newest checkpoint."""
+    """Step of the newest checkpoint that the worker finds."""
     host: str
+    """Name of the worker's machine."""
     node_id: str
+    """Ray's id of the worker's machine."""
     failed_micro_batches: tuple[int, ...]
     """Micro-batches that did not fit; of the first worker only."""
 
@@ -250,7 +252,7 @@ def check_crash_loop(starts: Sequence[int], max_attempts: int = MAX_ATTEMPTS, ou
     """Raise ``UserError`` if workers died ``max_attempts`` times without a new checkpoint, or the last one for memory.
 
     Args:
-        starts: the steps that they started from; the last one is this worker's.
+        starts: the steps from which the workers started; the last one is this worker's.
         max_attempts: number of starts from one step that are allowed.
         out_of_memory: whether the system killed the last worker.
     """

@@ -1,7 +1,7 @@
 """One cycle: steps, then validation, then a report; and the check whether its losses show that the run has diverged.
 
 A cycle's numbers stay on the device until the next cycle has work queued there. Cycles end at multiples of the config's
-length, wherever the run was interrupted, so that a continued run reports the same as an uninterrupted one.
+length, wherever the run was interrupted, so that a resumed run reports the same as an uninterrupted one.
 """
 
 import itertools
@@ -25,39 +25,46 @@ class RunningCycle:
     """A cycle whose numbers are still on the device."""
 
     first: int
-    """Steps before it."""
+    """Number of the run's steps before this cycle."""
     stop: int
-    """The step it ends at, at the latest."""
+    """The last step that the cycle may have."""
     start: timing.Mark
+    """When this process starts the cycle."""
     losses: Tensor
+    """Mean loss of each step on this worker, in nats."""
     norms: Tensor
+    """Gradient norm of each step before clipping; 0 if clipping is off."""
     resumed_steps: int = 0
-    """Steps of it that an interrupted run did, whose losses come from the checkpoint."""
+    """Number of the cycle's steps before the run was interrupted; their losses are from the checkpoint."""
     backward_ends: list[timing.Mark] = field(default_factory=list)
     """When each step has its gradients and the optimizer begins."""
     step_ends: list[timing.Mark] = field(default_factory=list)
     """When each step ends."""
     batch_waits: list[tuple[timing.Mark, timing.Mark]] = field(default_factory=list)
-    """Before and after each request for a batch: on a GPU's timeline they differ only while it has nothing to do."""
+    """Before and after each request for a batch; a GPU's two marks differ only while the GPU is idle."""
     val_losses: Tensor | None = None
-    """What :func:`train.loop.validation.validate` returns, over ``val_windows`` windows of all workers."""
+    """Weighted validation losses of this worker by forward pass, as ``train.loop.validation.validate`` returns them."""
     val_windows: int = 0
+    """Number of windows of the validation, over all workers."""
     end: timing.Mark = None
+    """When the cycle's numbers have been copied to the host."""
     host_values: tuple[Tensor, Tensor, Tensor | None] | None = None
     """Valid once ``end`` is reached: the losses, the last gradient norm, and the validation losses; worker means."""
     learning_rate: float = 0.0
+    """Learning rate of the last step."""
 
     @property
     def steps(self) -> int:
-        """Steps so far, including earlier ones."""
+        """Number of the cycle's steps so far, including those before an interruption."""
         return self.resumed_steps + len(self.step_ends)
 
     @property
     def data_wait(self) -> list[float]:
         """Seconds that each step waited for its batches; the last step must have ended."""
         batch_waits = [timing.seconds_between(*wait) for wait in self.batch_waits]
-        each = len(batch_waits) // max(1, len(self.step_ends))
-        return [sum(batch_waits[first : first + each]) for first in range(0, each * len(self.step_ends), max(1, each))]
+        per_step = len(batch_waits) // max(1, len(self.step_ends))
+        starts = range(0, per_step * len(self.step_ends), max(1, per_step))
+        return [sum(batch_waits[start : start + per_step]) for start in starts]
 
     @property
     def optimizer_seconds(self) -> list[float]:
@@ -85,21 +92,21 @@ def close_cycle(cycle: RunningCycle, workers: Workers, device: torch.device) -> 
 
 def step_seconds(cycle: RunningCycle) -> list[float]:
     """Seconds of each step of this process; waits for the last of them."""
-    moments = [cycle.start, *cycle.step_ends]
-    timing.wait_for(moments[-1])
-    return [timing.seconds_between(a, b) for a, b in itertools.pairwise(moments)]
+    marks = [cycle.start, *cycle.step_ends]
+    timing.wait_for(marks[-1])
+    return [timing.seconds_between(a, b) for a, b in itertools.pairwise(marks)]
 
 
 def report(
     cycle: RunningCycle, batch: Batch, context_length: int, manifest: Manifest, *, val_tokens: int, elapsed: float
 ) -> CycleReport:
-    """The numbers of a closed cycle; ``val_tokens`` is the number before it."""
+    """The report of a closed cycle; ``val_tokens`` is the number of validation tokens before the cycle."""
     timing.wait_for(cycle.end)
     assert cycle.host_values is not None, "only a closed cycle is reported"
     step_losses, norm, validation = cycle.host_values
     losses = step_losses.tolist()
     val_losses = [] if validation is None else validation.tolist()
-    here = len(cycle.step_ends)
+    process_steps = len(cycle.step_ends)
     cycle_val_tokens = cycle.val_windows * context_length
     val_tokens += cycle_val_tokens
     train_seconds = timing.seconds_between(cycle.start, cycle.step_ends[-1])
@@ -120,8 +127,8 @@ def report(
         data_wait_seconds=sum(cycle.data_wait),
         optimizer_seconds=sum(cycle.optimizer_seconds),
         elapsed=elapsed,
-        cycle_tokens=here * step_tokens + cycle_val_tokens,
-        epoch_seconds=totals["tokens"] / (here * step_tokens / train_seconds),
+        cycle_tokens=process_steps * step_tokens + cycle_val_tokens,
+        epoch_seconds=totals["tokens"] / (process_steps * step_tokens / train_seconds),
         learning_rate=cycle.learning_rate,
         gradient_norm=norm.item(),
         step_losses=losses,

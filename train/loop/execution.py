@@ -23,10 +23,10 @@ MODES = {
     "reduce-overhead": "reduce-overhead",
 }  # fmt: skip
 ALLOCATORS = {"split": "max_split_size_mb:512", "expandable": "expandable_segments:True"}
-"""Values of PYTORCH_ALLOC_CONF."""
+"""Values of PYTORCH_ALLOC_CONF by the value of ``--allocator``."""
 OPTIONS: dict[str, dict[str, Any]] = {"coordinate-descent": {"coordinate_descent_tuning": True}}
 INDUCTOR_CACHE = Path("~/.cache/throughline/inductor")
-"""torch's default is in /tmp and is lost with every container and restart."""
+"""Directory of compiled kernels; PyTorch's default is in /tmp, which is lost with every container and restart."""
 
 
 def torch_device(device: Device) -> torch.device:
@@ -35,7 +35,7 @@ def torch_device(device: Device) -> torch.device:
         return torch.device("cpu")
     if not torch.cuda.is_available():
         raise UserError(
-            "--device cuda: torch finds no CUDA GPU. Install a CUDA build of torch and a driver for it, or "
+            "--device cuda: PyTorch found no CUDA GPU. Install a CUDA build of PyTorch and a driver for it, or "
             "use --device cpu."
         )
     return torch.device("cuda", torch.cuda.current_device())
@@ -59,8 +59,8 @@ def build_model(
 def build_inference_model(model_config: ModelSpec, mask_books: bool, weights_of: nn.Module | None = None) -> Any:
     """The model for use after training: eager, with torch's own choice of attention kernel, for texts of any length.
 
-    With ``weights_of`` a trained one it has those themselves, not a copy. The training's own execution may not be
-    suitable: cuDNN's kernel refuses a single token, a CPU has none of a GPU's kernels, and compiled code would be
+    If ``weights_of`` is given, the model shares that model's weights without a copy. The execution of training may not
+    be suitable: cuDNN's kernel rejects a single token, a CPU does not have a GPU's kernels, and compiled code would be
     recompiled for every length.
     """
     builder = builder_of(model_config)
@@ -76,14 +76,14 @@ def _to_fp8(model: nn.Module) -> None:
         from torchao.float8 import convert_to_float8_training  # type: ignore[import-not-found]
     except ImportError:
         raise UserError(
-            "--fp8 needs torchao, which is not installed: 'pip install torchao', or leave it out."
+            "--fp8 needs torchao, which is not installed. Install it with 'pip install torchao', or remove --fp8."
         ) from None
     for block in repeated_blocks(model):
         convert_to_float8_training(block, module_filter_fn=lambda module, name: isinstance(module, nn.Linear))
 
 
 def compile_model(model: nn.Module, execution: Execution) -> Callable[..., Tensor]:
-    """What the loop calls for a forward pass: the model, compiled as configured, for shapes that never change."""
+    """A function that runs the model's forward pass, compiled as configured, for shapes that never change."""
     if execution.compile == "off":
         return model
     os.environ.setdefault("TORCHINDUCTOR_CACHE_DIR", str(INDUCTOR_CACHE.expanduser()))
@@ -138,12 +138,12 @@ def gc_disabled(execution: Execution) -> Iterator[None]:
 
 
 def configure_allocator(allocator: str) -> None:
-    """Set how torch takes memory of the GPU, before it first does: it reads the variable at its first allocation.
+    """Set how torch allocates memory of the GPU; must be called before its first allocation, when it reads the value.
 
-    A value that the user has set stays, under the name that torch had before 2.10 as well.
+    A value that the user has set stays, also if it has the name that torch used before 2.10.
     """
-    named = {"PYTORCH_ALLOC_CONF", "PYTORCH_CUDA_ALLOC_CONF"} & os.environ.keys()
-    if allocator in ALLOCATORS and not named:
+    user_values = {"PYTORCH_ALLOC_CONF", "PYTORCH_CUDA_ALLOC_CONF"} & os.environ.keys()
+    if allocator in ALLOCATORS and not user_values:
         os.environ["PYTORCH_ALLOC_CONF"] = ALLOCATORS[allocator]
 
 

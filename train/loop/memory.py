@@ -1,4 +1,4 @@
-"""Measured peak memory: allocated, reserved, and that of the whole process."""
+"""Measure peak memory: the allocated, the reserved, and the whole process's."""
 
 import gc
 from contextlib import suppress
@@ -13,23 +13,23 @@ from train.result import Memory
 
 
 def reset_peak(device: torch.device) -> None:
-    """Reset earlier peaks on a GPU, so that :func:`peak` covers what follows; on a CPU what was before counts too."""
+    """Reset earlier peaks on a GPU, so that :func:`peak` starts here; on a CPU earlier peaks stay included."""
     if device.type == "cuda":
         torch.cuda.reset_peak_memory_stats(device)
 
 
 def release_cached_memory(execution: Execution) -> None:
-    """Return what is not in use after the first step, which has put the optimizer's state where it found room.
+    """Return unused cached memory to the GPU after the first step, which has allocated the optimizer's state.
 
-    That may be in the middle of what the next step needs in one piece, such as the logits, and would leave a hole.
-    Segments of a fixed size would rather leave more unused afterwards.
+    The state may lie in the middle of free memory that the next step needs as one block, such as for the logits. With
+    segments of a fixed size this would increase the unused memory, so only the expandable allocator does it.
     """
     if execution.device == "cuda" and execution.allocator == "expandable":
         torch.cuda.empty_cache()
 
 
 def reset_after_oom(execution: Execution) -> None:
-    """Free what the run of ``config``, which did not fit, has left in this process, and forget its peak."""
+    """Free the memory that a run which did not fit has left in this process, and reset the peak."""
     if execution.compile != "off":
         torch.compiler.reset()  # compiled code keeps the pools of its CUDA graphs
     gc.collect()
@@ -41,7 +41,7 @@ def reset_after_oom(execution: Execution) -> None:
 
 
 def forget_resident_peak() -> bool:
-    """Begin the peak of this process's resident set anew; returns whether it is now about what is resident."""
+    """Reset the peak of this process's resident set; returns whether the peak now is near the current resident set."""
     with suppress(OSError):
         Path("/proc/self/clear_refs").write_text("5", encoding="ascii")  # by proc(5); not permitted everywhere
     return peak_rss() < 1.1 * _status_bytes("VmRSS")
@@ -50,8 +50,8 @@ def forget_resident_peak() -> bool:
 def is_oom_error(failure: Exception) -> bool:
     """Whether ``failure`` means that memory ran out; only torch's allocator on the GPU has an exception for that."""
     text = str(failure).lower()
-    signs = ("out of memory", "can't allocate memory", "cublas_status_alloc_failed")
-    return isinstance(failure, RuntimeError) and any(words in text for words in signs)
+    phrases = ("out of memory", "can't allocate memory", "cublas_status_alloc_failed")
+    return isinstance(failure, RuntimeError) and any(phrase in text for phrase in phrases)
 
 
 def peak(device: torch.device) -> Memory:
@@ -110,7 +110,7 @@ def peak_process(now: int, stats: AllocatorStats) -> int:
     """Peak bytes of a process that uses ``now`` bytes of a GPU according to NVML.
 
     torch's allocator returns its segments when its cache is emptied, for example before a graph is captured or when an
-    allocation is retried, and NVML does not report peaks. So what the process uses besides the segments is added to
-    the peak of the segments.
+    allocation is retried, and NVML does not report peaks. Therefore the memory besides the segments is added to the
+    peak of the segments.
     """
     return max(now - stats.reserved, 0) + stats.max_reserved

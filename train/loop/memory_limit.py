@@ -1,9 +1,9 @@
 """The memory limit inside a process that trains: cap torch's allocator, and check what the process used.
 
 The limit is on the memory of the process. torch's cap applies to the allocator's segments only, so what the process
-uses besides them (the CUDA context, loaded kernels, library workspaces) is measured first and subtracted, and room is
-left for what is loaded later. The check is on the memory of the whole process. On the CPU nothing is capped: the peak
-resident set is compared with the limit.
+uses besides them (the CUDA context, loaded kernels, library workspaces) is measured first and subtracted, and some
+memory is reserved for libraries that load later. The check is on the memory of the whole process. On the CPU nothing is
+capped; the peak resident set is compared with the limit.
 """
 
 from dataclasses import dataclass
@@ -31,7 +31,7 @@ class MemoryLimit:
 
     @classmethod
     def apply(cls, size: int, device_type: str) -> "MemoryLimit":
-        """Initialise CUDA, cap torch's allocator to what the context leaves of ``size``, and return the limit."""
+        """Initialize CUDA, cap torch's allocator to what the context leaves of ``size``, and return the limit."""
         if device_type != "cuda":
             return cls(size, torch.device(device_type), 0)
         state = read_gpu()
@@ -47,7 +47,7 @@ class MemoryLimit:
 
     @property
     def usable_bytes(self) -> int:
-        """Bytes of it that can be relied on: on a GPU the cap leaves some for what is loaded later."""
+        """Bytes of the limit that tensors can use: on a GPU the cap reserves some for libraries that load later."""
         return self.size - (RESERVED_OUTSIDE_ALLOCATOR if self.device.type == "cuda" else 0)
 
     def used(self) -> tuple[int, MemorySource]:
@@ -63,7 +63,7 @@ class MemoryLimit:
         used, source = self.used()
         if used <= self.size:
             return ""
-        return f"the process used {used / 1e9:.2f} GB ({source}) of {self.size / 1e9:.2f} GB"
+        return f"the process used {used / 1e9:.2f} GB ({source}), more than the limit of {self.size / 1e9:.2f} GB"
 
 
 def allocator_share(size: int, context: int, total: int) -> float:

@@ -1,4 +1,4 @@
-"""What is known about the memory of a run that did not fit: what failed, where, and what the worker held."""
+"""Describe the memory shortage of a run: the failed allocation, the stage, and the sizes of the tensors in memory."""
 
 import re
 import traceback
@@ -32,7 +32,7 @@ class OutOfMemory(RuntimeError):
 
 
 def over_limit(model: nn.Module, optimizer: torch.optim.Optimizer, limit: MemoryLimit, step: int) -> MemoryShortage:
-    """Of a run that was found to be over its limit after ``step``, which has freed its gradients."""
+    """The memory shortage of a run that exceeded its limit after ``step``, when its gradients had been freed."""
     now = bytes_by_part(model, optimizer)
     del now["gradients"]
     return MemoryShortage(f"checking memory after step {step}", None, limit.usable_bytes, now)
@@ -46,16 +46,16 @@ def out_of_memory(
     stage: str,
     failure: Exception,
 ) -> MemoryShortage:
-    """Of a run that ran out of memory by ``failure`` while it was in ``stage``, with what had been built by then."""
+    """The memory shortage of a run that failed with ``failure`` in ``stage``; parts not built yet are None."""
     frames = traceback.walk_tb(failure.__traceback__)
     is_loss = isinstance(model, LossModel) and any(
         frame.f_code is type(model).mean_loss.__code__ for frame, _ in frames
     )
     if is_loss:  # Compiled code has other frames.
         stage = f"{stage} (computing the loss)"
-    room = limit.usable_bytes if limit else available_bytes(device)
+    available = limit.usable_bytes if limit else available_bytes(device)
     return MemoryShortage(
-        stage, failed_allocation_bytes(failure), room, bytes_by_part(model, optimizer), first_line(failure)
+        stage, failed_allocation_bytes(failure), available, bytes_by_part(model, optimizer), first_line(failure)
     )
 
 
@@ -71,13 +71,13 @@ def format_oom(shortage: MemoryShortage, step: Step, limit: MemoryLimit | None) 
 
 
 def failed_allocation_bytes(failure: Exception) -> int | None:
-    """Bytes of the allocation that failed, by torch's message; None where it does not say."""
+    """Bytes of the failed allocation by torch's message; None if the message does not contain them."""
     match = re.search(r"tried to allocate ([\d.]+) (bytes|[KMG]iB)", str(failure), re.IGNORECASE)
     return parse_size(f"{match[1]} {match[2].replace('bytes', 'B')}") if match else None
 
 
 def available_bytes(device: torch.device, read_gpu: Callable[[int], GpuState | None] = read_gpu) -> int:
-    """Bytes that this process can use of ``device``: on a GPU what other processes leave, if NVML tells theirs."""
+    """Bytes of ``device`` that this process can use: on a GPU without other processes' memory, if NVML reports it."""
     if device.type != "cuda":
         return host.total_memory()
     state = read_gpu(device.index or 0)
@@ -87,13 +87,13 @@ def available_bytes(device: torch.device, read_gpu: Callable[[int], GpuState | N
 
 
 def bytes_by_part(model: nn.Module | None, optimizer: torch.optim.Optimizer | None) -> dict[str, int]:
-    """Bytes of this worker's weights, gradients and optimizer state now, without what cannot be counted."""
+    """Bytes of this worker's weights, gradients and optimizer state now; parts of unknown size are absent."""
     parameters = list(model.parameters()) if model else []
     sizes = {"weights": _bytes(parameters), "gradients": _bytes(p.grad for p in parameters if p.grad is not None)}
     state = list(_tensors(optimizer.state_dict())) if optimizer else []
     if all(
         type(parallel.local_shard(tensor)) is Tensor for tensor in state
-    ):  # torchao's 8-bit ones hide what they take
+    ):  # torchao's 8-bit tensors do not show their size
         sizes["optimizer"] = _bytes(state)
     return sizes
 

@@ -1,4 +1,4 @@
-"""The process of a program that trains and goes on: what a run changes in it, and what earlier runs have left there."""
+"""Train in a process that continues afterwards, such as a notebook: restore the settings that a run changes."""
 
 import contextlib
 import gc
@@ -16,21 +16,21 @@ from train.run_files.checkpoint import random_state, restore_random_state
 _VARIABLES = ("PYTORCH_ALLOC_CONF", "THP_MEM_ALLOC_ENABLE", "TORCHINDUCTOR_CACHE_DIR")
 
 _first_values: dict[str, str] = {}
-"""What the first run of this process has chosen of what torch reads only once, by flag."""
+"""Values of the settings that torch reads only once, by flag, from the first run in this process."""
 
 
 @contextlib.contextmanager
 def borrowed_process(execution: Execution) -> Iterator[bool]:
-    """Run ``config`` in this process, and leave torch's settings, its random state and the environment as they were.
+    """Train in this process, and restore torch's settings, its random state and the environment afterwards.
 
-    Yields whether the peak of its resident set is that of the block, and not of what the process did before. Raises
-    ``UserError`` for a setting that torch reads only once, and has read for an earlier run that had another.
+    Yields whether the process's peak resident set covers this block only, without what the process did before it.
+    Raises ``UserError`` for a setting that torch reads only once, if an earlier run in this process had another value.
     """
     if _first_values:  # an earlier run may have left cycles of objects that hold its tensors
         gc.collect()
     _check_unchanged(execution)
     variables = {name: os.environ.get(name) for name in _VARIABLES}
-    # torch reads these when it makes its first tensor, which is that of the random state.
+    # torch reads these when it makes its first tensor, which is the random state's.
     enable_large_pages(execution)
     configure_allocator(execution.allocator)
     precision, state = torch.get_float32_matmul_precision(), random_state()
@@ -46,16 +46,16 @@ def borrowed_process(execution: Execution) -> Iterator[bool]:
 
 
 def _check_unchanged(execution: Execution) -> None:
-    """Raise ``UserError`` when ``config`` chooses another allocator or size of pages than the first run here."""
+    """Raise ``UserError`` if ``execution`` has another allocator or page size than the first run in this process."""
     if execution.device == "cuda" and {"PYTORCH_ALLOC_CONF", "PYTORCH_CUDA_ALLOC_CONF"} & os.environ.keys():
         return  # the user's choice, which has precedence
     if execution.device == "cpu":
-        flag, value = "--ablate large-pages", "with it" if "large-pages" in execution.ablate else "without it"
+        flag, value = "--ablate", "with large-pages" if "large-pages" in execution.ablate else "without large-pages"
     else:
         flag, value = "--allocator", f"with {execution.allocator}"
     first = _first_values.setdefault(flag, value)
     if value != first:
         raise UserError(
-            f"{flag}: an earlier run in this process was {first}, and torch cannot change it any more. Train in "
-            "another process with 'python -m train.run', or compare settings with 'python -m tune.ladder'."
+            f"{flag}: an earlier run in this process was {first}, and PyTorch cannot change that within a process. "
+            "Train in another process with 'python -m train.run', or compare settings with 'python -m tune.ladder'."
         )

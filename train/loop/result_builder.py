@@ -1,4 +1,4 @@
-"""The result of a finished loop: speed, arithmetic, memory, losses, and the amount of data."""
+"""Build the result of a finished loop: speed, FLOP/s, memory, losses, and the amount of data."""
 
 import socket
 from dataclasses import dataclass, field, replace
@@ -18,20 +18,24 @@ from train.result import CycleReport, Outcome, RunResult, Throughput
 from train.run_files.progress import RunState
 
 PAUSE = 5.0
-"""Seconds of a step, if it is also ten times as long as others, in which the process or the machine must have slept."""
+"""Length of a step from which it counts as a pause of the process or the machine, if it also took ten times as long as
+the median step."""
 
 
 @dataclass
 class StepTimes:
-    """Where the time of this process's steps went, in seconds, and the reports of its cycles."""
+    """Times of this process's steps, in seconds, and the reports of its cycles."""
 
     steps: list[float] = field(default_factory=list)
+    """Seconds of each step."""
     data_wait: list[float] = field(default_factory=list)
-    """Of each step, as ``optimizer``."""
+    """Seconds that each step waited for its batches."""
     optimizer: list[float] = field(default_factory=list)
+    """Seconds of clipping and the optimizer in each step."""
     first_step: float | None = None
-    """From the start of the loop to the end of its first step, which compiles."""
+    """Seconds from the start of the loop to the end of its first step, which include compilation."""
     reports: list[CycleReport] = field(default_factory=list)
+    """Reports of the cycles that ended in this process."""
 
 
 def build_result(
@@ -47,12 +51,12 @@ def build_result(
     steady = throughput.steady_state(times.steps, config.step_tokens)
     formula = config.model.flops_formulas()[0]
     name = torch.cuda.get_device_name(device) if device.type == "cuda" else "cpu"
-    impossible = (
+    implausible_reason = (
         throughput.implausible_reason(steady, config.model, config.execution, config.batch.workers, name)
         if steady
         else ""
     )
-    speed = None if impossible else steady
+    speed = None if implausible_reason else steady
     last = times.reports[-1] if times.reports else None
     warmup_steps = speed.warmup_steps if speed else 0
     step = throughput.median_batch_seconds(times.steps[warmup_steps:])
@@ -71,7 +75,7 @@ def build_result(
         reason=ending[1],
         steps=state.step,
         throughput=None,
-        implausible_reason=impossible,
+        implausible_reason=implausible_reason,
         memory=memory.peak(device),
         first_loss=times.reports[0].first_loss if times.reports else None,
         train_loss=last.train_loss if last else None,

@@ -1,4 +1,4 @@
-"""Text from a model: load the model of a checkpoint, and sample tokens one by one.
+"""Generate text with a model: load it from a checkpoint, and sample tokens one by one.
 
 The whole context is recomputed for every token, which is fast enough for the few hundred tokens that check a training,
 not for a service.
@@ -42,7 +42,9 @@ def load_model(checkpoint: Path) -> tuple[Any, Tokenizer | None]:
     config = config_from_json(progress.config, str(checkpoint))
     fault = find_damage(checkpoint, file_name=WEIGHTS)
     if fault:
-        raise UserError(f"{checkpoint} is damaged: {fault}; name its run to use the newest intact checkpoint.")
+        raise UserError(
+            f"{checkpoint} is damaged: {fault}. Use the name of its run to load the newest intact checkpoint."
+        )
     device = torch.device("cuda" if torch.cuda.is_available() else "cpu")
     model = build_inference_model(config.model, config.execution.mask_books).to(device)
     load_weights(checkpoint, model, device)
@@ -68,8 +70,8 @@ def sample(
         logits = model(tokens[:, -kind.context_length :], None)[:, -1, : kind.vocab_size].float()
         if not torch.isfinite(logits.logsumexp(dim=-1)).all():
             raise UserError(
-                "The model gives logits that are infinite or not a number in evaluation mode. Check what its forward "
-                "pass does after model.eval(), or continue from a checkpoint before it diverged."
+                "The model returns logits that are infinite or NaN in evaluation mode. Check its forward pass after "
+                "model.eval(), or resume from a checkpoint before it diverged."
             )
         tokens = torch.cat([tokens, _choose(logits, sampling, generator)], dim=1)
     return tokens[0, len(ids) :].tolist()

@@ -1,7 +1,8 @@
 """Tokens per second with a 95% interval: the steady state, and when measuring may stop.
 
-In: the seconds of every step. The first steps include compilation, cache warming and clock ramps, so they never count.
-A speed above what the device can compute is no measurement: its kernels did not run, or its clock is wrong.
+The input is the seconds of every step. The first steps include compilation, cache warming and clock ramps, so they
+never count. A speed that exceeds the device's peak FLOP/s is not a measurement: kernels did not run, or the clock is
+wrong.
 """
 
 import statistics
@@ -13,21 +14,21 @@ from train.intervals import MIN_BATCHES, anytime_half_width, batch_means, median
 from train.model_config import ModelSpec
 from train.result import Throughput
 
-FEWEST_STEPS = 3
-"""The least number of steps after warm-up that make a measurement."""
+MIN_STEADY_STEPS = 3
+"""Smallest number of steps after warm-up from which a speed is measured."""
 
 
 def steady_state(step_seconds: Sequence[float], step_tokens: int) -> Throughput | None:
     """Throughput after warm-up, or None when fewer than three steps remain.
 
-    The speed is that of the median batch of steps: a single disturbance by another process does not count, a recurring
-    stall does. The interval is that of the median, from batch means. A step lasts from the end of one on the device to
-    the end of the next, so that whatever the host does between them counts. On a GPU its own events are used, which
-    agree with the wall clock except for how far the host runs ahead.
+    The speed is the median batch's: a single disturbance by another process does not count, a recurring stall does.
+    The interval is the median's, from batch means. A step lasts from the end of the previous step on the device to its
+    own end, so the host's work between steps counts. On a GPU the times are from CUDA events, which agree with the wall
+    clock except for the host's lead over the device.
     """
     warmup = warmup_steps(step_seconds)
     steady = step_seconds[warmup:]
-    if len(steady) < FEWEST_STEPS:
+    if len(steady) < MIN_STEADY_STEPS:
         return None
     middle, fast, slow = median_interval(batch_means(steady))
     fastest = min(steady)
@@ -35,9 +36,10 @@ def steady_state(step_seconds: Sequence[float], step_tokens: int) -> Throughput 
 
 
 def implausible_reason(speed: Throughput, model: ModelSpec, execution: Execution, workers: int, device: str) -> str:
-    """Why ``speed`` cannot be that of ``config`` on ``device``; empty where it can, or where no peak is known.
+    """The reason why ``device`` cannot reach ``speed``; empty if it can, or if its peak FLOP/s are not known.
 
-    Only what must be computed is counted: half of attention, because it is causal. In 8 bits a GPU has twice the peak.
+    Only the necessary FLOP are counted, which include half of attention, because it is causal. A GPU's peak with 8-bit
+    matrix products is twice as high.
     """
     peak = peak_flops(device, execution.precision)
     if not peak:
@@ -47,22 +49,22 @@ def implausible_reason(speed: Throughput, model: ModelSpec, execution: Execution
     if share <= 1:
         return ""
     return (
-        f"{speed.tokens_per_second:,.0f} tokens/s would take {share:,.0%} of the peak of {device}, which is "
-        "impossible: check the driver and the GPU with python -m infra.doctor"
+        f"{speed.tokens_per_second:,.0f} tokens/s would need {share:,.0%} of the peak FLOP/s of {device}, so the "
+        "measurement is invalid. Check the driver and the GPU with 'python -m infra.doctor'"
     )
 
 
 def median_batch_seconds(seconds: Sequence[float]) -> float:
-    """Seconds of the median batch of steps, as the speed is that of one; 0 without any."""
+    """Seconds of the median batch of steps, on which the reported speed is based too; 0 without steps."""
     return statistics.median(batch_means(seconds)) if seconds else 0.0
 
 
 def is_precise(step_seconds: Sequence[float], within: float) -> bool:
-    """Whether the speed is known to ``within`` (0.005 is half a percent), so that measuring may stop.
+    """Whether the speed is measured to within ``within`` (0.005 is half a percent), so that measuring may stop.
 
-    By the width of a confidence sequence over batches of steps. The batches grow with the run, so its guarantee is
-    weaker than that of one over steps: checked after each of 3,000 independent steps, it was wrong in 7% of runs
-    instead of 5%.
+    The criterion is the width of a confidence sequence over batches of steps. The batches grow with the run, so the
+    guarantee is weaker than for a sequence over steps: checked after each of 3,000 independent steps, it was wrong in
+    7% of runs instead of 5%.
     """
     batches = batch_means(step_seconds[warmup_steps(step_seconds) :])
     if len(batches) < MIN_BATCHES:

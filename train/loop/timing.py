@@ -18,9 +18,10 @@ def mark(device: torch.device) -> Mark:
     return event
 
 
-def wait_for(moment: Mark) -> None:
-    if isinstance(moment, torch.cuda.Event):
-        moment.synchronize()
+def wait_for(mark: Mark) -> None:
+    """Wait until the device has reached ``mark``."""
+    if isinstance(mark, torch.cuda.Event):
+        mark.synchronize()
 
 
 def seconds_between(first: Mark, last: Mark) -> float:

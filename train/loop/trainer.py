@@ -106,9 +106,9 @@ class Trainer:
         if self.checkpoints:
             self.checkpoints.prepare_folder()
         self.activity = "building the model"
-        """What the loop does, for whoever watches it from another thread, as they may read ``state.step``."""
+        """What the loop is doing, as a phrase; another thread may read it, and ``state.step`` too."""
         self.stage = BUILDING
-        """The part of a step, or of what comes before or after one, that the loop is in."""
+        """The part of a step, or the work before or after one, that the loop is doing."""
         self.builder = builder_of(config.model)
         self.attention = self.builder.attention_kernel(config.execution, self.device)
         try:
@@ -150,7 +150,7 @@ class Trainer:
         try:
             with gc_disabled(self.config.execution):
                 outcome, reason = self._steps()
-            if outcome == "finished" and (excess := self._excess()):  # because of what followed its last step
+            if outcome == "finished" and (excess := self._excess()):  # The memory grew after the last step.
                 outcome, reason = "over_limit", excess
             if outcome == "over_limit" and self.limit:
                 missing = oom.over_limit(self.model, self.optimizer, self.limit, self.state.step)
@@ -253,7 +253,7 @@ class Trainer:
         self.state = replace(self.state, **changes)
 
     def _train_step(self, loader: BatchLoader, cycle: RunningCycle) -> None:
-        """One optimizer step, its loss and gradient norm left on the device."""
+        """Train one optimizer step, and leave its loss and gradient norm on the device."""
         config, index, step = self.config, cycle.steps, self.state.step + 1
         if self.workers.rank:  # dropout must differ between workers, and be the same when the run is resumed here
             torch.manual_seed(hash((config.dataset.seed, self.state.step, self.workers.rank)))
@@ -312,7 +312,7 @@ class Trainer:
         known: list[Outcome | None] = [None, "finished", "interrupted", "over_limit"]
         code, elapsed = self.workers.all_max(known.index(outcome), elapsed)
         self._advance(train_seconds=elapsed)
-        return known[int(code)], ended or "another worker ended it"
+        return known[int(code)], ended or "ended by another worker"
 
     def _excess(self) -> str:
         return self.limit.excess_message() if self.limit else ""

@@ -16,8 +16,8 @@ from train.config import Batch, Cycle, divisors
 from train.data.loader import BatchLoader
 from train.data.windows import Windows
 
-_READ = 1024
-"""Windows whose text is counted at once."""
+_COUNTED_WINDOWS = 1024
+"""Number of windows whose tokens are counted at once."""
 
 
 def window_count(windows: Windows, global_batch: int, cycle: Cycle) -> int:
@@ -28,10 +28,11 @@ def window_count(windows: Windows, global_batch: int, cycle: Cycle) -> int:
 class ValidationPasses:
     """The forward passes over the first ``count`` of ``windows``, in the order in which a batch loader reads them.
 
-    Compiled code relies on the shape of the training's batches, and some models return nothing but a mean loss. So what
-    does not fill the micro-batches of all workers is read in batches that repeat each of their windows equally often:
-    their mean is that of the windows. The number of different windows in such a batch is a divisor of the micro-batch.
-    Of a last pass with fewer windows than workers, the losses of the workers without one have no weight.
+    Compiled code relies on the shape of the training batches, and some models return only a mean loss. Therefore
+    windows that do not fill the micro-batches of all workers are read in batches that repeat each window equally
+    often, so that the batch's mean loss equals the windows' mean loss. The number of different windows in such a batch
+    is a divisor of the micro-batch. If the last pass has fewer windows than workers, the losses of the workers without
+    a window have the weight 0.
     """
 
     def __init__(self, windows: Windows, count: int, micro_batch: int, workers: int) -> None:
@@ -102,10 +103,10 @@ def perplexity(loss: float | None) -> float | None:
 
 
 def id_counts(windows: Windows, count: int, ids: int) -> np.ndarray:
-    """How often each of ``ids`` token ids is to be predicted in the first ``count`` windows."""
+    """The number of times that each of ``ids`` token ids is a target in the first ``count`` windows."""
     counts = np.zeros(ids, np.int64)
-    out = np.empty((min(count, _READ), windows.context_length + 1), np.int64)
-    for first in range(0, count, _READ):
+    out = np.empty((min(count, _COUNTED_WINDOWS), windows.context_length + 1), np.int64)
+    for first in range(0, count, _COUNTED_WINDOWS):
         rows = out[: count - first]
         windows.read(windows.window_ids(np.arange(first, first + len(rows))), rows)
         counts += np.bincount(rows[:, 1:].ravel(), minlength=ids)
@@ -113,27 +114,29 @@ def id_counts(windows: Windows, count: int, ids: int) -> np.ndarray:
 
 
 def unigram_loss(counts: np.ndarray) -> float:
-    """Entropy of ids that occur ``counts`` times, in nats: the least loss of a model that does not use its inputs."""
+    """Entropy of ids that occur ``counts`` times, in nats: the lowest loss of a model that ignores its inputs."""
     shares = counts[counts > 0] / counts.sum()
     return float(-(shares * np.log(shares)).sum())
 
 
 @dataclass(frozen=True)
 class Text:
-    """The size of what the windows of a validation have the model predict."""
+    """The size of the text that the model predicts in a validation."""
 
     tokens: int
+    """Number of tokens, including the ends of books."""
     bytes: int
-    """Of UTF-8."""
+    """Number of bytes of the text in UTF-8."""
     chars: int
+    """Number of characters of the text."""
 
     @classmethod
     def of(cls, counts: np.ndarray, tokenizer: Tokenizer) -> "Text":
-        """The text of ids that occur ``counts`` times; the end of a book is a token and no text."""
+        """The size of the text whose ids occur ``counts`` times; the end of a book is a token without text."""
         starts = np.array([sum(byte & 0xC0 != 0x80 for byte in token) for token in tokenizer.tokens])
         starts[tokenizer.end_of_text] = 0
-        known = counts[: len(tokenizer)]
-        return cls(int(counts.sum()), int(known @ tokenizer.lengths), int(known @ starts))
+        text_counts = counts[: len(tokenizer)]
+        return cls(int(counts.sum()), int(text_counts @ tokenizer.lengths), int(text_counts @ starts))
 
 
 def bits_per(loss: float, tokens: int, units: int) -> float | None:

@@ -183,7 +183,7 @@ def test_the_loss_of_any_machine_that_trains_is_reported_once(
     assert capsys.readouterr().out.count("Lost w2") == 1
     monitor.on_start(WorkerStarted(0, ["w1", "w3"], ["a", "d"], {}))
     assert (monitor.is_lost, monitor.is_silent) == (False, False)
-    assert capsys.readouterr().out == "continuing on w1, w3\n"
+    assert capsys.readouterr().out == "resuming on w1, w3\n"
 
 
 @pytest.mark.usefixtures("alive")
