@@ -1,8 +1,7 @@
-"""Decide what a config leaves open, in one place, for the device that will train.
+"""Resolve the settings of a config that are ``auto``, for the device that will train.
 
-Whatever starts a run calls this and passes the result on, so that the run, its memory estimate, the space of a search
-and the report cannot disagree. The device may be another machine's. Imports torch, for the estimate of memory, only
-when it is called.
+Every command that starts a run resolves its config here, so that the run, its memory estimate, the space of a search
+and the report agree. The device may be another machine's. torch is only imported for the memory estimate.
 """
 
 from collections.abc import Mapping
@@ -19,35 +18,36 @@ from train.data.tokenizer import match_tokenizer
 from train.model_config import AnyModel
 
 CPU_TOKENS = 4096
-"""Most tokens of a micro-batch that is chosen for a CPU: its caches gain nothing from more."""
+"""Maximum number of tokens in a micro-batch that is chosen automatically for a CPU; its caches do not benefit from
+more."""
 
 SATURATION_TOKENS = 32_768
-"""Tokens of a micro-batch with which a GPU has work enough, so that a larger one by the fused loss gains less than that
-loss costs: each of its pieces adds to the head's gradient in fp32, which moves 4.5 more bytes for each logit beside the
-6 of the plain loss, and takes about 4% of an A100's step (:mod:`train.estimate.roofline`)."""
+"""Number of tokens in a micro-batch that utilizes a GPU fully. Above it the fused loss costs more time than a larger
+micro-batch saves: each chunk adds to the head's gradient in fp32, which moves 4.5 bytes for each logit in addition to
+the plain loss's 6, and takes about 4% of an A100's step (:mod:`train.estimate.roofline`)."""
 
 MAX_ACCUMULATION = 1_000_000
-"""Micro-batches per optimizer step, each of which is timed: 0.2 GB of moments."""
+"""Maximum number of micro-batches per optimizer step. Each micro-batch is timed; the times of so many need 0.2 GB."""
 
 BY_MEMORY = ("micro_batch", "loss")
-"""Settings that are decided by the memory that is free when a run begins, and are kept when it is continued."""
+"""Settings that are resolved by the available memory when a run starts, and are kept when it is resumed."""
 
 
 def resolve(
     requested: TrainConfig, device_info: DeviceInfo, saved_settings: Mapping[str, Any] | None = None
 ) -> ResolvedConfig:
-    """``requested`` with everything decided for the device that ``device_info`` describes.
+    """``requested`` with all settings resolved for the device that ``device_info`` describes.
 
     On a GPU ``attention`` stays ``auto``, which means a list of kernels in the best order for the GPU.
-    ``saved_settings`` are those of the run that is resumed, whose decisions by its memory are kept. Raises
-    ``UserError`` when the device lacks what is requested, or when a decision contradicts the rest of the config.
+    ``saved_settings`` are the settings of the run that is resumed; its settings in ``BY_MEMORY`` are kept. Raises
+    ``UserError`` if the device lacks a requested feature, or if a resolved value contradicts the rest of the config.
     """
     decisions = _memory_decisions(requested.step, saved_settings) if saved_settings else {}
     config = requested.replace(**decisions).with_model(inspect_model(requested.model))
     execution = config.execution
     device = device_info.kind if execution.device == AUTO else execution.device
     if device == "cuda" and device_info.kind != "cuda":
-        raise UserError("--device cuda was given, but there is no CUDA GPU: use --device auto or --device cpu.")
+        raise UserError("--device cuda: no CUDA GPU found. Use --device auto or --device cpu.")
     cuda = device == "cuda"
     precision, attention, allocator = execution.precision, execution.attention, execution.allocator
     if precision == AUTO:
@@ -69,9 +69,9 @@ def resolve(
     batch = resolved.batch
     if batch.accumulation > MAX_ACCUMULATION:
         raise UserError(
-            f"--global-batch {batch.global_batch:,} is {batch.accumulation:,} micro-batches for one step, and at most "
-            f"{MAX_ACCUMULATION:,} are possible: give a smaller one, or a larger --micro-batch than "
-            f"{batch.micro_batch:,}."
+            f"--global-batch {batch.global_batch:,} would need {batch.accumulation:,} micro-batches of "
+            f"{batch.micro_batch:,} per step; the maximum is {MAX_ACCUMULATION:,}. Reduce --global-batch or increase "
+            "--micro-batch."
         )
     return resolved
 
@@ -104,14 +104,16 @@ def resolve_for_plan(config: TrainConfig, device_info: DeviceInfo, memory_limit:
 
 
 def check_device_support(execution: ExecutionConfig, device_info: DeviceInfo) -> None:
-    """Raise ``UserError`` if the device that ``device_info`` describes cannot execute the model like that."""
+    """Raise ``UserError`` if the device that ``device_info`` describes does not support ``execution``."""
     if execution.fp8 and device_info.capability < (8, 9):
-        raise UserError(f"--fp8 needs 8-bit matmuls, which {device_info.name} does not have: leave it out.")
+        raise UserError(
+            f"--fp8 needs 8-bit matrix products (compute capability 8.9), which {device_info.name} lacks. Remove --fp8."
+        )
     compiles = execution.compile != "off" and execution.device == device_info.kind
     if compiles and device_info.compile_blocker:
         raise UserError(
-            f"--compile {execution.compile} cannot work on {device_info.name}: {device_info.compile_blocker}; or use "
-            "--compile off."
+            f"--compile {execution.compile} does not work on {device_info.name}: {device_info.compile_blocker}. Fix "
+            "that, or use --compile off."
         )
 
 
@@ -128,12 +130,12 @@ def inspect_model(model: AnyModel) -> AnyModel:
 
 
 def _compile(execution: ExecutionConfig, device_info: DeviceInfo) -> Compile:
-    """What to compile where that is left open."""
+    """The value of ``compile`` for ``auto``."""
     if execution.checkpointing == "budget":
-        return "whole"  # without which there is no budget
+        return "whole"  # The budget is an option of the compiler for a whole graph.
     if execution.device == "cpu" or device_info.kind == "cpu" or device_info.compile_blocker:
         return "off"
-    if execution.fsdp:  # for which a block's weights are gathered, so that the graph ends there
+    if execution.fsdp:  # Each block's weights are gathered before it, so a graph cannot contain several blocks.
         return "off" if execution.checkpointing == "selective" else "blocks"
     return "whole"
 
@@ -179,7 +181,7 @@ def local_device_info(execution: ExecutionConfig) -> DeviceInfo:
     info = cpu_info() if execution.device == "cpu" else device_info()
     if execution.accelerator and execution.accelerator not in info.name:
         raise UserError(
-            f"--accelerator {execution.accelerator} is not in this machine, which has {info.name}: leave it "
-            "out, or name a cluster with --address."
+            f"This machine has no {execution.accelerator} (--accelerator), but {info.name}. Remove the flag, or join "
+            "a cluster with --address."
         )
     return info

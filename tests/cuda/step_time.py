@@ -20,7 +20,7 @@ from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils._pytree import tree_leaves
 from torch.utils.flop_counter import flop_registry
 
-from train.estimate.gpt2_speed import ATTENTION
+from train.estimate.gpt2_speed import ATTENTION_EFFICIENCY
 from train.estimate.gpu_rates import GpuRates
 
 FREE = (*ALLOCATIONS, *LEFT_ALONE, "_unsafe_view")
@@ -94,7 +94,7 @@ class StepTime(TorchDispatchMode):
         kinds = {leaf.dtype for leaf in tree_leaves(args) if isinstance(leaf, Tensor)}
         rate = self.card.matmul_rate("bf16" if kinds & {torch.float16, torch.bfloat16} else self.precision)
         assert rate
-        return 2 * ATTENTION * rate if "attention" in name else rate
+        return 2 * ATTENTION_EFFICIENCY * rate if "attention" in name else rate
 
 
 def moved(values: Iterable[Any]) -> int:

@@ -9,7 +9,7 @@ import torch
 from torch import Tensor
 from torch._inductor.async_compile import AsyncCompile
 
-from train.estimate.gpt2_speed import ATTENTION
+from train.estimate.gpt2_speed import ATTENTION_EFFICIENCY
 from train.estimate.gpu_rates import load_gpu_rates
 
 pytestmark = pytest.mark.gpu
@@ -54,7 +54,7 @@ def test_attention_computes_half_of_the_products(counted: Any) -> None:
     with counted:
         torch.nn.functional.scaled_dot_product_attention(q, q, q, is_causal=True)
     flops = 4 * batch * heads * length**2 * width / 2
-    assert counted.seconds == pytest.approx(flops / (ATTENTION * CARD.matmul["bf16"]), rel=1e-6)
+    assert counted.seconds == pytest.approx(flops / (ATTENTION_EFFICIENCY * CARD.matmul["bf16"]), rel=1e-6)
 
 
 def test_a_kernel_of_triton_needs_its_tensors(counted: Any) -> None:

@@ -8,22 +8,28 @@ CONTEXT = {"cuda": 500 * 2**20, "cpu": 600 * 2**20}
 
 @dataclass(frozen=True)
 class MemoryBreakdown:
-    """Bytes at the moment of peak memory, by part."""
+    """Predicted memory at the moment of the peak, in bytes by part."""
 
     weights: int
+    """Bytes of the weights."""
     gradients: int
+    """Bytes of the gradients in memory at the peak."""
     optimizer: int
+    """Bytes of the optimizer's state."""
     casts: int
     """16-bit copies of the weights, which the backward pass needs."""
     activations: int
+    """Activations that are saved for the backward pass."""
     logits: int
     """Logits, their gradient, and the loss's intermediate results."""
     working: int
     """Temporary results of the current block or of the optimizer."""
     workspace: int
+    """Workspaces of cuBLAS."""
     unused: int
     """Memory that torch's allocator reserves but cannot use."""
     context: int
+    """Memory of the process outside torch's allocator, such as the CUDA context."""
     moment: str
     """The moment at which the peak occurs, as a noun phrase."""
 

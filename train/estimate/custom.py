@@ -34,13 +34,18 @@ EXIT_USER_ERROR = 2
 @strict
 @dataclass(frozen=True)
 class MemoryFit:
-    """Peak bytes of a process without its context: ``fixed + each * micro_batch``, and at least its state."""
+    """A linear fit of a process's peak bytes without its context, and the bytes of the model's state."""
 
     weights: int
+    """Bytes of the weights."""
     gradients: int
+    """Bytes of the gradients."""
     optimizer: int
+    """Bytes of the optimizer's state; 0 if they are unknown."""
     fixed: float
+    """Predicted peak bytes at a micro-batch of 0, which is the intercept of the fit."""
     per_sequence: float
+    """Peak bytes for each sequence of a micro-batch, which is the slope of the fit."""
 
     def peak(self, micro_batch: int) -> int:
         """Peak bytes with ``micro_batch`` sequences; at least the weights, gradients and optimizer state."""
@@ -68,10 +73,10 @@ class CustomModelEstimates:
         )  # fmt: skip
 
     def activation_formula(self, micro_batch: int, precision: Precision) -> None:
-        """None is known."""
+        """Return None, because a custom model has no published formula."""
 
     def roofline_speed(self, batch: Batch, execution: Execution, gpu_rates: GpuRates) -> float:
-        """Raises ``UserError``."""
+        """Raise ``UserError``, because no formulas describe the kernels of a custom model."""
         raise UserError("The speed is only predicted for GPT-2, because the formulas describe its kernels.")
 
 

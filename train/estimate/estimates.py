@@ -1,4 +1,4 @@
-"""What is predicted of all kinds of models; each kind has its estimates in a file of its own and a line here."""
+"""The predictions for all types of models. Each type has its estimates in its own file and an entry in ESTIMATES."""
 
 from collections.abc import Callable
 from typing import Any, Protocol

@@ -1,4 +1,4 @@
-"""FLOP/s of a run as a fraction of what the device can do."""
+"""FLOP/s of a run as a fraction of the device's peak and of its measured matmul rate."""
 
 from dataclasses import replace
 

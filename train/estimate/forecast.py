@@ -28,6 +28,7 @@ Rows = list[tuple[str, str]]
 
 
 def parameter_rows(model: ModelSpec) -> Rows:
+    """Number of parameters by part of the model, and their total, for a table."""
     return [*model.parameter_rows(), ("total", f"[bold]{model.parameters:,}[/bold]")]
 
 
@@ -89,6 +90,7 @@ def _memory_saving_variants(step: Step) -> list[tuple[str, Step]]:
 
 
 def arithmetic_rows(model: ModelSpec, step_tokens: int, total_steps: int | None) -> Rows:
+    """FLOPs per token by each formula, and FLOPs of the whole run if ``total_steps`` is given, for a table."""
     counts = model.flops_formulas()
     rows = [(count.name, f"{count.flops / 1e6:,.1f} MFLOP per token: {count.text}") for count in counts]
     if total_steps is not None:

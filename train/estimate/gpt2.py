@@ -25,11 +25,11 @@ class GPT2Estimates:
         return predict_breakdown(self.model, step.batch, step.execution, step.optimization.optimizer)
 
     def activation_formula(self, micro_batch: int, precision: Precision) -> tuple[int, str]:
-        """By :func:`published_activations`."""
+        """Bytes of the blocks' activations by the formula of Korthikanti et al., and the formula as a text."""
         factor = "" if precision in HALF_PRECISIONS else "2"
         text = f"{self.model.layers} x {factor}sbh(34 + 5as/h), Korthikanti et al. 2022, storing dropout and scores"
         return published_activations(self.model, micro_batch, precision), text
 
     def roofline_speed(self, batch: Batch, execution: Execution, gpu_rates: GpuRates) -> float:
-        """By :func:`predict_roofline`."""
+        """Tokens/s at the roofline of one GPU; see :func:`predict_roofline`."""
         return predict_roofline(self.model, batch, execution, gpu_rates)

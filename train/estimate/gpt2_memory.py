@@ -86,65 +86,67 @@ def _moments(
     tokens = batch.micro_batch * model.context_length
     chunks = _pieces(model.context_length, batch.micro_batch, execution)
     sizes = token_sizes(model, batch.micro_batch, execution, execution.device)
-    one, shards = _weight_bytes(optimizer), _shards(batch.workers, execution.fsdp)
-    all_gradients = one * model.parameters // shards
-    cast = 2 if _half(execution.precision) and one == 4 else 0
-    # With full checkpointing autocast's copies and the mask are remade for each block, and freed with it.
-    remade = execution.checkpointing == "full"
+    weight_bytes, shards = _weight_bytes(optimizer), _shards(batch.workers, execution.fsdp)
+    all_gradients = weight_bytes * model.parameters // shards
+    cast = 2 if _half(execution.precision) and weight_bytes == 4 else 0
+    # With full checkpointing each block makes autocast's copies and the mask again, and frees them at its end.
+    remakes_mask = execution.checkpointing == "full"
     block_casts = cast * (model.matmul_parameters - head_parameters)
-    if execution.compile == "blocks" and execution.device == "cuda":  # which casts the last of a block's weights again
+    if execution.compile == "blocks" and execution.device == "cuda":  # A block's last weight is cast again.
         block_casts = block_casts * 2 // 3
     casts = block_casts * (layers - model.recomputed_blocks(execution.checkpointing)) // layers
-    mask = model.context_length**2 * _materialises(model, execution.attention, execution.device)
+    mask = model.context_length**2 * _materializes(model, execution.attention, execution.device)
     accumulated = all_gradients if batch.accumulation > 1 else 0
     whole, alone = execution.compile in WHOLE_GRAPH, execution.compile == "blocks"
     # The whole graph keeps the position embeddings to compute the sum of both embeddings again.
     positions = 4 * model.context_length * model.width * whole
-    saved = positions + layers * (tokens * sizes.saved + (0 if remade else mask))
-    again = tokens * (sizes.block - sizes.saved) + (mask if remade else 0)
-    if execution.checkpointing == "alternate":  # whose last block is recomputed only where the number of blocks is odd
-        again *= layers / model.recomputed_blocks(execution.checkpointing) * (layers % 2)
-    head, head_cast = one * head_parameters, cast * head_parameters
+    saved = positions + layers * (tokens * sizes.saved + (0 if remakes_mask else mask))
+    recomputed = tokens * (sizes.block - sizes.saved) + (mask if remakes_mask else 0)
+    if execution.checkpointing == "alternate":  # The last block is only recomputed if the number of blocks is odd.
+        recomputed *= layers / model.recomputed_blocks(execution.checkpointing) * (layers % 2)
+    head, head_cast = weight_bytes * head_parameters, cast * head_parameters
     product = 2 if _half(execution.precision) else 4
     logits = tokens * sizes.loss / max(1, chunks)
-    # The fused loss accumulates the head's gradient in fp32 while it computes, and in 16 bits also a piece's share.
-    summed = 4 * head_parameters if chunks else 0
+    # The fused loss accumulates the head's gradient in fp32; in 16 bits it also has the current chunk's gradient.
+    head_sum = 4 * head_parameters if chunks else 0
     if chunks and product == 2:
         logits = max(logits, tokens * product * model.padded_vocab_size / chunks + product * head_parameters)
-    # A tied head's gradient waits for the embedding's; autograd adds the two, and both to what has been accumulated.
-    # The fused loss's is a tensor of its own, to which the embedding's is added in place (can_accumulate_inplace in
-    # torch/csrc/autograd/input_buffer.cpp).
-    waiting = head if model.tied or not accumulated else 0
+    # A tied head's gradient stays until autograd adds the embedding's, and then adds the sum to the accumulated
+    # gradient. The fused loss has the head's gradient in a separate tensor, to which autograd adds the embedding's in
+    # place (can_accumulate_inplace in torch/csrc/autograd/input_buffer.cpp).
+    head_gradient = head if model.tied or not accumulated else 0
     sums = head * ((1 if chunks else 2) * model.tied + bool(accumulated))
     at_the_end = all_gradients
-    if whole:  # whose gradients come all at once, and the embedding's within
+    if whole:  # A whole graph returns all gradients at once, with the embedding's already added.
         sums, at_the_end = head * model.tied, all_gradients + accumulated
     # Inductor computes a tied head's gradient last, in one operation that adds it to the embedding's.
-    late = whole and not chunks and model.tied and product == one
+    late = whole and not chunks and model.tied and product == weight_bytes
     kept_logits = tokens * product * (model.padded_vocab_size + model.width) * late
     if late:
-        waiting = 0
-    # The gradients of the other blocks, where they do not go into what is accumulated.
+        head_gradient = 0
+    # The gradients of the other blocks are separate tensors unless they are added to the accumulated gradients.
     matrices = 12 * model.width**2
-    others = (layers - 1) * one * matrices // shards if whole or not accumulated else 0
+    other_blocks = (layers - 1) * weight_bytes * matrices // shards if whole or not accumulated else 0
     # The gradient of the feed-forward half's second weight is computed while all of its block's activations are kept.
-    # In a block compiled alone Inductor computes the weights' gradients last, when more than they take has been freed.
+    # In a block compiled alone Inductor computes the weights' gradients last, when more memory has been freed than they
+    # need.
     second = 0 if alone else product * matrices // 3
-    # A compiled loss holds the gradients of the logits and of the head at once, but where the latter comes last.
-    beside = product * head_parameters if (alone or whole) and not chunks and not late else 0
+    # A compiled loss has the gradients of the logits and of the head in memory together, unless the latter is computed
+    # last.
+    logits_with_head = product * head_parameters if (alone or whole) and not chunks and not late else 0
 
     return {
         LOSS: (
-            accumulated + summed, casts + head_cast, saved + tokens * sizes.head_inputs, logits, beside,
+            accumulated + head_sum, casts + head_cast, saved + tokens * sizes.head_inputs, logits, logits_with_head,
         ),
         "the scaling of the loss's gradients": (
-            accumulated + summed, casts, saved + tokens * sizes.head_inputs, 0, summed * (not whole),
+            accumulated + head_sum, casts, saved + tokens * sizes.head_inputs, 0, head_sum * (not whole),
         ),
         "the last block's backward pass": (
-            accumulated + waiting, casts, saved + again, kept_logits, tokens * sizes.working + second,
+            accumulated + head_gradient, casts, saved + recomputed, kept_logits, tokens * sizes.working + second,
         ),
         "the first block's backward pass": (
-            accumulated + waiting + others, casts, positions + tokens * sizes.block + mask, kept_logits,
+            accumulated + head_gradient + other_blocks, casts, positions + tokens * sizes.block + mask, kept_logits,
             tokens * sizes.working + second,
         ),
         "the embeddings' backward pass": (
@@ -157,7 +159,7 @@ def _moments(
 
 
 def _weight_bytes(optimizer: Optimizer) -> int:
-    """Bytes of a weight, which are also those of its gradient."""
+    """Bytes of one weight, and of its gradient."""
     return 2 if optimizer == "adamw-bf16" else 4
 
 
@@ -174,43 +176,45 @@ def token_sizes(model: ModelConfig, micro_batch: int, execution: Execution, kind
     product = 2 if half else 4
     stream = 2 if execution.precision == "bf16-activations" else 4
     matmuls = product * width * (3 + 1 + 4)  # queries, keys, values; attention's output; the wide layer's output
-    # Each norm keeps its input, a mean and a deviation; in a block compiled alone the second keeps what is added.
+    # Each norm keeps its input, a mean and a deviation; in a block compiled alone the second norm keeps attention's
+    # output instead of the sum to which it is added.
     norms = stream * width + (product if execution.compile == "blocks" else stream) * width + 16
     between = product * width * (1 + 1 + 4)  # the outputs of norms and GELU, inputs of the products after them
     attention, attention_working = 4.0 * model.heads, 0.0  # flash keeps the logarithm of each row's sum
     noise = 1 if kind == "cuda" else product  # CUDA's dropout keeps a mask of bytes, the CPU's a mask of factors
     dropped = (2 * width * noise) if model.dropout else 0
-    if _materialises(model, execution.attention, kind):
+    if _materializes(model, execution.attention, kind):
         softmax = 4 + 2 if kind == "cuda" and half else product  # autocast's softmax is fp32 on CUDA
         attention = scores * (softmax + (noise + product if model.dropout else 0))
-        # The scores' gradients, less what the feed-forward half has freed by then.
+        # The gradients of the scores, minus the memory that the feed-forward half has freed by then.
         attention_working = product * (2 * scores - 9 * width)
     block = matmuls + norms + between + attention + dropped
-    again = model.recomputed_blocks(execution.checkpointing)
+    recomputed = model.recomputed_blocks(execution.checkpointing)
     saved = {
         "none": block,
-        "alternate": (again * stream * width + (model.layers - again) * block) / model.layers,  # on average
+        "alternate": (recomputed * stream * width + (model.layers - recomputed) * block) / model.layers,  # A mean.
         "full": stream * width,
-        "selective": stream * width + matmuls + 2 * product * width,  # and both projections' outputs
+        "selective": stream * width + matmuls + 2 * product * width,  # The last term is both projections' outputs.
         "budget": BUDGET * block + (1 - BUDGET) * stream * width,
     }[execution.checkpointing]
-    if execution.checkpointing == "selective" and _materialises(model, execution.attention, kind):
+    if execution.checkpointing == "selective" and _materializes(model, execution.attention, kind):
         saved -= product * width
-    # GELU's gradient comes in and goes out, where eager execution has freed the input of the product after it and
-    # compiled code writes one over the other.
+    # The working memory has the residual stream's gradient and one gradient as wide as GELU: eager execution has freed
+    # the input of the product after GELU, and compiled code writes GELU's input gradient over its output gradient.
     block_working = stream * width + 4 * width * product
     if execution.compile == "blocks":
-        # What enters the block and its sum with the second norm's; the gradients of the second norm's and of
-        # attention's output, of queries, keys and values; and GELU's in the place of its input.
+        # The gradient of the block's output, and its sum with the second norm's input gradient; the gradients of the
+        # outputs of the second norm and of attention, and of queries, keys and values. GELU's gradient takes the place
+        # of GELU's input.
         block_working = 2 * stream * width + 5 * width * product
     embedding = (1 if kind == "cuda" else 4) * width if model.dropout else 0
     head_input, logits = product, 12 if eager else product
     if fused:
         head_input += product  # its gradient
         if eager:
-            head_input += stream if stream != product else 0  # what the norm gave, before it was cast
-            # In addition to a piece's logits their log-softmax in fp32 and, of bf16, a copy in fp32 that it is computed
-            # from: only CUDA's kernel for fp16 reads 16 bits and writes 32.
+            head_input += stream if stream != product else 0  # The norm's output before it is cast.
+            # Besides a chunk's logits there are their log-softmax in fp32 and, for bf16, their copy in fp32, from which
+            # it is computed; only CUDA's kernel for fp16 reads 16 bits and writes 32.
             logits = product + 4 + (4 if half and execution.precision != "fp16" else 0)
     return BytesPerToken(
         block=block,
@@ -246,7 +250,7 @@ def _pieces(context_length: int, micro_batch: int, execution: Execution) -> int:
     return chunk_count(execution.loss, execution.loss_chunks, micro_batch * context_length)
 
 
-def _materialises(model: ModelConfig, attention: Attention, kind: str) -> bool:
+def _materializes(model: ModelConfig, attention: Attention, kind: str) -> bool:
     """Whether the T x T matrix is written to memory; on a CPU torch's fused kernel does not support dropout."""
     return attention == "manual" or (kind == "cpu" and model.dropout > 0)
 

@@ -10,13 +10,13 @@ from train.config import WHOLE_GRAPH, Batch, Execution, Precision
 from train.estimate.gpu_rates import GpuRates
 from train.model_config import ModelConfig
 
-ATTENTION = 0.4
+ATTENTION_EFFICIENCY = 0.4
 """FLOP/s of FlashAttention-2 with heads of width 64, forward and backward, relative to large matrix products: 110 of
 271 TFLOP/s on an A100 (arXiv 2307.08691, section 4.1)."""
 
 
 @dataclass(frozen=True)
-class Moved:
+class KernelTraffic:
     """Bytes that Triton's kernels read and write in the forward and backward pass of a micro-batch."""
 
     per_block_token: float
@@ -24,14 +24,18 @@ class Moved:
     per_block_weight: float
     """Bytes for each weight of a block: casts."""
     per_logit: float
+    """Bytes for each logit."""
     per_head_weight: float
+    """Bytes for each weight of the head."""
 
 
-MOVED = {"bf16": Moved(130.2, 6.3, 6.2, 32.9), "bf16-activations": Moved(88.5, 6.3, 6.2, 32.3)}
+KERNEL_TRAFFIC = {
+    "bf16": KernelTraffic(130.2, 6.3, 6.2, 32.9), "bf16-activations": KernelTraffic(88.5, 6.3, 6.2, 32.3),
+}  # fmt: skip
 """Bytes by precision, for the plain loss in a whole compiled graph, from the kernels that Inductor generates for GPT-2
 124M (tests/benchmarks/records/kernels.json), except for reads that Inductor only counts for the loss's gather."""
 
-UPDATE = 40
+UPDATE_BYTES = 40
 """Bytes that clipping and a fused AdamW move for each parameter: the weight, its gradient and two moments are read, and
 three of them written; clipping reads the gradient twice and writes it once."""
 
@@ -42,22 +46,22 @@ def predict_roofline(model: ModelConfig, batch: Batch, execution: Execution, gpu
     rate = gpu_rates.matmul_rate(execution.precision)
     is_covered = execution.loss == "plain" and execution.loss_chunks == 1 and execution.checkpointing == "none"
     is_covered = is_covered and execution.attention != "manual"
-    if not (rate and is_covered and execution.precision in MOVED and execution.compile in WHOLE_GRAPH):
+    if not (rate and is_covered and execution.precision in KERNEL_TRAFFIC and execution.compile in WHOLE_GRAPH):
         raise UserError(
             "The speed is only predicted for --precision bf16 or bf16-activations with a whole compiled graph and "
             "--loss plain, without --checkpointing or --attention manual."
         )
     tokens = batch.micro_batch * model.context_length
     products = 6 * model.matmul_parameters * tokens / rate
-    attention = 6 * model.layers * model.context_length * model.width * tokens / (ATTENTION * rate)
-    update = UPDATE * model.parameters / batch.accumulation
+    attention = 6 * model.layers * model.context_length * model.width * tokens / (ATTENTION_EFFICIENCY * rate)
+    update = UPDATE_BYTES * model.parameters / batch.accumulation
     moved = triton_bytes(model, batch.micro_batch, execution.precision) + update
     return tokens / (products + attention + moved / gpu_rates.bandwidth)
 
 
 def triton_bytes(model: ModelConfig, micro_batch: int, precision: Precision) -> float:
     """Bytes that Triton's kernels read and write for a micro-batch."""
-    rates, tokens = MOVED[precision], micro_batch * model.context_length
-    block = rates.per_block_token * model.width * tokens + rates.per_block_weight * 12 * model.width**2
-    head = rates.per_logit * tokens + rates.per_head_weight * model.width
+    traffic, tokens = KERNEL_TRAFFIC[precision], micro_batch * model.context_length
+    block = traffic.per_block_token * model.width * tokens + traffic.per_block_weight * 12 * model.width**2
+    head = traffic.per_logit * tokens + traffic.per_head_weight * model.width
     return model.layers * block + model.padded_vocab_size * head

@@ -20,6 +20,7 @@ class GpuRates:
     """A GPU with the rates of its large matrix products and copies."""
 
     device_info: DeviceInfo
+    """Properties of the GPU."""
     matmul: Mapping[str, float]
     """FLOP/s by precision, with infra.doctor's names: bf16, tf32 and fp32."""
     bandwidth: float

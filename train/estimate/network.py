@@ -15,6 +15,7 @@ class Exchange(NamedTuple):
     """The data that one worker sends in a step, and the arithmetic that can overlap with sending them."""
 
     description: str
+    """The exchanged tensors, and how often they are exchanged, as a text."""
     bytes: float
     """Bytes that cross the bus."""
     flops: float

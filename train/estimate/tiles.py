@@ -14,7 +14,8 @@ from train.model_config import ModelSpec
 TILE = (128, 256)
 """Rows and columns of the most efficient tile on A100 and H100."""
 MULTIPROCESSORS = {"A100": 108, "H100": 132, "H200": 132}
-WARN = 0.15
+"""Number of multiprocessors by GPU."""
+MAX_UNREPORTED_WASTE = 0.15
 """Wasted fraction above which there is a warning."""
 
 
@@ -23,8 +24,11 @@ class Waste:
     """Fractions of one matrix product that are wasted."""
 
     name: str
+    """Name of the matrix product, such as "MLP up"."""
     rows: int
+    """Number of rows of the result, which are tokens."""
     columns: int
+    """Number of columns of the result."""
     tiles: float
     """Fraction wasted on tiles that extend beyond the result."""
     waves: float
@@ -61,7 +65,7 @@ def warnings(model: ModelSpec, micro_batch: int, precision: Precision, multiproc
         )
     for product in products(model, micro_batch, multiprocessors):
         wasted = 1 - (1 - product.tiles) * (1 - product.waves)
-        if wasted > WARN:
+        if wasted > MAX_UNREPORTED_WASTE:
             sentences.append(
                 f"{product.name} ({product.rows:,} x {product.columns:,}) wastes {wasted:.0%}: {product.tiles:.0%} on "
                 f"incomplete tiles and {product.waves:.0%} on an incomplete wave"
