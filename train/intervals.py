@@ -54,7 +54,7 @@ def warmup_steps(step_seconds: Sequence[float]) -> int:
     if count < 2 * window + 1:
         return min(1, count)
     # The factor 1.4826 converts a median deviation to a standard deviation, and sqrt(2) converts the deviation of a
-    # difference to that of a value. The standard error of a median is 1.2533 times the standard error of a mean.
+    # difference to a value's deviation. The standard error of a median is 1.2533 times the standard error of a mean.
     deviation = 1.4826 * statistics.median(abs(b - a) for a, b in itertools.pairwise(second_half)) / math.sqrt(2)
     tolerance = max(0.01 * statistics.median(second_half), 3 * 1.2533 * deviation * math.sqrt(2 / window))
     for step in range(1, min(max_steps, count - 2 * window) + 1):

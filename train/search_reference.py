@@ -51,7 +51,7 @@ class SearchReference:
     tokens_per_second: float
     """Speed of the winner in tokens/s."""
     speed_low: float
-    """Lower end of the speed's 95% confidence interval."""
+    """Lower end of the 95% confidence interval of the speed, in tokens/s."""
     speed_high: float
     """Upper end of the speed's 95% confidence interval."""
     memory_bytes: int | None

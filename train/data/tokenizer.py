@@ -9,7 +9,7 @@ from train.model_config import AnyModel
 def match_tokenizer(model: AnyModel, tokenizer: Tokenizer | None, source: str) -> AnyModel:
     """Return ``model`` with the vocabulary size of ``tokenizer``, or unchanged without a tokenizer.
 
-    Raises ``UserError`` if the user set another vocabulary size than that of the data at ``source``. The default, the
+    Raises ``UserError`` if the user set a vocabulary size that differs from the data's at ``source``. The default, the
     vocabulary of GPT-2, counts as not set.
     """
     if tokenizer is None:

@@ -111,9 +111,9 @@ class BackgroundFit(threading.Thread):
         super().__init__(name=RAY_THREAD_NAME, daemon=True)
         self._trainer = trainer
         self.returned: Any = None
-        """What the first worker returned."""
+        """Return value of the first worker; None until the trainer has ended."""
         self.failure: BaseException | None = None
-        """What the trainer raised."""
+        """Exception that the trainer raised; None if it raised none."""
 
     def run(self) -> None:
         try:

@@ -1,4 +1,4 @@
-"""A training run as its command plans it, what its workers get of it, and what they return."""
+"""A training run as its command plans it, the job of its workers, and their return value."""
 
 import os
 import socket
@@ -28,7 +28,7 @@ DOWNLOAD_REPORT_SECONDS = 10.0
 
 @dataclass(frozen=True)
 class WorkerJob:
-    """What a session trains. It may be on another machine than the driver, so that no path of the driver's is in it."""
+    """The work of a session. It contains no path of the driver, because the session may be on another machine."""
 
     config: ResolvedConfig
     memory_limit: int | None = None
@@ -75,22 +75,22 @@ class RunJob(WorkerJob):
     run_dir: StorageDir
     """The location of the run."""
     step: int = 0
-    """The step that the run continues from; 0 for a new run."""
+    """The step from which the run resumes; 0 for a new run."""
     driver_marker: Path | None = None
     """A file that the driver has made in its workspace of the run; None for a worker in the driver's process."""
 
 
 @dataclass(frozen=True)
 class WorkerResult:
-    """What the first worker returns: a result, or the reason why there is none."""
+    """The return value of the first worker: a result, or the reason why there is none."""
 
     result: RunResult | None = None
     stream: dict[str, Any] | None = None
-    """Summary of what a book stream has read."""
+    """Summary of the books that a stream has read; None without a stream."""
     user_error: str = ""
-    """Message of the user's mistake."""
+    """Message of a ``UserError``; empty if there is none."""
     traceback: str = ""
-    """Traceback of an unexpected exception."""
+    """Traceback of an unexpected exception; empty if there is none."""
 
 
 @dataclass(frozen=True)
@@ -167,7 +167,7 @@ class ResolvedRun(RunPlan):
         return replace(self, config=self.config.with_smaller_micro_batch(result.failed_micro_batches) or self.config)
 
     def job(self) -> RunJob:
-        """What the workers get."""
+        """The job of the run's workers."""
         return RunJob(
             config=self.config,
             run_dir=self.run_folder.location,

@@ -17,7 +17,7 @@ if TYPE_CHECKING:
     from train.result import RunResult  # The actor's process need not import it.
 
 STOP_MESSAGE = "Stopping after this step and saving a checkpoint"
-"""Printed when the driver is interrupted."""
+"""Text that is printed when the driver is interrupted."""
 
 POLL_SECONDS = 0.5
 """Interval between two heartbeats of a worker, and between two looks of the driver for updates."""
@@ -120,7 +120,7 @@ class EarlierWorkers:
     starts: tuple[int, ...] = ()
     """The steps from which the earlier workers started."""
     refusal: Refusal | None = None
-    """Why one of several workers gave up."""
+    """The refusal of one of several workers; None if none gave up."""
     failed_micro_batches: tuple[int, ...] = ()
     """Micro-batches that were chosen automatically and did not fit."""
     out_of_memory: bool = False
@@ -225,7 +225,7 @@ class Channel:
         return self.take_updates()
 
     def take_updates(self) -> WorkerUpdates:
-        """All updates; waits for them."""
+        """Wait for all updates, and return them."""
         message_count = len(self._messages)  # A thread that trains may append meanwhile.
         messages = [self._messages.pop(0) for _ in range(message_count)]
         silence = None if self._last_heartbeat is None else time.monotonic() - self._last_heartbeat

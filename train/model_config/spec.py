@@ -102,7 +102,7 @@ class ModelSpec(ABC):
 
     @property
     def aligned_sizes(self) -> dict[str, int]:
-        """Sizes by name that should be multiples of what tensor cores compute at once; empty if they are unknown."""
+        """Sizes by name that tensor cores need as multiples of 8 (of 4 in tf32); empty if they are unknown."""
         return {}
 
     @property

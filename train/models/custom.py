@@ -39,7 +39,7 @@ def build_model(model: CustomModel) -> nn.Module:
         parameters = inspect.signature(build).parameters.values()
     except ValueError as error:  # Some types that are written in C have no signature.
         raise UserError(
-            f"Cannot inspect the signature of {flag}: {error}. Name a Python function that calls it."
+            f"Cannot inspect the signature of {flag}: {error}. Use a Python function that calls it."
         ) from None
     accepts_all = any(parameter.kind is parameter.VAR_KEYWORD for parameter in parameters)
     # nn.Module.__init__ is declared with **kwargs, but rejects every argument.
@@ -143,8 +143,8 @@ def _inspect_on_device(model: CustomModel, device: torch.device) -> ModelInfo:
     ids = min(filter(None, (calls.ids, logits is not None and logits.size(-1))), default=model.vocab_size)
     if ids < model.vocab_size:
         raise UserError(
-            f"{flag} supports {ids:,} token ids, but the data have {model.vocab_size:,}. Size it by the argument "
-            "'vocab_size', which the callable receives if it accepts it."
+            f"{flag} supports {ids:,} token ids, but the data have {model.vocab_size:,}. Set its size from the "
+            "argument 'vocab_size', which the callable receives if it has that parameter."
         )
     return ModelInfo(
         parameters=sum(parameter.numel() for parameter in module.parameters()),
@@ -165,7 +165,7 @@ def _check_trainable(user_module: nn.Module, flag: str) -> None:
         raise UserError(f"{flag} has no trainable parameters.")
     for name, parameter in trainable.items():
         if nn.parameter.is_lazy(parameter):
-            raise UserError(f"{flag}: parameter {name} is lazy. Give it a shape when it is created.")
+            raise UserError(f"{flag}: parameter {name} is lazy. Set its shape when it is created.")
         if parameter.dtype not in (torch.float32, torch.bfloat16):
             raise UserError(
                 f"{flag}: parameter {name} is {parameter.dtype}; float32 or bfloat16 is required. Use float32; "

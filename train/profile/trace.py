@@ -39,13 +39,13 @@ class Kernel:
     """A kernel on a GPU or an operator on a CPU."""
 
     name: str
-    """Name in the trace."""
+    """Name of the kernel in the trace."""
     kind: str
     """Class of the kernel, such as matmul."""
     calls: int
-    """Number of calls in all profiled steps."""
+    """Number of calls of the kernel in all profiled steps."""
     milliseconds: float
-    """Time in all profiled steps."""
+    """Time of the kernel in all profiled steps, in milliseconds."""
 
 
 @dataclass(frozen=True)
@@ -55,23 +55,23 @@ class Profile:
     steps: int
     """Number of profiled steps."""
     step: float
-    """Duration of a step."""
+    """Duration of a step in milliseconds."""
     kernels: list[Kernel]
-    """Kernels of all steps, the most expensive first."""
+    """Kernels of all profiled steps, the slowest first."""
     by_class: dict[str, float]
-    """Time by class of kernel."""
+    """Milliseconds per step by class of kernel."""
     idle: float
-    """Time in which the GPU is idle."""
+    """Milliseconds per step in which the GPU is idle."""
     gaps: dict[str, float]
-    """Idle time by cause: synchronization, copying, the loader, launching."""
+    """Idle milliseconds per step by cause: synchronization, copying, the loader, launching."""
     forward: float
-    """Time of the forward pass."""
+    """Milliseconds per step in the forward pass."""
     backward: float
-    """Time of the backward pass."""
+    """Milliseconds per step in the backward pass."""
     loader: float
-    """Time in which the loop requests batches."""
+    """Milliseconds per step in which the loop waits for batches."""
     waits: float
-    """Host time in calls that wait for the device."""
+    """Milliseconds per step of the host in calls that wait for the device."""
     wait_calls: float
     """Number of host calls per step that wait for the device."""
     attention: str

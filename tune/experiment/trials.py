@@ -39,7 +39,7 @@ class Experiment(ABC):
     manifest: Manifest
     """Manifest of the token shards."""
     training: ResolvedConfig
-    """Settings of which all trials are variations, resolved for the trials' device."""
+    """Settings that each trial varies, resolved for the trials' device."""
     limit: int | None
     """Maximum memory of a trial's process in bytes; None without a limit."""
 
