@@ -17,7 +17,7 @@ from train.model_config import ModelSpec
 from train.result import CycleReport, Outcome, RunResult, Throughput
 from train.run_files.progress import RunState
 
-PAUSE = 5.0
+MIN_PAUSE_SECONDS = 5.0
 """Length of a step from which it counts as a pause of the process or the machine, if it also took ten times as long as
 the median step."""
 
@@ -60,7 +60,11 @@ def build_result(
     last = times.reports[-1] if times.reports else None
     warmup_steps = speed.warmup_steps if speed else 0
     step = throughput.median_batch_seconds(times.steps[warmup_steps:])
-    pauses = [seconds - step for seconds in times.steps[warmup_steps:] if speed and seconds > max(PAUSE, 10 * step)]
+    pauses = [
+        seconds - step
+        for seconds in times.steps[warmup_steps:]
+        if speed and seconds > max(MIN_PAUSE_SECONDS, 10 * step)
+    ]
     train_tokens = state.step * config.step_tokens
     totals = manifest.splits["train"]
     val_loss = last.val_loss if last else None

@@ -81,8 +81,8 @@ def _choose(logits: Tensor, sampling: SamplingParams, generator: torch.Generator
     if sampling.temperature == 0:
         return logits.argmax(dim=-1, keepdim=True)
     if sampling.top_k:
-        least = logits.topk(min(sampling.top_k, logits.size(-1))).values[:, -1:]
-        logits = logits.masked_fill(logits < least, float("-inf"))
+        threshold = logits.topk(min(sampling.top_k, logits.size(-1))).values[:, -1:]
+        logits = logits.masked_fill(logits < threshold, float("-inf"))
     return torch.multinomial((logits / sampling.temperature).softmax(dim=-1), 1, generator=generator)
 
 

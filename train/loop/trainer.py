@@ -296,15 +296,15 @@ class Trainer:
         if total is not None and step >= total:
             outcome, ended = "finished", f"reached {format_count(step, 'step')}"
         elif config.duration.time_budget is not None and elapsed >= config.duration.time_budget:
-            outcome, ended = "finished", "the time budget is used up"
+            outcome, ended = "finished", "time budget reached"
         elif (
             config.duration.speed_tolerance
             and step == self.state.last_reported_step + 1
             and is_precise(self.times.steps, config.duration.speed_tolerance)
         ):
-            outcome, ended = "finished", f"the speed is known to {config.duration.speed_tolerance:.1%}"
+            outcome, ended = "finished", f"speed measured to within {config.duration.speed_tolerance:.1%}"
         elif self.workers.is_first and self.callbacks.should_stop():
-            outcome, ended = "interrupted", "was asked to stop"
+            outcome, ended = "interrupted", "stop requested"
         if not self.workers.is_first:
             outcome, elapsed = None, 0.0
         if (whole or self.device.type == "cpu") and (excess := self._excess()):  # NVML takes milliseconds

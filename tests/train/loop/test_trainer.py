@@ -84,7 +84,7 @@ def test_the_parts_of_a_step_make_no_more_than_the_step(config: ResolvedConfig) 
 
 def test_a_pause_is_named_and_in_no_share(config: ResolvedConfig) -> None:
     """The machine sleeps for seconds in the optimizer's part of a step that takes milliseconds."""
-    pause = 1.2 * result_builder.PAUSE
+    pause = 1.2 * result_builder.MIN_PAUSE_SECONDS
     trainer = make_trainer(config)
     trainer.optimizer.register_step_post_hook(lambda *_: time.sleep(pause * (trainer.state.step == 30)))
     result = trainer.run()
@@ -258,7 +258,7 @@ def test_a_resumed_run_has_what_is_left_of_its_time(config: ResolvedConfig, tmp_
     result = make_trainer(
         timed, resume=Path(first.checkpoint), on_cycle=reports.append, should_stop=stop_at(1000)
     ).run()
-    assert (result.outcome, result.reason) == ("finished", "the time budget is used up")
+    assert (result.outcome, result.reason) == ("finished", "time budget reached")
     assert 3600 <= result.train_seconds < 3660
     assert reports[-1].elapsed == result.train_seconds
     assert reports[-1].learning_rate == pytest.approx(0.1 * config.optimization.learning_rate, rel=1e-3), (
