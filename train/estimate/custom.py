@@ -59,11 +59,11 @@ class CustomModelEstimates:
     model: CustomModel
 
     def is_memory_known(self, step: Step) -> bool:
-        """Whether this process has measured it."""
+        """Whether this process has measured the memory of ``step``."""
         return _probe_step(step) in _fits
 
     def predict_peak(self, step: Step) -> MemoryBreakdown:
-        """By :func:`measure_fit`."""
+        """The peak of ``step`` on one worker by part, by the fit of :func:`measure_fit`."""
         fit = measure_fit(step)
         state = fit.weights + fit.gradients + fit.optimizer
         return MemoryBreakdown(

@@ -17,11 +17,11 @@ class GPT2Estimates:
     model: ModelConfig
 
     def is_memory_known(self, step: Step) -> bool:
-        """Always."""
+        """Return True, because formulas predict the memory."""
         return True
 
     def predict_peak(self, step: Step) -> MemoryBreakdown:
-        """By :func:`predict_breakdown`."""
+        """The peak of ``step`` on one worker by part; see :func:`predict_breakdown`."""
         return predict_breakdown(self.model, step.batch, step.execution, step.optimization.optimizer)
 
     def activation_formula(self, micro_batch: int, precision: Precision) -> tuple[int, str]:

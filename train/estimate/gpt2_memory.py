@@ -56,9 +56,9 @@ def predict_breakdown(model: ModelConfig, batch: Batch, execution: Execution, op
     moments = _moments(model, batch, execution, optimizer)
     moment = max(moments, key=lambda name: sum(moments[name]))
     gradients, casts, activations, logits, working = (round(size) for size in moments[moment])
-    # In eager execution the logits in 16 bits and their copy in fp32 leave room for one and a half of the latter. The
-    # gradient of the log-softmax takes one, and that of the logits does not fit into the rest.
-    has_logits = not _pieces(model.context_length, batch.micro_batch, execution)
+    # In eager execution the freed logits in 16 bits and their fp32 copy are as large as one and a half fp32 copies. The
+    # gradient of the log-softmax takes one of them, and the gradient of the logits does not fit into the other half.
+    has_logits = not _loss_chunks(model.context_length, batch.micro_batch, execution)
     eager = execution.compile == "off" and _half(execution.precision) and has_logits
     hole = kind == "cuda" and eager and moment == LOSS
     parameters, shards = model.parameters, _shards(batch.workers, execution.fsdp)
@@ -84,7 +84,7 @@ def _moments(
     layers = model.layers
     head_parameters = model.padded_vocab_size * model.width
     tokens = batch.micro_batch * model.context_length
-    chunks = _pieces(model.context_length, batch.micro_batch, execution)
+    chunks = _loss_chunks(model.context_length, batch.micro_batch, execution)
     sizes = token_sizes(model, batch.micro_batch, execution, execution.device)
     weight_bytes, shards = _weight_bytes(optimizer), _shards(batch.workers, execution.fsdp)
     all_gradients = weight_bytes * model.parameters // shards
@@ -172,7 +172,7 @@ def token_sizes(model: ModelConfig, micro_batch: int, execution: Execution, kind
     """Bytes per token. The residual stream is fp32 unless all activations are bf16."""
     width, scores = model.width, model.heads * model.context_length
     half, eager = _half(execution.precision), execution.compile == "off"
-    fused = _pieces(model.context_length, micro_batch, execution) > 0
+    fused = _loss_chunks(model.context_length, micro_batch, execution) > 0
     product = 2 if half else 4
     stream = 2 if execution.precision == "bf16-activations" else 4
     matmuls = product * width * (3 + 1 + 4)  # queries, keys, values; attention's output; the wide layer's output
@@ -245,7 +245,7 @@ def optimizer_bytes(model: ModelConfig, optimizer: Optimizer, parameters: int) -
     return bytes_per_parameter[optimizer] * parameters
 
 
-def _pieces(context_length: int, micro_batch: int, execution: Execution) -> int:
+def _loss_chunks(context_length: int, micro_batch: int, execution: Execution) -> int:
     """Number of chunks of the fused loss; 0 for the plain loss."""
     return chunk_count(execution.loss, execution.loss_chunks, micro_batch * context_length)
 

@@ -113,7 +113,7 @@ def record_result(run: ResolvedRun, tracker: Tracker, result: RunResult) -> tupl
 
 
 def diagnose(run: ResolvedRun, result: RunResult) -> Diagnosis | None:
-    """What was wrong with the ``result`` of a run: its memory, its speed compared with its search, or its losses."""
+    """The diagnosis of a run with this ``result``: of its memory, its speed compared with its search, or its losses."""
     memory_diagnosis = diagnosis.diagnose_oom(run.config.step, result, run.run_folder.location, run.memory_limit)
     if memory_diagnosis is None and run.confirmed:
         memory_diagnosis = diagnose_slowdown(result, run.confirmed, run.config.execution.compile)

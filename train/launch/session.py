@@ -156,7 +156,8 @@ class WorkerSession:
             return failure.result
 
     def _smaller_config(self, result: RunResult, start_step: int) -> ResolvedConfig | None:
-        """The config to try after ``result`` from step ``start_step``; None if that stands."""
+        """The config with a smaller micro-batch to try after ``result`` of a run from step ``start_step``; None to keep
+        the result."""
         if self.job.retries_smaller_batch and did_not_fit(result, start_step):
             return self.config.with_smaller_micro_batch([self.config.batch.micro_batch])
         return None

@@ -128,7 +128,7 @@ def with_throughput(
 
 
 def _bits_per_unit(val_loss: float, id_counts: np.ndarray, tokenizer: Tokenizer | None) -> list[float | None]:
-    """``val_loss`` per byte and per character of the text with ``id_counts``; None where the tokenizer is unknown."""
+    """``val_loss`` in bits per byte and per character of the text with ``id_counts``; None without a tokenizer."""
     if tokenizer is None:
         return [None, None]
     text = Text.of(id_counts, tokenizer)

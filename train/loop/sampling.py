@@ -27,10 +27,10 @@ SAMPLE_TOKENS = 64
 
 @dataclass(frozen=True)
 class SamplingParams:
-    """How a token is chosen among those that a model finds likely."""
+    """Settings of the random choice of the next token."""
 
     temperature: float = 0.8
-    """What logits are divided by; 0 to take the most likely token."""
+    """Divisor of the logits; 0 to choose the most likely token."""
     top_k: int = 200
     """Number of most likely tokens to sample from; 0 for all."""
     seed: int = 0

@@ -52,12 +52,12 @@ BACKWARD = "running the backward pass"
 
 @dataclass(frozen=True)
 class Callbacks:
-    """What the loop calls, on the first worker only."""
+    """Functions that the loop calls on the first worker."""
 
     on_cycle: Callable[[CycleReport], object] = lambda report: None
     """Called with each cycle's report."""
     should_stop: Callable[[], bool] = lambda: False
-    """Called after each step; returns whether it is the last one."""
+    """Called after each step; returns whether the run must stop after it."""
 
 
 class Trainer:
