@@ -16,6 +16,10 @@ ALLOWED_NAMES: dict[tuple[str, str], str] = {}
 """Bindings that stay, by file and name, each with its reason."""
 SENTENCES = re.compile(r"(?i:\w*advice)|example|hint|valid|mistake|_fault\(.*\)|suggest_nearest\(.*\)")
 """Expressions that are the end of a sentence, so that an error may end with them."""
+RETIRED_PHRASES = re.compile(
+    r"(?i)\bleave (it|them|one) out|\bmake room|\bput it back|\bchoose one of|\bgive (an?|one|it|another) "
+)
+"""Phrases that an error does not use, because its advice names the action: Remove, Reduce, Increase, Use."""
 REASONS = {("tune/suite/checks.py", "check_suits_device"), ("tune/suite/replay.py", "_plan")}
 """Functions whose errors are reasons in a table, which have neither a capital letter nor a period."""
 
@@ -63,6 +67,8 @@ def fault(text: str) -> str | None:
     ending = re.search(r"\{([^{}]*)\}$", text)
     if not text.endswith(".") and not (ending and SENTENCES.fullmatch(ending[1])):
         return "does not end with a period"
+    if phrase := RETIRED_PHRASES.search(text):
+        return f"has the phrase {phrase[0]!r}"
     return None
 
 
