@@ -61,22 +61,22 @@ def test_what_a_run_is_that_is_given_no_flags(
     facts: DeviceInfo, limit: int | None, expected: tuple[str, str, int, str]
 ) -> None:
     """GPT-2 124M at 480 sequences a step; without bf16 in hardware in fp32, and so on any CPU."""
-    found = resolve(TrainConfig(), facts.with_memory_limit(limit))
-    assert (found.execution.device, found.execution.attention) == (
+    resolved = resolve(TrainConfig(), facts.with_memory_limit(limit))
+    assert (resolved.execution.device, resolved.execution.attention) == (
         facts.kind,
         "auto" if facts.kind == "cuda" else "sdpa",
     )
     assert (
-        found.execution.precision,
-        found.execution.compile,
-        found.batch.micro_batch,
-        found.execution.loss,
+        resolved.execution.precision,
+        resolved.execution.compile,
+        resolved.batch.micro_batch,
+        resolved.execution.loss,
     ) == expected
-    assert peak_with_margin(found.step) <= min(facts.memory, limit or facts.memory)
-    if found.execution.loss == "fused":
+    assert peak_with_margin(resolved.step) <= min(facts.memory, limit or facts.memory)
+    if resolved.execution.loss == "fused":
         plain = resolve(TrainConfig.of(loss="plain"), facts.with_memory_limit(limit))
         assert (
-            plain.batch.micro_batch < found.batch.micro_batch
+            plain.batch.micro_batch < resolved.batch.micro_batch
             or peak_with_margin(plain.step) > facts.with_memory_limit(limit).memory
         )
 
@@ -90,34 +90,34 @@ def test_the_micro_batch_is_the_largest_that_fits(
     facts: DeviceInfo, global_batch: int, workers: int, loss_chunks: int, limit: int
 ) -> None:
     """Of those by the plain loss where they are enough, to which a larger one by the fused loss is not preferred."""
-    asked = TrainConfig.of(global_batch=global_batch * workers, workers=workers, loss_chunks=loss_chunks)
-    there = facts.with_memory_limit(limit)
-    found = resolve(asked, there)
+    requested = TrainConfig.of(global_batch=global_batch * workers, workers=workers, loss_chunks=loss_chunks)
+    device = facts.with_memory_limit(limit)
+    actual = resolve(requested, device)
 
     def fits(size: int, loss: Loss) -> bool:
-        return peak_with_margin(found.step.replace(micro_batch=size, loss=loss)) <= there.memory
+        return peak_with_margin(actual.step.replace(micro_batch=size, loss=loss)) <= device.memory
 
     assert (
-        found.batch.global_batch
-        == asked.batch.global_batch
-        == found.batch.micro_batch * found.batch.accumulation * workers
+        actual.batch.global_batch
+        == requested.batch.global_batch
+        == actual.batch.micro_batch * actual.batch.accumulation * workers
     )
-    sizes = found.micro_batches
-    if found.execution.device == "cpu":
+    sizes = actual.micro_batches
+    if actual.execution.device == "cpu":
         sizes = [size for size in sizes if size * 1024 <= 4096]
-        assert found.batch.micro_batch in (1, 2, 3, 4)
-    larger = [size for size in sizes if size > found.batch.micro_batch]
+        assert actual.batch.micro_batch in (1, 2, 3, 4)
+    larger = [size for size in sizes if size > actual.batch.micro_batch]
     assert not any(fits(size, "plain") for size in larger if loss_chunks == 1)
     enough = [size for size in sizes if size * 1024 >= SATURATION_TOKENS and loss_chunks == 1 and fits(size, "plain")]
     if enough:
-        assert (found.batch.micro_batch, found.execution.loss) == (max(enough), "plain")
+        assert (actual.batch.micro_batch, actual.execution.loss) == (max(enough), "plain")
     else:
         assert not any(fits(size, "fused") for size in larger)
-        assert found.execution.loss == "plain" or loss_chunks > 1 or not fits(found.batch.micro_batch, "plain")
-    if not fits(found.batch.micro_batch, found.execution.loss):
-        least = min(peak_with_margin(found.step.replace(micro_batch=size)) for size in sizes)
-        assert peak_with_margin(found.step) == least, "what needs least is tried"
-    given_size = resolve(asked.replace(micro_batch=global_batch), there)
+        assert actual.execution.loss == "plain" or loss_chunks > 1 or not fits(actual.batch.micro_batch, "plain")
+    if not fits(actual.batch.micro_batch, actual.execution.loss):
+        least = min(peak_with_margin(actual.step.replace(micro_batch=size)) for size in sizes)
+        assert peak_with_margin(actual.step) == least, "what needs least is tried"
+    given_size = resolve(requested.replace(micro_batch=global_batch), device)
     assert given_size.batch.micro_batch == global_batch, "a size that was given is never changed"
 
 
@@ -140,14 +140,14 @@ def test_a_size_that_did_not_fit_is_followed_by_the_next_smaller_one() -> None:
 
 def test_a_continued_run_keeps_what_it_found_and_what_is_given_wins() -> None:
     """The fused loss, too, where now the plain one would fit, which changes the sums."""
-    asked = TrainConfig()
-    decided = asked.replace(micro_batch=24, loss="fused").to_json()
-    found = resolve(asked, H100, decided)
-    assert (found.batch.micro_batch, found.execution.loss) == (24, "fused")
-    assert found.requested == asked
-    assert resolve(asked.replace(workers=80), H100, decided).batch.micro_batch == 6, "24 is no divisor there"
-    given = resolve(asked.replace(micro_batch=8, loss="plain"), H100, decided)
-    assert (given.batch.micro_batch, given.execution.loss) == (8, "plain")
+    requested = TrainConfig()
+    decided = requested.replace(micro_batch=24, loss="fused").to_json()
+    actual = resolve(requested, H100, decided)
+    assert (actual.batch.micro_batch, actual.execution.loss) == (24, "fused")
+    assert actual.requested == requested
+    assert resolve(requested.replace(workers=80), H100, decided).batch.micro_batch == 6, "24 is no divisor there"
+    explicit = resolve(requested.replace(micro_batch=8, loss="plain"), H100, decided)
+    assert (explicit.batch.micro_batch, explicit.execution.loss) == (8, "plain")
 
 
 @pytest.mark.parametrize(
@@ -170,30 +170,30 @@ def test_what_is_compiled(settings: dict[str, Any], facts: DeviceInfo, expected:
 
 @given(configs, st.sampled_from(DEVICES))
 def test_run_estimate_search_and_report_agree(values: dict, facts: DeviceInfo) -> None:
-    asked = made(values)
-    if asked.execution.device == "cuda" and facts.kind == "cpu":
-        with pytest.raises(UserError, match="there is no CUDA GPU"):
-            resolve(asked, facts)
+    requested = made(values)
+    if requested.execution.device == "cuda" and facts.kind == "cpu":
+        with pytest.raises(UserError, match="no CUDA GPU found"):
+            resolve(requested, facts)
         return
-    found = resolve(asked, facts)
+    actual = resolve(requested, facts)
     assert "auto" not in (
-        found.execution.device,
-        found.execution.precision,
-        found.execution.compile,
-        found.execution.loss,
+        actual.execution.device,
+        actual.execution.precision,
+        actual.execution.compile,
+        actual.execution.loss,
     )
     for given_value, decided in (
-        (asked.execution.device, found.execution.device),
-        (asked.execution.precision, found.execution.precision),
+        (requested.execution.device, actual.execution.device),
+        (requested.execution.precision, actual.execution.precision),
     ):
         assert given_value in ("auto", decided), "what was asked for is not changed"
-    assert resolve(found, facts) == found, "deciding twice is deciding once"
-    assert resolve_for_plan(asked, facts) == found, "a plan speaks of the same run"
-    space = make_space(found, (f"precision={found.execution.precision}",))
-    control = space.config(space.candidates()[space.micro_batches.index(found.batch.micro_batch)])
-    assert control == found, "a search's control is that run"
-    in_bf16 = predict_peak(found.step.replace(precision="bf16"))
-    assert (predict_peak(found.step) == in_bf16) is (found.execution.precision == "bf16"), (
+    assert resolve(actual, facts) == actual, "deciding twice is deciding once"
+    assert resolve_for_plan(requested, facts) == actual, "a plan speaks of the same run"
+    space = make_space(actual, (f"precision={actual.execution.precision}",))
+    control = space.config(space.candidates()[space.micro_batches.index(actual.batch.micro_batch)])
+    assert control == actual, "a search's control is that run"
+    in_bf16 = predict_peak(actual.step.replace(precision="bf16"))
+    assert (predict_peak(actual.step) == in_bf16) is (actual.execution.precision == "bf16"), (
         "memory is predicted for what runs"
     )
 
