@@ -48,8 +48,8 @@ def commands(marker: str) -> list[str]:
     """The guides' commands in blocks opened by three backticks and ``marker``, continued lines joined."""
     blocks = re.findall(rf"^```{marker}\n(.*?)^```", GUIDES, re.MULTILINE | re.DOTALL)
     lines = "\n".join(blocks).replace("\\\n", " ").splitlines()
-    found = [line.partition("  #")[0].strip() for line in lines]
-    return [line for line in found if line and not line.startswith(("#", *RUN_BY_OTHERS))]
+    command_lines = [line.partition("  #")[0].strip() for line in lines]
+    return [line for line in command_lines if line and not line.startswith(("#", *RUN_BY_OTHERS))]
 
 
 CANARY = "canary-6f1d2c"
@@ -204,14 +204,14 @@ def test_the_ladder_of_the_guides_is_interrupted_and_resumed(used: Path) -> None
 
     printed = run(f"{LADDER} --resume ladder", used, **NO_GPU).stdout
     assert "1 finished trial\n" in printed
-    found = json.loads((ladder / "rungs.json").read_text())
-    base, accumulation, cores = found["rows"]
+    record = json.loads((ladder / "rungs.json").read_text())
+    base, accumulation, cores = record["rows"]
     assert "GPU" in cores["reason"]
     assert base["speed"] > 0
     assert accumulation["speed_low"] <= accumulation["speed"] <= accumulation["speed_high"]
     assert accumulation["total"]["low"] < accumulation["total"]["ratio"] < accumulation["total"]["high"]
     assert accumulation["loss"] == pytest.approx(base["loss"], abs=1e-4), "accumulation keeps the mathematics"
-    assert found["device"] == "cpu"
+    assert record["device"] == "cpu"
     assert base["mfu"] is None
     assert all((ladder / name).stat().st_size > 5000 for name in ("speed.png", "loss.png"))
 

@@ -104,20 +104,20 @@ def test_recomputation_saves_memory(small_shards: Path) -> None:
 @pytest.fixture
 def doors(small_shards: Path) -> tuple[TrainConfig, TrainConfig]:
     """GPT-2 of one shape by our own code and by that of transformers."""
-    theirs = config_of(small_shards, "gpt2")
+    reference = config_of(small_shards, "gpt2")
     shape = ModelConfig(
         layers=2, heads=2, width=64, context_length=32, vocab_size=257, padded_vocab_size=257, bias=True
     )
-    return theirs.replace(model=shape), theirs
+    return reference.replace(model=shape), reference
 
 
 def test_gpt2_by_both_doors_is_one_model(doors: tuple[TrainConfig, TrainConfig]) -> None:
-    ours, theirs = (make_trainer(resolve_local(config)) for config in doors)
-    theirs.model.model.load_state_dict(to_hf_state_dict(ours.model), strict=False)
-    assert losses(theirs) == pytest.approx(losses(ours), rel=1e-4)
-    assert theirs.config.model.parameters == ours.config.model.parameters
-    assert theirs.config.model.flops_per_token == pytest.approx(ours.config.model.flops_per_token, rel=0.01)
-    assert theirs.config.model.flops_formulas()[0].name == "counted"
+    ours, reference = (make_trainer(resolve_local(config)) for config in doors)
+    reference.model.model.load_state_dict(to_hf_state_dict(ours.model), strict=False)
+    assert losses(reference) == pytest.approx(losses(ours), rel=1e-4)
+    assert reference.config.model.parameters == ours.config.model.parameters
+    assert reference.config.model.flops_per_token == pytest.approx(ours.config.model.flops_per_token, rel=0.01)
+    assert reference.config.model.flops_formulas()[0].name == "counted"
 
 
 @pytest.mark.slow
@@ -130,13 +130,15 @@ def test_its_memory_is_measured_as_the_formulas_know_it(doors: tuple[TrainConfig
     shape = ModelConfig(layers=4, heads=4, width=256, context_length=256, vocab_size=8192, padded_vocab_size=8192)
     words = "own_models:gpt2,width=256,layers=4,heads=4,context_length=256,vocab_size=8192"
     ours = resolve(doors[0].replace(model=shape, global_batch=32), cpu_info())
-    theirs = resolve(ours.replace(model=parse_model(words)), cpu_info())
+    reference = resolve(ours.replace(model=parse_model(words)), cpu_info())
     for micro_batch in (16, 32):
-        known, found = (predict_peak(config.replace(micro_batch=micro_batch).step) for config in (ours, theirs))
+        expected, breakdown = (
+            predict_peak(config.replace(micro_batch=micro_batch).step) for config in (ours, reference)
+        )
         measured = measure_fit(ours.replace(micro_batch=micro_batch).step).peak(micro_batch)
-        assert found.weights == known.weights
-        assert found.total == pytest.approx(measured + known.context, rel=0.05)
-        assert found.total == pytest.approx(known.total, rel=0.15)
+        assert breakdown.weights == expected.weights
+        assert breakdown.total == pytest.approx(measured + expected.context, rel=0.05)
+        assert breakdown.total == pytest.approx(expected.total, rel=0.15)
 
 
 @pytest.fixture
@@ -200,16 +202,16 @@ def test_where_a_model_fails_that_could_be_built_is_told_and_what_was_trained_is
     for name, stage in {
         "Short": "step 1", "Twice": "the backward pass of step 2", "Unseen": "the validation", "Tired": "step 7"
     }.items():  # fmt: skip
-        said = refused(
+        message = refused(
             run.main, *flags, "--model", f"wrong_models:{name},{SIZES}", "--micro-batch", "2", "--name", name
         )
-        assert stage in said
-        assert f"wrong_models:{name}" in said
-        assert ("wrong_models.py, line" in said) == (name != "Twice"), "of which the loss itself is right"
+        assert stage in message
+        assert f"wrong_models:{name}" in message
+        assert ("wrong_models.py, line" in message) == (name != "Twice"), "of which the loss itself is right"
     assert [path.name for path in Path("runs").glob("*/checkpoints/*")] == ["step-00000005"]
     assert command(run.main, "--resume", "Tired") == 0
-    said = refused(run.main, *flags, "--model", f"wrong_models:Short,{SIZES}")
-    assert re.search("wrong_models:Short .*memory.*wrong_models.py, line", said), "by a probe"
+    message = refused(run.main, *flags, "--model", f"wrong_models:Short,{SIZES}")
+    assert re.search("wrong_models:Short .*memory.*wrong_models.py, line", message), "by a probe"
 
 
 @pytest.mark.usefixtures("working_folder")
@@ -224,7 +226,7 @@ def test_a_loss_that_is_no_mean_and_an_evaluation_without_numbers_are_told(
     write_json(data / MANIFEST_FILE, manifest | {"tokenizer_sha256": read_tokenizer(str(file)).sha256})
     flags = ["--data", str(data), "--device", "cpu", "--global-batch", "2", "--micro-batch", "2", "--steps", "2"]
     flags += ["--cycle", "1+1", "--max-loss-spike", "0"]
-    for name, part, said_at_once, told in (
+    for name, part, said_at_once, text in (
         ("Summed", "first loss", "not a sum", "not a sum"),
         ("Spoiled", "evaluation", "Check what its forward pass does", "eval()"),
     ):
@@ -233,7 +235,7 @@ def test_a_loss_that_is_no_mean_and_an_evaluation_without_numbers_are_told(
         assert said_at_once in " ".join(capfd.readouterr().out.split())
         summary = Path(f"runs/{name}/summary.md").read_text()
         assert part in summary
-        assert told in summary
+        assert text in summary
         assert (json.loads(Path(f"runs/{name}/result.json").read_text())["sample"] is None) == (name == "Spoiled")
 
 
@@ -252,8 +254,8 @@ def test_a_run_by_the_commands(
     flags += ["--global-batch", "8", "--micro-batch", "4"]
     assert command(run.main, *flags, "--name", "one", "--steps", "10") == 0, capfd.readouterr().err
     assert "66,049 parameters" in capfd.readouterr().out
-    kept = json.loads(Path("runs/one/config.json").read_text())["model"]
-    assert (kept["callable"], len(kept["source_sha256"])) == ("mine:Bigram", 64)
+    stored_json = json.loads(Path("runs/one/config.json").read_text())["model"]
+    assert (stored_json["callable"], len(stored_json["source_sha256"])) == ("mine:Bigram", 64)
     assert command(run.main, "--resume", "one", "--steps", "12") == 0
     assert command(export.main, "--checkpoint", "one", "--to", "exported") == 0
     assert json.loads(Path("exported/config.json").read_text())["callable"] == "mine:Bigram"
@@ -324,8 +326,10 @@ def test_a_model_that_needs_values_is_looked_at_on_the_cpu(monkeypatch: pytest.M
         "        return super().forward(inputs, targets)\n"
     )
     monkeypatch.syspath_prepend(str(tmp_path))
-    found = custom.inspect_model(dataclasses.replace(parse_model("asking:Asking"), vocab_size=20, context_length=4))
-    assert (found.parameters, found.logits) == (400, True)
+    model_info = custom.inspect_model(
+        dataclasses.replace(parse_model("asking:Asking"), vocab_size=20, context_length=4)
+    )
+    assert (model_info.parameters, model_info.logits) == (400, True)
 
 
 def test_a_model_may_print_and_is_trained_whatever_mode_it_comes_in(
@@ -358,23 +362,23 @@ def test_weights_go_to_hugging_faces_format_and_back_to_the_bit(
     GPT2LMHeadModel(GPT2Config(**shape, tie_word_embeddings=tied)).save_pretrained("theirs")
     config = config_of(small_shards, "gpt2", steps=2).replace(model=parse_model("hf:theirs"))
     trainer = make_trainer(resolve_local(config), checkpoints=tmp_path / "checkpoints")
-    before, after = load_file("theirs/model.safetensors"), to_hf_state_dict(trainer.model)
-    assert before.keys() == after.keys()
-    assert all(torch.equal(before[name], after[name]) for name in before)
-    theirs = GPT2LMHeadModel.from_pretrained("theirs").eval()
+    initial_weights, after = load_file("theirs/model.safetensors"), to_hf_state_dict(trainer.model)
+    assert initial_weights.keys() == after.keys()
+    assert all(torch.equal(initial_weights[name], after[name]) for name in initial_weights)
+    hf_model = GPT2LMHeadModel.from_pretrained("theirs").eval()
     tokens = torch.zeros(1, 32, dtype=torch.int64)
-    torch.testing.assert_close(trainer.model.eval()(tokens)[..., :257], theirs(tokens).logits, atol=1e-5, rtol=1e-5)
+    torch.testing.assert_close(trainer.model.eval()(tokens)[..., :257], hf_model(tokens).logits, atol=1e-5, rtol=1e-5)
 
     write_model(Path(str(trainer.run().checkpoint)), Path("ours"))
     trained = to_hf_state_dict(trainer.model)
-    assert not any(torch.equal(trained[name], before[name]) for name in before)
+    assert not any(torch.equal(trained[name], initial_weights[name]) for name in initial_weights)
     again = make_trainer(resolve_local(config.replace(model=parse_model("hf:ours"))))
     GPT2LMHeadModel.from_pretrained("ours").save_pretrained("once more")
-    for found in (
+    for actual in (
         load_file("ours/model.safetensors"), to_hf_state_dict(again.model), load_file("once more/model.safetensors")
     ):  # fmt: skip
-        assert found.keys() == trained.keys()
-        assert all(torch.equal(found[name], trained[name]) for name in trained)
+        assert actual.keys() == trained.keys()
+        assert all(torch.equal(actual[name], trained[name]) for name in trained)
 
 
 def test_a_folder_that_holds_no_gpt2_is_refused(

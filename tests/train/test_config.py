@@ -140,5 +140,5 @@ def test_flags_win_over_a_file_also_with_their_default_values(
     path.write_text(json.dumps(TrainConfig.of(micro_batch=7, global_batch=14, fp8=True, steps=3).to_json()))
     words = ["--micro-batch", "auto", "--workers", "7", "--no-fp8", "--steps", "None", "--tokens=100000", "--config"]
     with command_line(*words, str(path)):
-        found = parse_flags(RunOptions, "a command", defaults()).training
-    assert found == TrainConfig.of(global_batch=14, workers=7, tokens=100_000)
+        config = parse_flags(RunOptions, "a command", defaults()).training
+    assert config == TrainConfig.of(global_batch=14, workers=7, tokens=100_000)

@@ -65,11 +65,11 @@ def test_transformers_gives_the_same_logits(
     saved = trained(small_shards, dataclasses.replace(small_model, tied=tied, bias=bias), tmp_path)
     write_model(saved, tmp_path / "exported")
     ours = load_model(saved)[0].cpu()
-    theirs = GPT2LMHeadModel.from_pretrained(tmp_path / "exported").eval()
+    hf_model = GPT2LMHeadModel.from_pretrained(tmp_path / "exported").eval()
     tokens = torch.randint(0, 257, (2, 32))
     with torch.no_grad():
-        torch.testing.assert_close(theirs(tokens).logits, ours(tokens)[..., :257], atol=1e-5, rtol=1e-5)
-    loss = theirs(tokens, labels=tokens).loss  # it trains on
+        torch.testing.assert_close(hf_model(tokens).logits, ours(tokens)[..., :257], atol=1e-5, rtol=1e-5)
+    loss = hf_model(tokens, labels=tokens).loss  # it trains on
     loss.backward()
     card = (tmp_path / "exported" / "README.md").read_text()
     assert read_progress(saved).data_fingerprint in card
@@ -79,14 +79,14 @@ def test_a_registered_model_has_a_signature_and_the_same_logits(
     saved: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.chdir(tmp_path)
-    asked = ExportConfig(checkpoint=str(saved), to=tmp_path / "exported", register="books")
+    requested = ExportConfig(checkpoint=str(saved), to=tmp_path / "exported", register="books")
     with pytest.raises(UserError, match=r"MLflow run of .* is unknown"):
-        export(asked)
+        export(requested)
     key = create_run("train", "one", tracking_uri=f"sqlite:///{tmp_path}/mlflow.db")
     RunFolder(tmp_path / "runs" / "one").save_run_ref(key)
     with Tracker(key) as tracker:
         tracker.finish("KILLED")
-    assert export(asked) == 0
+    assert export(requested) == 0
     run = MlflowClient(key.store).get_run(key.run_id)
     assert run.info.status == "KILLED"
     assert run.outputs is not None
@@ -132,20 +132,20 @@ def as_gpt2s(saved: Path, folder: Path) -> Path:
     weights = {name: value for name, value in GPT(model).state_dict().items() if name != "head.weight"}
     save_file(weights, changed / "model.safetensors")
     config = config_from_json(progress.config, "test")
-    told = dataclasses.replace(
+    changed_progress = dataclasses.replace(
         progress, config=config.replace(model=model).to_json(), tokenizer_sha256=GPT2_SHA256,
         files={"model.safetensors": checksum(changed / "model.safetensors")},
     )  # fmt: skip
-    (changed / "progress.json").write_text(json.dumps(dataclasses.asdict(told)))
+    (changed / "progress.json").write_text(json.dumps(dataclasses.asdict(changed_progress)))
     return changed
 
 
 def test_the_card_tells_what_the_model_is_and_nothing_of_who_trained_it(saved: Path, small_shards: Path) -> None:
-    for steps, told in ((5, True), (9, False)):
+    for steps, has_result in ((5, True), (9, False)):
         (saved.parents[1] / "result.json").write_text(json.dumps({"steps": steps, "val_loss": 4.321, "device": "cpu"}))
         card = model_card(read_progress(saved), saved)
-        assert ("4.321" in card) is told, "of the step that is exported alone"
-        assert ("| cpu |" in card) is told
+        assert ("4.321" in card) is has_result, "of the step that is exported alone"
+        assert ("| cpu |" in card) is has_result
     assert "| 5 |" in card
     assert f"| {5 * 4 * 32} |" in card
     assert str(small_shards) not in card
@@ -176,8 +176,8 @@ def test_a_model_of_gpt2s_ids_has_its_tokenizer_and_writes(
         generate(GenerateConfig(checkpoint=str(once)))
 
     model = load_model(saved)[0]
-    asked = GenerateConfig(checkpoint=str(saved), prompt="It was", tokens=12, seed=3)
-    assert generate(asked) == 0
+    requested = GenerateConfig(checkpoint=str(saved), prompt="It was", tokens=12, seed=3)
+    assert generate(requested) == 0
     beginning = [gpt2().end_of_text, *gpt2().tiktoken.encode_ordinary("It was")]
     expected = gpt2().decode(sample(model, model.config, beginning, 12, SamplingParams(seed=3)))
     assert "".join(capsys.readouterr().out.split()) == "".join(f"It was{expected}".split())
@@ -205,11 +205,11 @@ def test_an_export_that_cannot_be_written_is_named_and_leaves_nothing(
 
 @pytest.mark.parametrize(("umask", "mode"), [(0o077, 0o600), (0o022, 0o644)])
 def test_all_files_of_an_export_have_the_mode_of_the_umask(saved: Path, umask: int, mode: int, tmp_path: Path) -> None:
-    before = os.umask(umask)
+    umask_before = os.umask(umask)
     try:
         write_model(saved, tmp_path / "exported")
     finally:
-        os.umask(before)
+        os.umask(umask_before)
     modes = {path.name: path.stat().st_mode & 0o777 for path in (tmp_path / "exported").iterdir()}
     assert {"model.safetensors", "config.json", "README.md"} <= modes.keys()
     assert set(modes.values()) == {mode}

@@ -120,9 +120,9 @@ def test_a_plan_is_of_the_model_that_its_data_make(small_shards: Path, tmp_path:
     def embedded(model: str, data: str) -> str:
         with console.capture() as printed:
             plan(PlanOptions(TrainConfig.of(model=PRESETS[model], data=data, device="cpu")))
-        found = re.search(r"token embedding +([\d,]+)", printed.get())
-        assert found
-        return found[1]
+        match = re.search(r"token embedding +([\d,]+)", printed.get())
+        assert match
+        return match[1]
 
     assert embedded("small", str(data)) == f"{320 * 256:,}"
     assert embedded("small", "nowhere") == f"{50304 * 256:,}"
@@ -168,5 +168,7 @@ def test_a_plan_is_for_what_the_limit_leaves_of_the_gpu(
 def test_a_plan_for_a_gpu_that_stands_in_has_the_limit_too() -> None:
     """--device cuda on a machine without one is planned for an A100."""
     config = TrainConfig.of(device="cuda")
-    found = [resolve_for_plan(config, cpu_info(), limit).batch.micro_batch for limit in (None, 20 * 10**9, 100 * 10**9)]
-    assert found == [80, 32, 80]
+    actual = [
+        resolve_for_plan(config, cpu_info(), limit).batch.micro_batch for limit in (None, 20 * 10**9, 100 * 10**9)
+    ]
+    assert actual == [80, 32, 80]

@@ -108,5 +108,5 @@ def test_a_cycle_longer_than_memory_is_refused(text: str) -> None:
 
 
 def test_all_divisors() -> None:
-    found = {1: [1], 2: [1, 2], 7: [1, 7], 36: [1, 2, 3, 4, 6, 9, 12, 18, 36], 49: [1, 7, 49]}
-    assert {number: list(divisors(number)) for number in found} == found
+    actual = {1: [1], 2: [1, 2], 7: [1, 7], 36: [1, 2, 3, 4, 6, 9, 12, 18, 36], 49: [1, 7, 49]}
+    assert {number: list(divisors(number)) for number in actual} == actual

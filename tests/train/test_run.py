@@ -66,25 +66,25 @@ def test_one_run(
     assert result["steps"] == 25
     assert Path(result["checkpoint"]).is_dir()
     assert printed.count("tok/sec") == 3
-    (found,) = MlflowClient(store_uri()).search_runs(["1"])
-    assert found.info.status == "FINISHED"
+    (mlflow_run,) = MlflowClient(store_uri()).search_runs(["1"])
+    assert mlflow_run.info.status == "FINISHED"
     client = MlflowClient(store_uri())
-    steps = [metric.step for metric in client.get_metric_history(found.info.run_id, "loss/step")]
+    steps = [metric.step for metric in client.get_metric_history(mlflow_run.info.run_id, "loss/step")]
     assert steps == list(range(1, 26))
-    assert found.data.metrics["system/worker_memory_gb"] > 0.1
-    assert not any(name.startswith("system/gpu") for name in found.data.metrics)
-    predicted = found.data.metrics["detail/memory/predicted_gb"] * 1e9
-    assert found.data.metrics["detail/memory/prediction_error"] == pytest.approx(
+    assert mlflow_run.data.metrics["system/worker_memory_gb"] > 0.1
+    assert not any(name.startswith("system/gpu") for name in mlflow_run.data.metrics)
+    predicted = mlflow_run.data.metrics["detail/memory/predicted_gb"] * 1e9
+    assert mlflow_run.data.metrics["detail/memory/prediction_error"] == pytest.approx(
         predicted / result["memory"]["process"] - 1, rel=1e-6
     )
-    assert found.data.metrics["detail/result/flops_per_token_PaLM"] == result["flops_per_token"]
-    assert found.data.metrics["detail/result/flops_per_token_causal"] < result["flops_per_token"]
-    assert found.inputs
-    assert found.inputs.dataset_inputs[0].dataset.digest == result["data_fingerprint"][:36]
-    assert Path("runs/one/summary.md").read_text() == found.data.tags["mlflow.note.content"]
+    assert mlflow_run.data.metrics["detail/result/flops_per_token_PaLM"] == result["flops_per_token"]
+    assert mlflow_run.data.metrics["detail/result/flops_per_token_causal"] < result["flops_per_token"]
+    assert mlflow_run.inputs
+    assert mlflow_run.inputs.dataset_inputs[0].dataset.digest == result["data_fingerprint"][:36]
+    assert Path("runs/one/summary.md").read_text() == mlflow_run.data.tags["mlflow.note.content"]
     height, width, _ = imread("runs/one/curves.png").shape
     assert width > height > 500
-    assert "curves.png" in {file.path for file in client.list_artifacts(found.info.run_id)}
+    assert "curves.png" in {file.path for file in client.list_artifacts(mlflow_run.info.run_id)}
 
     shutil.copytree(small_shards, "other")
     manifest = Path("other/manifest.json")
@@ -107,11 +107,11 @@ def test_two_workers(
     flags = ["--data", str(small_shards), "--name", "two", "--workers", "2", "--steps", "12", *FLAGS]
     assert command(run.main, *flags) == 0, capfd.readouterr().err
     home = RunFolder(Path("runs/two"))
-    found = [json.loads(line) for line in home.cycles.read_text().splitlines()]
+    logged_cycles = [json.loads(line) for line in home.cycles.read_text().splitlines()]
     config = config_from_json(json.loads(home.config.read_text()), "test")
     alone: list[CycleReport] = []
     make_trainer(resolve_local(config.replace(workers=1)), on_cycle=alone.append).run()
-    for cycle, report in zip(found, alone, strict=True):
+    for cycle, report in zip(logged_cycles, alone, strict=True):
         assert cycle["step_losses"] == pytest.approx(report.step_losses, rel=1e-4)
         assert cycle["val_loss"] == pytest.approx(report.val_loss, rel=1e-4)
 
@@ -169,8 +169,8 @@ def test_a_step_that_is_too_large_is_refused_with_both_numbers(refused: Callable
         (["--data", str(small_shards), *FLAGS[:2]], tokens // 32 + 1, (f"{(tokens // 32 + 1) * 32:,}", f"{tokens:,}")),
         (["--stream", "book.txt"], 10**9, ("1,000,000,000", "1,000,000 ")),
     ):
-        said = refused(run.main, *vast, *source, "--global-batch", str(batch))
-        assert all(number in said for number in numbers), said
+        message = refused(run.main, *vast, *source, "--global-batch", str(batch))
+        assert all(number in message for number in numbers), message
 
 
 @pytest.mark.parametrize(
@@ -192,9 +192,9 @@ def test_data_whose_vocabulary_is_another_than_their_manifests_are_refused(
 ) -> None:
     shutil.copytree(small_shards, "other")
     Path("other", TOKENIZER_FILE).write_text(gpt2().tokenizer_json())
-    said = refused(run.main, "--data", "other", "--steps", "1", *FLAGS)
-    assert TOKENIZER_FILE in said
-    assert "--overwrite" in said
+    message = refused(run.main, "--data", "other", "--steps", "1", *FLAGS)
+    assert TOKENIZER_FILE in message
+    assert "--overwrite" in message
     Path("other", TOKENIZER_FILE).unlink()
     manifest = Path("other", MANIFEST_FILE)
     manifest.write_text(json.dumps(json.loads(manifest.read_text()) | {"config": {"tokenizer": "another"}}))
@@ -210,10 +210,10 @@ def test_a_program_continues_after_a_run_of_its_own_was_interrupted(
         device="cpu",
     )  # fmt: skip
 
-    before = list(map(signal.getsignal, SIGNALS))
+    handlers_before = list(map(signal.getsignal, SIGNALS))
     interrupt_when(Path("runs/one/cycles.jsonl").absolute().exists)
     assert train(config, name="one").outcome == "interrupted"
-    assert list(map(signal.getsignal, SIGNALS)) == before
+    assert list(map(signal.getsignal, SIGNALS)) == handlers_before
 
 
 @pytest.mark.usefixtures("shared_ray")
@@ -231,12 +231,12 @@ def test_a_run_whose_checkpoint_the_worker_does_not_find_is_not_trained_anew(
     shutil.copytree(home.path, elsewhere, ignore=shutil.ignore_patterns("step-*"))
     make_job, run_dir = ResolvedRun.job, StorageDir.of(elsewhere)
     monkeypatch.setattr(ResolvedRun, "job", lambda self: dataclasses.replace(make_job(self), run_dir=run_dir))
-    said = refused(run.main, "--resume", "one", "--steps", "8")
-    assert "should resume at step 6" in said
+    message = refused(run.main, "--resume", "one", "--steps", "8")
+    assert "should resume at step 6" in message
     assert not (elsewhere / "cycles.jsonl").exists()
     assert not checkpoints_in(elsewhere / "checkpoints")
-    (found,) = MlflowClient(store_uri()).search_runs(["1"])
-    assert found.info.status == "FAILED"
+    (mlflow_run,) = MlflowClient(store_uri()).search_runs(["1"])
+    assert mlflow_run.info.status == "FAILED"
 
 
 @pytest.mark.parametrize(
@@ -270,26 +270,32 @@ def test_what_a_limit_has_decided_is_recorded_and_kept_by_the_run_that_continues
     printed = capfd.readouterr().out
     assert "global batch 8 = micro-batch 1 (auto) x accumulation 8 " in printed
     (loss,) = re.findall(r"loss (\w+) \(auto\)", printed)
-    kept = json.loads(Path("runs/one/config.json").read_text())
-    assert (kept["micro_batch"], kept["loss"], kept["precision"]) == ("auto", "auto", "auto"), "as they were asked for"
+    stored_json = json.loads(Path("runs/one/config.json").read_text())
+    assert (stored_json["micro_batch"], stored_json["loss"], stored_json["precision"]) == ("auto", "auto", "auto"), (
+        "as they were asked for"
+    )
     result = json.loads(Path("runs/one/result.json").read_text())
     assert (result["outcome"], result["steps"], result["shortage"]["available_bytes"]) == ("over_limit", 1, 50 * 10**6)
     assert re.match(r"no change .* 0\.05 GB", result["diagnosis"]["advice"])
     assert "over_limit: the process used" in " ".join(printed.split())
     client = MlflowClient(store_uri())
-    (found,) = client.search_runs(["1"])
-    assert (found.data.params["micro_batch"], found.data.params["loss"]) == ("1", loss)
-    assert (found.info.status, found.data.tags["outcome"]) == ("FAILED", "over_limit")
-    assert found.data.tags["memory_limit"] == "50MB"
-    assert "of 0.05 GB" in found.data.tags["mlflow.note.content"]
+    (mlflow_run,) = client.search_runs(["1"])
+    assert (mlflow_run.data.params["micro_batch"], mlflow_run.data.params["loss"]) == ("1", loss)
+    assert (mlflow_run.info.status, mlflow_run.data.tags["outcome"]) == ("FAILED", "over_limit")
+    assert mlflow_run.data.tags["memory_limit"] == "50MB"
+    assert "of 0.05 GB" in mlflow_run.data.tags["mlflow.note.content"]
 
     assert command(run.main, "--resume", "one") == 0
     printed = capfd.readouterr().out
     assert "global batch 8 = micro-batch 1 (auto) x accumulation 8 " in printed, "8 and the plain loss would fit"
     assert f"loss {loss} (auto)" in printed
-    (found,) = client.search_runs(["1"])
-    assert (found.info.status, found.data.tags["resumed_at_step"], found.data.tags["reason"]) == ("FINISHED", "1", "")
+    (mlflow_run,) = client.search_runs(["1"])
+    assert (mlflow_run.info.status, mlflow_run.data.tags["resumed_at_step"], mlflow_run.data.tags["reason"]) == (
+        "FINISHED",
+        "1",
+        "",
+    )
     for metric, first in (("loss/step", [1, 2, 3, 4]), ("system/worker_memory_gb", [])):
-        steps = [point.step for point in client.get_metric_history(found.info.run_id, metric)]
+        steps = [point.step for point in client.get_metric_history(mlflow_run.info.run_id, metric)]
         assert len(steps) == len(set(steps)) > 1
         assert sorted(steps)[: len(first)] == first

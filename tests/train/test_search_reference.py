@@ -69,48 +69,48 @@ def ran(make_result: Make, speed: float = 850.0, retries: int = 0, **changes: An
 def test_a_cause_that_the_records_show_is_named_and_no_other(
     make_result: Make, changes: dict[str, Any], cause: str
 ) -> None:
-    found = diagnose_slowdown(ran(make_result, **changes), CONFIRMED, EAGER.execution.compile)
-    assert found
-    speed, (_, text) = found.rows
+    diagnosis = diagnose_slowdown(ran(make_result, **changes), CONFIRMED, EAGER.execution.compile)
+    assert diagnosis
+    speed, (_, text) = diagnosis.rows
     assert re.search("15.0%.*1,000 tokens/s.*980 to 1,020", speed[1])
     assert re.search(cause, text), text
     assert not text.startswith("unknown")
-    assert not found.command
+    assert not diagnosis.command
 
 
 @pytest.mark.parametrize("confirmed", [CONFIRMED, BARE])
 def test_without_evidence_no_cause_is_named(make_result: Make, confirmed: SearchReference) -> None:
     """Nothing but the speed is other than it was, as far as the search recorded it; all that was compared is told."""
-    found = diagnose_slowdown(ran(make_result), confirmed, EAGER.execution.compile)
-    assert found
-    ((_, text),) = found.rows[1:]
+    diagnosis = diagnose_slowdown(ran(make_result), confirmed, EAGER.execution.compile)
+    assert diagnosis
+    ((_, text),) = diagnosis.rows[1:]
     assert text.startswith("unknown")
     assert all(number in text for number in ("1.0%", "1,755 MHz", "0.6", "0 times in 10 steps"))
     compiled = diagnose_slowdown(ran(make_result), confirmed, EAGER.replace(compile="whole").execution.compile)
     assert compiled
     assert "TORCH_LOGS=recompiles" in compiled.rows[1][1]
     on_cpu = ran(make_result, telemetry={}, device="cpu", memory=Memory(None, None, 2**30, "rss"))
-    found = diagnose_slowdown(on_cpu, replace(BARE, device="cpu"), EAGER.execution.compile)
-    assert found
-    assert found.rows[1][1].endswith("1.0% of the time"), "of a CPU no more is known"
+    diagnosis = diagnose_slowdown(on_cpu, replace(BARE, device="cpu"), EAGER.execution.compile)
+    assert diagnosis
+    assert diagnosis.rows[1][1].endswith("1.0% of the time"), "of a CPU no more is known"
 
 
 @pytest.mark.parametrize("changes", [{"retries": 30, "steps": 10_000}, {"retries": 2}, {"data_wait_fraction": 0.04}])
 def test_what_is_usual_is_no_cause(make_result: Make, changes: dict[str, Any]) -> None:
     """Few retries in many steps, those of the first steps, and waits for data that the search's trials had, too."""
-    found = diagnose_slowdown(
+    diagnosis = diagnose_slowdown(
         ran(make_result, **changes), replace(CONFIRMED, data_wait_fraction=0.03), EAGER.execution.compile
     )
-    assert found
-    assert found.rows[1][1].startswith("unknown")
+    assert diagnosis
+    assert diagnosis.rows[1][1].startswith("unknown")
 
 
 def test_a_power_limit_is_no_cause_and_heat_is_one_where_the_searchs_clock_is_not_known(make_result: Make) -> None:
     """A healthy GPU runs at its power limit."""
     limited = CARD | {"system/machine_cpu_percent": 70.0, "system/gpu_throttled_by_power_percent": 97.0}
-    found = diagnose_slowdown(ran(make_result, telemetry=limited), BARE, EAGER.execution.compile)
-    assert found
-    assert found.rows[1][1].startswith("unknown")
+    diagnosis = diagnose_slowdown(ran(make_result, telemetry=limited), BARE, EAGER.execution.compile)
+    assert diagnosis
+    assert diagnosis.rows[1][1].startswith("unknown")
     hot = diagnose_slowdown(
         ran(make_result, telemetry=limited | {"system/gpu_throttled_by_heat_percent": 40.0}),
         BARE,
@@ -147,10 +147,10 @@ def test_what_a_search_found_is_read_from_its_file(best: Path) -> None:
 
 
 def test_it_is_also_read_from_object_storage(best: Path, bucket: str) -> None:
-    place = StorageDir.of(f"s3://places/fast/{bucket}")
-    place.upload(best, "best.json")
-    assert read_search_reference(str(place / "best.json"), ResolvedConfig().flat()) == CONFIRMED
-    assert read_search_reference(str(place / "absent.json"), ResolvedConfig().flat()) is None
+    directory = StorageDir.of(f"s3://places/fast/{bucket}")
+    directory.upload(best, "best.json")
+    assert read_search_reference(str(directory / "best.json"), ResolvedConfig().flat()) == CONFIRMED
+    assert read_search_reference(str(directory / "absent.json"), ResolvedConfig().flat()) is None
 
 
 def test_a_run_that_is_executed_in_another_way_is_not_compared(best: Path) -> None:
@@ -180,17 +180,17 @@ def test_it_is_in_the_result_of_the_run_and_after_memory(make_result: Make, smal
     manifest, run_folder = read_manifest(small_shards), RunFolder(tmp_path)
     run = ResolvedRun(config, manifest, run_folder, confirmed=CONFIRMED, config=config)
     result = ran(make_result, data_wait_fraction=0.12)
-    found = diagnose(run, result)
-    assert found == diagnose_slowdown(result, CONFIRMED, EAGER.execution.compile)
-    assert found
-    assert found.rows[1] in detail_rows(config.model, config.batch, replace(result, diagnosis=found))
+    diagnosis = diagnose(run, result)
+    assert diagnosis == diagnose_slowdown(result, CONFIRMED, EAGER.execution.compile)
+    assert diagnosis
+    assert diagnosis.rows[1] in detail_rows(config.model, config.batch, replace(result, diagnosis=diagnosis))
     assert diagnose(replace(run, confirmed=None), result) is None
     over = replace(
         result, outcome="over_limit", shortage=MemoryShortage("checking memory after step 1", None, 10**9, {})
     )
-    found = diagnose(run, over)
-    assert found
-    assert "predicted to fit" in found.advice
+    diagnosis = diagnose(run, over)
+    assert diagnosis
+    assert "predicted to fit" in diagnosis.advice
 
 
 LEARNING = {

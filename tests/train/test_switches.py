@@ -105,9 +105,9 @@ def test_masked_attention_stays_within_a_book(config: ResolvedConfig) -> None:
         changed = tokens.clone()
         changed[0, 5] = (changed[0, 5] + 1) % end
         with torch.no_grad():
-            before, after = model(tokens), model(changed)
-        torch.testing.assert_close(before[:, 21:], after[:, 21:])
-        assert not torch.allclose(before[:, 5:21], after[:, 5:21])
+            initial, after = model(tokens), model(changed)
+        torch.testing.assert_close(initial[:, 21:], after[:, 21:])
+        assert not torch.allclose(initial[:, 5:21], after[:, 5:21])
 
 
 def test_mask_books_is_the_same_in_both_attentions(config: ResolvedConfig) -> None:
@@ -191,8 +191,8 @@ def test_what_was_compiled_for_one_precision_is_not_run_for_another(
         chosen = config.replace(compile="whole", precision=precision, device="cuda")
         with torch.autocast("cpu", kind):
             compile_model(layer, chosen.execution)(torch.randn(8, 8)).float().sum().backward()
-        found = counters["aot_autograd"]
-        assert (found["autograd_cache_miss"], found["autograd_cache_saved"]) == (1, 1), (precision, dict(found))
+        counts = counters["aot_autograd"]
+        assert (counts["autograd_cache_miss"], counts["autograd_cache_saved"]) == (1, 1), (precision, dict(counts))
 
 
 OFTEN = {
@@ -246,12 +246,12 @@ def test_every_optimizer_learns_and_resumes(config: ResolvedConfig, tmp_path: Pa
     halfway = config.replace(steps=20)
     first = make_trainer(halfway, checkpoints=tmp_path).run()
     assert first.checkpoint
-    rest: list[CycleReport] = []
+    resumed: list[CycleReport] = []
     # The schedule of 20 steps is not that of 40, so the second half alone is compared.
     make_trainer(config.replace(schedule="constant"), checkpoints=tmp_path, resume=Path(first.checkpoint),
-            on_cycle=rest.append).run()  # fmt: skip
-    assert rest[0].step == 22
-    assert rest[-1].step == 40
+            on_cycle=resumed.append).run()  # fmt: skip
+    assert resumed[0].step == 22
+    assert resumed[-1].step == 40
 
 
 @pytest.mark.parametrize("optimizer", ["adamw-8bit", "adamw-bf16"])
@@ -264,9 +264,9 @@ def test_torchao_resumes_exactly_or_is_asked_for_by_name(
     if importlib.util.find_spec("torchao"):
         straight: list[CycleReport] = []
         make_trainer(config, checkpoints=tmp_path, on_cycle=straight.append).run()
-        rest: list[CycleReport] = []
-        make_trainer(config, resume=tmp_path / "step-00000004", on_cycle=rest.append).run()
-        assert [report.step_losses for report in rest] == [straight[1].step_losses]
+        resumed: list[CycleReport] = []
+        make_trainer(config, resume=tmp_path / "step-00000004", on_cycle=resumed.append).run()
+        assert [report.step_losses for report in resumed] == [straight[1].step_losses]
         return
     with pytest.raises(UserError, match=f"--optimizer {optimizer} needs torchao.*pip install torchao"):
         make_trainer(config)
@@ -324,7 +324,7 @@ def test_the_gpu_computes_the_same(config: ResolvedConfig, change: dict[str, Any
     )  # fmt: skip
     expected: list[CycleReport] = []
     make_trainer(base, on_cycle=expected.append).run()
-    found: list[CycleReport] = []
-    make_trainer(base.replace(**change), on_cycle=found.append).run()
+    reports: list[CycleReport] = []
+    make_trainer(base.replace(**change), on_cycle=reports.append).run()
     if not base.execution.mask_books and "mask_books" not in change:
-        assert found[0].step_losses == pytest.approx(expected[0].step_losses, rel=2e-2)
+        assert reports[0].step_losses == pytest.approx(expected[0].step_losses, rel=2e-2)

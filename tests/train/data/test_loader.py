@@ -116,8 +116,8 @@ def test_a_step_of_more_windows_than_are_planned_at_once_has_all_of_them(
             places = 7 + step * size + rank * micro * accumulation + np.arange(micro * accumulation)
             expected = np.empty((len(places), 33), dtype=np.int64)
             windows.read(windows.window_ids(places), expected)
-            found = np.concatenate([loader.next()[0].numpy() for _ in range(accumulation)])
-            assert np.array_equal(found, expected[:, :-1])
+            actual = np.concatenate([loader.next()[0].numpy() for _ in range(accumulation)])
+            assert np.array_equal(actual, expected[:, :-1])
             assert loader.position == 7 + (step + 1) * size
 
 
@@ -209,7 +209,7 @@ class LazyEvent:
 @pytest.fixture
 def side(monkeypatch: pytest.MonkeyPatch) -> tuple[LazyStream, list[torch.Tensor]]:
     """A lazy stream in the place of the loader's, and the batches whose memory the current stream was told of."""
-    stream, known = LazyStream(), list[torch.Tensor]()
+    stream, events = LazyStream(), list[torch.Tensor]()
 
     class Current:
         def wait_event(self, event: LazyEvent) -> None:
@@ -228,26 +228,26 @@ def side(monkeypatch: pytest.MonkeyPatch) -> tuple[LazyStream, list[torch.Tensor
 
     monkeypatch.setattr(torch.cuda, "stream", on)
     monkeypatch.setattr(torch.cuda, "current_stream", lambda device: Current())
-    monkeypatch.setattr(torch.Tensor, "record_stream", lambda batch, stream: known.append(batch))
-    return stream, known
+    monkeypatch.setattr(torch.Tensor, "record_stream", lambda batch, stream: events.append(batch))
+    return stream, events
 
 
 def test_a_batch_is_taken_only_when_its_copy_is_there(
     small_shards: Path, side: tuple[LazyStream, list[torch.Tensor]]
 ) -> None:
     """And its host buffer is filled again only then: on a GPU the copy runs while the batch before is computed on."""
-    stream, known = side
+    stream, events = side
     windows = windows_of(small_shards)
     plain, loader = (BatchLoader(windows, share_of(3, 2, 6), CPU) for _ in range(2))
     loader._stream = stream  # type: ignore[assignment]
     loader._copies_done = [LazyEvent() for _ in loader._host]  # type: ignore[misc]
     for number in range(7):
-        expected, found = plain.next(), loader.next()
-        assert torch.equal(found[0], expected[0])
-        assert torch.equal(found[1], expected[1])
+        expected, actual = plain.next(), loader.next()
+        assert torch.equal(actual[0], expected[0])
+        assert torch.equal(actual[1], expected[1])
         assert len(stream.queued) == number + 1, "the next copy is queued"
         assert stream.reached == number, "and not waited for"
-        assert len(known) == number, "the allocator must not give the memory of a batch in use to the next"
+        assert len(events) == number, "the allocator must not give the memory of a batch in use to the next"
 
 
 @pytest.mark.gpu
@@ -258,5 +258,5 @@ def test_a_gpus_batches_are_those_of_the_host_while_its_copies_are_late(small_sh
     for _ in range(7):
         with torch.cuda.stream(_copy_stream(cuda)):
             torch.cuda._sleep(10**8)  # cycles: some 70 ms
-        for found, expected in zip(loader.next(), plain.next(), strict=True):
-            assert torch.equal(found.cpu(), expected)
+        for actual, expected in zip(loader.next(), plain.next(), strict=True):
+            assert torch.equal(actual.cpu(), expected)

@@ -115,12 +115,12 @@ def test_blocks_hold_every_window_of_the_stream_once(books: Path) -> None:
     tokens = np.concatenate([book.tokens for book in Inline([str(books)], 0, ReadingConfig()).read(0)]).astype(np.int64)
     count = (len(tokens) - 1) // LENGTH
     windows = windows_of(books)
-    found = rows(windows, 0, count)
+    actual = rows(windows, 0, count)
     expected = np.stack([tokens[i * LENGTH : (i + 1) * LENGTH + 1] for i in range(count)])
     for first in range(0, count, 40):
-        block, straight = found[first : first + 40], expected[first : first + 40]
+        block, straight = actual[first : first + 40], expected[first : first + 40]
         assert sorted(map(tuple, block)) == sorted(map(tuple, straight))
-    assert not np.array_equal(found, expected)
+    assert not np.array_equal(actual, expected)
     assert windows.block_positions[-1].epoch == 0
     rows(windows, count, count + 1)
     assert windows.block_positions[-2] == StreamPosition(position=count, epoch=1)
@@ -130,36 +130,36 @@ def test_each_block_and_each_epoch_has_an_order_of_its_own() -> None:
     """Of a single book, whose blocks would otherwise be visited alike."""
     book = EncodedBook(partition=0, source="", book="one", tokens=np.arange(80 * LENGTH + 1, dtype=np.uint16), chars=1)
     windows = StreamWindows(lambda epoch, partition: iter([book]), LENGTH, 0, 40 * LENGTH)
-    found = rows(windows, 0, 160)[:, 0] // LENGTH
-    blocks = [found[first : first + 40].tolist() for first in range(0, 160, 40)]
+    actual = rows(windows, 0, 160)[:, 0] // LENGTH
+    blocks = [actual[first : first + 40].tolist() for first in range(0, 160, 40)]
     assert sorted(blocks[0] + blocks[1]) == sorted(blocks[2] + blocks[3]) == list(range(80))
     orders = {tuple(number % 40 for number in block) for block in blocks}
     assert len(orders) == 4
 
 
 def test_epochs_read_the_books_in_the_order_of_that_epoch(books: Path) -> None:
-    asked: list[tuple[int, int]] = []
+    requests: list[tuple[int, int]] = []
     stream = Inline([str(books)], 0, ReadingConfig())
 
     def read(epoch: int, partition: int) -> Iterator[EncodedBook]:
-        asked.append((epoch, partition))
+        requests.append((epoch, partition))
         return (book for book in stream.read(epoch, partition) if not book.dropped)
 
     windows = StreamWindows(read, LENGTH, 0, 40 * LENGTH)
     rows(windows, 0, 1500)
-    assert asked == [(epoch, 0) for epoch in range(len(asked))]
-    assert len(asked) > 1
+    assert requests == [(epoch, 0) for epoch in range(len(requests))]
+    assert len(requests) > 1
 
 
 def test_what_was_read_is_counted(config: ResolvedConfig) -> None:
     data = open_inline(config, Inline(config.dataset.stream, 0, config.dataset.reading))
     books = list(data._read(0, 0))
-    kept = [book for book in books if not book.dropped]
+    used = [book for book in books if not book.dropped]
     assert data.summary() == {
-        "books": len(kept), "tokens": sum(len(book.tokens) for book in kept), "chars": sum(b.chars for b in kept),
-        "dropped": {"too short": 1}, "encoded_on": {"": sum(len(book.tokens) for book in kept)},
+        "books": len(used), "tokens": sum(len(book.tokens) for book in used), "chars": sum(b.chars for b in used),
+        "dropped": {"too short": 1}, "encoded_on": {"": sum(len(book.tokens) for book in used)},
     }  # fmt: skip
-    assert len(kept) == len(books) > 5
+    assert len(used) == len(books) > 5
     assert data.manifest.splits["train"]["books"] == round(data.manifest.splits["train"]["tokens"] / (
         data.tokens / data.books
     ))  # fmt: skip
@@ -167,15 +167,15 @@ def test_what_was_read_is_counted(config: ResolvedConfig) -> None:
 
 def test_as_much_is_held_out_as_validation_takes(config: ResolvedConfig) -> None:
     """Whole books of at least as many tokens, unless the sources have fewer."""
-    asked: list[int] = []
+    requests: list[int] = []
 
     class Asked(Inline):
         def validation_books(self, tokens: int) -> list[EncodedBook]:
-            asked.append(tokens)
+            requests.append(tokens)
             return super().validation_books(tokens)
 
     open_inline(config.replace(cycle=Cycle(5, 3)), Asked(config.dataset.stream, 0, config.dataset.reading))
-    assert asked == [3 * 4 * LENGTH + 1]
+    assert requests == [3 * 4 * LENGTH + 1]
 
 
 @pytest.mark.parametrize("change", ["gone", "edited", "emptied"])
@@ -184,18 +184,18 @@ def test_a_book_that_changed_since_the_checkpoint_is_named(
 ) -> None:
     """Whole files, whose sizes the fingerprint has, and one of which keeps its size."""
     copy = Path(shutil.copytree(books, tmp_path / "books"))
-    before = windows_of(copy)
-    rows(before, 0, 100)
-    place = before.block_positions[-2]
-    book = copy.parent / place.book
+    initial = windows_of(copy)
+    rows(initial, 0, 100)
+    position = initial.block_positions[-2]
+    book = copy.parent / position.book
     text = book.read_text(encoding="utf-8")
     book.write_text(text.replace("said", "sang") if change == "edited" else "", encoding="utf-8")
     if change == "gone":
         book.unlink()
     after = windows_of(copy)
-    after.load_state_dict(place)
-    with pytest.raises(UserError, match=rf"--stream: the book {place.book}.* {place.source}\. .* --name"):
-        rows(after, place.position, place.position + 4)
+    after.load_state_dict(position)
+    with pytest.raises(UserError, match=rf"--stream: the book {position.book}.* {position.source}\. .* --name"):
+        rows(after, position.position, position.position + 4)
 
 
 def test_a_checkpoint_holds_where_its_block_begins(config: ResolvedConfig) -> None:
@@ -233,9 +233,9 @@ def test_a_step_has_the_same_windows_however_it_is_executed(
 
 
 def test_the_books_that_validate_are_counted_without_those_that_were_dropped(config: ResolvedConfig) -> None:
-    kept = EncodedBook(0, "a.txt", "a.txt", 90, np.zeros(30, np.uint16))
+    usable_book = EncodedBook(0, "a.txt", "a.txt", 90, np.zeros(30, np.uint16))
     dropped = EncodedBook(0, "b.txt", "b.txt", 0, np.zeros(0, np.uint16), "too short", "8 characters, fewer than 200")
-    counted = estimate_manifest(StreamSource(config.dataset).stream, held_out=[kept, dropped]).splits["val"]
+    counted = estimate_manifest(StreamSource(config.dataset).stream, held_out=[usable_book, dropped]).splits["val"]
     assert counted == {"books": 1, "tokens": 30, "chars": 90}
 
 
@@ -311,11 +311,11 @@ def test_a_stream_reads_what_shards_hold(
         )
     }
     stream = Inline(sources, 0, reading)
-    found = {("val", book.book): book.tokens.tolist() for book in stream.validation_books(10**9) if not book.dropped}
-    assert found
-    found |= {("train", book.book): book.tokens.tolist() for book in stream.read(0) if not book.dropped}
-    assert found == shards
-    assert (len(found) < 75) == fewer
+    actual = {("val", book.book): book.tokens.tolist() for book in stream.validation_books(10**9) if not book.dropped}
+    assert actual
+    actual |= {("train", book.book): book.tokens.tolist() for book in stream.read(0) if not book.dropped}
+    assert actual == shards
+    assert (len(actual) < 75) == fewer
     if reading.join_lines:
         apart = Inline(sources, 0, dataclasses.replace(reading, join_lines=False))
         assert {book.book for book in apart.read(0)} == {book.book for book in stream.read(0)}
@@ -331,14 +331,14 @@ def test_books_are_held_out_until_there_are_enough_or_much_has_been_read(tmp_pat
     """What was read counts over all partitions: in a large corpus none of them alone is much."""
     line = json.dumps({"text": " ".join(WORDS * 20), "of no use": "x" * 40_000})
     (tmp_path / "books.jsonl").write_text(f"{line}\n" * 150)
-    found = SmallPartitions([str(tmp_path)], 0, ReadingConfig())
-    partitions = make_partitions(found.inventory, found.settings)
+    stream = SmallPartitions([str(tmp_path)], 0, ReadingConfig())
+    partitions = make_partitions(stream.inventory, stream.settings)
     books = [[book.book for book in encoded_books(partition, "val")] for partition in partitions]
     assert all(books)
-    assert [book.book for book in found.validation_books(10**9)] == list(itertools.chain(*books))
-    assert [book.book for book in found.validation_books(1)] == books[0][:1]
-    found.max_search_bytes = 3_000_000
-    assert [book.book for book in found.validation_books(10**9)] == list(itertools.chain(*books[:4]))
+    assert [book.book for book in stream.validation_books(10**9)] == list(itertools.chain(*books))
+    assert [book.book for book in stream.validation_books(1)] == books[0][:1]
+    stream.max_search_bytes = 3_000_000
+    assert [book.book for book in stream.validation_books(10**9)] == list(itertools.chain(*books[:4]))
 
 
 @pytest.mark.parametrize(
@@ -374,15 +374,15 @@ def test_through_ray_it_is_the_same_run_also_when_resumed(config: ResolvedConfig
         with pytest.raises(UserError, match=r"book 3\.txt was deleted"):
             list(gone.read(0))
     assert result.outcome == "finished"
-    found = [json.loads(line) for line in (folder / "cycles.jsonl").read_text().splitlines()]
+    logged_cycles = [json.loads(line) for line in (folder / "cycles.jsonl").read_text().splitlines()]
     torch.set_num_threads(1)
     straight: list[CycleReport] = []
     make_trainer(
         whole, data=open_inline(whole, Inline(whole.dataset.stream, 0, whole.dataset.reading)), on_cycle=straight.append
     ).run()
-    losses = [loss for cycle in found for loss in cycle["step_losses"]]
+    losses = [loss for cycle in logged_cycles for loss in cycle["step_losses"]]
     assert losses == [loss for report in straight for loss in report.step_losses]
-    assert found[-1]["val_loss"] == straight[-1].val_loss
+    assert logged_cycles[-1]["val_loss"] == straight[-1].val_loss
     progress = json.loads((folder / "checkpoints" / "step-00000012" / "progress.json").read_text())
     assert progress["windows_consumed"] == 48
     assert progress["data_state"]["epoch"] == 0

@@ -60,19 +60,19 @@ def test_it_is_trained_generated_from_and_exported_without_its_data(
     shutil.rmtree(data)
 
     saved = Path(result.checkpoint)
-    model, found = load_model(saved)
-    assert found
-    assert (model.config.vocab_size, model.config.padded_vocab_size) == (len(found), 640) == (600, 640)
-    assert model.config.end_of_text % 600 == found.end_of_text
+    model, actual = load_model(saved)
+    assert actual
+    assert (model.config.vocab_size, model.config.padded_vocab_size) == (len(actual), 640) == (600, 640)
+    assert model.config.end_of_text % 600 == actual.end_of_text
     assert generate(GenerateConfig(checkpoint=str(saved), prompt="In the", tokens=5)) == 0
     assert "In the" in capsys.readouterr().out
     write_model(saved, tmp_path / "exported")
     tokenizer = AutoTokenizer.from_pretrained(tmp_path / "exported")
     text = "In the beginning God created the heaven <|endoftext|>"
-    assert tokenizer.encode(text.split("<")[0]) == found.encode(text.split("<")[0].encode()).tolist()
-    assert tokenizer.encode(text)[-1] == tokenizer.eos_token_id == found.end_of_text
-    theirs = AutoModelForCausalLM.from_pretrained(tmp_path / "exported").config
-    assert (theirs.vocab_size, theirs.eos_token_id) == (600, found.end_of_text)
+    assert tokenizer.encode(text.split("<")[0]) == actual.encode(text.split("<")[0].encode()).tolist()
+    assert tokenizer.encode(text)[-1] == tokenizer.eos_token_id == actual.end_of_text
+    hf_model = AutoModelForCausalLM.from_pretrained(tmp_path / "exported").config
+    assert (hf_model.vocab_size, hf_model.eos_token_id) == (600, actual.end_of_text)
     other = Path(shutil.copytree(saved, tmp_path / "other"))
     (other / TOKENIZER_FILE).write_bytes(gpt2().content)
     with pytest.raises(UserError, match=TOKENIZER_FILE):
@@ -115,11 +115,11 @@ def test_a_run_on_it_is_resumed(own: TrainConfig, tmp_path: Path) -> None:
     assert plan.progress
     assert plan.progress.step == 1
     assert plan.requested.model.vocab_size == 600
-    rest = make_trainer(
+    resumed_trainer = make_trainer(
         resolve_local(plan.requested), checkpoints=home.checkpoints, resume=plan.run_folder.newest_checkpoint()[0]
     )
-    result = rest.run()
+    result = resumed_trainer.run()
     assert (result.outcome, result.steps) == ("finished", 3)
     losses = [loss for report in straight.times.reports for loss in report.step_losses]
-    assert [loss for report in rest.times.reports for loss in report.step_losses] == losses
+    assert [loss for report in resumed_trainer.times.reports for loss in report.step_losses] == losses
     assert (result.val_loss, result.val_bits_per_byte) == (whole.val_loss, whole.val_bits_per_byte)

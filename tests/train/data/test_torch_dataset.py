@@ -27,8 +27,8 @@ def test_a_window_is_found_from_the_end_too_and_none_beyond(small_shards: Path) 
     windows = open_shards(str(small_shards), LENGTH)
     count = len(windows)
     for index in (0, 1, count - 1):
-        found = windows[index - count]
-        assert all(torch.equal(ours, theirs) for ours, theirs in zip(found, windows[index], strict=True))
+        actual = windows[index - count]
+        assert all(torch.equal(ours, reference) for ours, reference in zip(actual, windows[index], strict=True))
     assert not torch.equal(windows[0][0], windows[-1][0])
     for index in (count, -count - 1):
         with pytest.raises(IndexError):

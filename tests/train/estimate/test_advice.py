@@ -55,23 +55,23 @@ def test_what_can_be_changed_saves_memory_and_is_sorted_by_its_cost(
 ) -> None:
     step = ResolvedConfig.of(global_batch=64, micro_batch=16, **NAMED)
     step = resolve(step.replace(**changes), cpu_info() if "device" in changes else A100)
-    found = singles(step.step)
-    flags = [change.text for change in found]
+    savings = singles(step.step)
+    flags = [change.text for change in savings]
     assert offered in flags
     assert not left_out or not [flag for flag in flags if left_out in flag]
-    assert all(change.peak < predict_peak(step.step).total for change in found)
-    costs = [change.arithmetic for change in found]
+    assert all(change.peak < predict_peak(step.step).total for change in savings)
+    costs = [change.arithmetic for change in savings]
     assert costs == sorted(costs)
 
 
 def test_combinations_come_after_single_changes_and_keep_the_largest_batch() -> None:
     step = resolve(TrainConfig.of(global_batch=4, micro_batch=4, **NAMED), A100).step
-    found = find_memory_savings(step)
-    assert [len(change.flags) > 1 for change in found] == sorted(len(change.flags) > 1 for change in found)
-    combined = [change.text for change in found if len(change.flags) > 1]
+    savings = find_memory_savings(step)
+    assert [len(change.flags) > 1 for change in savings] == sorted(len(change.flags) > 1 for change in savings)
+    combined = [change.text for change in savings if len(change.flags) > 1]
     assert combined[:3] == [
         "--loss fused --micro-batch 2", "--loss fused --micro-batch 1", "--loss fused --checkpointing selective",
     ]  # fmt: skip
     assert combined[-1] == "--loss fused --micro-batch 1 --checkpointing full"
-    costs = [change.arithmetic for change in found if len(change.flags) > 1]
+    costs = [change.arithmetic for change in savings if len(change.flags) > 1]
     assert costs == sorted(costs)

@@ -35,12 +35,12 @@ def test_a_doctors_record_is_a_card_with_the_rates_that_were_measured(tmp_path: 
 
 
 @pytest.mark.parametrize(
-    "found",
+    "actual",
     [{}, [], {"facts": FACTS}, {"facts": FACTS | {"kind": "cpu"}} | MEASURED, {"facts": {"kind": "cuda"}}, MEASURED],
 )
-def test_a_file_without_the_rates_of_a_gpu_is_refused(tmp_path: Path, found: Any) -> None:
+def test_a_file_without_the_rates_of_a_gpu_is_refused(tmp_path: Path, actual: Any) -> None:
     file = tmp_path / "doctor.json"
-    file.write_text(json.dumps(found))
+    file.write_text(json.dumps(actual))
     with pytest.raises(UserError, match=r"--gpu .*doctor.json"):
         load_gpu_rates(str(file))
 

@@ -120,15 +120,15 @@ def allocated_peak(step: Step, trace: Path) -> int:
     profiler.export_chrome_trace(str(trace))
     events = json.loads(trace.read_text())["traceEvents"]
     counts = [event["args"] for event in sorted(events, key=itemgetter("ts")) if event["name"] == "[memory]"]
-    before = counts[0]["Total Allocated"] - counts[0]["Bytes"]  # the count goes on from an earlier profile's
-    return max(count["Total Allocated"] for count in counts) - before
+    initial = counts[0]["Total Allocated"] - counts[0]["Bytes"]  # the count goes on from an earlier profile's
+    return max(count["Total Allocated"] for count in counts) - initial
 
 
 @pytest.mark.parametrize(("compile", "chunks"), [("off", 8), pytest.param("whole", 1, marks=pytest.mark.slow)])
 def test_the_formula_agrees_with_the_allocator(compile: Compile, chunks: int, tmp_path: Path) -> None:
     step = BASE.replace(model=LAYER, compile=compile, loss_chunks=chunks)
-    found = predict_peak(step)
-    predicted = found.allocated - found.weights - found.optimizer
+    breakdown = predict_peak(step)
+    predicted = breakdown.allocated - breakdown.weights - breakdown.optimizer
     assert predicted == pytest.approx(allocated_peak(step, tmp_path / "trace.json"), rel=0.05)
 
 
@@ -205,9 +205,9 @@ def test_weights_and_optimizer_are_those_of_a_real_one(tied: bool) -> None:
         parameter.grad = torch.zeros_like(parameter)
     optimizer.step()
     moments = [value for state in optimizer.state.values() for value in state.values() if value.dim()]
-    found = predict_peak(step)
-    assert found.weights == sum(parameter.nbytes for parameter in model.parameters())
-    assert found.optimizer == sum(moment.nbytes for moment in moments)
+    breakdown = predict_peak(step)
+    assert breakdown.weights == sum(parameter.nbytes for parameter in model.parameters())
+    assert breakdown.optimizer == sum(moment.nbytes for moment in moments)
 
 
 @pytest.mark.gpu

@@ -92,10 +92,10 @@ def test_a_worker_that_begins_again_repeats_no_cycle(home: RunFolder, config: Re
     """It was killed behind a report that its checkpoint does not know, and behind half of another."""
     train(home, config.replace(steps=7, schedule="constant"))
     config = config.replace(schedule="constant")
-    before = home.cycles.read_text()
+    logged_cycles = home.cycles.read_text()
     assert [cycle["step"] for cycle in cycles(home)] == [5, 7]
     with home.cycles.open("a") as log:
-        log.write(before.splitlines()[-1].replace('"step": 7', '"step": 10') + '\n{"step": 1')
+        log.write(logged_cycles.splitlines()[-1].replace('"step": 7', '"step": 10') + '\n{"step": 1')
     driver = DriverDouble()
     train(home, config, newest(home.checkpoints), driver)
     assert driver.cycles == [5, 7, 10, 12], "cycles that may not have arrived are sent again"
@@ -132,9 +132,9 @@ def test_a_micro_batch_that_nobody_gave_is_made_smaller_until_it_fits(home: RunF
     straight = make_trainer(config.replace(micro_batch=2))
     straight.run()
     assert [c["step_losses"] for c in cycles(home)] == [report.step_losses for report in straight.times.reports]
-    kept = newest(home.checkpoints)
-    assert kept
-    assert progress.read_progress(kept).config["micro_batch"] == 2, "with which it is continued"
+    checkpoint = newest(home.checkpoints)
+    assert checkpoint
+    assert progress.read_progress(checkpoint).config["micro_batch"] == 2, "with which it is continued"
     fitted = config.with_smaller_micro_batch(result.failed_micro_batches)
     assert fitted
     assert fitted.batch.micro_batch == 2

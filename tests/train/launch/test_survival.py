@@ -38,8 +38,8 @@ def wait_for_step(run: RunFolder, step: int, process: subprocess.Popen) -> None:
     """Wait until the run has a checkpoint at or behind ``step``."""
     deadline = time.monotonic() + 240
     while time.monotonic() < deadline:
-        found = checkpoints_in(run.checkpoints) if run.checkpoints.exists() else []
-        if found and int(found[-1].name.removeprefix("step-")) >= step:
+        checkpoints = checkpoints_in(run.checkpoints) if run.checkpoints.exists() else []
+        if checkpoints and int(checkpoints[-1].name.removeprefix("step-")) >= step:
             return
         assert process.poll() is None, process.communicate()[0]
         time.sleep(0.02)
@@ -81,22 +81,22 @@ def test_a_run_survives_everything(on_ray: bool, small_shards: Path, tmp_path: P
     driver = start(tmp_path, "--resume", "long")
     wait_for_step(home, reached + 30, driver)
     os.killpg(driver.pid, signal.SIGTERM)  # a machine that is about to be taken away
-    asked = time.monotonic()
+    stop_requested_at = time.monotonic()
     printed, _ = driver.communicate(timeout=120)
     assert driver.returncode == 130, printed
-    assert time.monotonic() - asked < 30
+    assert time.monotonic() - stop_requested_at < 30
     assert re.search(r"with: +python -m train\.run --resume long\n", printed)
     cycles = [json.loads(line) for line in home.cycles.read_text().splitlines()]
     assert len(checkpoints_in(home.checkpoints)) == 2
     assert not list(home.checkpoints.glob(".*"))
 
     config = config_from_json(json.loads(home.config.read_text()), "test")
-    rest: list[CycleReport] = []
-    make_trainer(resolve_local(config), on_cycle=rest.append, resume=newest(home.checkpoints)).run()
+    resumed: list[CycleReport] = []
+    make_trainer(resolve_local(config), on_cycle=resumed.append, resume=newest(home.checkpoints)).run()
     straight: list[CycleReport] = []
     make_trainer(resolve_local(config), on_cycle=straight.append).run()
-    found = [(c["step"], c["step_losses"], c["val_loss"]) for c in [*cycles, *map(asdict, rest)]]
-    assert found == [(r.step, r.step_losses, r.val_loss) for r in straight]
+    actual = [(c["step"], c["step_losses"], c["val_loss"]) for c in [*cycles, *map(asdict, resumed)]]
+    assert actual == [(r.step, r.step_losses, r.val_loss) for r in straight]
 
     client = MlflowClient(f"sqlite:///{tmp_path}/mlflow.db")
     (run,) = client.search_runs(["1"])

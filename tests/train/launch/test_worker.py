@@ -97,11 +97,11 @@ def test_a_worker_begins_at_the_step_that_it_is_told_or_a_later_one(
     )  # fmt: skip
     make_trainer(config, checkpoints=home.checkpoints).run()
     third, sixth = checkpoints_in(home.checkpoints)
-    before = sorted(home.path.rglob("*"))
+    files_before = sorted(home.path.rglob("*"))
     resume, refusal = find(home.path, 6, marker=home.path / "made-by-the-driver")
     assert resume is None
     assert "--out s3://bucket/runs" in (refusal or "")
-    assert before == sorted(home.path.rglob("*")), "nothing is overwritten"
+    assert files_before == sorted(home.path.rglob("*")), "nothing is overwritten"
     assert find(home.path, 6) == (sixth, None)
     assert find(home.path, 3) == (sixth, None), "a predecessor that was dying saved it"
     shutil.rmtree(sixth)
@@ -142,13 +142,16 @@ def test_a_resumed_run_reads_its_checkpoint_once_to_check_it(
         return checksum(path)
 
     monkeypatch.setattr(progress, "checksum", counted)
-    found = find_run(str(home.path), home.path.parent)[1]
+    checkpoint = find_run(str(home.path), home.path.parent)[1]
     with ExitStack() as stack:
-        assert lock_and_find_checkpoint(home, stack, job_of(home, config, step=7), EarlierWorkers()) == (found, None)
-        assert train(home, config.replace(schedule="constant"), found).steps == 12
+        assert lock_and_find_checkpoint(home, stack, job_of(home, config, step=7), EarlierWorkers()) == (
+            checkpoint,
+            None,
+        )
+        assert train(home, config.replace(schedule="constant"), checkpoint).steps == 12
     assert sorted(checked) == ["model.safetensors", "state.pt"]
-    os.utime(found / "state.pt", ns=(1, 1))
-    assert progress.find_damage(found) is None
+    os.utime(checkpoint / "state.pt", ns=(1, 1))
+    assert progress.find_damage(checkpoint) is None
     assert len(checked) == 3, "a file that was touched is read again"
 
 

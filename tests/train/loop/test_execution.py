@@ -46,7 +46,7 @@ def test_a_cpus_large_tensors_are_in_large_pages_unless_told_otherwise(entry: st
 
 
 @pytest.mark.parametrize(
-    ("kind", "asked"),
+    ("kind", "requests"),
     [
         ("whole", {"mode": None, "options": None}),
         ("max-autotune", {"mode": "max-autotune-no-cudagraphs", "options": None}),
@@ -55,14 +55,14 @@ def test_a_cpus_large_tensors_are_in_large_pages_unless_told_otherwise(entry: st
     ],
 )
 def test_torch_is_asked_for_the_kind_of_compilation(
-    kind: Any, asked: dict[str, object], small_model: ModelConfig, monkeypatch: pytest.MonkeyPatch
+    kind: Any, requests: dict[str, object], small_model: ModelConfig, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """torch refuses a mode or an option that it does not know; nothing is compiled before the first call."""
-    found: list[dict[str, object]] = []
+    actual: list[dict[str, object]] = []
     compile_it = torch.compile
 
     def recording(model: Any, **options: Any) -> Any:
-        found.append(options)
+        actual.append(options)
         return compile_it(model, **options)
 
     monkeypatch.setattr(torch, "compile", recording)
@@ -73,7 +73,7 @@ def test_torch_is_asked_for_the_kind_of_compilation(
         ),
         config.execution,
     )
-    assert found == [{"dynamic": False} | asked]
+    assert actual == [{"dynamic": False} | requests]
 
 
 @pytest.mark.parametrize("ablate", [(), ("gc-pause",)])
@@ -90,21 +90,21 @@ def test_the_model_is_asked_as_it_was_trained_and_without_dropout(small_model: M
     config = ResolvedConfig.of(
         data=str(tmp_path), model=replace(small_model, dropout=0.5), mask_books=True, micro_batch=4, global_batch=4
     )
-    trained, asked = (
+    trained, requested = (
         build_model(
             config.model, config.execution, config.optimization.optimizer, config.dataset.seed, torch.device("cpu")
         ),
         build_inference_model(config.model, config.execution.mask_books),
     )
-    asked.load_state_dict(trained.state_dict())
+    requested.load_state_dict(trained.state_dict())
     tokens = torch.randint(0, 256, (2, 32))
     tokens[:, 15] = 256
     with torch.no_grad():
-        torch.testing.assert_close(asked(tokens), trained.eval()(tokens))
+        torch.testing.assert_close(requested(tokens), trained.eval()(tokens))
         torch.testing.assert_close(
-            asked(tokens)[:, 16:], asked(tokens.clone().index_fill_(1, torch.arange(15), 0))[:, 16:]
+            requested(tokens)[:, 16:], requested(tokens.clone().index_fill_(1, torch.arange(15), 0))[:, 16:]
         )
-        assert asked(tokens[:, :1]).shape == (2, 1, 320)
+        assert requested(tokens[:, :1]).shape == (2, 1, 320)
 
 
 def test_weights_follow_from_the_seed(small_model: ModelConfig) -> None:
@@ -130,6 +130,6 @@ def test_the_seed_decides_the_weights(small_model: ModelConfig) -> None:
             .tobytes()
         )
 
-    found = [weights(seed) for seed in (0, 1, 0, 1)]
-    assert found[:2] == found[2:]
-    assert found[0] != found[1]
+    actual = [weights(seed) for seed in (0, 1, 0, 1)]
+    assert actual[:2] == actual[2:]
+    assert actual[0] != actual[1]

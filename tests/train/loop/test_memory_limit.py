@@ -39,10 +39,10 @@ def config(small_shards: Path, small_model: ModelConfig) -> ResolvedConfig:
 def test_a_run_over_its_limit_ends_and_keeps_what_it_trained(config: ResolvedConfig, tmp_path: Path) -> None:
     result = make_trainer(config, checkpoints=tmp_path, limit=MemoryLimit.apply(10**6, "cpu")).run()
     assert (result.outcome, result.steps) == ("over_limit", 1)
-    assert re.fullmatch(r"the process used \d+\.\d\d GB \(rss\) of 0\.00 GB", result.reason)
+    assert re.fullmatch(r"the process used \d+\.\d\d GB \(rss\), more than the limit of 0\.00 GB", result.reason)
     assert [path.name for path in checkpoints_in(tmp_path)] == ["step-00000001"]
-    rest = make_trainer(config, resume=tmp_path / "step-00000001", limit=MemoryLimit.apply(10**12, "cpu")).run()
-    assert (rest.outcome, rest.steps) == ("finished", 9)
+    resumed = make_trainer(config, resume=tmp_path / "step-00000001", limit=MemoryLimit.apply(10**12, "cpu")).run()
+    assert (resumed.outcome, resumed.steps) == ("finished", 9)
 
 
 def test_what_only_the_end_takes_counts_too(config: ResolvedConfig, monkeypatch: pytest.MonkeyPatch) -> None:
@@ -80,20 +80,24 @@ def test_the_command_takes_a_smaller_micro_batch_than_it_has_chosen_and_keeps_it
         capture_output=True, text=True,
     )  # fmt: skip
     assert done.returncode == 0, done.stderr
-    said, kept = done.stdout, json.loads(Path("runs/one/result.json").read_text())
-    assert " = micro-batch 8 (auto) x accumulation 1 " in said
-    (line,) = (line for line in said.splitlines() if "retrying with" in line)
-    assert re.match(r"micro-batch 8 did .*\(the process used 1\.\d\d GB \(rss\) of 1\.10 GB\); retrying with 4$", line)
-    assert (kept["outcome"], kept["steps"], kept["failed_micro_batches"]) == ("finished", 3, [8])
-    assert kept["memory"]["process"] < 1.1e9
-    asked = json.loads(Path("runs/one/config.json").read_text())
-    assert asked["micro_batch"] == asked["compile"] == "auto", "as it was asked for"
-    (found,) = MlflowClient(store_uri()).search_runs(["1"])
-    assert (found.data.params["micro_batch"], found.data.tags["micro_batch.failed_micro_batches"]) == ("8", "8")
+    text, stored_json = done.stdout, json.loads(Path("runs/one/result.json").read_text())
+    assert " = micro-batch 8 (auto) x accumulation 1 " in text
+    (line,) = (line for line in text.splitlines() if "retrying with" in line)
+    reason = r"the process used 1\.\d\d GB \(rss\), more than the limit of 1\.10 GB"
+    assert re.match(rf"micro-batch 8 did .*\({reason}\); retrying with 4$", line)
+    assert (stored_json["outcome"], stored_json["steps"], stored_json["failed_micro_batches"]) == ("finished", 3, [8])
+    assert stored_json["memory"]["process"] < 1.1e9
+    requested = json.loads(Path("runs/one/config.json").read_text())
+    assert requested["micro_batch"] == requested["compile"] == "auto", "as it was asked for"
+    (mlflow_run,) = MlflowClient(store_uri()).search_runs(["1"])
+    assert (mlflow_run.data.params["micro_batch"], mlflow_run.data.tags["micro_batch.failed_micro_batches"]) == (
+        "8",
+        "8",
+    )
     assert command(run.main, "--resume", "one", "--steps", "5") == 0
     assert " = micro-batch 4 (auto) x accumulation 2 " in capfd.readouterr().out
-    kept = json.loads(Path("runs/one/result.json").read_text())
-    assert (kept["steps"], kept["failed_micro_batches"]) == (5, [])
+    stored_json = json.loads(Path("runs/one/result.json").read_text())
+    assert (stored_json["steps"], stored_json["failed_micro_batches"]) == (5, [])
 
 
 def test_the_peak_is_this_process_own_and_not_that_of_the_one_that_started_it() -> None:
@@ -106,10 +110,10 @@ def test_the_peak_is_this_process_own_and_not_that_of_the_one_that_started_it() 
     assert 5e7 < int(done.stdout) < 9e8
 
 
-@pytest.mark.parametrize(("told", "expected"), [(5 * 10**9, 13 * 10**9), (None, 12 * 10**9)])
-def test_segments_given_back_before_the_end_count(told: int | None, expected: int) -> None:
+@pytest.mark.parametrize(("reported_bytes", "expected"), [(5 * 10**9, 13 * 10**9), (None, 12 * 10**9)])
+def test_segments_given_back_before_the_end_count(reported_bytes: int | None, expected: int) -> None:
     """NVML says 5 GB, of which torch's allocator has 4; it had 12 before its cache was emptied."""
-    state = GpuState("H200", "570", 140 * 10**9, 7 * 10**9, told, (), None, None, None, None)
+    state = GpuState("H200", "570", 140 * 10**9, 7 * 10**9, reported_bytes, (), None, None, None, None)
     stats = AllocatorStats(reserved=4 * 10**9, max_reserved=12 * 10**9, max_allocated=11 * 10**9)
     assert memory.gpu_peak(stats, state).process == expected
     # Where NVML hides processes, the card's growth since 2 GB stands in for the process's 5.
@@ -119,10 +123,10 @@ def test_segments_given_back_before_the_end_count(told: int | None, expected: in
 @pytest.mark.gpu
 def test_memory_given_back_is_in_a_gpus_peak() -> None:
     memory.reset_peak(GPU)
-    before = memory.peak(GPU).process
+    peak_before = memory.peak(GPU).process
     torch.empty(2**30, dtype=torch.uint8, device=GPU)
     torch.cuda.empty_cache()
-    assert memory.peak(GPU).process >= before + 2**30
+    assert memory.peak(GPU).process >= peak_before + 2**30
 
 
 @pytest.mark.gpu

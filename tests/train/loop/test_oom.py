@@ -72,13 +72,13 @@ def test_where_memory_ran_out(config: ResolvedConfig, arrange: Callable[[Trainer
         10**12,
     )
     assert f"you tried to allocate {VAST} bytes" in result.shortage.message
-    for known in (
+    for expected in (
         during,
         "1,152,921,504.61 GB",
         f"{predict_peak(trainer.config.step).total / 1e9:.2f} GB",
         "1000.00 GB",
     ):
-        assert known in result.reason
+        assert expected in result.reason
     weights = 4 * config.model.parameters
     assert result.shortage.bytes_by_part["weights"] == weights
     state = result.shortage.bytes_by_part["optimizer"]

@@ -50,7 +50,7 @@ def test_what_torch_reads_once_is_not_changed_without_a_word(monkeypatch: pytest
         monkeypatch.delenv(name, raising=False)
     on_gpu = CPU.replace(device="cuda")
     for first, other, flag in (
-        (CPU, CPU.replace(ablate=("large-pages",)), "--ablate large-pages"),
+        (CPU, CPU.replace(ablate=("large-pages",)), "--ablate"),
         (on_gpu.replace(allocator="expandable"), on_gpu.replace(allocator="split"), "--allocator"),
     ):
         for _ in range(2):

@@ -22,9 +22,9 @@ def gpt2_shards(small_shards: Path, tmp_path_factory: pytest.TempPathFactory) ->
     """The small shards as if their ids were GPT-2's, of which they hold the first 256."""
     folder = Path(shutil.copytree(small_shards, tmp_path_factory.mktemp("gpt2") / "tokens"))
     manifest = folder / "manifest.json"
-    said = manifest.read_text()
-    assert '"tokenizer_sha256": "small"' in said
-    manifest.write_text(said.replace('"tokenizer_sha256": "small"', f'"tokenizer_sha256": "{GPT2_SHA256}"'))
+    text = manifest.read_text()
+    assert '"tokenizer_sha256": "small"' in text
+    manifest.write_text(text.replace('"tokenizer_sha256": "small"', f'"tokenizer_sha256": "{GPT2_SHA256}"'))
     return folder
 
 
@@ -41,7 +41,7 @@ def test_a_finished_run_writes_the_beginning_of_a_book(config: ResolvedConfig, t
     """By its own last weights, which another process finds in its checkpoint, and without dropout."""
     trainer = make_trainer(config, checkpoints=tmp_path)
     result = trainer.run()
-    before = {name: value.data_ptr() for name, value in trainer.model.state_dict().items()}
+    initial_weights = {name: value.data_ptr() for name, value in trainer.model.state_dict().items()}
     written = closing_sample(trainer, result)
     assert result.checkpoint
     model, _ = load_model(Path(result.checkpoint))
@@ -53,7 +53,7 @@ def test_a_finished_run_writes_the_beginning_of_a_book(config: ResolvedConfig, t
         sample(untrained, untrained.config, [gpt2().end_of_text], SAMPLE_TOKENS, SamplingParams())
     )
     assert trainer.model.training, "the trained model stays as it is"
-    assert {name: value.data_ptr() for name, value in trainer.model.state_dict().items()} == before
+    assert {name: value.data_ptr() for name, value in trainer.model.state_dict().items()} == initial_weights
 
 
 def test_a_model_that_has_learnt_a_sentence_closes_with_it(config: ResolvedConfig) -> None:
@@ -68,8 +68,8 @@ def test_a_model_that_has_learnt_a_sentence_closes_with_it(config: ResolvedConfi
             parameter.zero_()
         trainer.model.norm.weight.fill_(1.0)
         trainer.model.position_embedding.weight.copy_(torch.eye(64))
-        for place, token in enumerate(ids):
-            trainer.model.head.weight[token, place] += 10.0
+        for position, token in enumerate(ids):
+            trainer.model.head.weight[token, position] += 10.0
     assert closing_sample(trainer, result) == gpt2().decode(ids)
 
 

@@ -45,8 +45,8 @@ def test_too_few_steps_have_no_speed() -> None:
 
 def test_noise_alone_is_not_warm_up() -> None:
     """Medians of neighboring windows differ by more than one standard error in every third run, by three in few."""
-    found = [warmup_steps([9.0, *series(0.1, 200, noise=0.05, seed=seed)]) for seed in range(100)]
-    assert found.count(1) >= 95
+    actual = [warmup_steps([9.0, *series(0.1, 200, noise=0.05, seed=seed)]) for seed in range(100)]
+    assert actual.count(1) >= 95
 
 
 def test_three_steps_after_warm_up_are_a_speed_no_faster_than_the_fastest() -> None:
@@ -56,9 +56,9 @@ def test_three_steps_after_warm_up_are_a_speed_no_faster_than_the_fastest() -> N
     assert (speed.tokens_per_second, speed.high, speed.steps, speed.warmup_steps) == (20.0, 30.0, 3, 1)
     assert speed.low == pytest.approx(30 / 2.742, rel=1e-3)
     steps = series(0.1, 300)
-    known = steady_state(steps, 1000)
-    assert known is not None
-    assert known.high < 0.999 * 1000 / min(steps), "of many steps the interval is narrower than the steps"
+    throughput = steady_state(steps, 1000)
+    assert throughput is not None
+    assert throughput.high < 0.999 * 1000 / min(steps), "of many steps the interval is narrower than the steps"
 
 
 A100 = "NVIDIA A100-SXM4-40GB"

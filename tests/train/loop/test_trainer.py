@@ -103,12 +103,12 @@ def test_the_same_seed_gives_the_same_run(config: ResolvedConfig) -> None:
 def test_a_resumed_run_continues_bit_for_bit(config: ResolvedConfig, tmp_path: Path, dropout: float) -> None:
     config = config.replace(model=dataclasses.replace(config.model, dropout=dropout))
     straight, expected = train(config)
-    first, before = train(config, checkpoints=tmp_path, should_stop=stop_at(13))
+    first, initial = train(config, checkpoints=tmp_path, should_stop=stop_at(13))
     assert first.outcome == "interrupted"
     assert first.steps == 13
     assert first.checkpoint
     second, after = train(config, checkpoints=tmp_path, resume=Path(first.checkpoint))
-    assert before + after == expected
+    assert initial + after == expected
     assert second.val_loss == straight.val_loss
     assert second.train_tokens == straight.train_tokens
     assert second.val_tokens == straight.val_tokens == 2 * 2 * 8 * 32
@@ -196,9 +196,9 @@ def test_a_resumed_run_knows_what_a_spike_is(config: ResolvedConfig, tmp_path: P
     first, _ = train(config, checkpoints=tmp_path, should_stop=stop_at(25))
     assert first.checkpoint
     progress = Path(first.checkpoint) / "progress.json"
-    kept = json.loads(progress.read_text())
-    assert kept["reference_loss"] == first.train_loss
-    progress.write_text(json.dumps(kept | {"reference_loss": 1.0}))
+    stored_json = json.loads(progress.read_text())
+    assert stored_json["reference_loss"] == first.train_loss
+    progress.write_text(json.dumps(stored_json | {"reference_loss": 1.0}))
     again = make_trainer(config, resume=Path(first.checkpoint)).run()
     assert again.outcome == "diverged"
     assert "1.000" in again.reason
@@ -315,9 +315,9 @@ def test_dropout_differs_between_steps_and_workers(config: ResolvedConfig) -> No
             trainer.run()
         return seen
 
-    found = [states(rank) for rank in (0, 1, 2)]
-    assert len({state for seen in found for state in seen}) == 3 * 4
-    assert states(1) == found[1]
+    actual = [states(rank) for rank in (0, 1, 2)]
+    assert len({state for seen in actual for state in seen}) == 3 * 4
+    assert states(1) == actual[1]
 
 
 def gradients_at_the_optimizer(trainer: Trainer) -> list[float]:
@@ -356,13 +356,13 @@ def test_a_scaled_loss_is_clipped_by_its_true_gradients(
     made = torch.amp.GradScaler
     monkeypatch.setattr(torch.amp, "GradScaler", lambda kind, enabled: made(kind, init_scale=2.0**16))
     scaled = make_trainer(config)
-    found = gradients_at_the_optimizer(scaled)
+    actual_gradients = gradients_at_the_optimizer(scaled)
     scaled.run()
     assert scaled.scaler.get_scale() == 2.0**16
-    assert found == pytest.approx(expected, rel=1e-4)
-    for ours, theirs in zip(scaled.times.reports, plain.times.reports, strict=True):
-        assert ours.gradient_norm == pytest.approx(theirs.gradient_norm, rel=1e-4)
-        assert ours.train_loss == pytest.approx(theirs.train_loss, rel=1e-5)
+    assert actual_gradients == pytest.approx(expected, rel=1e-4)
+    for ours, reference in zip(scaled.times.reports, plain.times.reports, strict=True):
+        assert ours.gradient_norm == pytest.approx(reference.gradient_norm, rel=1e-4)
+        assert ours.train_loss == pytest.approx(reference.train_loss, rel=1e-5)
 
 
 def test_memory_that_ran_out_is_known_by_its_words() -> None:

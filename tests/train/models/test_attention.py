@@ -35,19 +35,19 @@ def test_kernels_are_tried_in_the_order_of_the_gpu(
 
 
 @pytest.mark.parametrize(
-    ("there", "found"), [((), "math"), (("efficient",), "efficient"), (("efficient", "cudnn"), "cudnn")]
+    ("supported", "kernel"), [((), "math"), (("efficient",), "efficient"), (("efficient", "cudnn"), "cudnn")]
 )
 def test_the_kernel_is_the_first_that_can_be_used(
-    monkeypatch: pytest.MonkeyPatch, there: tuple[str, ...], found: str
+    monkeypatch: pytest.MonkeyPatch, supported: tuple[str, ...], kernel: str
 ) -> None:
     """A CPU can use none of them, by torch itself."""
-    for name in there:
-        monkeypatch.setattr(attention, f"can_use_{name}_attention", lambda given: True)
+    for name in supported:
+        monkeypatch.setattr(attention, f"can_use_{name}_attention", lambda params: True)
     q = torch.zeros(1, 2, 16, 64, dtype=torch.bfloat16, requires_grad=True)
-    assert attention.first_supported_kernel(attention_for_gpu((9, 0), 1024, masked=False), q, 0.0) == found
+    assert attention.first_supported_kernel(attention_for_gpu((9, 0), 1024, masked=False), q, 0.0) == kernel
     dense = torch.ones(1, 1, 16, 16, dtype=torch.bool)
     masked = attention.first_supported_kernel(attention_for_gpu((9, 0), 1024, masked=True), q, 0.0, dense)
-    assert masked == ("efficient" if "efficient" in there else "math")
+    assert masked == ("efficient" if "efficient" in supported else "math")
 
 
 @pytest.fixture
@@ -72,6 +72,6 @@ def test_the_mask_of_flex_attention_is_the_same(tokens: Tensor, end_of_text: int
     places = torch.arange(12)
     queries, keys = torch.meshgrid(places, places, indexing="ij")
     for window in range(2):
-        found = mask.mask_mod(torch.tensor(window), torch.tensor(0), queries, keys)
+        actual = mask.mask_mod(torch.tensor(window), torch.tensor(0), queries, keys)
         expected = dense_mask(tokens, 99)[window, 0] if end_of_text else torch.ones(12, 12).tril().bool()
-        assert torch.equal(found, expected)
+        assert torch.equal(actual, expected)

@@ -140,10 +140,10 @@ def test_residual_layers_start_smaller_the_deeper_the_model(small_model: ModelCo
 def test_dropout_is_where_gpt2_has_it(small_model: ModelConfig) -> None:
     """Behind the embeddings and both layers of every block, and on the weights of attention; nowhere in ``eval``."""
     torch.manual_seed(0)
-    asked: list[float] = []
+    requests: list[float] = []
 
     def attention(q: Tensor, k: Tensor, v: Tensor, dropout: float, mask: Any) -> Tensor:
-        asked.append(dropout)
+        requests.append(dropout)
         return v
 
     model = GPT(replace(small_model, dropout=0.25), attention=attention)
@@ -155,12 +155,12 @@ def test_dropout_is_where_gpt2_has_it(small_model: ModelConfig) -> None:
             part.register_forward_hook(lambda *passed: zeros.append((passed[-1] == 0).float().mean().item()))
     model(torch.randint(0, 257, (16, 32)))
     assert zeros == pytest.approx([0.25] * 5, abs=0.02)
-    assert asked == [0.25, 0.25]
+    assert requests == [0.25, 0.25]
     zeros.clear()
-    asked.clear()
+    requests.clear()
     model.eval()(torch.randint(0, 257, (16, 32)))
     assert zeros == pytest.approx([0.0] * 5, abs=1e-3)
-    assert asked == [0.0, 0.0]
+    assert requests == [0.0, 0.0]
 
 
 def test_activations_have_the_type_that_is_asked_for(small_model: ModelConfig) -> None:

@@ -30,9 +30,11 @@ def test_its_gradients_are_those_that_torch_derives(kind: torch.dtype, biased: b
     assert output.dtype == kind
     rounding = 16 * torch.finfo(kind).eps  # of sums of 24 products
     torch.testing.assert_close(output, expected, rtol=rounding, atol=rounding)
-    found = gradients(output, upstream, inputs)
+    actual_gradients = gradients(output, upstream, inputs)
     exact = [tensor.detach().double().cpu().requires_grad_() for tensor in inputs]
     reference = F.linear(exact[0], exact[1], exact[2] if biased else None)
-    for ours, theirs in zip(found, gradients(reference, upstream.double().cpu(), exact), strict=True):
+    for ours, theirs in zip(actual_gradients, gradients(reference, upstream.double().cpu(), exact), strict=True):
         torch.testing.assert_close(ours.double().cpu(), theirs, rtol=rounding, atol=rounding)
-    assert [gradient.dtype for gradient in found[1:]] == [torch.float32] * (len(found) - 1), "as the weights'"
+    assert [gradient.dtype for gradient in actual_gradients[1:]] == [torch.float32] * (len(actual_gradients) - 1), (
+        "as the weights'"
+    )

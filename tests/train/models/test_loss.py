@@ -28,11 +28,11 @@ def inputs(kind: torch.dtype = torch.float64) -> tuple[Tensor, Tensor, Tensor]:
 def test_the_fused_loss_is_cross_entropy(chunks: int) -> None:
     hidden, head, targets = inputs()
     expected = F.cross_entropy(F.linear(hidden, head).flatten(0, 1), targets.flatten())
-    found = fused(hidden, head, targets, chunks)
-    torch.testing.assert_close(found, expected)
+    actual = fused(hidden, head, targets, chunks)
+    torch.testing.assert_close(actual, expected)
     right = torch.autograd.grad(3 * expected, (hidden, head))
     for _ in range(2):  # nothing is used up by a backward pass that keeps the graph
-        torch.testing.assert_close(torch.autograd.grad(3 * found, (hidden, head), retain_graph=True), right)
+        torch.testing.assert_close(torch.autograd.grad(3 * actual, (hidden, head), retain_graph=True), right)
 
 
 @pytest.mark.parametrize("loss", [plain, lambda hidden, head, targets, ids: fused(hidden, head, targets, 5, ids)])
@@ -40,10 +40,10 @@ def test_the_loss_may_be_over_the_first_ids_alone(loss: Callable[..., Tensor]) -
     hidden, head, targets = inputs(torch.float32)
     targets %= 47
     right = F.cross_entropy(F.linear(hidden, head[:47]).flatten(0, 1), targets.flatten())
-    found = loss(hidden, head, targets, 47)
-    torch.testing.assert_close(found, right)
-    for ours, theirs in zip(*(torch.autograd.grad(each, (hidden, head)) for each in (found, right)), strict=True):
-        torch.testing.assert_close(ours, theirs)
+    actual = loss(hidden, head, targets, 47)
+    torch.testing.assert_close(actual, right)
+    for ours, reference in zip(*(torch.autograd.grad(each, (hidden, head)) for each in (actual, right)), strict=True):
+        torch.testing.assert_close(ours, reference)
 
 
 def test_its_gradients_are_those_of_finite_differences() -> None:
@@ -59,10 +59,10 @@ def test_it_is_as_good_in_16_bits(kind: torch.dtype) -> None:
     hidden = torch.randn(1, 1024, 16).to(kind).requires_grad_()
     head = torch.randn(1024, 16).mul(0.1).to(kind).requires_grad_()
     targets = torch.randint(0, 1024, (1, 1024))
-    expected, found = plain(hidden.float(), head.float(), targets), fused(hidden, head, targets, 64)
-    assert found.item() == pytest.approx(expected.item(), rel=1e-3)
+    expected, actual = plain(hidden.float(), head.float(), targets), fused(hidden, head, targets, 64)
+    assert actual.item() == pytest.approx(expected.item(), rel=1e-3)
     exact = torch.autograd.grad(expected * 2**16, (hidden, head))
-    for ours, right in zip(torch.autograd.grad(found * 2**16, (hidden, head)), exact, strict=True):
+    for ours, right in zip(torch.autograd.grad(actual * 2**16, (hidden, head)), exact, strict=True):
         assert (ours - right).norm() < 0.01 * right.norm()
 
 
@@ -71,9 +71,9 @@ def test_autocast_multiplies_in_bf16_and_gives_the_weights_fp32() -> None:
     gradients = []
     with torch.autocast("cpu", torch.bfloat16):
         for loss in (plain, partial(fused, chunks=3)):
-            found = loss(hidden, head, targets)
-            assert found.dtype == torch.float32
-            gradients.append(torch.autograd.grad(found, (hidden, head)))
+            actual = loss(hidden, head, targets)
+            assert actual.dtype == torch.float32
+            gradients.append(torch.autograd.grad(actual, (hidden, head)))
     for ours, right in zip(*gradients, strict=True):
         assert ours.dtype == torch.float32
         assert 0 < (ours - right).norm() < 0.01 * right.norm()

@@ -47,13 +47,13 @@ def test_every_parameter_moves_at_the_rate_that_was_set(model: GPT, optimizer: s
 
     def moved(rate: float) -> dict[str, bool]:
         set_learning_rate(made, rate)
-        before = {name: p.detach().clone() for name, p in model.named_parameters()}
+        initial_weights = {name: p.detach().clone() for name, p in model.named_parameters()}
         for parameter in model.parameters():
             parameter.grad = torch.ones_like(parameter)
         made.step()
         made.zero_grad()
         assert all(parameter.grad is None for parameter in model.parameters())
-        return {name: not torch.equal(p, before[name]) for name, p in model.named_parameters()}
+        return {name: not torch.equal(p, initial_weights[name]) for name, p in model.named_parameters()}
 
     assert not any(moved(0.0).values())
     assert all(moved(0.125).values())

@@ -56,9 +56,9 @@ def train_together(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Togethe
         "MASTER_ADDR": "127.0.0.1", "MASTER_PORT": str(port), "WORLD_SIZE": str(WORKERS),
         "OMP_NUM_THREADS": "1", "PYTHONPATH": f"{Path(__file__).parents[3]}{os.pathsep}{Path(__file__).parents[1]}",
     }  # fmt: skip
-    said = tmp_path_factory.mktemp("workers") / "stderr"
+    stderr_file = tmp_path_factory.mktemp("workers") / "stderr"
     with ExitStack() as started:
-        errors = started.enter_context(said.open("w"))
+        errors = started.enter_context(stderr_file.open("w"))
         workers = [
             started.enter_context(
                 subprocess.Popen(
@@ -75,7 +75,7 @@ def train_together(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Togethe
             for worker in workers:
                 print(json.dumps(job), file=worker.stdin, flush=True)
             ended = [worker.stdout.readline() for worker in workers if worker.stdout]
-            assert all(ended), said.read_text()
+            assert all(ended), stderr_file.read_text()
             return json.loads(ended[0])
 
         yield train
@@ -97,9 +97,9 @@ def config(small_shards: Path, small_model: ModelConfig) -> ResolvedConfig:
     )  # fmt: skip
 
 
-def same(found: list[Any], expected: list[Any]) -> None:
-    assert [step for step, _, _ in found] == [step for step, _, _ in expected]
-    for (_, losses, val), (_, wanted, wanted_val) in zip(found, expected, strict=True):
+def same(actual: list[Any], expected: list[Any]) -> None:
+    assert [step for step, _, _ in actual] == [step for step, _, _ in expected]
+    for (_, losses, val), (_, wanted, wanted_val) in zip(actual, expected, strict=True):
         assert losses == pytest.approx(wanted, rel=1e-4)
         assert val == pytest.approx(wanted_val, rel=1e-4)
 
@@ -116,17 +116,17 @@ def test_two_workers_compute_what_one_does(config: ResolvedConfig, train_togethe
 def test_dropout_continues_on_every_worker(config: ResolvedConfig, train_together: Together, tmp_path: Path) -> None:
     together = config.replace(workers=2, model=dataclasses.replace(config.model, dropout=0.2))
     *_, straight = train_together(together)
-    _, steps, saved, before = train_together(together, checkpoints=str(tmp_path), stop=7)
+    _, steps, saved, initial = train_together(together, checkpoints=str(tmp_path), stop=7)
     assert steps == 7
     *_, after = train_together(together, checkpoints=str(tmp_path), resume=saved)
-    assert [*before, *after] == straight
+    assert [*initial, *after] == straight
 
 
 def test_sharded_and_alone_continue_each_other(
     config: ResolvedConfig, train_together: Together, tmp_path: Path
 ) -> None:
     together = config.replace(workers=2, fsdp=True)
-    outcome, steps, saved, before = train_together(together, checkpoints=str(tmp_path), stop=7)
+    outcome, steps, saved, initial = train_together(together, checkpoints=str(tmp_path), stop=7)
     assert (outcome, steps) == ("interrupted", 7)
     assert saved
     reports: list[CycleReport] = []
@@ -137,4 +137,4 @@ def test_sharded_and_alone_continue_each_other(
     middle = alone.run()
     assert middle.checkpoint
     _, _, _, after = train_together(together, checkpoints=str(tmp_path), resume=middle.checkpoint)
-    same([*before, *([r.step, r.step_losses, r.val_loss] for r in reports), *after], train_alone(config))
+    same([*initial, *([r.step, r.step_losses, r.val_loss] for r in reports), *after], train_alone(config))

@@ -68,9 +68,9 @@ def test_a_kernel_that_draws_random_numbers_is_run_again_with_dropout(
         torch.manual_seed(0)
         return GPT(replace(small_model, dropout=0.3), attention=kernel, checkpointing=checkpointing)
 
-    expected, found = gradients(made("none")), gradients(made(kind))
+    expected, actual_gradients = gradients(made("none")), gradients(made(kind))
     for name, gradient in expected.items():
-        torch.testing.assert_close(found[name], gradient, msg=name)
+        torch.testing.assert_close(actual_gradients[name], gradient, msg=name)
 
 
 @pytest.mark.skipif(not hasattr(torch.autograd.graph, "region_activation_memory_budget"), reason="needs torch 2.13")
@@ -81,10 +81,10 @@ def test_compiled_code_keeps_to_a_budget_and_computes_the_same(small_model: Mode
     def found(kind: Any) -> tuple[dict[str, Tensor], int]:
         torch.compiler.reset()
         torch.manual_seed(0)
-        model, kept = GPT(replace(small_model, layers=1), checkpointing=kind), dict[int, int]()
+        model, saved_sizes = GPT(replace(small_model, layers=1), checkpointing=kind), dict[int, int]()
 
         def keep(tensor: Tensor) -> Tensor:
-            kept[tensor.untyped_storage().data_ptr()] = tensor.untyped_storage().nbytes()
+            saved_sizes[tensor.untyped_storage().data_ptr()] = tensor.untyped_storage().nbytes()
             return tensor
 
         with torch.autograd.graph.saved_tensors_hooks(keep, lambda tensor: tensor):
@@ -92,7 +92,7 @@ def test_compiled_code_keeps_to_a_budget_and_computes_the_same(small_model: Mode
         loss.backward()
         weights = {parameter.untyped_storage().data_ptr() for parameter in model.parameters()}
         gradients = {name: p.grad for name, p in model.named_parameters() if p.grad is not None}
-        return gradients, sum(size for place, size in kept.items() if place not in weights)
+        return gradients, sum(size for position, size in saved_sizes.items() if position not in weights)
 
     (expected, all_of_it), (gradients, part) = found("none"), found("budget")
     for name, gradient in expected.items():

@@ -90,9 +90,9 @@ def test_a_range_named_by_the_host_is_not_a_kernel() -> None:
         event("Optimizer.step#AdamW.step", 3000, 4000, annotation=True),
         event("## Call CompiledFxGraph abc ##", 0, 3000, annotation=True),
     ]  # fmt: skip
-    found = analyze(events, 1, 0.004, cuda=True)
-    assert found.by_class == {"matmul": 1.0, "optimizer": 1.0}
-    assert found.idle == 2.0
+    profile = analyze(events, 1, 0.004, cuda=True)
+    assert profile.by_class == {"matmul": 1.0, "optimizer": 1.0}
+    assert profile.idle == 2.0
 
 
 def test_a_gap_is_put_down_to_what_the_host_did() -> None:
@@ -107,12 +107,12 @@ def test_waits_in_the_loop_are_a_finding_with_their_cost() -> None:
         event("nvjet_gemm", 0, 4000), event("aten::item", 3900, 7000, DeviceType.CPU),
         event("nvjet_gemm", 7000, 10000), event("cudaStreamSynchronize", 3950, 6900, DeviceType.CPU),
     ]  # fmt: skip
-    found = findings(analyze(events, 1, 0.010, cuda=True), optimizer="adamw-fused", compiled=True, cuda=True)
-    assert any("item" in line and "3.00 ms" in line for line in found)
-    assert any("idle 3.00 ms" in line and "synchronization" in line for line in found)
+    sentences = findings(analyze(events, 1, 0.010, cuda=True), optimizer="adamw-fused", compiled=True, cuda=True)
+    assert any("item" in line and "3.00 ms" in line for line in sentences)
+    assert any("idle 3.00 ms" in line and "synchronization" in line for line in sentences)
     quiet = [event("nvjet_gemm", 0, 5000), event("nvjet_gemm", 5000, 10000)]
-    found = findings(analyze(quiet, 1, 0.010, cuda=True), optimizer="adamw-fused", compiled=True, cuda=True)
-    assert not any("item" in line or "idle" in line for line in found)
+    sentences = findings(analyze(quiet, 1, 0.010, cuda=True), optimizer="adamw-fused", compiled=True, cuda=True)
+    assert not any("item" in line or "idle" in line for line in sentences)
 
 
 def test_a_profile_is_of_one_step() -> None:
@@ -127,16 +127,16 @@ def test_a_profile_is_of_one_step() -> None:
     later = [
         event(e.name, e.time_range.start + 10000, e.time_range.end + 10000, e.device_type) for e in once
     ]  # fmt: skip
-    found = analyze([*once, *later], 2, 0.020, cuda=True)
-    assert found.step == 10.0
-    assert [(k.name, k.calls, k.milliseconds) for k in found.kernels] == [
+    profile = analyze([*once, *later], 2, 0.020, cuda=True)
+    assert profile.step == 10.0
+    assert [(k.name, k.calls, k.milliseconds) for k in profile.kernels] == [
         ("nvjet_gemm", 2, 8.0), ("multi_tensor_apply_kernel", 2, 8.0)
     ]  # fmt: skip
-    assert found.by_class == {"matmul": 4.0, "optimizer": 4.0}
-    assert (found.forward, found.backward, found.loader) == (1.0, 1.5, 0.5)
-    assert found.gaps == {"loader": 2.0}
-    assert found.idle == 2.0
-    assert (found.waits, found.wait_calls) == (1.0, 1.0)
+    assert profile.by_class == {"matmul": 4.0, "optimizer": 4.0}
+    assert (profile.forward, profile.backward, profile.loader) == (1.0, 1.5, 0.5)
+    assert profile.gaps == {"loader": 2.0}
+    assert profile.idle == 2.0
+    assert (profile.waits, profile.wait_calls) == (1.0, 1.0)
 
 
 def test_a_cpus_operators_count_without_what_they_call() -> None:
@@ -147,12 +147,12 @@ def test_a_cpus_operators_count_without_what_they_call() -> None:
         event("autograd::engine::evaluate_function: Mm", 0, 5000, host), event(FORWARD, 0, 2000, host),
     ]  # fmt: skip
     events[-1].is_user_annotation = True
-    found = analyze(events, 1, 0.010, cuda=False)
-    assert [(kernel.name, kernel.milliseconds) for kernel in found.kernels] == [
+    profile = analyze(events, 1, 0.010, cuda=False)
+    assert [(kernel.name, kernel.milliseconds) for kernel in profile.kernels] == [
         ("aten::addmm", 4.0), ("aten::copy_", 2.0), ("aten::linear", 1.0)
     ], "the costliest first"  # fmt: skip
-    assert list(found.by_class.items()) == [("matmul", 5.0), ("copies", 2.0)]
-    assert (found.forward, found.backward) == (2.0, 5.0)
+    assert list(profile.by_class.items()) == [("matmul", 5.0), ("copies", 2.0)]
+    assert (profile.forward, profile.backward) == (2.0, 5.0)
 
 
 NOTHING = Profile(
@@ -177,10 +177,10 @@ NOTHING = Profile(
     ],
 )
 def test_only_what_stands_out_is_a_finding(changes: dict[str, Any], optimizer: str, sentence: str | None) -> None:
-    first, *others = findings(replace(NOTHING, **changes), optimizer=optimizer, compiled=False, cuda=True)
+    first, *other_sentences = findings(replace(NOTHING, **changes), optimizer=optimizer, compiled=False, cuda=True)
     assert "of the GPU's time" in first
-    assert len(others) == (sentence is not None)
-    assert all(sentence and sentence in other for other in others)
+    assert len(other_sentences) == (sentence is not None)
+    assert all(sentence and sentence in other for other in other_sentences)
 
 
 def test_a_compiled_model_is_not_advised_to_be_compiled_nor_one_without_attention_to_fuse_it() -> None:
@@ -215,9 +215,9 @@ def test_the_steps_behind_the_warm_ones_are_recorded(
     config = TrainConfig.of(
         data=str(small_shards), model=small_model, micro_batch=4, global_batch=8, device="cpu", steps=3
     )
-    found, _ = record.record(resolve_local(config), tmp_path, lambda *arguments: 0)
-    assert found.steps == 2
-    calls = {kernel.name: kernel.calls for kernel in found.kernels}
+    profile, _ = record.record(resolve_local(config), tmp_path, lambda *arguments: 0)
+    assert profile.steps == 2
+    calls = {kernel.name: kernel.calls for kernel in profile.kernels}
     assert calls["aten::embedding_dense_backward"] == 2 * 2 * 2, "two steps of two micro-batches, two embeddings"
 
 
@@ -231,15 +231,15 @@ def test_a_profile_on_the_cpu(
     code = command(profile.main, *flags, "--attention", "manual", "--device", "cpu", "--name", "one")
     printed = capfd.readouterr().out
     assert code == 0, printed
-    found = json.loads(Path("runs/one/profile.json").read_text())
-    assert found["steps"] == 2
-    assert found["forward"] > 0
-    assert found["backward"] > 0
-    passes = found["forward"] + found["backward"]
-    assert 0 < found["by_class"]["matmul"] < passes < found["step"], "each is within the next"
-    assert found["loader"] > 0
-    assert any("not fused" in line for line in found["findings"])
-    assert all("): " not in kernel["name"] for kernel in found["kernels"])
+    actual = json.loads(Path("runs/one/profile.json").read_text())
+    assert actual["steps"] == 2
+    assert actual["forward"] > 0
+    assert actual["backward"] > 0
+    passes = actual["forward"] + actual["backward"]
+    assert 0 < actual["by_class"]["matmul"] < passes < actual["step"], "each is within the next"
+    assert actual["loader"] > 0
+    assert any("not fused" in line for line in actual["findings"])
+    assert all("): " not in kernel["name"] for kernel in actual["kernels"])
     trace = json.loads(gzip.decompress(Path("runs/one/trace.json.gz").read_bytes()))
     assert any(e.get("name") == "throughline: forward" for e in trace["traceEvents"])
     assert Path("runs/one/memory.png").stat().st_size > 5000
@@ -256,8 +256,8 @@ def test_the_fused_kernels_of_a_cpu_are_named(tmp_path: Path, small_shards: Path
         data=str(small_shards), model=small_model, micro_batch=4, global_batch=4, device="cpu", compile="whole"
     )
     torch.compiler.reset()
-    found, _ = record.record(resolve_local(config), tmp_path)
-    fused = {kernel.name: kernel.kind for kernel in found.kernels if "cpp_fused" in kernel.name}
+    profile, _ = record.record(resolve_local(config), tmp_path)
+    fused = {kernel.name: kernel.kind for kernel in profile.kernels if "cpp_fused" in kernel.name}
     assert {kind for name, kind in fused.items() if "layer_norm" in name} == {"norms and loss"}
     activations = {kind for name, kind in fused.items() if "gelu" in name and "norm" not in name}
     assert activations == {"element-wise"}
@@ -273,10 +273,10 @@ def test_what_torch_fails_to_follow_is_all_that_is_missing(
         raise AssertionError("expected one storage, got two\nand a page of detail")
 
     config = TrainConfig.of(data=str(small_shards), model=small_model, micro_batch=4, global_batch=4, device="cpu")
-    found, words = record.record(resolve_local(config), tmp_path, fail)
+    profile, words = record.record(resolve_local(config), tmp_path, fail)
     assert "memory.png" in words[-1]
     assert words[-1].endswith("AssertionError: expected one storage, got two")
-    assert found.forward > 0
+    assert profile.forward > 0
     assert {path.name for path in tmp_path.iterdir()} == {"trace.json.gz", "profile.json"}
 
 
@@ -308,17 +308,17 @@ def test_a_disk_that_fills_while_tracing_is_one_sentence(
     plain = torch.profiler.profile.export_chrome_trace
 
     def on_a_full_disk(*arguments: Any) -> None:
-        old, most = resource.getrlimit(resource.RLIMIT_FSIZE)
-        resource.setrlimit(resource.RLIMIT_FSIZE, (1_500_000, most))
+        old, hard_limit = resource.getrlimit(resource.RLIMIT_FSIZE)
+        resource.setrlimit(resource.RLIMIT_FSIZE, (1_500_000, hard_limit))
         try:
             plain(*arguments)
         finally:
-            resource.setrlimit(resource.RLIMIT_FSIZE, (old, most))
+            resource.setrlimit(resource.RLIMIT_FSIZE, (old, hard_limit))
 
     monkeypatch.setattr(torch.profiler.profile, "export_chrome_trace", on_a_full_disk)
-    said = refused(profile.main, *flags, "--device", "cpu", "--name", "full")
-    assert "Cannot write the profile to" in said
-    assert "No space left on device" in said
+    message = refused(profile.main, *flags, "--device", "cpu", "--name", "full")
+    assert "Cannot write the profile to" in message
+    assert "No space left on device" in message
     assert not list(Path("runs/full").glob("trace*")), "what is cut short would fill the disk"
     (run,) = MlflowClient(store_uri()).search_runs(["1"])
     assert run.info.status == "FAILED"
@@ -331,7 +331,7 @@ def test_a_profile_on_a_gpu_names_the_kernel_that_ran(
     model = replace(small_model, width=128, heads=2, context_length=256)
     config = TrainConfig.of(data=str(small_shards), model=model, micro_batch=8, global_batch=8, precision="bf16",
                          attention="flash", device="cuda")  # fmt: skip
-    found, _ = record.record(resolve_local(config), tmp_path)
-    assert found.attention == "flash"
-    assert found.by_class["matmul"] > 0
+    profile, _ = record.record(resolve_local(config), tmp_path)
+    assert profile.attention == "flash"
+    assert profile.by_class["matmul"] > 0
     assert (tmp_path / "memory.pickle").stat().st_size > 1000

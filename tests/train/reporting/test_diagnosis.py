@@ -46,9 +46,9 @@ def failed(make_result: Make, room: int, *, process: int = 0, **changes: Any) ->
 
 def test_what_is_predicted_to_fit_counts_what_was_not_predicted(step: Step, make_result: Make) -> None:
     result = failed(make_result, 30 * GB)
-    found = diagnose_oom(step, result, HOME, 30 * GB)
-    assert found
-    assert found.rows == [
+    diagnosis = diagnose_oom(step, result, HOME, 30 * GB)
+    assert diagnosis
+    assert diagnosis.rows == [
         ("torch error", SAID),
         ("prediction", "underestimated by 0.07 GB, which the predictions below include"),
         ("available", "30.00 GB to the process; predicted with changes that fit:"),
@@ -56,9 +56,9 @@ def test_what_is_predicted_to_fit_counts_what_was_not_predicted(step: Step, make
         ("--micro-batch 24", "28.46 GB; the same FLOPs in 20 micro-batches instead of 15"),
         ("--checkpointing full", "27.14 GB; 24% more FLOPs"),
     ]
-    assert "--loss fused, predicted to need 15.25 GB" in found.advice
-    kept = replace(result, diagnosis=found)
-    assert from_json(RunResult, to_json(kept), "it") == kept
+    assert "--loss fused, predicted to need 15.25 GB" in diagnosis.advice
+    diagnosed = replace(result, diagnosis=diagnosis)
+    assert from_json(RunResult, to_json(diagnosed), "it") == diagnosed
 
 
 def test_what_the_optimizer_held_already_is_not_needed_once_more(step: Step, make_result: Make) -> None:
@@ -66,17 +66,17 @@ def test_what_the_optimizer_held_already_is_not_needed_once_more(step: Step, mak
     full = {"weights": 498_000_000, "gradients": 0, "optimizer": predict_peak(step).optimizer}
     result = failed(make_result, 34 * GB)
     assert result.shortage
-    found = diagnose_oom(step, replace(result, shortage=replace(result.shortage, bytes_by_part=full)), HOME, None)
-    assert found
-    assert dict(found.rows)["prediction"].startswith("underestimated by 3.08 GB")
+    diagnosis = diagnose_oom(step, replace(result, shortage=replace(result.shortage, bytes_by_part=full)), HOME, None)
+    assert diagnosis
+    assert dict(diagnosis.rows)["prediction"].startswith("underestimated by 3.08 GB")
 
 
 def test_a_run_needed_at_least_what_it_could_use(step: Step, make_result: Make) -> None:
     """CUDA's libraries do not say how much they asked for."""
     shortage = MemoryShortage("running the backward pass of step 2", None, 40 * GB, {}, "CUBLAS_STATUS_ALLOC_FAILED")
-    found = diagnose_oom(step, failed(make_result, 40 * GB, process=35 * GB, shortage=shortage), HOME, None)
-    assert found
-    assert dict(found.rows)["prediction"].startswith("underestimated by 3.08 GB")
+    diagnosis = diagnose_oom(step, failed(make_result, 40 * GB, process=35 * GB, shortage=shortage), HOME, None)
+    assert diagnosis
+    assert dict(diagnosis.rows)["prediction"].startswith("underestimated by 3.08 GB")
 
 
 @pytest.mark.parametrize("room", [1, 3, 5, 10, 15, 20, 25, 30, 33, 34, 80])
@@ -84,11 +84,11 @@ def test_what_is_advised_is_predicted_to_fit_and_nothing_that_failed_is(
     step: Step, make_result: Make, room: int
 ) -> None:
     """Also where the prediction said that the run itself would fit."""
-    found = diagnose_oom(step, failed(make_result, room * GB), HOME, None)
-    assert found
-    assert bool(found.command) == (room > 3)
-    if found.command:
-        words = shlex.split(found.command)[5:]
+    diagnosis = diagnose_oom(step, failed(make_result, room * GB), HOME, None)
+    assert diagnosis
+    assert bool(diagnosis.command) == (room > 3)
+    if diagnosis.command:
+        words = shlex.split(diagnosis.command)[5:]
         assert (len(words) > 2) == (room < 5), "of several changes where none alone is enough"
         changed: Any = {
             flag[2:].replace("-", "_"): int(value) if value.isdigit() else value
@@ -96,8 +96,8 @@ def test_what_is_advised_is_predicted_to_fit_and_nothing_that_failed_is(
         }
         assert predict_peak(step.replace(**changed)).total < min(room * GB, predict_peak(step).total)
     else:
-        assert f"no change is predicted to fit the available {room}.00 GB" in found.advice
-        assert "--micro-batch 1 --checkpointing full" in found.advice
+        assert f"no change is predicted to fit the available {room}.00 GB" in diagnosis.advice
+        assert "--micro-batch 1 --checkpointing full" in diagnosis.advice
 
 
 def test_a_smaller_batch_is_no_advice_where_the_model_itself_did_not_fit(step: Step, make_result: Make) -> None:
@@ -106,18 +106,18 @@ def test_a_smaller_batch_is_no_advice_where_the_model_itself_did_not_fit(step: S
     for room, process in ((80 * GB, 6 * 10**8), (GB // 2, 4 * 10**8)):
         shortage = MemoryShortage(f"{BUILDING} on worker 1 of 2", 154_000_000, room, held, SAID)
         result = failed(make_result, room, process=process, shortage=shortage)
-        found = diagnose_oom(step, result, HOME, None)
-        assert found
-        assert found.advice.startswith(f"no change is predicted to fit the available {room / GB:.2f} GB; ")
+        diagnosis = diagnose_oom(step, result, HOME, None)
+        assert diagnosis
+        assert diagnosis.advice.startswith(f"no change is predicted to fit the available {room / GB:.2f} GB; ")
 
 
 def test_when_nothing_can_be_changed_it_is_said(step: Step, make_result: Make) -> None:
     least = step.replace(micro_batch=1, loss="fused", checkpointing="full")
-    found = diagnose_oom(least, failed(make_result, 3 * GB), HOME, 3 * GB)
-    assert found
-    assert "3.00 GB" in found.advice
-    assert "without further changes" in found.advice
-    assert not found.command
+    diagnosis = diagnose_oom(least, failed(make_result, 3 * GB), HOME, 3 * GB)
+    assert diagnosis
+    assert "3.00 GB" in diagnosis.advice
+    assert "without further changes" in diagnosis.advice
+    assert not diagnosis.command
     assert diagnose_oom(step, make_result(), HOME, None) is None
 
 
@@ -128,22 +128,24 @@ def test_the_command_can_be_copied(
     home = tmp_path / "my runs" / "one"
     home.mkdir(parents=True)
     (home / "config.json").write_text(json.dumps(ResolvedConfig().to_json()))
-    for place in (StorageDir.of(home), HOME):
-        found = diagnose_oom(step, failed(make_result, 12 * GB), place, 12 * GB)
-        assert found
-        words = shlex.split(found.command)
-        assert words[:5] == ["python", "-m", "train.run", "--config", str(place / "config.json")]
+    for directory in (StorageDir.of(home), HOME):
+        diagnosis = diagnose_oom(step, failed(make_result, 12 * GB), directory, 12 * GB)
+        assert diagnosis
+        words = shlex.split(diagnosis.command)
+        assert words[:5] == ["python", "-m", "train.run", "--config", str(directory / "config.json")]
         assert words[-4:] == ["--micro-batch", "8", "--memory-limit", "12GB"]
-        if place is not HOME:
+        if directory is not HOME:
             assert words[5:7] == ["--out", str(home.parent)]
-            before = RunOptions(training=load_config(words[4]))
+            first_options = RunOptions(training=load_config(words[4]))
             with command_line(*words[3:]):
-                parsed = flags.parse_flags(RunOptions, "train.run", before)
-            assert parsed.training == before.training.replace(micro_batch=8)
+                parsed = flags.parse_flags(RunOptions, "train.run", first_options)
+            assert parsed.training == first_options.training.replace(micro_batch=8)
             assert (parsed.memory_limit, parsed.out) == (12 * GB, str(home.parent))
-    kept = diagnose_oom(step, failed(make_result, 12 * GB, checkpoint="runs/one/checkpoints/step-00000200"), HOME, None)
-    assert kept
-    assert kept.command == "python -m train.run --resume one --micro-batch 8"
+    diagnosis_with_checkpoint = diagnose_oom(
+        step, failed(make_result, 12 * GB, checkpoint="runs/one/checkpoints/step-00000200"), HOME, None
+    )
+    assert diagnosis_with_checkpoint
+    assert diagnosis_with_checkpoint.command == "python -m train.run --resume one --micro-batch 8"
 
 
 def flat(*losses: float) -> list[tuple[int, float, float | None]]:
@@ -175,10 +177,10 @@ GUESS = 5.549
 def test_what_losses_say_of_a_custom_models_code(
     make_result: Make, changes: dict[str, Any], row: tuple[str, str] | None
 ) -> None:
-    found = of_losses(CUSTOM.model, make_result(**changes))
-    assert bool(found) == bool(row)
-    if found and row:
-        ((name, text),) = found.rows
+    actual = of_losses(CUSTOM.model, make_result(**changes))
+    assert bool(actual) == bool(row)
+    if actual and row:
+        ((name, text),) = actual.rows
         assert name == row[0]
         assert row[1] in text
         assert "models:make" in text

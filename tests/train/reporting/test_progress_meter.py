@@ -59,16 +59,16 @@ def test_the_speed_is_that_of_the_last_seconds_or_of_the_last_steps(config: Trai
 
 
 @pytest.mark.parametrize(
-    ("spent", "known", "left"), [(0.0, 0.0, "1m30s"), (30.0, 0.0, "1m"), (30.0, 40.0, "50s")],
+    ("trained_seconds", "elapsed", "left"), [(0.0, 0.0, "1m30s"), (30.0, 0.0, "1m"), (30.0, 40.0, "50s")],
     ids=["new", "resumed", "resumed, after its first cycle"],
 )  # fmt: skip
 def test_a_time_budget_is_what_is_left_of_it(
-    config: TrainConfig, manifest: Manifest, spent: float, known: float, left: str
+    config: TrainConfig, manifest: Manifest, trained_seconds: float, elapsed: float, left: str
 ) -> None:
-    pace = ProgressMeter(config.step_tokens, None, 100.0, manifest, clock := Clock(), spent)
+    pace = ProgressMeter(config.step_tokens, None, 100.0, manifest, clock := Clock(), trained_seconds)
     pace.describe(TRAINING, 1)
-    if known:
-        pace.cycle({"train_loss": 5.0, "elapsed": known})
+    if elapsed:
+        pace.cycle({"train_loss": 5.0, "elapsed": elapsed})
     clock.now += 10
     assert pace.describe(TRAINING, 2)[1].endswith(f" {left} left")
     clock.now += 200

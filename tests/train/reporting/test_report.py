@@ -101,15 +101,15 @@ def test_what_is_about_to_be_trained(
     config = replace(config, requested=TrainConfig.of(attention="sdpa"))
     report.print_header(config, manifest, LocalDir("runs/a name"), cut_off)
     printed = " ".join(capfd.readouterr().out.split())
-    for known in (f"{manifest.splits['train']['tokens']:,}", "2 (auto)", "fp32 (auto)", "off (auto)", "runs/a name"):
-        assert known in printed
+    for expected in (f"{manifest.splits['train']['tokens']:,}", "2 (auto)", "fp32 (auto)", "off (auto)", "runs/a name"):
+        assert expected in printed
     assert "no C compiler" not in printed, "which a CPU's run does not miss"
     report.print_header(config.replace(device="cuda"), manifest, LocalDir("runs/a name"), cut_off)
     assert "no C compiler" in capfd.readouterr().out
 
 
 @pytest.mark.parametrize(
-    ("outcome", "checkpoint", "said"),
+    ("outcome", "checkpoint", "expected_text"),
     [
         ("finished", "c", "train.export --checkpoint one"), ("finished", None, "one/config.json"),
         ("interrupted", "c", "--resume one"), ("interrupted", None, "another --name"),
@@ -123,13 +123,13 @@ def test_the_last_fact_says_what_to_do_next(
     capfd: pytest.CaptureFixture[str],
     outcome: str,
     checkpoint: str,
-    said: str,
+    expected_text: str,
 ) -> None:
     advice = "try again: ", "python -m train.run --config runs/one/config.json --loss fused"
-    found = Diagnosis([("logits", "19.78 GB predicted")], *advice) if outcome == "oom" else None
-    result = make_result(outcome=outcome, checkpoint=checkpoint, diagnosis=found)
-    told = report.run_report(config.step, config.dataset, result, StorageDir.of(Path("runs/one").resolve()))
-    report.print_result(told, result, "the link")
+    diagnosis = Diagnosis([("logits", "19.78 GB predicted")], *advice) if outcome == "oom" else None
+    result = make_result(outcome=outcome, checkpoint=checkpoint, diagnosis=diagnosis)
+    text = report.run_report(config.step, config.dataset, result, StorageDir.of(Path("runs/one").resolve()))
+    report.print_result(text, result, "the link")
     printed = " ".join(capfd.readouterr().out.split())
     assert ("logits 19.78 GB predicted" in printed) == (outcome == "oom")
-    assert said in printed.partition("Next")[2].partition("the link")[0]
+    assert expected_text in printed.partition("Next")[2].partition("the link")[0]

@@ -166,15 +166,15 @@ def test_what_was_changed_is_told_from_what_is_usual(config: ResolvedConfig, res
 @pytest.mark.usefixtures("working_folder")
 def test_the_list_says_why_a_run_failed(config: ResolvedConfig, result: RunResult) -> None:
     keys = [create_run("train", name, tags={"kind": "run"}) for name in ("oom", "raised")]
-    said = "CUDA out of memory. Tried to allocate 2.00 GiB"
+    error_text = "CUDA out of memory. Tried to allocate 2.00 GiB"
     started(HOME, config, config)
-    ended(HOME, config, replace(result, outcome="oom", reason=said), keys[0].store)
+    ended(HOME, config, replace(result, outcome="oom", reason=error_text), keys[0].store)
     with Tracker(keys[0]) as tracker:
         tracking.fill(tracker, HOME)
     with pytest.raises(RuntimeError), Tracker(keys[1]):
-        raise RuntimeError(said + "\nand a traceback")
+        raise RuntimeError(error_text + "\nand a traceback")
     for key in keys:
-        assert MlflowClient(key.store).get_run(key.run_id).data.tags["reason"] == said
+        assert MlflowClient(key.store).get_run(key.run_id).data.tags["reason"] == error_text
     assert "tags.`reason`" in COLUMNS["train"]
 
 
@@ -227,8 +227,8 @@ def test_a_search_links_to_the_run_that_trained_with_its_winner(place: StorageDi
     with Tracker(run) as tracker:
         tracking.link_search(tracker, "best", str(place / "best.json"))
         tracking.link_search(tracker, "best", str(tmp_path / "config.json"))  # which no search has left
-    what, link, rest = note(search)
-    assert (what, rest) == ("**What:** the fastest way", "| a table |")
+    what, link, rest_lines = note(search)
+    assert (what, rest_lines) == ("**What:** the fastest way", "| a table |")
     assert f"[best](#/experiments/{run.experiment_id}/runs/{run.run_id}?" in link
     client = MlflowClient(run.store)
     assert client.get_run(search.run_id).data.tags["trained.run"] == run.run_id
@@ -276,18 +276,18 @@ def test_what_the_store_lacks_of_a_run_is_sent_by_the_next_command(
 
 
 def test_a_cycle_in_mlflow_has_each_steps_loss_at_its_step() -> None:
-    *steps, (last, found) = tracking.cycle_metrics(LOGGED)
+    *steps, (last, actual) = tracking.cycle_metrics(LOGGED)
     assert steps == [(10, {"loss/step": 5.0}), (11, {"loss/step": 4.0}), (12, {"loss/step": 3.0})]
     assert last == 12
-    assert found == {
+    assert actual == {
         "loss/train": 4.0, "loss/val": 0.0, "detail/loss/val_perplexity": 1.0, "throughput/tokens_per_second": 250.0,
         "progress/train_tokens": 4000, "detail/progress/books": 0.5, "detail/time/elapsed_seconds": 9.0,
         "detail/time/cycle_seconds": 4.0, "detail/time/train_seconds": 3.0, "detail/time/data_wait_seconds": 0.25,
         "detail/time/optimizer_seconds": 0.5, "optimizer/learning_rate": 1e-3, "optimizer/gradient_norm": 2.0,
     }  # fmt: skip
     for no_perplexity in (None, 1000.0):
-        *_, (_, found) = tracking.cycle_metrics(LOGGED | {"val_loss": no_perplexity})
-        assert found["detail/loss/val_perplexity"] is None
+        *_, (_, actual) = tracking.cycle_metrics(LOGGED | {"val_loss": no_perplexity})
+        assert actual["detail/loss/val_perplexity"] is None
 
 
 def curve(cycles: list[int]) -> list[int]:
@@ -353,11 +353,11 @@ def test_every_number_of_a_result_is_a_metric_of_its_run_in_the_unit_of_its_name
     numbers = {name for name, value in numbers.items() if isinstance(value, int | float)} - NO_METRIC
     formulas = ("result/mfu_causal", "result/flops_per_token")
     metrics = run_report(config.step, config.dataset, result, HOME.location).metrics()
-    found = {name: value for name, value in metrics.items() if not name.startswith(formulas)}
+    actual = {name: value for name, value in metrics.items() if not name.startswith(formulas)}
     same = ("tokens_per_second", "mfu", "hfu", "val_loss", "val_perplexity", "val_bits_per_byte",
             "val_bits_per_character")  # fmt: skip
     everything = vars(result) | vars(speed)
-    assert found == {f"result/{name}": everything[name] for name in same} | {
+    assert actual == {f"result/{name}": everything[name] for name in same} | {
         "result/tokens_per_second_low": speed.low, "result/tokens_per_second_high": speed.high,
         "result/matmul_utilization": result.matmul_utilization,
         "result/tflops_per_second": result.flops_per_second / 1e12,
@@ -369,4 +369,4 @@ def test_every_number_of_a_result_is_a_metric_of_its_run_in_the_unit_of_its_name
         "time/first_step_seconds": result.first_step_seconds,
         "time/data_wait_fraction": result.data_wait_fraction, "time/optimizer_fraction": result.optimizer_fraction,
     }  # fmt: skip
-    assert len(found) == len(numbers) + len(["memory/prediction_error"]), "none is left out"
+    assert len(actual) == len(numbers) + len(["memory/prediction_error"]), "none is left out"

@@ -56,10 +56,10 @@ def test_every_checkpoint_continues_exactly(config: ResolvedConfig, tmp_path: Pa
     straight: list[CycleReport] = []
     make_trainer(config.replace(keep_checkpoints=9), checkpoints=tmp_path, on_cycle=straight.append).run()
     for step in (7, 14, 21, 28):
-        rest: list[CycleReport] = []
-        make_trainer(config, on_cycle=rest.append, resume=tmp_path / f"step-{step:08d}").run()
+        resumed: list[CycleReport] = []
+        make_trainer(config, on_cycle=resumed.append, resume=tmp_path / f"step-{step:08d}").run()
         expected = [(r.step, r.step_losses, r.val_loss, r.train_loss) for r in straight if r.step > step]
-        assert [(r.step, r.step_losses, r.val_loss, r.train_loss) for r in rest] == expected
+        assert [(r.step, r.step_losses, r.val_loss, r.train_loss) for r in resumed] == expected
 
 
 def test_a_damaged_checkpoint_is_skipped(config: ResolvedConfig, tmp_path: Path) -> None:
@@ -97,8 +97,8 @@ def test_nan_stops_the_run_and_keeps_the_last_good_checkpoint(
 
 def test_a_spike_is_trouble() -> None:
     assert divergence_reason([3.0, 3.5, 5.9], 3.0, 3.0, 100) is None
-    said = divergence_reason([3.0, 6.1], 3.0, 3.0, 100) or ""
-    assert all(number in said for number in ("3.000", "6.100", "step 102", "--max-loss-spike 3"))
+    reason = divergence_reason([3.0, 6.1], 3.0, 3.0, 100) or ""
+    assert all(number in reason for number in ("3.000", "6.100", "step 102", "--max-loss-spike 3"))
     assert divergence_reason([9.0], 3.0, 0, 100) is None
     assert divergence_reason([9.0], None, 3.0, 100) is None
     assert "inf at step 102" in (divergence_reason([3.0, math.inf], None, 0, 100) or ""), (
@@ -159,8 +159,8 @@ def test_a_run_without_a_whole_checkpoint_cannot_be_continued(config: ResolvedCo
 def test_a_resumed_run_decays_as_it_is_told_now(config: ResolvedConfig, tmp_path: Path) -> None:
     saved = make_trainer(config, checkpoints=tmp_path).run().checkpoint
     assert saved
-    told = config.replace(steps=40, weight_decay=0.5, beta2=0.999)
-    groups = make_trainer(told, resume=Path(saved)).optimizer.param_groups
+    changed_config = config.replace(steps=40, weight_decay=0.5, beta2=0.999)
+    groups = make_trainer(changed_config, resume=Path(saved)).optimizer.param_groups
     assert {group["weight_decay"] for group in groups} == {0.5, 0.0}
     assert {group["betas"] for group in groups} == {(0.9, 0.999)}
 
@@ -178,19 +178,19 @@ def taken(config: ResolvedConfig) -> tuple[Snapshot, Progress]:
 
 
 @pytest.mark.parametrize(
-    ("end", "longer", "said"),
+    ("end", "longer", "expected_text"),
     [
         ({"steps": 20}, {"steps": 21}, "step 20 of 20"), ({"tokens": 2687}, {"tokens": 21 * 128}, "step 20 of 20"),
         ({"time_budget": 60.0}, {"time_budget": 60.5}, "--time-budget"), ({}, {"steps": 21}, "end of its epoch"),
     ],
 )  # fmt: skip
 def test_a_finished_run_continues_only_for_longer(
-    config: ResolvedConfig, end: dict[str, float], longer: dict[str, float], said: str
+    config: ResolvedConfig, end: dict[str, float], longer: dict[str, float], expected_text: str
 ) -> None:
     progress = Progress(20, 80, 20, None, 0, 60.0, data_fingerprint="", tokenizer_sha256="", config={})
     endless = config.replace(steps=None)
     ended, longer_config = endless.replace(**end), endless.replace(**longer)
-    with pytest.raises(UserError, match=said):
+    with pytest.raises(UserError, match=expected_text):
         check_not_finished("one", progress, ended.duration, ended.total_steps)
     check_not_finished("one", progress, longer_config.duration, longer_config.total_steps)
 
@@ -234,11 +234,11 @@ def test_a_checkpoint_is_on_the_disk_before_it_has_its_name(
 def test_the_umask_decides_who_can_read_a_checkpoint(
     umask: int, folder: int, file: int, tmp_path: Path, taken: tuple[Snapshot, Progress]
 ) -> None:
-    before = os.umask(umask)
+    umask_before = os.umask(umask)
     try:
         made = write(tmp_path, *taken)
     finally:
-        os.umask(before)
+        os.umask(umask_before)
     assert made.stat().st_mode & 0o777 == folder
     assert {path.name: path.stat().st_mode & 0o777 for path in made.iterdir()} == dict.fromkeys(
         ("model.safetensors", "state.pt", "progress.json"), file
@@ -290,8 +290,8 @@ def test_only_what_is_newer_than_the_checkpoint_in_use_is_said_to_be_skipped(
         (damaged / file).unlink()
         assert find_damage(damaged) == f"{file} is missing"
     assert newest(tmp_path) == second
-    (said,) = describe_skipped(second)
-    assert said.startswith(f"{third} is damaged: state.pt is missing")
+    (text,) = describe_skipped(second)
+    assert text.startswith(f"{third} is damaged: state.pt is missing")
 
 
 def test_a_file_that_changes_after_it_was_found_intact_is_damaged(
@@ -300,13 +300,13 @@ def test_a_file_that_changes_after_it_was_found_intact_is_damaged(
     """Also in its place and of its size: checksums are remembered only as long as a file's time stays."""
     weights = write(tmp_path, *taken) / "model.safetensors"
     assert find_damage(weights.parent) is None
-    before = weights.stat()
+    stat_before = weights.stat()
     with weights.open("r+b") as file:
         file.seek(-1, os.SEEK_END)
         last = file.read(1)[0]
         file.seek(-1, os.SEEK_END)
         file.write(bytes([last ^ 1]))
-    os.utime(weights, ns=(before.st_atime_ns, before.st_mtime_ns + 1_000_000))
+    os.utime(weights, ns=(stat_before.st_atime_ns, stat_before.st_mtime_ns + 1_000_000))
     assert find_damage(weights.parent) == "model.safetensors does not match its checksum"
 
 

@@ -34,8 +34,8 @@ def home(tmp_path: Path) -> RunFolder:
     return RunFolder(tmp_path)
 
 
-def steps(told: list[dict[str, Any]]) -> list[int]:
-    return [cycle["step"] for cycle in told]
+def steps(cycles: list[dict[str, Any]]) -> list[int]:
+    return [cycle["step"] for cycle in cycles]
 
 
 def test_rewinding_forgets_later_cycles_and_a_line_cut_short(home: RunFolder) -> None:
@@ -84,13 +84,13 @@ def test_a_cycle_is_on_the_disk_when_it_is_told(home: RunFolder, monkeypatch: py
 
 def test_a_cycle_that_a_full_disk_does_not_take_is_one_sentence_and_the_ones_before_it_stay(home: RunFolder) -> None:
     home.append_report(report(10))
-    old, most = resource.getrlimit(resource.RLIMIT_FSIZE)
-    resource.setrlimit(resource.RLIMIT_FSIZE, (home.cycles.stat().st_size + 100, most))
+    old, hard_limit = resource.getrlimit(resource.RLIMIT_FSIZE)
+    resource.setrlimit(resource.RLIMIT_FSIZE, (home.cycles.stat().st_size + 100, hard_limit))
     try:
         with pytest.raises(UserError, match=r"cycles\.jsonl: File too large.*--resume"):
             home.append_report(report(20))
     finally:
-        resource.setrlimit(resource.RLIMIT_FSIZE, (old, most))
+        resource.setrlimit(resource.RLIMIT_FSIZE, (old, hard_limit))
     assert steps(list(home.cycles_until(30))) == [10]
 
 
@@ -165,9 +165,9 @@ def test_a_folder_that_a_command_only_began_may_be_taken(tmp_path: Path) -> None
         new_directory(tmp_path, "one", allowed_leftovers=["config.json"])
     (folder / "config.json").touch()
     assert new_directory(tmp_path, "one", allowed_leftovers=["lock", "config.json"]) == StorageDir.of(folder)
-    for begun in ([], ["lock"], ["config.json"]):
+    for leftovers in ([], ["lock"], ["config.json"]):
         with pytest.raises(UserError, match=r"already exists.*--resume one, .*--name"):
-            new_directory(tmp_path, "one", allowed_leftovers=begun)
+            new_directory(tmp_path, "one", allowed_leftovers=leftovers)
 
 
 def test_a_run_elsewhere_is_continued_by_its_whole_path(tmp_path: Path) -> None:
@@ -178,5 +178,5 @@ def test_a_run_elsewhere_is_continued_by_its_whole_path(tmp_path: Path) -> None:
     )
     assert format_resume_command(StorageDir.of(tmp_path / "one")) == f"python -m train.run --resume {tmp_path / 'one'}"
     assert resume_command("tune.search", StorageDir.of("runs/one")) == "python -m tune.search --resume one"
-    there = resume_command("tune.search", StorageDir.of(tmp_path / "one"))
-    assert there == f"python -m tune.search --resume one --out {tmp_path}"
+    command_elsewhere = resume_command("tune.search", StorageDir.of(tmp_path / "one"))
+    assert command_elsewhere == f"python -m tune.search --resume one --out {tmp_path}"

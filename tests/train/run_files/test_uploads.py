@@ -57,57 +57,57 @@ def scratch(
 
 
 def test_a_run_continues_from_its_copy(config: ResolvedConfig, bucket: str, tmp_path: Path) -> None:
-    place = StorageDir.of(f"s3://places/kept/run1{bucket}")
-    place.write_json("config.json", config.to_json())
+    directory = StorageDir.of(f"s3://places/kept/run1{bucket}")
+    directory.write_json("config.json", config.to_json())
     straight: list[CycleReport] = []
     make_trainer(config, on_cycle=straight.append).run()
     checkpoints = tmp_path / "here" / "checkpoints"
     stopping = iter([False] * 16 + [True]).__next__
-    result = make_trainer(config, checkpoints=checkpoints, upload_dir=place, should_stop=stopping).run()
+    result = make_trainer(config, checkpoints=checkpoints, upload_dir=directory, should_stop=stopping).run()
     assert result.checkpoint == f"s3://places/kept/run1/checkpoints/step-00000017{bucket}"
     assert result.checkpoint is not None
-    assert uploads.list_uploaded(place) == ["step-00000015", "step-00000017"]
+    assert uploads.list_uploaded(directory) == ["step-00000015", "step-00000017"]
     with pytest.raises(UserError, match=r"there is no run .*--out runs"):
         find_run(f"s3://places/kept/other{bucket}", "runs")
-    for text, out in ((place.address, "runs"), (result.checkpoint, "runs"), ("run1", f"s3://places/kept{bucket}")):
+    for text, out in ((directory.address, "runs"), (result.checkpoint, "runs"), ("run1", f"s3://places/kept{bucket}")):
         run, progress = find_run(text, out)
-        assert run.location == place
+        assert run.location == directory
         assert read_progress(progress).step == 17
         assert load_run_config(text, out).to_json() == config.to_json()
-        run, found = find_checkpoint(text, out)
-        assert run.location == place
-        assert (found.name, find_damage(found)) == ("step-00000017", None)
+        run, checkpoint = find_checkpoint(text, out)
+        assert run.location == directory
+        assert (checkpoint.name, find_damage(checkpoint)) == ("step-00000017", None)
     _, older = find_checkpoint(f"s3://places/kept/run1/checkpoints/step-00000015{bucket}", "runs")
     assert (older.name, find_damage(older)) == ("step-00000015", None)
     with pytest.raises(UserError, match=r"is not the newest checkpoint .* delete .* step-00000017"):
         find_run(f"s3://places/kept/run1/checkpoints/step-00000015{bucket}", "runs")
-    rest: list[CycleReport] = []
-    resume, _ = RunFolder(tmp_path / "there", place).newest_checkpoint()
-    make_trainer(config, on_cycle=rest.append, resume=resume).run()
-    assert [(r.step, r.step_losses) for r in rest] == [(r.step, r.step_losses) for r in straight[1:]]
+    resumed: list[CycleReport] = []
+    resume, _ = RunFolder(tmp_path / "there", directory).newest_checkpoint()
+    make_trainer(config, on_cycle=resumed.append, resume=resume).run()
+    assert [(r.step, r.step_losses) for r in resumed] == [(r.step, r.step_losses) for r in straight[1:]]
 
 
 def test_a_worker_takes_from_storage_what_it_lacks_and_nothing_else(
     config: ResolvedConfig, bucket: str, tmp_path: Path
 ) -> None:
     """What its scratch has of another run or a later step is removed; a damaged copy is passed over and named."""
-    place = StorageDir.of(f"s3://places/kept/run2{bucket}")
-    home = RunFolder(tmp_path / "one", place)
-    make_trainer(config.replace(steps=10), checkpoints=home.checkpoints, upload_dir=place).run()
+    directory = StorageDir.of(f"s3://places/kept/run2{bucket}")
+    home = RunFolder(tmp_path / "one", directory)
+    make_trainer(config.replace(steps=10), checkpoints=home.checkpoints, upload_dir=directory).run()
     fifth, tenth = checkpoints_in(home.checkpoints)
-    before = (tenth / "state.pt").stat().st_mtime_ns
+    modified_before = (tenth / "state.pt").stat().st_mtime_ns
     shutil.copytree(tenth, home.checkpoints / "step-00000099")
-    assert uploads.download_newest(place, home.checkpoints) == (tenth, [])
+    assert uploads.download_newest(directory, home.checkpoints) == (tenth, [])
     assert checkpoints_in(home.checkpoints) == [tenth]
-    assert (tenth / "state.pt").stat().st_mtime_ns == before
-    place.write("checkpoints/step-00000010/state.pt", b"cut short")
+    assert (tenth / "state.pt").stat().st_mtime_ns == modified_before
+    directory.write("checkpoints/step-00000010/state.pt", b"cut short")
     shutil.rmtree(tenth)
-    found, damaged = uploads.download_newest(place, home.checkpoints)
-    assert found == fifth
+    checkpoints, damaged = uploads.download_newest(directory, home.checkpoints)
+    assert checkpoints == fifth
     assert "step-00000010" in damaged[0]
     assert "state.pt does not match its checksum. Using the previous one" in damaged[0]
-    place.remove(place.list_files())
-    assert uploads.download_newest(place, home.checkpoints) == (None, [])
+    directory.remove(directory.list_files())
+    assert uploads.download_newest(directory, home.checkpoints) == (None, [])
     assert checkpoints_in(home.checkpoints) == [], "a new run of that name"
 
 
@@ -134,15 +134,15 @@ def test_a_new_run_takes_no_name_that_is_taken(bucket: str) -> None:
 def test_mlflow_has_the_whole_curve_of_a_run_whose_machine_was_lost(
     config: ResolvedConfig, bucket: str, tmp_path: Path, scratch: Path
 ) -> None:
-    here, there = tmp_path / "here", tmp_path / "there"
-    here.mkdir()
-    there.mkdir()
-    write_json(here / "config.json", config.replace(checkpoint_every=7, steps=40_000).to_json())
+    first_machine, second_machine = tmp_path / "here", tmp_path / "there"
+    first_machine.mkdir()
+    second_machine.mkdir()
+    write_json(first_machine / "config.json", config.replace(checkpoint_every=7, steps=40_000).to_json())
     flags = ["--config", "config.json", "--out", f"s3://places/kept{bucket}", "--name", "run4"]
-    lost = subprocess.Popen([sys.executable, "-m", "train.run", *flags], cwd=here)
-    place = StorageDir.of(f"s3://places/kept/run4{bucket}")
+    lost = subprocess.Popen([sys.executable, "-m", "train.run", *flags], cwd=first_machine)
+    directory = StorageDir.of(f"s3://places/kept/run4{bucket}")
     deadline = time.monotonic() + 240
-    while not any(copy >= "step-00000056" for copy in uploads.list_uploaded(place)):  # only the newest are kept
+    while not any(copy >= "step-00000056" for copy in uploads.list_uploaded(directory)):  # only the newest are kept
         assert lost.poll() is None
         assert time.monotonic() < deadline
         time.sleep(0.3)  # each look is a request to the storage that the run writes to
@@ -152,15 +152,17 @@ def test_mlflow_has_the_whole_curve_of_a_run_whose_machine_was_lost(
     lost.wait()
     shutil.rmtree(scratch, ignore_errors=True)
     scratch.mkdir(exist_ok=True)
-    (here / "mlflow.db").unlink()
-    place.remove([LEASE_FILE])  # else it would be waited for until it is stale
+    (first_machine / "mlflow.db").unlink()
+    directory.remove([LEASE_FILE])  # else it would be waited for until it is stale
 
-    progress = read_progress(find_run(place.address, "runs")[1])
-    known, end = progress.last_reported_step, progress.step + 30
-    resumed = [sys.executable, "-m", "train.run", "--resume", place.address, "--steps", str(end)]
-    printed = subprocess.run(resumed, cwd=there, capture_output=True, text=True, timeout=240, check=True).stdout
-    assert printed.count("tok/sec") == -((known - end) // 10), "of the cycles, those that are new"
-    client = MlflowClient(f"sqlite:///{there}/mlflow.db")
+    progress = read_progress(find_run(directory.address, "runs")[1])
+    reported_step, end = progress.last_reported_step, progress.step + 30
+    resumed = [sys.executable, "-m", "train.run", "--resume", directory.address, "--steps", str(end)]
+    printed = subprocess.run(
+        resumed, cwd=second_machine, capture_output=True, text=True, timeout=240, check=True
+    ).stdout
+    assert printed.count("tok/sec") == -((reported_step - end) // 10), "of the cycles, those that are new"
+    client = MlflowClient(f"sqlite:///{second_machine}/mlflow.db")
     (run,) = client.search_runs(["1"])
     assert run.data.params["seed"] == "0", "a run that is new in its store is recorded whole"
     assert run.inputs is not None
@@ -169,10 +171,10 @@ def test_mlflow_has_the_whole_curve_of_a_run_whose_machine_was_lost(
     assert run.data.tags["worker"] == socket.gethostname()
     curve = [point.step for point in client.get_metric_history(run.info.run_id, "loss/step")]
     assert curve == list(range(1, end + 1))
-    logged = [json.loads(line) for line in place.read("cycles.jsonl").splitlines()]
+    logged = [json.loads(line) for line in directory.read("cycles.jsonl").splitlines()]
     assert sum(len(cycle["step_losses"]) for cycle in logged) == end
-    result = json.loads(place.read("result.json"))
-    assert result["checkpoint"] == str(place / f"checkpoints/step-{end:08d}")
+    result = json.loads(directory.read("result.json"))
+    assert result["checkpoint"] == str(directory / f"checkpoints/step-{end:08d}")
     assert not list(scratch.glob("*/runs/*/*/checkpoints")), "nothing is left on the worker"
 
 
@@ -184,28 +186,30 @@ def test_unreachable_storage_is_retried(
     back = threading.Timer(3.0, set_rate, [0.0])
     away = time.monotonic()
     back.start()
-    place = StorageDir.of(f"s3://places/kept/run5{bucket}")
-    done = make_trainer(config.replace(steps=6), checkpoints=tmp_path / "here" / "checkpoints", upload_dir=place).run()
+    directory = StorageDir.of(f"s3://places/kept/run5{bucket}")
+    done = make_trainer(
+        config.replace(steps=6), checkpoints=tmp_path / "here" / "checkpoints", upload_dir=directory
+    ).run()
     assert done.outcome == "finished"
     assert time.monotonic() - away > 3.0
-    assert uploads.list_uploaded(place)[-1] == "step-00000006"
+    assert uploads.list_uploaded(directory)[-1] == "step-00000006"
 
 
 def test_a_copy_that_is_fetched_twice_is_complete_and_taken_from_storage_once(
     config: ResolvedConfig, bucket: str, tmp_path: Path
 ) -> None:
     """Its cycles too, which are not kept with the checkpoint on this machine."""
-    place = StorageDir.of(f"s3://places/kept/run7{bucket}")
+    directory = StorageDir.of(f"s3://places/kept/run7{bucket}")
     written = tmp_path / "one" / "checkpoints"
     written.mkdir(parents=True)
     (tmp_path / "one" / "cycles.jsonl").write_text(cycles := '{"step": 5}\n{"step": 10}\n')
-    make_trainer(config.replace(steps=10), checkpoints=written, upload_dir=place).run()
+    make_trainer(config.replace(steps=10), checkpoints=written, upload_dir=directory).run()
 
     def fetch() -> tuple[Path | None, list[str], str, dict[str, int]]:
-        found, damaged = uploads.download_newest(place, tmp_path / "two" / "checkpoints")
-        assert found
-        times = {file.name: file.stat().st_mtime_ns for file in found.iterdir()}
-        return found, damaged, (tmp_path / "two" / "cycles.jsonl").read_text(), times
+        checkpoints, damaged = uploads.download_newest(directory, tmp_path / "two" / "checkpoints")
+        assert checkpoints
+        times = {file.name: file.stat().st_mtime_ns for file in checkpoints.iterdir()}
+        return checkpoints, damaged, (tmp_path / "two" / "cycles.jsonl").read_text(), times
 
     first = fetch()
     assert first[:3] == (tmp_path / "two" / "checkpoints" / "step-00000010", [], cycles)
@@ -271,37 +275,37 @@ class RecordingDir(LocalDir, schemes=()):
 
 def test_what_has_progress_in_the_storage_is_whole(tmp_path: Path) -> None:
     """At every moment: it comes last and goes first, and alone, because files of one removal go in any order."""
-    place = RecordingDir(str(tmp_path / "kept"))
+    directory = RecordingDir(str(tmp_path / "kept"))
     for old in ("checkpoints/step-00000005", "checkpoints/step-00000020"):  # one is older, the other damaged
         for name in ("model.safetensors", "progress.json", "state.pt"):
-            place.write(f"{old}/{name}", b"")
+            directory.write(f"{old}/{name}", b"")
     made = tmp_path / "one" / "checkpoints" / "step-00000010"
     made.mkdir(parents=True)
     for name in ("model.safetensors", "progress.json", "state.pt"):
         (made / name).write_text(name)
     (tmp_path / "one" / "cycles.jsonl").write_text("a cycle")
-    uploads.upload(made, tmp_path / "one" / "cycles.jsonl", place, keep=1)
+    uploads.upload(made, tmp_path / "one" / "cycles.jsonl", directory, keep=1)
     new = [f"checkpoints/step-00000010/{name}" for name in ("cycles.jsonl", "model.safetensors", "state.pt")]
-    assert sorted(place.uploaded[:3]) == new
-    assert place.uploaded[3:] == ["checkpoints/step-00000010/progress.json"]
-    assert place.removed == [
+    assert sorted(directory.uploaded[:3]) == new
+    assert directory.uploaded[3:] == ["checkpoints/step-00000010/progress.json"]
+    assert directory.removed == [
         names
         for old in ("checkpoints/step-00000005", "checkpoints/step-00000020")
         for names in ([f"{old}/progress.json"], [f"{old}/model.safetensors", f"{old}/state.pt"])
     ]
-    assert uploads.list_uploaded(place) == ["step-00000010"]
+    assert uploads.list_uploaded(directory) == ["step-00000010"]
 
 
 def test_a_copy_is_as_far_as_its_checkpoint(config: ResolvedConfig, bucket: str, tmp_path: Path) -> None:
     """Cycles that were reported while it was copied are left out."""
-    place = StorageDir.of(f"s3://places/kept/run9{bucket}")
+    directory = StorageDir.of(f"s3://places/kept/run9{bucket}")
     checkpoints = tmp_path / "one" / "checkpoints"
     lines = [json.dumps({"step": step}) + "\n" for step in (10, 12, 20)]
     checkpoints.mkdir(parents=True)
     (tmp_path / "one" / "cycles.jsonl").write_text("".join(lines))
-    make_trainer(config.replace(steps=12), checkpoints=checkpoints, upload_dir=place).run()
-    place.write_json("config.json", config.to_json())
-    run, progress = find_run(place.address, "runs")
+    make_trainer(config.replace(steps=12), checkpoints=checkpoints, upload_dir=directory).run()
+    directory.write_json("config.json", config.to_json())
+    run, progress = find_run(directory.address, "runs")
     assert read_progress(progress).last_reported_step == 12
     assert run.cycles.read_text() == "".join(lines[:2])
 
@@ -311,9 +315,9 @@ def test_the_mlflow_run_of_a_run_in_storage_is_known_where_its_store_is(bucket: 
     key = RunRef("http://127.0.0.1:5000", "1", "abc")
     home.save_run_ref(key)
     home.newest_progress()
-    known = home.run_ref()
-    assert known
-    assert (known.store, known.run_id) == (key.store, "abc")
+    stored_ref = home.run_ref()
+    assert stored_ref
+    assert (stored_ref.store, stored_ref.run_id) == (key.store, "abc")
     home.save_run_ref(replace(key, store=f"sqlite:///{tmp_path}/gone.db"))
     assert home.run_ref() is None
     named = home.run_ref("http://127.0.0.1:5001")
