@@ -228,7 +228,7 @@ def test_a_loss_that_is_no_mean_and_an_evaluation_without_numbers_are_told(
     flags += ["--cycle", "1+1", "--max-loss-spike", "0"]
     for name, part, said_at_once, text in (
         ("Summed", "first loss", "not a sum", "not a sum"),
-        ("Spoiled", "evaluation", "Check what its forward pass does", "eval()"),
+        ("Spoiled", "evaluation", "evaluation mode", "eval()"),
     ):
         capfd.readouterr()
         assert command(run.main, *flags, "--model", f"wrong_models:{name},context_length=32", "--name", name) == 0

@@ -167,7 +167,7 @@ def test_a_step_that_is_too_large_is_refused_with_both_numbers(refused: Callable
     vast = ["--model", "tiny,context_length=32", "--micro-batch", "1", "--steps", "1", "--cycle", "1+0"]
     for source, batch, numbers in (
         (["--data", str(small_shards), *FLAGS[:2]], tokens // 32 + 1, (f"{(tokens // 32 + 1) * 32:,}", f"{tokens:,}")),
-        (["--stream", "book.txt"], 10**9, ("1,000,000,000", "1,000,000 ")),
+        (["--stream", "book.txt"], 10**9, ("1,000,000,000", "1,000,000.")),
     ):
         message = refused(run.main, *vast, *source, "--global-batch", str(batch))
         assert all(number in message for number in numbers), message
