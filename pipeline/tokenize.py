@@ -140,7 +140,8 @@ def _run_job(job: Job, todo: list[Partition], progress: report.JobStats, *, is_r
 
 
 def _should_use_ray(config: TokenizeConfig, todo: list[Partition]) -> bool:
-    """Whether Ray Data processes the partitions; only if a flag requests it, because it is slower on one machine."""
+    """Return whether Ray Data processes the partitions; only if a flag requests it, because it is slower on one
+    machine."""
     return bool(todo and (config.cluster or config.workers))
 
 

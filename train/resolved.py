@@ -36,7 +36,7 @@ BY_MEMORY = ("micro_batch", "loss")
 def resolve(
     requested: TrainConfig, device_info: DeviceInfo, saved_settings: Mapping[str, Any] | None = None
 ) -> ResolvedConfig:
-    """``requested`` with all settings resolved for the device that ``device_info`` describes.
+    """Return ``requested`` with all settings resolved for the device that ``device_info`` describes.
 
     On a GPU ``attention`` stays ``auto``, which means a list of kernels in the best order for the GPU.
     ``saved_settings`` are the settings of the run that is resumed; its settings in ``BY_MEMORY`` are kept. Raises
@@ -77,7 +77,8 @@ def resolve(
 
 
 def prepare(config: TrainConfig, manifest: Manifest) -> TrainConfig:
-    """``config`` with all that its data and its model decide: absolute paths, the tokenizer's size, the model's info.
+    """Return ``config`` with all that its data and its model decide: absolute paths, the tokenizer's size, the model's
+    info.
 
     ``manifest`` is that of its data.
     """
@@ -130,7 +131,7 @@ def inspect_model(model: AnyModel) -> AnyModel:
 
 
 def _compile(execution: ExecutionConfig, device_info: DeviceInfo) -> Compile:
-    """The value of ``compile`` for ``auto``."""
+    """Return the value of ``compile`` for ``auto``."""
     if execution.checkpointing == "budget":
         return "whole"  # The budget is an option of the compiler for a whole graph.
     if execution.device == "cpu" or device_info.kind == "cpu" or device_info.compile_blocker:
@@ -177,7 +178,8 @@ def _memory_decisions(requested: StepConfig, saved_settings: Mapping[str, Any]) 
 
 
 def local_device_info(execution: ExecutionConfig) -> DeviceInfo:
-    """The device of this machine on which ``config`` would train. Raises ``UserError`` without its accelerator."""
+    """Return the device of this machine on which ``config`` would train. Raises ``UserError`` without its
+    accelerator."""
     info = cpu_info() if execution.device == "cpu" else device_info()
     if execution.accelerator and execution.accelerator not in info.name:
         raise UserError(

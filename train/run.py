@@ -70,7 +70,7 @@ def main() -> None:
 
 
 def defaults() -> RunOptions:
-    """The options that flags override: the defaults, with the settings of ``--resume`` or ``--config``."""
+    """Return the options that flags override: the defaults, with the settings of ``--resume`` or ``--config``."""
     options = RunOptions(**vars(flags.parse_only(RunOptions, "name", "out", "config", "resume")))
     if options.resume:
         return dataclasses.replace(options, training=load_run_config(options.resume, options.out))

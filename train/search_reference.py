@@ -132,7 +132,7 @@ def diagnose_slowdown(result: RunResult, reference: SearchReference, compile: Co
 
 
 def _checks(result: RunResult, reference: SearchReference, slowdown: float) -> Iterator[Cause]:
-    """All possible causes that were measured; ``slowdown`` is the fraction by which the run is slower."""
+    """Yield all possible causes that were measured; ``slowdown`` is the fraction by which the run is slower."""
     if result.device != reference.device:
         yield Cause(True, f"ran on {result.device} (search: {reference.device})")
     elif result.machine not in reference.machines:

@@ -45,11 +45,11 @@ class ExperimentConfig(JoinsRay):
     address: Address = None
 
     def to_json(self) -> dict[str, Any]:
-        """The settings by name as JSON values, as the experiment's folder stores them."""
+        """Return the settings by name as JSON values, as the experiment's folder stores them."""
         return to_json(self) | {"resume": None}
 
     def identity(self) -> dict[str, Any]:
-        """The settings that cannot be changed when the experiment is resumed."""
+        """Return the settings that cannot be changed when the experiment is resumed."""
         values = self.to_json()
         values = values.pop("training", {}) | values
         ignored = {*self.resumable_changes, *(field.name for field in fields(ExperimentConfig))}

@@ -17,7 +17,7 @@ def main() -> None:
 
 
 def defaults() -> LadderConfig:
-    """The config that flags override: the defaults, or the settings of the ladder to resume."""
+    """Return the config that flags override: the defaults, or the settings of the ladder to resume."""
     options = flags.parse_only(LadderConfig, "resume", "out")
     config = read_config(StorageDir.of(options.out, options.resume), LadderConfig) if options.resume else LadderConfig()
     return replace(config, out=options.out)

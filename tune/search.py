@@ -15,7 +15,8 @@ def main() -> None:
 
 
 def defaults() -> SearchConfig:
-    """The config that flags override: the defaults or the settings of the search to resume, and those of --config."""
+    """Return the config that flags override: the defaults or the settings of the search to resume, and those of
+    --config."""
     options = flags.parse_only(SearchConfig, "config", "resume", "out")
     config = read_config(StorageDir.of(options.out, options.resume), SearchConfig) if options.resume else SearchConfig()
     training = load_config(options.config) if options.config else config.training

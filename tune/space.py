@@ -56,12 +56,13 @@ class Space:
         return ACCUMULATION in dict(self.combinations[0])
 
     def config(self, candidate: Candidate) -> ResolvedConfig:
-        """The training config of ``candidate``. Raises ``UserError`` if its knobs do not allow its micro-batch."""
+        """Return the training config of ``candidate``. Raises ``UserError`` if its knobs do not allow its
+        micro-batch."""
         size, batch = candidate.micro_batch, self.global_batch(candidate)
         return self.base.replace(micro_batch=size, global_batch=batch, **dict(without_accumulation(candidate.knobs)))
 
     def global_batch(self, candidate: Candidate) -> int:
-        """Global batch of ``candidate`` in sequences."""
+        """Return the global batch of ``candidate`` in sequences."""
         return (
             candidate.micro_batch * dict(candidate.knobs)[ACCUMULATION]
             if self.is_accumulation_searched
@@ -76,11 +77,11 @@ class Space:
         )
 
     def micro_batches_for(self, knobs: KnobValues) -> list[int]:
-        """Micro-batches that ``knobs`` allow, in ascending order."""
+        """Return the micro-batches that ``knobs`` allow, in ascending order."""
         return self._sizes[knobs]
 
     def candidates(self) -> list[Candidate]:
-        """All candidates, combination by combination, with ascending micro-batches."""
+        """Return all candidates, combination by combination, with ascending micro-batches."""
         return [Candidate(size, knobs) for knobs, micro_batches in self._sizes.items() for size in micro_batches]
 
     def restrict(self, fits: Callable[[Candidate], bool]) -> "Space":
@@ -118,7 +119,7 @@ class Space:
         return ", ".join(filter(None, (size, self.knobs_label(without_accumulation(candidate.knobs)))))
 
     def neighbors(self, knobs: KnobValues) -> list[KnobValues]:
-        """Combinations that differ from ``knobs`` in one knob."""
+        """Return the combinations that differ from ``knobs`` in one knob."""
         return [c for c in self.combinations if sum(a != b for a, b in zip(c, knobs, strict=True)) == 1]
 
     @cached_property
@@ -139,7 +140,8 @@ def without_accumulation(knobs: KnobValues) -> KnobValues:
 
 
 def changes_numerics(name: str, value: Any, reference: Any) -> bool:
-    """Whether a knob's ``value`` rounds differently than the ``reference`` value, so that the loss may differ."""
+    """Return whether a knob's ``value`` rounds differently than the ``reference`` value, so that the loss may
+    differ."""
     return name in ("precision", "fp8") or (name == "optimizer" and not {value, reference} <= {"adamw", "adamw-fused"})
 
 

@@ -79,7 +79,7 @@ def choose_temporary_folder() -> str:
 
 
 def _is_writable_for_ray(folder: Path) -> bool:
-    """Whether this user can write to the folder ``ray`` in ``folder``, or create it."""
+    """Return whether this user can write to the folder ``ray`` in ``folder``, or create it."""
     ray = folder / "ray"
     return os.access(ray if ray.exists() else folder, os.W_OK | os.X_OK)
 

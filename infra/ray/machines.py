@@ -69,7 +69,7 @@ def accelerator_resource(accelerator: str | None) -> dict[str, float]:
 
 
 def is_only_machine() -> bool:
-    """Whether this machine is the only live machine of the connected Ray."""
+    """Return whether this machine is the only live machine of the connected Ray."""
     import ray
 
     return [node["NodeManagerHostname"] for node in ray.nodes() if node["Alive"]] == [socket.gethostname()]
@@ -208,7 +208,7 @@ def wait_for_resources(purpose: str, bundles: Sequence[Node]) -> None:
 
 
 def is_pending(bundles: Sequence[Node]) -> bool:
-    """Whether any placement group with these ``bundles`` is pending; Ray does not report its owner."""
+    """Return whether any placement group with these ``bundles`` is pending; Ray does not report its owner."""
     from ray.util import placement_group_table
 
     def amounts(requests: Iterable[Node]) -> list[tuple[float, float]]:

@@ -9,7 +9,7 @@ _IN_QUERY = re.compile(
 
 
 def has_secret(text: str) -> bool:
-    """Whether ``text`` contains a URL with a password, a token or a key.
+    """Return whether ``text`` contains a URL with a password, a token or a key.
 
     A user name in a web address counts as a secret, because some services accept a token there. In the address of a
     database or a bucket (``gs://anonymous@bucket``) it does not.

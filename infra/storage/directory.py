@@ -138,7 +138,7 @@ class StorageDir(ABC):
 
     @abstractmethod
     def exists(self, name: str) -> bool:
-        """Whether the directory has a file with this name."""
+        """Return whether the directory has a file with this name."""
 
     @abstractmethod
     def entries(self) -> set[str] | None:

@@ -71,7 +71,7 @@ class FileInfo:
 
 
 def is_remote(uri: str) -> bool:
-    """Whether ``uri`` is in object storage."""
+    """Return whether ``uri`` is in object storage."""
     return urlsplit(uri).scheme in SCHEMES and "://" in uri
 
 

@@ -70,11 +70,11 @@ class Workspace:
                 self.copy_of.download(name, self.path / name)
 
     def has_file_of(self, file: Path) -> bool:
-        """Whether another process's new ``file`` in its workspace exists in this one; always true for copies."""
+        """Return whether another process's new ``file`` in its workspace exists in this one; always true for copies."""
         return self.copy_of is not None or file.exists()
 
     def is_missing(self, name: str, size: int) -> bool:
-        """Whether a file of ``size`` bytes has not been downloaded to the copy yet."""
+        """Return whether a file of ``size`` bytes has not been downloaded to the copy yet."""
         file = self.path / name
         return bool(self.copy_of) and not (file.is_file() and file.stat().st_size == size)
 

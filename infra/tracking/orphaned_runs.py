@@ -57,7 +57,7 @@ def close_orphaned_runs(client: MlflowClient, experiments: list[str], parent: Ru
 
 
 def is_complete(run_ref: RunRef) -> bool:
-    """Whether the store has all entries of the run."""
+    """Return whether the store has all entries of the run."""
     return MlflowClient(run_ref.store).get_run(run_ref.run_id).data.tags.get(FULLY_LOGGED) == "true"
 
 

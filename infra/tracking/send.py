@@ -87,5 +87,5 @@ def _raise_if_temporary(client: MlflowClient, run_id: str, failure: MlflowExcept
 
 
 def is_deleted(client: MlflowClient, run_id: str) -> bool:
-    """Whether the run or its experiment is marked as deleted in MLflow, and can be restored."""
+    """Return whether the run or its experiment is marked as deleted in MLflow, and can be restored."""
     return client.get_run(run_id).info.lifecycle_stage == LifecycleStage.DELETED

@@ -211,7 +211,7 @@ def read_logged(run_ref: RunRef) -> Logged:
 
 @interrupts.delayed()
 def run_exists(run_ref: RunRef) -> bool:
-    """Whether the run is in its store and was not deleted."""
+    """Return whether the run is in its store and was not deleted."""
     try:
         return not is_deleted(MlflowClient(run_ref.store), run_ref.run_id)
     except MlflowException as failure:

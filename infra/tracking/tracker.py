@@ -215,11 +215,11 @@ class _Sender:
         return sum(map(len, [*self._unsent.values()])) + self.queue.qsize()
 
     def has_unsent_entries(self, tracker: Tracker) -> bool:
-        """Whether entries of the tracker's run have not been sent."""
+        """Return whether entries of the tracker's run have not been sent."""
         return bool(self._unsent.get(tracker))
 
     def is_unavailable(self, store: str) -> bool:
-        """Whether the store did not respond to the last attempt."""
+        """Return whether the store did not respond to the last attempt."""
         return store in self._retry_at
 
     def _run(self) -> None:

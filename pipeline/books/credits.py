@@ -103,7 +103,7 @@ def find_note_start(text: bytes, start: int, stop: int, removed: Counter[str]) -
 
 
 def _is_note(text: bytes) -> bool:
-    """Whether ``text``, which begins like a transcriber's note, only consists of that note."""
+    """Return whether ``text``, which begins like a transcriber's note, only consists of that note."""
     bracket = _find_bracket_end(text, 0) or 0
     if text.lstrip().startswith(b"[") and text.rstrip().endswith(b"\n]"):
         bracket = len(text)  # Quotations in the note may contain unclosed brackets.
@@ -127,7 +127,7 @@ def _is_note(text: bytes) -> bool:
 
 
 def _is_book_heading(paragraph: bytes) -> bool:
-    """Whether ``paragraph`` is the heading of a part of the book, and not of a note."""
+    """Return whether ``paragraph`` is the heading of a part of the book, and not of a note."""
     return bool(_OPENS_BOOK.match(paragraph) or _BACK_MATTER.match(paragraph.lower()) or paragraph.isupper())
 
 
@@ -168,7 +168,7 @@ def remove_credits(front: bytes, removed: Counter[str]) -> bytes:
 
 
 def _is_credit(paragraph: bytes, lower: bytes, *, is_first: bool) -> bool:
-    """Whether ``paragraph`` names the makers of the electronic text, or the location of other versions.
+    """Return whether ``paragraph`` names the makers of the electronic text, or the location of other versions.
 
     A paragraph after a title (not ``is_first``) must name both people and an electronic text.
     """

@@ -264,12 +264,13 @@ def _find_header_start(text: bytes, low: int, mark: _Span, headers: list[_Span])
 
 
 def _is_joined(text: bytes, at: int) -> bool:
-    """Whether ``text`` has no line ends around ``at``."""
+    """Return whether ``text`` has no line ends around ``at``."""
     return b"\n" not in text[max(0, at - HEADER_FIELDS_BYTES) : at + HEADER_FIELDS_BYTES]
 
 
 def _is_header_end(text: bytes, fields_start: int, stop: int) -> bool:
-    """Whether only credits are between the last field of a header and its start line, which begins at ``stop``."""
+    """Return whether only credits are between the last field of a header and its start line, which begins at
+    ``stop``."""
     fields = [*_FIELD.finditer(text, fields_start, stop), *_PROOF.finditer(text, fields_start, stop)]
     if _is_joined(text, stop):
         fields += _JOINED_PROOF.finditer(text, fields_start, stop)
@@ -321,7 +322,7 @@ def _find_closings(upper: bytes, *, has_header: bool) -> Iterator[tuple[int, str
 
 
 def _is_footer(text: bytes, at: int, bound: int, *, has_header: bool) -> bool:
-    """Whether a license begins at ``at``, or only closing sentences follow up to ``bound``."""
+    """Return whether a license begins at ``at``, or only closing sentences follow up to ``bound``."""
     footer_beginning = text[at : min(bound, at + FOOTER_START_BYTES)]
     if any(words in footer_beginning for words in _LEGAL):
         return True

@@ -101,7 +101,7 @@ def _find_splits(files: Sequence[NamedFile], roots: set[str]) -> dict[int, Label
 
 
 def _is_in_folder_name(mark: tuple[str, Label]) -> bool:
-    """Whether the keyword of a text is in the name of a folder instead of its own name."""
+    """Return whether the keyword of a text is in the name of a folder instead of its own name."""
     return mark[0].endswith("/{}/")
 
 

@@ -101,7 +101,7 @@ def _count_crlf(text: bytes) -> int:
 
 
 def _has_controls(text: bytes) -> bool:
-    """Whether ``text`` contains a control character other than tab, line feed and carriage return.
+    """Return whether ``text`` contains a control character other than tab, line feed and carriage return.
 
     The check takes a quarter of the time of the translation, which most texts do not need.
     """
@@ -111,7 +111,8 @@ def _has_controls(text: bytes) -> bool:
 
 
 def _has_invisible(text: bytes) -> bool:
-    """Whether ``text`` contains a C1 control or soft hyphen, which most texts with their first byte 0xC2 do not."""
+    """Return whether ``text`` contains a C1 control or soft hyphen, which most texts with their first byte 0xC2 do
+    not."""
     codes = np.frombuffer(text, np.uint8)
     second = codes[np.flatnonzero(codes[:-1] == 0xC2) + 1]
     return bool(np.any((second < 0xA0) | (second == 0xAD)))

@@ -270,7 +270,8 @@ def _list_remote(source: str, skipped: dict[str, str]) -> Iterator[SourceFile]:
 
 
 def _matches(path: list[str], pattern: list[str]) -> bool:
-    """Whether a glob matches a file or a folder above it; ``*`` matches within a folder, ``**`` across folders."""
+    """Return whether a glob matches a file or a folder above it; ``*`` matches within a folder, ``**`` across
+    folders."""
     if not pattern:
         return True
     if pattern[0] == "**":
@@ -368,12 +369,12 @@ def _walk(top: Path, skipped: dict[str, str]) -> Iterator[SourceFile]:
 
 
 def _is_data_set(folder: str) -> bool:
-    """Whether ``folder`` is a data set of this program, finished or not, whose files are not books."""
+    """Return whether ``folder`` is a data set of this program, finished or not, whose files are not books."""
     return any(all(os.path.exists(f"{folder}/{name}") for name in names) for names in _DATA_SET_FILES)  # noqa: PTH110 as above
 
 
 def _is_link_to_other_user(link: os.stat_result, file: os.stat_result) -> bool:
-    """Whether a link of another user points to a file of a third user, whose text would get into the data set.
+    """Return whether a link of another user points to a file of a third user, whose text would get into the data set.
 
     Linux applies the same rule to links in folders that all users can write to (``protected_symlinks``).
     """
@@ -413,13 +414,13 @@ def find_hidden_path(path: str, pattern: str = "") -> str | None:
 
 
 def is_plain_text(name: str) -> bool:
-    """Whether a file is uncompressed text, by its name."""
+    """Return whether a file is uncompressed text, by its name."""
     format_suffix, compression_suffix = _find_suffixes(name)
     return not compression_suffix and _FORMAT_BY_SUFFIX.get(format_suffix) == "text"
 
 
 def has_unknown_type(name: str) -> bool:
-    """Whether a file's name does not show its type; such a file is read as text if it is named explicitly."""
+    """Return whether a file's name does not show its type; such a file is read as text if it is named explicitly."""
     format_suffix, compression_suffix = _find_suffixes(name)
     return not compression_suffix and format_suffix not in _FORMAT_BY_SUFFIX and format_suffix not in _NON_TEXT_SUFFIXES
 

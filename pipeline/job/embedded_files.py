@@ -51,7 +51,7 @@ def embed_local_files(
 
 
 def is_any_missing(files: Iterable[tuple[str, int, int]]) -> bool:
-    """Whether a local file is missing on this machine or has another size or modification time."""
+    """Return whether a local file is missing on this machine or has another size or modification time."""
     for path, size, modified in files:
         try:
             status = os.stat(path)  # noqa: PTH116 Path would parse each name

@@ -160,7 +160,7 @@ def compare_with_plan(job: Job) -> PlanStatus:
 
 
 def is_finished(job: Job) -> bool:
-    """Whether the output is a finished data set of the same inputs."""
+    """Return whether the output is a finished data set of the same inputs."""
     try:
         manifest = read_manifest(job.out_dir)
     except UserError:

@@ -128,7 +128,8 @@ def split_file(file: SourceFile, config: TokenizeConfig) -> list[FileRange]:
 
 
 def _is_seekable(separator: str | None) -> bool:
-    """Whether a reader that starts in the middle finds the same separators as a reader that starts at the beginning.
+    """Return whether a reader that starts in the middle finds the same separators as a reader that starts at the
+    beginning.
 
     This is not possible for a separator that can overlap itself: the position of ``--`` in ``---`` depends on the
     preceding text.
@@ -161,7 +162,7 @@ def _split_container(file: SourceFile, step: int) -> list[FileRange]:
 
 
 def is_one_book(file_range: FileRange, config: TokenizeConfig) -> bool:
-    """Whether ``file_range`` is a file of one book, whose id is known before it is read."""
+    """Return whether ``file_range`` is a file of one book, whose id is known before it is read."""
     return file_range.file.format == "text" and not config.doc_separator
 
 

@@ -91,6 +91,6 @@ class Batch(BatchConfig):
 
 
 def divisors(number: int) -> list[int]:
-    """The divisors of ``number`` in ascending order."""
+    """Return the divisors of ``number`` in ascending order."""
     small = [n for n in range(1, math.isqrt(number) + 1) if number % n == 0]
     return sorted({*small, *(number // n for n in small)})

@@ -16,7 +16,7 @@ def format_flag(name: str, value: Any) -> str:
 
 @cache
 def choices(part: type) -> dict[str, tuple[str, ...]]:
-    """The valid values of each setting of ``part`` whose type is a ``Literal``, by the setting's name."""
+    """Return the valid values of each setting of ``part`` whose type is a ``Literal``, by the setting's name."""
     hints = get_type_hints(part)
     return {name: get_args(hint) for name, hint in hints.items() if get_origin(hint) is Literal}
 

@@ -42,7 +42,7 @@ class StepConfig:
 
     @classmethod
     def of(cls, **settings: Any) -> Self:
-        """A config with these ``settings`` by name, and the defaults of all other settings."""
+        """Return a config with these ``settings`` by name, and the defaults of all other settings."""
         return cls().replace(**settings)
 
     @classmethod
@@ -53,7 +53,7 @@ class StepConfig:
         return {"model": "model"} | names
 
     def replace(self, **settings: Any) -> Self:
-        """A copy of this config with these ``settings``, by name, changed."""
+        """Return a copy of this config with these ``settings``, by name, changed."""
         section_of = self.section_of()
         changes: dict[str, dict[str, Any]] = {}
         for name, value in settings.items():
@@ -67,16 +67,16 @@ class StepConfig:
         return replace(self, **sections)
 
     def setting(self, name: str) -> Any:
-        """The value of the setting ``name``."""
+        """Return the value of the setting ``name``."""
         section = self.section_of()[name]
         return getattr(getattr(self, section), name) if section in self.sections else getattr(self, section)
 
     def flat(self) -> dict[str, Any]:
-        """All settings by name."""
+        """Return all settings by name."""
         return {name: self.setting(name) for name in self.section_of()}
 
     def to_json(self) -> dict[str, Any]:
-        """The settings by name as JSON values; :func:`train.config.config_from_json` reads them back."""
+        """Return the settings by name as JSON values; :func:`train.config.config_from_json` reads them back."""
         values: dict[str, Any] = {"model": to_json(self.model)}
         for section in self.sections:
             values |= to_json(getattr(self, section))
@@ -106,7 +106,7 @@ class StepConfig:
             )
 
     def _conflicts(self) -> Iterator[Conflict]:
-        """Combinations of settings of different sections that are not supported."""
+        """Yield the combinations of settings of different sections that are not supported."""
         optimizer, workers, precision = self.optimization.optimizer, self.batch.workers, self.execution.precision
         bf16_weights = ("optimizer", optimizer == "adamw-bf16")
         other_precision = ("precision", precision != "bf16-activations")

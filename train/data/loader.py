@@ -23,7 +23,7 @@ PLANNED_WINDOWS = 1024
 
 @cache
 def _copy_stream(device: torch.device) -> torch.cuda.Stream:
-    """The CUDA stream in which all loaders copy batches.
+    """Return the CUDA stream in which all loaders copy batches.
 
     The allocator caches memory per stream, so a stream per loader would reserve more memory with each validation.
     """
@@ -36,7 +36,7 @@ NEXT_BATCH = "throughline: next batch"
 
 @cache
 def _readers(count: int) -> ThreadPoolExecutor:
-    """The thread pool in which all loaders read batches, because each validation creates a new loader."""
+    """Return the thread pool in which all loaders read batches, because each validation creates a new loader."""
     return ThreadPoolExecutor(count, thread_name_prefix="batches")
 
 

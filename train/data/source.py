@@ -101,7 +101,7 @@ class DataSource(ABC):
 
     @abstractmethod
     def producing_run(self) -> RunRef | None:
-        """The MLflow run that created the data; None if it is unknown."""
+        """Return the MLflow run that created the data; None if it is unknown."""
 
     @abstractmethod
     def check_reachable(self, host: str) -> None:

@@ -32,7 +32,7 @@ class MemorySaving:
 
 
 def find_memory_savings(step: Step) -> list[MemorySaving]:
-    """Changes that are predicted to save memory, by their cost: single changes first, then combinations.
+    """Return the changes that are predicted to save memory, by their cost: single changes first, then combinations.
 
     Changes without additional arithmetic are ordered as follows: first those that keep the micro-batch; then smaller
     micro-batches from the largest on, whose cost depends on the device's utilization and has no formula; last selective
@@ -60,7 +60,7 @@ def find_memory_savings(step: Step) -> list[MemorySaving]:
 
 
 def _candidates(step: Step) -> Iterator[dict[str, Any]]:
-    """Combinations of settings to change, with at most one value for each setting."""
+    """Yield the combinations of settings to change, with at most one value for each setting."""
     choices: dict[str, list[Any]] = {
         "attention": ["auto"] if step.execution.attention == "manual" else [],
         "loss": ["fused"] if step.execution.loss == "plain" and step.execution.loss_chunks == 1 else [],

@@ -49,5 +49,5 @@ class MemoryBreakdown:
         return self.total - self.context
 
     def parts(self) -> dict[str, int]:
-        """Bytes by the part's name, in the order of a table."""
+        """Return the bytes by the part's name, in the order of a table."""
         return {field.name: getattr(self, field.name) for field in fields(self) if field.name != "moment"}

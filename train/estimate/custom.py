@@ -48,7 +48,7 @@ class MemoryFit:
     """Peak bytes for each sequence of a micro-batch, which is the slope of the fit."""
 
     def peak(self, micro_batch: int) -> int:
-        """Peak bytes with ``micro_batch`` sequences; at least the weights, gradients and optimizer state."""
+        """Return the peak bytes with ``micro_batch`` sequences; at least the weights, gradients and optimizer state."""
         return round(max(self.weights + self.gradients + self.optimizer, self.fixed + self.per_sequence * micro_batch))
 
 
@@ -59,11 +59,11 @@ class CustomModelEstimates:
     model: CustomModel
 
     def is_memory_known(self, step: Step) -> bool:
-        """Whether this process has measured the memory of ``step``."""
+        """Return whether this process has measured the memory of ``step``."""
         return _probe_step(step) in _fits
 
     def predict_peak(self, step: Step) -> MemoryBreakdown:
-        """The peak of ``step`` on one worker by part, by the fit of :func:`measure_fit`."""
+        """Return the peak of ``step`` on one worker by part, by the fit of :func:`measure_fit`."""
         fit = measure_fit(step)
         state = fit.weights + fit.gradients + fit.optimizer
         return MemoryBreakdown(
@@ -84,7 +84,8 @@ _fits: dict[Step, MemoryFit] = {}
 
 
 def measure_fit(step: Step) -> MemoryFit:
-    """The fit of ``step``, measured once. Raises ``UserError`` if its device is not in this machine or it fails."""
+    """Return the fit of ``step``, measured once. Raises ``UserError`` if its device is not in this machine or it
+    fails."""
     probe = _probe_step(step)
     if probe not in _fits:
         if step.execution.device == "cuda" and device_info().kind != "cuda":
@@ -98,7 +99,7 @@ def measure_fit(step: Step) -> MemoryFit:
 
 
 def _probe_step(step: Step) -> Step:
-    """A step of the smaller probe, which is equal for all steps with the same fit.
+    """Return a step of the smaller probe, which is equal for all steps with the same fit.
 
     It accumulates two micro-batches if ``step`` accumulates, because gradients are then in memory during the second.
     """

@@ -16,11 +16,11 @@ class ModelEstimates(Protocol):
     """Predictions for a model."""
 
     def is_memory_known(self, step: Step) -> bool:
-        """Whether :meth:`predict_peak` needs no measurement."""
+        """Return whether :meth:`predict_peak` needs no measurement."""
         ...
 
     def predict_peak(self, step: Step) -> MemoryBreakdown:
-        """The peak of ``step`` on one worker by part."""
+        """Return the peak of ``step`` on one worker by part."""
         ...
 
     def activation_formula(self, micro_batch: int, precision: Precision) -> tuple[int, str] | None:
@@ -28,7 +28,7 @@ class ModelEstimates(Protocol):
         ...
 
     def roofline_speed(self, batch: Batch, execution: Execution, gpu_rates: GpuRates) -> float:
-        """Tokens/s at the roofline of one GPU. Raises ``UserError`` if no formulas cover it."""
+        """Return the tokens/s at the roofline of one GPU. Raises ``UserError`` if no formulas cover it."""
         ...
 
 
@@ -39,5 +39,5 @@ ESTIMATES: dict[type[ModelSpec], Callable[[Any], ModelEstimates]] = {
 
 
 def estimates_of(model: ModelSpec) -> ModelEstimates:
-    """The estimates of ``model``."""
+    """Return the estimates of ``model``."""
     return ESTIMATES[type(model)](model)

@@ -9,7 +9,7 @@ from train.result import RunResult
 
 
 def with_matmul_efficiency(result: RunResult, precision: Precision, workers: int, out: StorageDir) -> RunResult:
-    """``result`` with its FLOP/s as a fraction of the matmul rate in the doctor's file in ``out``."""
+    """Return ``result`` with its FLOP/s as a fraction of the matmul rate in the doctor's file in ``out``."""
     rate = read_matmul_rate(out, result.device, precision, result.machine)
     if not rate or not result.flops_per_second:
         return result
@@ -17,5 +17,5 @@ def with_matmul_efficiency(result: RunResult, precision: Precision, workers: int
 
 
 def utilization(tokens_per_second: float, flops_per_token: float, peak: float | None, devices: int) -> float | None:
-    """Fraction of ``peak`` (FLOP/s of one device) that training uses; None if the peak is unknown."""
+    """Return the fraction of ``peak`` (FLOP/s of one device) that training uses; None if the peak is unknown."""
     return tokens_per_second * flops_per_token / (peak * devices) if peak else None

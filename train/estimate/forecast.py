@@ -28,12 +28,12 @@ Rows = list[tuple[str, str]]
 
 
 def parameter_rows(model: ModelSpec) -> Rows:
-    """Number of parameters by part of the model, and their total, for a table."""
+    """Return the number of parameters by part of the model, and their total, for a table."""
     return [*model.parameter_rows(), ("total", f"[bold]{model.parameters:,}[/bold]")]
 
 
 def memory_rows(step: Step) -> Rows:
-    """Predicted peak memory by part, with bars."""
+    """Return the predicted peak memory by part, with bars."""
     breakdown = predict_peak(step)
     formula = estimates_of(step.model).activation_formula(step.batch.micro_batch, step.execution.precision)
     rows = [
@@ -50,7 +50,7 @@ def memory_rows(step: Step) -> Rows:
 
 
 def limit_rows(step: Step, limit: int | None) -> Rows:
-    """The largest micro-batches that fit the limit, as configured and with settings that save memory."""
+    """Return the largest micro-batches that fit the limit, as configured and with settings that save memory."""
     limit_text = format_size(limit) if limit else ""
     if limit is None and torch.cuda.is_available():
         limit = int(torch.cuda.get_device_properties(0).total_memory)
@@ -69,7 +69,7 @@ def limit_rows(step: Step, limit: int | None) -> Rows:
 
 
 def _cap(step: Step, limit: int) -> str:
-    """The reason other than memory why the micro-batch of ``step`` cannot be larger; empty if there is none."""
+    """Return the reason other than memory why the micro-batch of ``step`` cannot be larger; empty if there is none."""
     unconstrained = largest_unconstrained_micro_batch(step, limit)
     if unconstrained <= step.batch.micro_batch:
         return ""
@@ -79,7 +79,7 @@ def _cap(step: Step, limit: int) -> str:
 
 
 def _memory_saving_variants(step: Step) -> list[tuple[str, Step]]:
-    """Variants of ``step``, each with one more setting that saves memory."""
+    """Return the variants of ``step``, each with one more setting that saves memory."""
     variants = []
     if step.execution.checkpointing != "full" and not step.model.unsupported_reason("checkpointing", "full"):
         variants.append(("with --checkpointing full", step.replace(checkpointing="full")))
@@ -90,7 +90,8 @@ def _memory_saving_variants(step: Step) -> list[tuple[str, Step]]:
 
 
 def arithmetic_rows(model: ModelSpec, step_tokens: int, total_steps: int | None) -> Rows:
-    """FLOPs per token by each formula, and FLOPs of the whole run if ``total_steps`` is given, for a table."""
+    """Return the FLOPs per token by each formula, and FLOPs of the whole run if ``total_steps`` is given, for a
+    table."""
     counts = model.flops_formulas()
     rows = [(count.name, f"{count.flops / 1e6:,.1f} MFLOP per token: {count.text}") for count in counts]
     if total_steps is not None:
@@ -102,7 +103,8 @@ def arithmetic_rows(model: ModelSpec, step_tokens: int, total_steps: int | None)
 
 
 def tile_rows(model: ModelSpec, micro_batch: int, precision: Precision, gpu_name: str | None = None) -> Rows:
-    """Wasted fractions by matrix product, with warnings, for the GPU ``gpu_name``, this machine's GPU, or an A100."""
+    """Return the wasted fractions by matrix product, with warnings, for the GPU ``gpu_name``, this machine's GPU, or an
+    A100."""
     if not model.matrices:
         return [("matrix products", "unknown for a custom model")]
     name = next((name for name in MULTIPROCESSORS if name in (gpu_name or "A100")), None)
@@ -122,14 +124,15 @@ def tile_rows(model: ModelSpec, micro_batch: int, precision: Precision, gpu_name
 
 
 def petaflop_days(total: float) -> float:
-    """FLOPs in days of 10^15 FLOP/s."""
+    """Return the FLOPs in days of 10^15 FLOP/s."""
     return total / (1e15 * 86400)
 
 
 def time_rows(
     model: ModelSpec, data: str, run_tokens: int | None, tokens_per_second: float | None, price_per_hour: float | None
 ) -> Rows:
-    """Tokens of an epoch, of the run and of a compute-optimal run, with time and cost if speed and price are known.
+    """Return the tokens of an epoch, of the run and of a compute-optimal run, with time and cost if speed and price are
+    known.
 
     ``run_tokens`` is None if a time budget or the end of the epoch ends the run; the price is that of all workers.
     """
@@ -161,7 +164,7 @@ def time_rows(
 
 
 def epoch_tokens(data: str) -> int | None:
-    """Training tokens of the shards in ``data``; None if there are none."""
+    """Return the training tokens of the shards in ``data``; None if there are none."""
     try:
         return int(read_manifest(data).splits["train"]["tokens"])
     except UserError:

@@ -21,15 +21,16 @@ class GPT2Estimates:
         return True
 
     def predict_peak(self, step: Step) -> MemoryBreakdown:
-        """The peak of ``step`` on one worker by part; see :func:`predict_breakdown`."""
+        """Return the peak of ``step`` on one worker by part; see :func:`predict_breakdown`."""
         return predict_breakdown(self.model, step.batch, step.execution, step.optimization.optimizer)
 
     def activation_formula(self, micro_batch: int, precision: Precision) -> tuple[int, str]:
-        """Bytes of the blocks' activations by the formula of Korthikanti et al., and the formula as a text."""
+        """Return the bytes of the blocks' activations by the formula of Korthikanti et al., and the formula as a
+        text."""
         factor = "" if precision in HALF_PRECISIONS else "2"
         text = f"{self.model.layers} x {factor}sbh(34 + 5as/h), Korthikanti et al. 2022, storing dropout and scores"
         return published_activations(self.model, micro_batch, precision), text
 
     def roofline_speed(self, batch: Batch, execution: Execution, gpu_rates: GpuRates) -> float:
-        """Tokens/s at the roofline of one GPU; see :func:`predict_roofline`."""
+        """Return the tokens/s at the roofline of one GPU; see :func:`predict_roofline`."""
         return predict_roofline(self.model, batch, execution, gpu_rates)

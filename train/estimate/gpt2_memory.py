@@ -51,7 +51,7 @@ class BytesPerToken:
 
 
 def predict_breakdown(model: ModelConfig, batch: Batch, execution: Execution, optimizer: Optimizer) -> MemoryBreakdown:
-    """The peak of a step on one worker by part."""
+    """Return the peak of a step on one worker by part."""
     kind = execution.device
     moments = _moments(model, batch, execution, optimizer)
     moment = max(moments, key=lambda name: sum(moments[name]))
@@ -80,7 +80,8 @@ def predict_breakdown(model: ModelConfig, batch: Batch, execution: Execution, op
 def _moments(
     model: ModelConfig, batch: Batch, execution: Execution, optimizer: Optimizer
 ) -> dict[str, tuple[float, float, float, float, float]]:
-    """Bytes of (gradients, casts, activations, logits, working results) at each moment that can be the peak."""
+    """Return the bytes of (gradients, casts, activations, logits, working results) at each moment that can be the
+    peak."""
     layers = model.layers
     head_parameters = model.padded_vocab_size * model.width
     tokens = batch.micro_batch * model.context_length
@@ -159,17 +160,17 @@ def _moments(
 
 
 def _weight_bytes(optimizer: Optimizer) -> int:
-    """Bytes of one weight, and of its gradient."""
+    """Return the bytes of one weight, and of its gradient."""
     return 2 if optimizer == "adamw-bf16" else 4
 
 
 def _shards(workers: int, shard: bool) -> int:
-    """Number of workers among which weights, gradients and the optimizer's state are sharded."""
+    """Return the number of workers among which weights, gradients and the optimizer's state are sharded."""
     return workers if shard else 1
 
 
 def token_sizes(model: ModelConfig, micro_batch: int, execution: Execution, kind: str) -> BytesPerToken:
-    """Bytes per token. The residual stream is fp32 unless all activations are bf16."""
+    """Return the bytes per token. The residual stream is fp32 unless all activations are bf16."""
     width, scores = model.width, model.heads * model.context_length
     half, eager = _half(execution.precision), execution.compile == "off"
     fused = _loss_chunks(model.context_length, micro_batch, execution) > 0
@@ -226,7 +227,7 @@ def token_sizes(model: ModelConfig, micro_batch: int, execution: Execution, kind
 
 
 def published_activations(model: ModelConfig, micro_batch: int, precision: Precision) -> int:
-    """Bytes of the blocks' activations by the formula of Korthikanti et al. (arXiv 2205.05198, equation 1).
+    """Return the bytes of the blocks' activations by the formula of Korthikanti et al. (arXiv 2205.05198, equation 1).
 
     sbh(34 + 5as/h) for a block in 16 bits (s: context length, b: micro-batch, h: width, a: heads), and twice that in
     32 bits. It includes dropout and the T x T matrix, without recomputation.
@@ -237,7 +238,7 @@ def published_activations(model: ModelConfig, micro_batch: int, precision: Preci
 
 
 def optimizer_bytes(model: ModelConfig, optimizer: Optimizer, parameters: int) -> int:
-    """Bytes of the optimizer's state for this number of parameters."""
+    """Return the bytes of the optimizer's state for this number of parameters."""
     matrices = model.layers * 12 * model.width**2
     bytes_per_parameter = {"adamw": 8, "adamw-fused": 8, "adamw-8bit": 2, "adamw-bf16": 4, "adafactor": 0}
     if optimizer == "muon":  # One momentum for the blocks' matrices, AdamW's two moments for the others.
@@ -246,12 +247,12 @@ def optimizer_bytes(model: ModelConfig, optimizer: Optimizer, parameters: int) -
 
 
 def _loss_chunks(context_length: int, micro_batch: int, execution: Execution) -> int:
-    """Number of chunks of the fused loss; 0 for the plain loss."""
+    """Return the number of chunks of the fused loss; 0 for the plain loss."""
     return chunk_count(execution.loss, execution.loss_chunks, micro_batch * context_length)
 
 
 def _materializes(model: ModelConfig, attention: Attention, kind: str) -> bool:
-    """Whether the T x T matrix is written to memory; on a CPU torch's fused kernel does not support dropout."""
+    """Return whether the T x T matrix is written to memory; on a CPU torch's fused kernel does not support dropout."""
     return attention == "manual" or (kind == "cpu" and model.dropout > 0)
 
 

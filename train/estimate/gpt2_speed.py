@@ -41,8 +41,8 @@ three of them written; clipping reads the gradient twice and writes it once."""
 
 
 def predict_roofline(model: ModelConfig, batch: Batch, execution: Execution, gpu_rates: GpuRates) -> float:
-    """Tokens/s at the roofline of one GPU with ``gpu_rates``. Raises ``UserError`` if the formulas do not cover
-    it."""
+    """Return the tokens/s at the roofline of one GPU with ``gpu_rates``. Raises ``UserError`` if the formulas do not
+    cover it."""
     rate = gpu_rates.matmul_rate(execution.precision)
     is_covered = execution.loss == "plain" and execution.loss_chunks == 1 and execution.checkpointing == "none"
     is_covered = is_covered and execution.attention != "manual"
@@ -60,7 +60,7 @@ def predict_roofline(model: ModelConfig, batch: Batch, execution: Execution, gpu
 
 
 def triton_bytes(model: ModelConfig, micro_batch: int, precision: Precision) -> float:
-    """Bytes that Triton's kernels read and write for a micro-batch."""
+    """Return the bytes that Triton's kernels read and write for a micro-batch."""
     traffic, tokens = KERNEL_TRAFFIC[precision], micro_batch * model.context_length
     block = traffic.per_block_token * model.width * tokens + traffic.per_block_weight * 12 * model.width**2
     head = traffic.per_logit * tokens + traffic.per_head_weight * model.width

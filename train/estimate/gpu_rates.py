@@ -29,12 +29,12 @@ class GpuRates:
     """Origin of the rates as a text."""
 
     def matmul_rate(self, precision: str) -> float | None:
-        """FLOP/s of matrix products in a resolved ``precision``; None if it is unknown."""
+        """Return the FLOP/s of matrix products in a resolved ``precision``; None if it is unknown."""
         return find_matmul_rate({"matmul": self.matmul}, precision)
 
 
 def load_gpu_rates(gpu: str) -> GpuRates:
-    """The GPU of ``--gpu``. Raises ``UserError`` if it is neither a known name nor a file of the doctor."""
+    """Return the GPU of ``--gpu``. Raises ``UserError`` if it is neither a known name nor a file of the doctor."""
     if gpu in KNOWN_GPUS:
         peaks = {kind: peak_flops(gpu, kind) for kind in ("bf16", "tf32", "fp32")}
         matmul = {kind: ACHIEVABLE_FRACTION * peak for kind, peak in peaks.items() if peak}

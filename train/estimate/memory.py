@@ -21,12 +21,12 @@ FIXED_SEGMENTS = 0.2
 
 
 def peak_if_known(step: Step) -> MemoryBreakdown | None:
-    """:func:`predict_peak` if it needs no measurement; None for a model whose memory must be measured first."""
+    """Return :func:`predict_peak` if it needs no measurement; None for a model whose memory must be measured first."""
     return predict_peak(step) if estimates_of(step.model).is_memory_known(step) else None
 
 
 def predict_peak(step: Step) -> MemoryBreakdown:
-    """The peak of ``step`` on one worker by part.
+    """Return the peak of ``step`` on one worker by part.
 
     Formulas predict it without using a device. If the model has no formulas, it is measured, which takes seconds once
     for all micro-batches.
@@ -35,7 +35,8 @@ def predict_peak(step: Step) -> MemoryBreakdown:
 
 
 def fit_to_probes(predicted: float, probes: Sequence[tuple[float, float]]) -> float:
-    """``predicted`` bytes, corrected by ``probes``: (predicted, measured) bytes of runs with other micro-batches.
+    """Return ``predicted`` bytes, corrected by ``probes``: (predicted, measured) bytes of runs with other
+    micro-batches.
 
     With two or more probes the correction is a linear fit by least squares, because rounding and workspaces are affine
     in the micro-batch. With one probe it is an offset; without probes there is no correction.
@@ -50,19 +51,20 @@ def fit_to_probes(predicted: float, probes: Sequence[tuple[float, float]]) -> fl
 
 
 def peak_with_margin(step: Step) -> int:
-    """Predicted peak bytes of the process of ``step``, with a safety margin."""
+    """Return the predicted peak bytes of the process of ``step``, with a safety margin."""
     peak = predict_peak(step)
     return peak.total + round(margin(step.execution) * peak.reserved)
 
 
 def margin(execution: Execution) -> float:
-    """Safety margin of a predicted peak, as a fraction of the reserved memory."""
+    """Return the safety margin of a predicted peak, as a fraction of the reserved memory."""
     has_fixed_segments = execution.device == "cuda" and execution.allocator in ("default", "split")
     return FIXED_SEGMENTS if has_fixed_segments else MARGIN[execution.device]
 
 
 def largest_micro_batch(step: Step, limit: int) -> int | None:
-    """The largest micro-batch of the global batch that is predicted to need at most ``limit`` bytes with the margin.
+    """Return the largest micro-batch of the global batch that is predicted to need at most ``limit`` bytes with the
+    margin.
 
     None if not even one sequence fits.
     """
@@ -71,7 +73,7 @@ def largest_micro_batch(step: Step, limit: int) -> int | None:
 
 
 def largest_unconstrained_micro_batch(step: Step, limit: int) -> int:
-    """The largest micro-batch that is predicted to need at most ``limit`` bytes, ignoring the global batch.
+    """Return the largest micro-batch that is predicted to need at most ``limit`` bytes, ignoring the global batch.
 
     The accumulation stays. 0 if not even one sequence fits.
     """

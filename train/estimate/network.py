@@ -25,7 +25,7 @@ class Exchange(NamedTuple):
 
 
 def step_exchange(model: ModelSpec, batch: Batch, shard: bool) -> Exchange:
-    """The exchange of a worker in a step, with 4 bytes for each weight and gradient."""
+    """Return the exchange of a worker in a step, with 4 bytes for each weight and gradient."""
     crossing_bytes = (batch.workers - 1) / batch.workers * 4 * model.parameters
     micro_batch = model.flops_per_token * batch.micro_batch * model.context_length
     if shard:
@@ -72,6 +72,6 @@ def network_rows(model: ModelSpec, batch: Batch, execution: Execution, doctor_fi
 
 
 def _read_all_reduce(file: str) -> dict[str, Any]:
-    """The doctor's measurements of several workers in ``file``; empty if there are none."""
+    """Return the doctor's measurements of several workers in ``file``; empty if there are none."""
     all_reduce = (read_record(file, "--doctor-file") or {}).get("allreduce", {})
     return all_reduce if "matmul" in all_reduce else {}

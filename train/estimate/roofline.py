@@ -17,7 +17,7 @@ SOURCE = (
 
 
 def speed_rows(model: ModelSpec, batch: Batch, execution: Execution, gpu_rates: GpuRates) -> list[tuple[str, str]]:
-    """The roofline of a run at ``gpu_rates``, and the range of speeds to expect, for a table."""
+    """Return the roofline of a run at ``gpu_rates``, and the range of speeds to expect, for a table."""
     try:
         roofline = roofline_speed(model, batch, execution, gpu_rates)
     except UserError as unknown:
@@ -30,12 +30,12 @@ def speed_rows(model: ModelSpec, batch: Batch, execution: Execution, gpu_rates: 
 
 
 def format_expected_range(roofline: float) -> str:
-    """The range of speeds to expect at a ``roofline`` in tokens/s, as a text."""
+    """Return the range of speeds to expect at a ``roofline`` in tokens/s, as a text."""
     low, high = (fraction * roofline for fraction in REACHED_FRACTION_RANGE)
     return f"{low:,.0f} to {high:,.0f}"
 
 
 def roofline_speed(model: ModelSpec, batch: Batch, execution: Execution, gpu_rates: GpuRates) -> float:
-    """Tokens/s at the roofline of one GPU with ``gpu_rates``. Raises ``UserError`` if the model has no formulas, or if
-    they do not cover how it is executed."""
+    """Return the tokens/s at the roofline of one GPU with ``gpu_rates``. Raises ``UserError`` if the model has no
+    formulas, or if they do not cover how it is executed."""
     return estimates_of(model).roofline_speed(batch, execution, gpu_rates)

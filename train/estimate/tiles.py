@@ -36,7 +36,7 @@ class Waste:
 
 
 def products(model: ModelSpec, micro_batch: int, multiprocessors: int) -> list[Waste]:
-    """The waste of each matrix product of the forward pass, whose rows are the tokens of a micro-batch."""
+    """Return the waste of each matrix product of the forward pass, whose rows are the tokens of a micro-batch."""
     tokens = micro_batch * model.context_length
     return [_waste(name, tokens, columns, multiprocessors) for name, columns in model.matrices.items()]
 
@@ -50,7 +50,7 @@ def _waste(name: str, rows: int, columns: int, multiprocessors: int) -> Waste:
 
 
 def warnings(model: ModelSpec, micro_batch: int, precision: Precision, multiprocessors: int) -> list[str]:
-    """Sentences about sizes that do not fill tensor cores, tiles or waves; empty if there are none."""
+    """Return sentences about sizes that do not fill tensor cores, tiles or waves; empty if there are none."""
     align = 8 if precision in HALF_PRECISIONS else 4
     sentences = [
         f"{name} {size:,} is not a multiple of {align}, which tensor cores need for {precision}"

@@ -88,7 +88,7 @@ def train(job: RunJob, listener: Listener) -> WorkerResult:
 def make_trainer(
     job: RunJob, link: Link, scaling: ray.train.ScalingConfig, ray_folder: Path, storage_path: Path
 ) -> DataParallelTrainer:
-    """Ray's trainer of ``job``, whose files are in ``ray_folder`` of ``storage_path``."""
+    """Create Ray's trainer of ``job``, whose files are in ``ray_folder`` of ``storage_path``."""
     arguments: dict[str, Any] = {
         "train_loop_config": {"job": job, "link": link},
         "scaling_config": scaling,
@@ -123,7 +123,7 @@ class BackgroundFit(threading.Thread):
 
 
 def worker_device_info(execution: ExecutionConfig, workers: int) -> DeviceInfo:
-    """The device on which the connected Ray would train: a GPU if there is one per worker, else a CPU.
+    """Return the device on which the connected Ray would train: a GPU if there is one per worker, else a CPU.
 
     Waits for a machine with the requested accelerator. Raises ``UserError`` when its GPU is not free in time.
     """
@@ -150,7 +150,7 @@ def worker_device_info(execution: ExecutionConfig, workers: int) -> DeviceInfo:
 
 
 def make_scaling_config(dataset: DatasetConfig, execution: Execution, workers: int) -> ray.train.ScalingConfig:
-    """The workers to request from Ray for a resolved config.
+    """Return the workers to request from Ray for a resolved config.
 
     Raises ``UserError`` if the cluster lacks them; Ray would wait.
     """
@@ -183,5 +183,5 @@ def make_scaling_config(dataset: DatasetConfig, execution: Execution, workers: i
 
 
 def resources_per_worker(scaling: ray.train.ScalingConfig) -> dict[str, float]:
-    """The resources that Ray reserves for each worker of :func:`make_scaling_config`."""
+    """Return the resources that Ray reserves for each worker of :func:`make_scaling_config`."""
     return cast(dict[str, float], scaling.resources_per_worker) | accelerator_resource(scaling.accelerator_type)

@@ -113,7 +113,8 @@ def record_result(run: ResolvedRun, tracker: Tracker, result: RunResult) -> tupl
 
 
 def diagnose(run: ResolvedRun, result: RunResult) -> Diagnosis | None:
-    """The diagnosis of a run with this ``result``: of its memory, its speed compared with its search, or its losses."""
+    """Return the diagnosis of a run with this ``result``: of its memory, its speed compared with its search, or its
+    losses."""
     memory_diagnosis = diagnosis.diagnose_oom(run.config.step, result, run.run_folder.location, run.memory_limit)
     if memory_diagnosis is None and run.confirmed:
         memory_diagnosis = diagnose_slowdown(result, run.confirmed, run.config.execution.compile)

@@ -63,7 +63,8 @@ class WorkerJob:
         if self.fingerprint not in (None, data.manifest.fingerprint):
             raise UserError(
                 f"{dataset.flag} {dataset.source} differs between machines: fingerprint "
-                f"{data.manifest.fingerprint[:12]} on {host}, {self.fingerprint[:12]} on the driver."
+                f"{data.manifest.fingerprint[:12]} on {host}, {self.fingerprint[:12]} on the driver. Use object "
+                "storage, or copy the driver's data to all machines."
             )
         return data
 
@@ -124,7 +125,8 @@ class RunPlan:
 
     @classmethod
     def new(cls, config: TrainConfig, run_folder: RunFolder) -> "RunPlan":
-        """A new run in ``run_folder``, which need not exist. Raises ``UserError`` for data that do not suit it."""
+        """Return a new run in ``run_folder``, which need not exist. Raises ``UserError`` for data that do not suit
+        it."""
         source = source_of(config.dataset).absolute()
         manifest = source.manifest
         requested = prepare(config, manifest)
@@ -134,7 +136,7 @@ class RunPlan:
 
     @classmethod
     def continued(cls, config: TrainConfig, name: str, out: str) -> "RunPlan":
-        """The run that ``--resume`` names, resumed as ``config``.
+        """Return the run that ``--resume`` names, resumed as ``config``.
 
         Raises ``UserError`` if it does not exist, was another run, or has finished.
         """
@@ -147,7 +149,7 @@ class RunPlan:
         return replace(new, progress=progress)
 
     def resolved(self, device_info: DeviceInfo) -> "ResolvedRun":
-        """This run with everything decided for the device that will train; a resumed one keeps its decisions.
+        """Return this run with everything decided for the device that will train; a resumed one keeps its decisions.
 
         Raises ``UserError`` as :func:`train.resolved.resolve` does.
         """
@@ -163,11 +165,11 @@ class ResolvedRun(RunPlan):
     config: ResolvedConfig
 
     def fitted(self, result: RunResult) -> "ResolvedRun":
-        """This run with the micro-batch of its ``result``, after larger ones did not fit."""
+        """Return this run with the micro-batch of its ``result``, after larger ones did not fit."""
         return replace(self, config=self.config.with_smaller_micro_batch(result.failed_micro_batches) or self.config)
 
     def job(self) -> RunJob:
-        """The job of the run's workers."""
+        """Return the job of the run's workers."""
         return RunJob(
             config=self.config,
             run_dir=self.run_folder.location,

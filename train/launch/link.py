@@ -182,7 +182,8 @@ class Channel:
         """Wait until the messages of this process have arrived."""
 
     def earlier_workers(self, node_id: str, oom_kills: int) -> EarlierWorkers:
-        """The history of the earlier workers, for a worker that starts; a refusal without a result is returned once.
+        """Return the history of the earlier workers, for a worker that starts; a refusal without a result is returned
+        once.
 
         ``oom_kills`` is the number of processes that its machine has killed until now because memory ran out.
         """
@@ -221,7 +222,7 @@ class Channel:
         self._should_stop = True
 
     def poll(self) -> WorkerUpdates | None:
-        """The updates that have arrived; None while the link is being set up."""
+        """Return the updates that have arrived; None while the link is being set up."""
         return self.take_updates()
 
     def take_updates(self) -> WorkerUpdates:
@@ -291,7 +292,7 @@ Link = Channel | RayLink
 
 @contextmanager
 def open_ray_link(recorded: RecordedProgress) -> Iterator[RayLink]:
-    """A link to the actor of a run with this ``recorded`` progress. The actor starts in the background."""
+    """Open a link to the actor of a run with this ``recorded`` progress. The actor starts in the background."""
     import ray
 
     # The actor's process would import flags and storage with it.

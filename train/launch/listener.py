@@ -32,7 +32,7 @@ class Listener:
     """The driver's end of a link, for the whole run."""
 
     def __init__(self, run: ResolvedRun, tracker: Tracker, on_cycle: Callable[[dict[str, Any]], None]) -> None:
-        """``on_cycle`` is called with each new cycle."""
+        """Call ``on_cycle`` with each new cycle."""
         self.run = run
         reported_step = run.progress.last_reported_step if run.progress else 0
         self.recorded = RecordedProgress(reported_step, tracker.logged.last_step("system/"))

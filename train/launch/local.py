@@ -56,7 +56,8 @@ def train(job: RunJob, listener: Listener) -> WorkerResult:
 
 
 def _of_process(returned: WorkerResult) -> WorkerResult:
-    """``returned`` with the source of its peak of memory, which may be that of an earlier run in this process."""
+    """Return ``returned`` with the source of its peak of memory, which may be that of an earlier run in this
+    process."""
     result = returned.result
     if result is None or result.memory.process_source != "rss":
         return returned

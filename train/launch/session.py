@@ -53,7 +53,7 @@ class Driver:
         """Receive a message of the session, from its main thread or the one of its telemetry."""
 
     def should_stop(self) -> bool:
-        """Whether the session must stop after the step that it has just launched."""
+        """Return whether the session must stop after the step that it has just launched."""
         return False
 
 
@@ -156,8 +156,8 @@ class WorkerSession:
             return failure.result
 
     def _smaller_config(self, result: RunResult, start_step: int) -> ResolvedConfig | None:
-        """The config with a smaller micro-batch to try after ``result`` of a run from step ``start_step``; None to keep
-        the result."""
+        """Return the config with a smaller micro-batch to try after ``result`` of a run from step ``start_step``; None
+        to keep the result."""
         if self.job.retries_smaller_batch and did_not_fit(result, start_step):
             return self.config.with_smaller_micro_batch([self.config.batch.micro_batch])
         return None
@@ -198,7 +198,7 @@ class WorkerSession:
             self._post(PrintLine(format_gpu_memory(config.batch.micro_batch, config.duration.cycle, used, total)))
 
     def _completed(self, trainer: Trainer, result: RunResult, telemetry: Telemetry, start_step: int) -> RunResult:
-        """``result`` with the machine's telemetry, and for a run with a text that the model generates."""
+        """Return ``result`` with the machine's telemetry, and for a run with a text that the model generates."""
         joules = energy(telemetry, trainer, result, start_step)
         result = replace(
             result, joules_per_million_tokens=joules, telemetry=trainer.while_training(telemetry),
@@ -222,25 +222,26 @@ class WorkerSession:
 
 
 def step_of(checkpoint: Path | None) -> int:
-    """The step of ``checkpoint``; 0 without one."""
+    """Return the step of ``checkpoint``; 0 without one."""
     return read_progress(checkpoint).step if checkpoint else 0
 
 
 def did_not_fit(result: RunResult, start_step: int) -> bool:
-    """Whether a run from step ``start_step`` needed too much memory in its first steps or before them."""
+    """Return whether a run from step ``start_step`` needed too much memory in its first steps or before them."""
     failed_step = result.steps - start_step + (result.outcome == "oom")  # An oom is raised before its step counts.
     return result.outcome in ("oom", "over_limit") and failed_step <= FIRST_STEPS
 
 
 def format_gpu_memory(micro_batch: int, cycle: Cycle, used: int, total: int) -> str:
-    """The GPU's memory at the first report, the micro-batch and the cycle, as one line; ``used`` and ``total`` are in
-    bytes."""
+    """Return the GPU's memory at the first report, the micro-batch and the cycle, as one line; ``used`` and ``total``
+    are in bytes."""
     usage = f"GPU {used / GB:.1f}/{total / GB:.1f} GB ({used / total:.1%})"
     return f"{usage}; batch size {micro_batch}; cycle {cycle.train_steps} + {cycle.val_batches}"
 
 
 def energy(telemetry: Telemetry, trainer: Trainer, result: RunResult, start_step: int) -> float | None:
-    """Joules of this worker's GPU per million tokens that it trained on after the first step from ``start_step``.
+    """Return the joules of this worker's GPU per million tokens that it trained on after the first step from
+    ``start_step``.
 
     None without a GPU that reports its power. Ends the telemetry, so that it knows the energy up to now.
     """

@@ -134,7 +134,7 @@ class DriverConnection(Driver):
         self._last_step, self.telemetry_second = recorded.step, recorded.telemetry_second
 
         def beat() -> bool:
-            """Returns whether the driver has died, after which Ray ends its workers."""
+            """Return whether the driver has died, after which Ray ends its workers."""
             try:
                 order = self._link.heartbeat(number, session.activity)
             except RayError:
@@ -165,7 +165,7 @@ class DriverConnection(Driver):
 
 
 def watch_machine(link: Link, host: str) -> Telemetry:
-    """The telemetry of a machine without the first worker."""
+    """Return the telemetry of a machine without the first worker."""
 
     def send(second: int, metrics: dict[str, float]) -> None:
         link.post(SystemMetrics(second, prefix_node(host, metrics)))
@@ -206,7 +206,7 @@ def lock_and_find_checkpoint(
 
 
 def find_checkpoint(folder: RunFolder) -> tuple[Path | None, str | None]:
-    """The checkpoint from which another worker than the first resumes, or the reason not to train."""
+    """Return the checkpoint from which another worker than the first resumes, or the reason not to train."""
     try:
         return folder.newest_checkpoint()[0], None
     except UserError as mistake:
@@ -214,7 +214,7 @@ def find_checkpoint(folder: RunFolder) -> tuple[Path | None, str | None]:
 
 
 def with_checkpoint(result: RunResult, folder: RunFolder) -> RunResult:
-    """``result`` of an earlier worker, which need not have been the one that knew the newest checkpoint."""
+    """Return ``result`` of an earlier worker, which need not have been the one that knew the newest checkpoint."""
     checkpoint, _ = folder.newest_checkpoint()
     return replace(result, checkpoint=folder.checkpoint_address(checkpoint) if checkpoint else None)
 
@@ -234,7 +234,7 @@ def check_resume_step(folder: RunFolder, known_step: int, step: int) -> None:
 
 
 def combine_refusals(states: Sequence[WorkerState]) -> str | None:
-    """The reason why the workers do not train, if there is any."""
+    """Return the reason why the workers do not train, if there is any."""
     for state in states:
         if state.refusal:
             return state.refusal

@@ -75,7 +75,8 @@ class RunningCycle:
 def open_cycle(
     first: int, step: int, length: int, unreported_losses: list[float], device: torch.device
 ) -> RunningCycle:
-    """The cycle that continues at ``step`` after a report at ``first``, with the losses of the steps in between."""
+    """Return the cycle that continues at ``step`` after a report at ``first``, with the losses of the steps in
+    between."""
     stop = (step // length + 1) * length
     losses, norms = torch.zeros(2, stop - first, device=device)
     losses[: len(unreported_losses)] = torch.tensor(unreported_losses)
@@ -91,7 +92,7 @@ def close_cycle(cycle: RunningCycle, workers: Workers, device: torch.device) -> 
 
 
 def step_seconds(cycle: RunningCycle) -> list[float]:
-    """Seconds of each step of this process; waits for the last of them."""
+    """Return the seconds of each step of this process; waits for the last of them."""
     marks = [cycle.start, *cycle.step_ends]
     timing.wait_for(marks[-1])
     return [timing.seconds_between(a, b) for a, b in itertools.pairwise(marks)]
@@ -100,7 +101,7 @@ def step_seconds(cycle: RunningCycle) -> list[float]:
 def report(
     cycle: RunningCycle, batch: Batch, context_length: int, manifest: Manifest, *, val_tokens: int, elapsed: float
 ) -> CycleReport:
-    """The report of a closed cycle; ``val_tokens`` is the number of validation tokens before the cycle."""
+    """Return the report of a closed cycle; ``val_tokens`` is the number of validation tokens before the cycle."""
     timing.wait_for(cycle.end)
     assert cycle.host_values is not None, "only a closed cycle is reported"
     step_losses, norm, validation = cycle.host_values
@@ -136,7 +137,7 @@ def report(
 
 
 def divergence_reason(losses: list[float], reference: float | None, spike: float, first: int) -> str | None:
-    """Why training must not continue after these ``losses``, which start after step ``first``; None if it may.
+    """Return why training must not continue after these ``losses``, which start after step ``first``; None if it may.
 
     ``reference`` is the mean loss of the previous cycle; a loss more than ``spike`` nats above it is a spike.
     """

@@ -30,7 +30,7 @@ INDUCTOR_CACHE = Path("~/.cache/throughline/inductor")
 
 
 def torch_device(device: Device) -> torch.device:
-    """The torch device that ``device`` names. Raises ``UserError`` when it is a GPU that torch does not see."""
+    """Return the torch device that ``device`` names. Raises ``UserError`` when it is a GPU that torch does not see."""
     if device == "cpu":
         return torch.device("cpu")
     if not torch.cuda.is_available():
@@ -44,7 +44,7 @@ def torch_device(device: Device) -> torch.device:
 def build_model(
     model_config: ModelSpec, execution: Execution, optimizer: Optimizer, seed: int, device: torch.device
 ) -> Any:
-    """The model with random weights by the ``seed``, on ``device``."""
+    """Return the model with random weights by the ``seed``, on ``device``."""
     if execution.checkpointing == "budget":
         check_budget_supported()
     torch.manual_seed(seed)
@@ -57,7 +57,8 @@ def build_model(
 
 
 def build_inference_model(model_config: ModelSpec, mask_books: bool, weights_of: nn.Module | None = None) -> Any:
-    """The model for use after training: eager, with torch's own choice of attention kernel, for texts of any length.
+    """Return the model for use after training: eager, with torch's own choice of attention kernel, for texts of any
+    length.
 
     If ``weights_of`` is given, the model shares that model's weights without a copy. The execution of training may not
     be suitable: cuDNN's kernel rejects a single token, a CPU does not have a GPU's kernels, and compiled code would be
@@ -83,7 +84,7 @@ def _to_fp8(model: nn.Module) -> None:
 
 
 def compile_model(model: nn.Module, execution: Execution) -> Callable[..., Tensor]:
-    """A function that runs the model's forward pass, compiled as configured, for shapes that never change."""
+    """Return a function that runs the model's forward pass, compiled as configured, for shapes that never change."""
     if execution.compile == "off":
         return model
     os.environ.setdefault("TORCHINDUCTOR_CACHE_DIR", str(INDUCTOR_CACHE.expanduser()))
@@ -117,7 +118,7 @@ def keep_compiled_attention() -> None:
 
 
 def autocast_context(execution: Execution) -> contextlib.AbstractContextManager[Any]:
-    """The context in which forward passes run."""
+    """Return the context in which forward passes run."""
     kind = AUTOCAST.get(execution.precision)
     return torch.autocast(execution.device, kind) if kind else contextlib.nullcontext()
 

@@ -48,14 +48,15 @@ def forget_resident_peak() -> bool:
 
 
 def is_oom_error(failure: Exception) -> bool:
-    """Whether ``failure`` means that memory ran out; only torch's allocator on the GPU has an exception for that."""
+    """Return whether ``failure`` means that memory ran out; only torch's allocator on the GPU has an exception for
+    that."""
     text = str(failure).lower()
     phrases = ("out of memory", "can't allocate memory", "cublas_status_alloc_failed")
     return isinstance(failure, RuntimeError) and any(phrase in text for phrase in phrases)
 
 
 def peak(device: torch.device) -> Memory:
-    """Peak memory of this process on ``device`` in bytes, measured in three ways."""
+    """Return the peak memory of this process on ``device`` in bytes, measured in three ways."""
     if device.type != "cuda":
         return Memory(None, None, peak_rss(), "rss")
     return gpu_peak(AllocatorStats.read(device), read_gpu(device.index or 0))
@@ -82,7 +83,7 @@ class AllocatorStats:
 
 
 def gpu_peak(stats: AllocatorStats, state: GpuState | None) -> Memory:
-    """Peak memory of this process on a GPU that NVML reports to be in ``state``."""
+    """Return the peak memory of this process on a GPU that NVML reports to be in ``state``."""
     now = state.process_memory if state else None
     return Memory(
         allocated=stats.max_allocated,
@@ -94,7 +95,7 @@ def gpu_peak(stats: AllocatorStats, state: GpuState | None) -> Memory:
 
 
 def peak_rss() -> int:
-    """Peak resident set of this process in bytes, by proc(5).
+    """Return the peak resident set of this process in bytes, by proc(5).
 
     getrusage(2) also counts what the process that started this one had resident, such as a notebook's kernel.
     """
@@ -107,7 +108,7 @@ def _status_bytes(name: str) -> int:
 
 
 def peak_process(now: int, stats: AllocatorStats) -> int:
-    """Peak bytes of a process that uses ``now`` bytes of a GPU according to NVML.
+    """Return the peak bytes of a process that uses ``now`` bytes of a GPU according to NVML.
 
     torch's allocator returns its segments when its cache is emptied, for example before a graph is captured or when an
     allocation is retried, and NVML does not report peaks. Therefore the memory besides the segments is added to the

@@ -51,7 +51,8 @@ class MemoryLimit:
         return self.size - (RESERVED_OUTSIDE_ALLOCATOR if self.device.type == "cuda" else 0)
 
     def used(self) -> tuple[int, MemorySource]:
-        """Peak bytes of the process, and their source: ``nvml``, ``device`` (its growth), ``reserved`` or ``rss``."""
+        """Return the peak bytes of the process, and their source: ``nvml``, ``device`` (its growth), ``reserved`` or
+        ``rss``."""
         measured = memory.peak(self.device)
         state = read_gpu(self.device.index or 0) if measured.process_source == "reserved" else None
         if state is None:
@@ -59,7 +60,7 @@ class MemoryLimit:
         return memory.peak_process(state.memory_used - self.baseline_bytes, AllocatorStats.read(self.device)), "device"
 
     def excess_message(self) -> str:
-        """A text with the memory used and the limit if the process exceeded it, else empty."""
+        """Return a text with the memory used and the limit if the process exceeded it, else empty."""
         used, source = self.used()
         if used <= self.size:
             return ""
@@ -67,7 +68,8 @@ class MemoryLimit:
 
 
 def allocator_share(size: int, context: int, total: int) -> float:
-    """The fraction of a GPU of ``total`` bytes that torch's allocator may use to keep the process within ``size``.
+    """Return the fraction of a GPU of ``total`` bytes that torch's allocator may use to keep the process within
+    ``size``.
 
     ``context`` is what the process already uses outside the allocator.
     """

@@ -32,7 +32,7 @@ class OutOfMemory(RuntimeError):
 
 
 def over_limit(model: nn.Module, optimizer: torch.optim.Optimizer, limit: MemoryLimit, step: int) -> MemoryShortage:
-    """The memory shortage of a run that exceeded its limit after ``step``, when its gradients had been freed."""
+    """Return the memory shortage of a run that exceeded its limit after ``step``, when its gradients had been freed."""
     now = bytes_by_part(model, optimizer)
     del now["gradients"]
     return MemoryShortage(f"checking memory after step {step}", None, limit.usable_bytes, now)
@@ -46,7 +46,7 @@ def out_of_memory(
     stage: str,
     failure: Exception,
 ) -> MemoryShortage:
-    """The memory shortage of a run that failed with ``failure`` in ``stage``; parts not built yet are None."""
+    """Return the memory shortage of a run that failed with ``failure`` in ``stage``; parts not built yet are None."""
     frames = traceback.walk_tb(failure.__traceback__)
     is_loss = isinstance(model, LossModel) and any(
         frame.f_code is type(model).mean_loss.__code__ for frame, _ in frames
@@ -71,13 +71,14 @@ def format_oom(shortage: MemoryShortage, step: Step, limit: MemoryLimit | None) 
 
 
 def failed_allocation_bytes(failure: Exception) -> int | None:
-    """Bytes of the failed allocation by torch's message; None if the message does not contain them."""
+    """Return the bytes of the failed allocation by torch's message; None if the message does not contain them."""
     match = re.search(r"tried to allocate ([\d.]+) (bytes|[KMG]iB)", str(failure), re.IGNORECASE)
     return parse_size(f"{match[1]} {match[2].replace('bytes', 'B')}") if match else None
 
 
 def available_bytes(device: torch.device, read_gpu: Callable[[int], GpuState | None] = read_gpu) -> int:
-    """Bytes of ``device`` that this process can use: on a GPU without other processes' memory, if NVML reports it."""
+    """Return the bytes of ``device`` that this process can use: on a GPU without other processes' memory, if NVML
+    reports it."""
     if device.type != "cuda":
         return host.total_memory()
     state = read_gpu(device.index or 0)
@@ -87,7 +88,8 @@ def available_bytes(device: torch.device, read_gpu: Callable[[int], GpuState | N
 
 
 def bytes_by_part(model: nn.Module | None, optimizer: torch.optim.Optimizer | None) -> dict[str, int]:
-    """Bytes of this worker's weights, gradients and optimizer state now; parts of unknown size are absent."""
+    """Return the bytes of this worker's weights, gradients and optimizer state now; parts of unknown size are
+    absent."""
     parameters = list(model.parameters()) if model else []
     sizes = {"weights": _bytes(parameters), "gradients": _bytes(p.grad for p in parameters if p.grad is not None)}
     state = list(_tensors(optimizer.state_dict())) if optimizer else []

@@ -46,7 +46,8 @@ def build_result(
     times: StepTimes,
     ending: tuple[Outcome, str],
 ) -> RunResult:
-    """The result of a run with the ``state`` and ``times`` of its end; ``ending`` is its outcome and the reason."""
+    """Return the result of a run with the ``state`` and ``times`` of its end; ``ending`` is its outcome and the
+    reason."""
     manifest = data.manifest
     steady = throughput.steady_state(times.steps, config.step_tokens)
     formula = config.model.flops_formulas()[0]
@@ -112,7 +113,7 @@ def build_result(
 def with_throughput(
     result: RunResult, throughput: Throughput | None, model: ModelSpec, execution: Execution, workers: int
 ) -> RunResult:
-    """``result`` with this speed, and with the FLOP/s and the utilization that follow from it."""
+    """Return ``result`` with this speed, and with the FLOP/s and the utilization that follow from it."""
     if throughput is None:
         return replace(result, throughput=None, flops_per_second=None, mfu=None, hfu=None)
     speed, peak = throughput.tokens_per_second, peak_flops(result.device, execution.precision)
@@ -128,7 +129,8 @@ def with_throughput(
 
 
 def _bits_per_unit(val_loss: float, id_counts: np.ndarray, tokenizer: Tokenizer | None) -> list[float | None]:
-    """``val_loss`` in bits per byte and per character of the text with ``id_counts``; None without a tokenizer."""
+    """Return ``val_loss`` in bits per byte and per character of the text with ``id_counts``; None without a
+    tokenizer."""
     if tokenizer is None:
         return [None, None]
     text = Text.of(id_counts, tokenizer)

@@ -37,7 +37,7 @@ class SamplingParams:
 
 
 def load_model(checkpoint: Path) -> tuple[Any, Tokenizer | None]:
-    """The model of a checkpoint, in evaluation mode, and its tokenizer, if it has one."""
+    """Return the model of a checkpoint, in evaluation mode, and its tokenizer, if it has one."""
     progress = read_progress(checkpoint)
     config = config_from_json(progress.config, str(checkpoint))
     fault = find_damage(checkpoint, file_name=WEIGHTS)
@@ -59,7 +59,7 @@ def sample(
     count: int,
     sampling: SamplingParams,
 ) -> list[int]:
-    """``count`` token ids that follow ``ids``. A text longer than the model's context loses its beginning.
+    """Return ``count`` token ids that follow ``ids``. A text longer than the model's context loses its beginning.
 
     Raises ``UserError`` when the model gives no probabilities.
     """
@@ -87,7 +87,8 @@ def _choose(logits: Tensor, sampling: SamplingParams, generator: torch.Generator
 
 
 def closing_sample(trainer: Trainer, result: RunResult) -> str | None:
-    """Text that a model writes at the end of its run; None if it is sharded, gives no logits, or has no tokenizer."""
+    """Return the text that a model writes at the end of its run; None if it is sharded, gives no logits, or has no
+    tokenizer."""
     tokenizer, kind = trainer.data.tokenizer, trainer.config.model
     if result.outcome != "finished" or trainer.config.execution.fsdp or tokenizer is None or not kind.has_logits:
         return None

@@ -19,7 +19,7 @@ MIN_STEADY_STEPS = 3
 
 
 def steady_state(step_seconds: Sequence[float], step_tokens: int) -> Throughput | None:
-    """Throughput after warm-up, or None when fewer than three steps remain.
+    """Return the throughput after warm-up, or None when fewer than three steps remain.
 
     The speed is the median batch's: a single disturbance by another process does not count, a recurring stall does.
     The interval is the median's, from batch means. A step lasts from the end of the previous step on the device to its
@@ -36,7 +36,7 @@ def steady_state(step_seconds: Sequence[float], step_tokens: int) -> Throughput 
 
 
 def implausible_reason(speed: Throughput, model: ModelSpec, execution: Execution, workers: int, device: str) -> str:
-    """The reason why ``device`` cannot reach ``speed``; empty if it can, or if its peak FLOP/s are not known.
+    """Return the reason why ``device`` cannot reach ``speed``; empty if it can, or if its peak FLOP/s are not known.
 
     Only the necessary FLOP are counted, which include half of attention, because it is causal. A GPU's peak with 8-bit
     matrix products is twice as high.
@@ -55,12 +55,12 @@ def implausible_reason(speed: Throughput, model: ModelSpec, execution: Execution
 
 
 def median_batch_seconds(seconds: Sequence[float]) -> float:
-    """Seconds of the median batch of steps, on which the reported speed is based too; 0 without steps."""
+    """Return the seconds of the median batch of steps, on which the reported speed is based too; 0 without steps."""
     return statistics.median(batch_means(seconds)) if seconds else 0.0
 
 
 def is_precise(step_seconds: Sequence[float], within: float) -> bool:
-    """Whether the speed is measured to within ``within`` (0.005 is half a percent), so that measuring may stop.
+    """Return whether the speed is measured to within ``within`` (0.005 is half a percent), so that measuring may stop.
 
     The criterion is the width of a confidence sequence over batches of steps. The batches grow with the run, so the
     guarantee is weaker than for a sequence over steps: checked after each of 3,000 independent steps, it was wrong in

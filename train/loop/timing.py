@@ -25,5 +25,5 @@ def wait_for(mark: Mark) -> None:
 
 
 def seconds_between(first: Mark, last: Mark) -> float:
-    """Seconds from ``first`` to ``last``; both must have been reached."""
+    """Return the seconds from ``first`` to ``last``; both must have been reached."""
     return first.elapsed_time(last) / 1000 if isinstance(first, torch.cuda.Event) else last - first

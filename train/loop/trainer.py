@@ -174,7 +174,7 @@ class Trainer:
             raise error from failure
 
     def _oom_result(self, failure: Exception) -> RunResult:
-        """The result of a run that ran out of memory by ``failure``."""
+        """Return the result of a run that ran out of memory by ``failure``."""
         stage = self.stage
         if self.workers.size > 1:
             stage += f" on worker {self.workers.rank + 1} of {self.workers.size}"
@@ -183,7 +183,7 @@ class Trainer:
         return self._concluded("oom", oom.format_oom(missing, self.config.step, self.limit), missing)
 
     def _concluded(self, outcome: Outcome, reason: str, missing: MemoryShortage | None) -> RunResult:
-        """The result, once the checkpoint that is being written is complete."""
+        """Return the result, once the checkpoint that is being written is complete."""
         self.activity = "saving the checkpoint"
         saved = self.checkpoints.wait() or self.resume_checkpoint if self.checkpoints else None
         address = self.checkpoints.address(saved) if self.checkpoints and saved else None
@@ -191,7 +191,7 @@ class Trainer:
         return replace(result, shortage=missing, attention=self.attention, checkpoint=address)
 
     def while_training(self, telemetry: Telemetry) -> dict[str, float]:
-        """The means of what ``telemetry`` has read after the first step of :meth:`run`."""
+        """Return the means of what ``telemetry`` has read after the first step of :meth:`run`."""
         first = self.times.first_step
         return {} if first is None else telemetry.averages_since(self.started + first)
 
@@ -288,7 +288,8 @@ class Trainer:
             return self.forward(inputs, targets)
 
     def _end(self, total: int | None, seconds: float, whole: bool) -> tuple[Outcome | None, str]:
-        """Whether and why the run ends after this step; the first worker decides, or one over its memory limit."""
+        """Return whether and why the run ends after this step; the first worker decides, or one over its memory
+        limit."""
         config, step = self.config, self.state.step
         outcome: Outcome | None = None
         ended = ""
@@ -358,7 +359,7 @@ class Trainer:
         self.times.optimizer += cycle.optimizer_seconds
 
     def _total_steps(self) -> int | None:
-        """Steps of the whole run: as configured, else one epoch; None when only time ends it."""
+        """Return the steps of the whole run: as configured, else one epoch; None when only time ends it."""
         config = self.config
         if config.total_steps is None and config.duration.time_budget is None:
             assert self.data.epoch_windows is not None, "a config for data without a known end says when to stop"
@@ -366,7 +367,7 @@ class Trainer:
         return config.total_steps
 
     def _progress(self, total: int | None) -> float:
-        """The fraction of the run that has passed, by steps or by the time budget."""
+        """Return the fraction of the run that has passed, by steps or by the time budget."""
         if total is not None:
             return self.state.step / total
         assert self.config.duration.time_budget is not None

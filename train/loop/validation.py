@@ -21,7 +21,7 @@ _COUNTED_WINDOWS = 1024
 
 
 def window_count(windows: Windows, global_batch: int, cycle: Cycle) -> int:
-    """Windows of one validation: ``cycle.val`` global batches, or the whole split if it has fewer."""
+    """Return the windows of a validation: ``cycle.val_batches`` global batches, or the whole split if it is smaller."""
     return min(cycle.val_batches * global_batch, windows.count)
 
 
@@ -63,7 +63,7 @@ class ValidationPasses:
         return weights if rank < self._workers_of_last else [*weights[:-1], 0.0]
 
     def window_ids(self, positions: np.ndarray) -> np.ndarray:
-        """Numbers of the windows at ``positions``; a loader that reads ahead begins again after the last."""
+        """Return the numbers of the windows at ``positions``; a loader that reads ahead begins again after the last."""
         return self._windows.window_ids(self._order[positions % len(self._order)])
 
     def read(self, window_ids: np.ndarray, out: np.ndarray) -> None:
@@ -79,7 +79,7 @@ class ValidationPasses:
 def validate(
     passes: ValidationPasses, loader: BatchLoader, model: nn.Module, loss: Callable[[Tensor, Tensor], Tensor]
 ) -> Tensor:
-    """This worker's losses by pass, each weighted by its share of a micro-batch: see :func:`mean_loss`.
+    """Return this worker's losses by pass, each weighted by its share of a micro-batch: see :func:`mean_loss`.
 
     ``loader`` reads this worker's share of ``passes``, and ``loss`` is that of ``model`` on a batch.
     """
@@ -93,17 +93,17 @@ def validate(
 
 
 def mean_loss(losses: list[float], count: int, batch: Batch) -> float:
-    """The mean over ``count`` windows from what :func:`validate` returns, averaged over the workers."""
+    """Return the mean over ``count`` windows from what :func:`validate` returns, averaged over the workers."""
     return sum(losses) / (count / (batch.micro_batch * batch.workers))
 
 
 def perplexity(loss: float | None) -> float | None:
-    """exp of ``loss``, in nats per token; None when that overflows."""
+    """Return exp of ``loss``, in nats per token; None when that overflows."""
     return math.exp(loss) if loss is not None and loss < 700 else None
 
 
 def id_counts(windows: Windows, count: int, ids: int) -> np.ndarray:
-    """The number of times that each of ``ids`` token ids is a target in the first ``count`` windows."""
+    """Return the number of times that each of ``ids`` token ids is a target in the first ``count`` windows."""
     counts = np.zeros(ids, np.int64)
     out = np.empty((min(count, _COUNTED_WINDOWS), windows.context_length + 1), np.int64)
     for first in range(0, count, _COUNTED_WINDOWS):
@@ -114,7 +114,8 @@ def id_counts(windows: Windows, count: int, ids: int) -> np.ndarray:
 
 
 def unigram_loss(counts: np.ndarray) -> float:
-    """Entropy of ids that occur ``counts`` times, in nats: the lowest loss of a model that ignores its inputs."""
+    """Return the entropy of ids that occur ``counts`` times, in nats: the lowest loss of a model that ignores its
+    inputs."""
     shares = counts[counts > 0] / counts.sum()
     return float(-(shares * np.log(shares)).sum())
 
@@ -132,7 +133,7 @@ class Text:
 
     @classmethod
     def of(cls, counts: np.ndarray, tokenizer: Tokenizer) -> "Text":
-        """The size of the text whose ids occur ``counts`` times; the end of a book is a token without text."""
+        """Return the size of the text whose ids occur ``counts`` times; the end of a book is a token without text."""
         starts = np.array([sum(byte & 0xC0 != 0x80 for byte in token) for token in tokenizer.tokens])
         starts[tokenizer.end_of_text] = 0
         text_counts = counts[: len(tokenizer)]
@@ -140,5 +141,6 @@ class Text:
 
 
 def bits_per(loss: float, tokens: int, units: int) -> float | None:
-    """``loss``, in nats per token, as bits per byte or character of a text with ``tokens`` tokens and ``units``."""
+    """Return ``loss``, in nats per token, as bits per byte or character of a text with ``tokens`` tokens and
+    ``units``."""
     return loss / math.log(2) * tokens / units if units else None

@@ -149,7 +149,7 @@ class CustomModel(ModelSpec):
         return self.flops_per_token / 2
 
     def executed_flops_per_token(self, checkpointing: str) -> float:
-        """The FLOPs without recomputation, because the FLOPs of the blocks are unknown."""
+        """Return the FLOPs without recomputation, because the FLOPs of the blocks are unknown."""
         return self.flops_per_token
 
     @property
@@ -162,7 +162,7 @@ class CustomModel(ModelSpec):
         )
 
     def unsupported_reason(self, setting: str, value: Any) -> str:
-        """Why the setting does not apply; reasons that depend on the module are known after its inspection."""
+        """Return why the setting does not apply; reasons that depend on the module are known after its inspection."""
         if setting == "vocabulary_multiple" or (setting.startswith("model.") and not hasattr(self, setting[6:])):
             return "its callable determines its shape"
         if setting == "loss_chunks" and value > 1:

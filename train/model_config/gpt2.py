@@ -169,7 +169,7 @@ class ModelConfig(ModelSpec):
         return 6 * self.matmul_parameters + 6 * self.layers * self.context_length * self.width
 
     def hardware_flops(self, *, recomputed: int) -> float:
-        """FLOPs per token that the device executes if the forward pass of ``recomputed`` blocks runs twice.
+        """Return the FLOPs per token that the device executes if the forward pass of ``recomputed`` blocks runs twice.
 
         If all blocks are recomputed, this is known as 8N instead of 6N (Korthikanti et al., arXiv 2205.05198,
         appendix A). The head is not recomputed.
@@ -178,14 +178,15 @@ class ModelConfig(ModelSpec):
         return self.palm_flops + recomputed * block
 
     def recomputed_blocks(self, checkpointing: str) -> int:
-        """Number of blocks whose matrix products and attention are recomputed with this activation checkpointing.
+        """Return the number of blocks whose matrix products and attention are recomputed with this activation
+        checkpointing.
 
         With selective checkpointing it is 0, because their outputs are stored.
         """
         return {"full": self.layers, "alternate": (self.layers + 1) // 2}.get(checkpointing, 0)
 
     def unsupported_reason(self, setting: str, value: Any) -> str:
-        """Why FlexAttention does not support this shape; every other setting applies to every GPT-2."""
+        """Return why FlexAttention does not support this shape; every other setting applies to every GPT-2."""
         if (setting, value) != ("attention", "flex"):
             return ""
         if self.dropout:

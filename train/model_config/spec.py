@@ -112,11 +112,11 @@ class ModelSpec(ABC):
 
     @abstractmethod
     def parameter_rows(self) -> list[tuple[str, str]]:
-        """Table rows of (part of the model, number of its parameters)."""
+        """Return the table rows of (part of the model, number of its parameters)."""
 
     @abstractmethod
     def flops_formulas(self) -> list[Formula]:
-        """FLOPs per token of a forward and backward pass, by each formula; the first formula defines MFU."""
+        """Return the FLOPs per token of a forward and backward pass, by each formula; the first formula defines MFU."""
 
     @property
     def flops_per_token(self) -> float:
@@ -130,11 +130,11 @@ class ModelSpec(ABC):
 
     @abstractmethod
     def executed_flops_per_token(self, checkpointing: str) -> float:
-        """FLOPs per token that the device executes with this activation checkpointing."""
+        """Return the FLOPs per token that the device executes with this activation checkpointing."""
 
     @abstractmethod
     def unsupported_reason(self, setting: str, value: Any) -> str:
-        """Why this value of a setting of a run or rung does not apply to the model; empty if it does."""
+        """Return why this value of a setting of a run or rung does not apply to the model; empty if it does."""
 
     @abstractmethod
     def with_vocab_size(self, ids: int, end_of_text: int, source: str) -> Self:

@@ -30,7 +30,7 @@ def parse_model(text: str) -> AnyModel:
 
 
 def short_name(model: ModelSpec) -> str:
-    """The name of the preset, callable or folder without changes, for default names of runs."""
+    """Return the name of the preset, callable or folder without changes, for default names of runs."""
     return Path(model.text.partition(",")[0].rpartition(":")[2]).name
 
 

@@ -97,7 +97,7 @@ def attention_for_gpu(
 
 
 def kernel_order(attention: AttentionFunction) -> list[SDPBackend]:
-    """The kernels that torch's fused ``attention`` tries, in this order."""
+    """Return the kernels that torch's fused ``attention`` tries, in this order."""
     (order,) = cast(partial[Tensor], attention).args
     return order
 

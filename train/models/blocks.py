@@ -30,12 +30,13 @@ def find_block_lists(model: nn.Module) -> dict[str, list[nn.Module]]:
 
 
 def repeated_blocks(model: nn.Module) -> list[nn.Module]:
-    """The blocks of all lists that :func:`find_block_lists` finds, in the order of ``model``."""
+    """Return the blocks of all lists that :func:`find_block_lists` finds, in the order of ``model``."""
     return [block for blocks in find_block_lists(model).values() for block in blocks]
 
 
 def shared_names(model: nn.Module) -> dict[str, str]:
-    """Further names of tensors in the model's state that have several, each with the first name of its tensor."""
+    """Return the further names of tensors in the model's state that have several, each with the first name of its
+    tensor."""
     first_names: dict[int, str] = {}
     state = model.state_dict(keep_vars=True)
     return {

@@ -103,7 +103,8 @@ def model_error(model: CustomModel, stage: str, failure: BaseException) -> UserE
 
 
 def raised_in_forward(module: nn.Module, failure: BaseException) -> bool:
-    """Whether ``failure`` was raised in the forward pass of ``module``, whose function keeps its name when compiled."""
+    """Return whether ``failure`` was raised in the forward pass of ``module``, whose function keeps its name when
+    compiled."""
     forward = inspect.unwrap(type(module).forward).__code__
     frames = (frame.f_code for frame, _ in traceback.walk_tb(failure.__traceback__))
     return any((code.co_filename, code.co_name) == (forward.co_filename, forward.co_name) for code in frames)

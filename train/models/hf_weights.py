@@ -81,7 +81,7 @@ def _hf_name(name: str) -> str:
 
 
 def _is_transposed(name: str) -> bool:
-    """Whether the published GPT-2 stores the parameter ``name`` as (in, out), the transpose of :class:`GPT`."""
+    """Return whether the published GPT-2 stores the parameter ``name`` as (in, out), the transpose of :class:`GPT`."""
     return name.startswith("blocks.") and name.endswith(".weight") and ".norm_" not in name
 
 

@@ -23,7 +23,7 @@ LossFunction = Callable[[Tensor, Tensor, Tensor, int | None], Tensor]
 
 
 def loss_function(loss: Loss, chunks: int) -> LossFunction:
-    """The function that ``--loss`` and ``--loss-chunks`` choose."""
+    """Return the function that ``--loss`` and ``--loss-chunks`` choose."""
 
     def mean_loss(hidden: Tensor, head: Tensor, targets: Tensor, vocab_size: int | None) -> Tensor:
         count = chunk_count(loss, chunks, targets.numel())
@@ -59,7 +59,8 @@ def fused(hidden: Tensor, head: Tensor, targets: Tensor, chunks: int, vocab_size
 
 
 def chunk_count(loss: Loss, chunks: int, tokens: int) -> int:
-    """Number of chunks for the loss of ``tokens`` tokens, by ``--loss`` and ``--loss-chunks``; 0 for the plain loss."""
+    """Return the number of chunks for the loss of ``tokens`` tokens, by ``--loss`` and ``--loss-chunks``; 0 for the
+    plain loss."""
     if chunks > 1:
         return chunks
     return -(-tokens // CHUNK_TOKENS) if loss == "fused" else 0

@@ -90,7 +90,7 @@ def apply_ddp(forward: Any, device: torch.device, has_unused_parameters: bool) -
 
 
 def gradient_sync(forward: Any, model: nn.Module, last: bool) -> contextlib.AbstractContextManager[Any]:
-    """The context of a micro-batch, in which gradients are only exchanged if it is the ``last`` of its step."""
+    """Return the context of a micro-batch, in which gradients are only exchanged if it is the ``last`` of its step."""
     if _is_sharded_model(model):
         model.set_requires_gradient_sync(last)
     elif isinstance(forward, DistributedDataParallel) and not last:

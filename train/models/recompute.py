@@ -37,7 +37,8 @@ def check_budget_supported() -> None:
 
 
 def budget() -> AbstractContextManager[None]:
-    """The context of a forward pass in which compiled code stores the fraction ``BUDGET`` of the activations' memory.
+    """Return the context of a forward pass in which compiled code stores the fraction ``BUDGET`` of the activations'
+    memory.
 
     torch's partitioner solves a knapsack problem to recompute the activations that take the least time. Its interface
     is documented, but a prototype.

@@ -55,7 +55,7 @@ def main() -> None:
 
 
 def defaults() -> ProfileOptions:
-    """The options that flags override: the defaults, with the settings of ``--config``."""
+    """Return the options that flags override: the defaults, with the settings of ``--config``."""
     path = flags.parse_only(ProfileOptions, "config").config
     return ProfileOptions(training=load_config(path) if path else TrainConfig())
 

@@ -124,7 +124,7 @@ def _optional_output(file: str, missing: list[str]) -> Iterator[None]:
 
 
 def named_kernels() -> AbstractContextManager[None]:
-    """A context in which code compiled for the CPU reports each of its kernels by name to torch's profiler.
+    """Return a context in which code compiled for the CPU reports each of its kernels by name to torch's profiler.
 
     Otherwise the profiler attributes their time to the whole graph, because it only records operators that torch
     dispatches, and a compiled graph calls its kernels directly.

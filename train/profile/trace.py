@@ -135,7 +135,7 @@ def analyze(events: Iterable[Any], steps: int, seconds: float, *, cuda: bool) ->
 
 
 def is_python_frame(name: str) -> bool:
-    """Whether a name in the trace belongs to a Python function rather than an operator."""
+    """Return whether a name in the trace belongs to a Python function rather than an operator."""
     return "): " in name or name.startswith(("<built-in", "nn.Module: ", "ProfilerStep"))
 
 

@@ -99,7 +99,7 @@ def diagnose_oom(step: Step, result: RunResult, run_dir: StorageDir, memory_limi
 
 
 def prediction_shortfall(breakdown: MemoryBreakdown, result: RunResult, shortage: MemoryShortage) -> int:
-    """Bytes by which the ``breakdown`` was too low for this run, which needed more memory than available.
+    """Return the bytes by which the ``breakdown`` was too low for this run, which needed more memory than available.
 
     The run needed at least the memory that it used and the allocation that failed, and also the optimizer's state if
     its first step had not run yet. While the model is built, only the weights are in memory.

@@ -72,7 +72,7 @@ class ProgressMeter:
         return activity, " | ".join(texts)
 
     def _step_seconds(self) -> float | None:
-        """Seconds per recent step; None until two steps were launched."""
+        """Return the seconds per recent step; None until two steps were launched."""
         if len(self._steps) < 2:
             return None
         (start_time, start_step), (end_time, end_step) = self._steps[0], self._steps[-1]

@@ -70,33 +70,33 @@ def run_report(
 
 
 def speed_fact(speed: Estimate | None) -> Fact:
-    """The speed in tokens per second with its interval; empty if it was not measured."""
+    """Return the speed in tokens per second with its interval; empty if it was not measured."""
     return Fact.of(
         "result/tokens_per_second", speed and speed.middle, "{:,.0f}", interval=speed and (speed.low, speed.high)
     )
 
 
 def memory_fact(peak_bytes: float | None, limit_bytes: float | None = None) -> Fact:
-    """The peak memory of a process in GB and its limit; empty if it was not measured."""
+    """Return the peak memory of a process in GB and its limit; empty if it was not measured."""
     limit = limit_bytes and limit_bytes / GB
     return Fact.of("memory/process_gb", peak_bytes and peak_bytes / GB, "{:.2f} GB", limit=limit)
 
 
 def peak_text(result: RunResult, memory_limit: int | None = None) -> Fact:
-    """The peak memory of a run's process with its limit (``memory_limit`` in bytes) and the predicted peak."""
+    """Return the peak memory of a run's process with its limit (``memory_limit`` in bytes) and the predicted peak."""
     predicted = result.predicted_memory
     prediction = Fact.of("memory/predicted_gb", predicted and predicted / GB, "(predicted {:.2f} GB)")
     return Fact.joined(memory_fact(result.memory.process, memory_limit), prediction, separator=" ")
 
 
 def allocator_facts(memory: Memory) -> dict[str, Fact]:
-    """The peaks of torch's GPU allocator in GB, by name: allocated and reserved; empty on a CPU."""
+    """Return the peaks of torch's GPU allocator in GB, by name: allocated and reserved; empty on a CPU."""
     sizes = {"allocated": memory.allocated, "reserved": memory.reserved}
     return {name: Fact.of(f"memory/{name}_gb", size / GB, "{:.3f}") for name, size in sizes.items() if size is not None}
 
 
 def result_rows(result: RunResult, memory_limit: int | None) -> list[tuple[str, str]]:
-    """The speed, memory and loss of a run: (name, text)."""
+    """Return the speed, memory and loss of a run: (name, text)."""
     speed, loss = result.throughput, "no cycle completed"
     speed_text = f"not measured: {result.implausible_reason or 'fewer than three steps after warm-up'}"
     if speed:
@@ -110,7 +110,7 @@ def result_rows(result: RunResult, memory_limit: int | None) -> list[tuple[str, 
 
 
 def unprinted(model: ModelSpec, result: RunResult) -> list[Fact]:
-    """Metrics of a run that its report does not print: FLOPs by each formula, and details of the memory.
+    """Return the metrics of a run that its report does not print: FLOPs by each formula, and details of the memory.
 
     ``result/mfu`` uses the model's first FLOPs formula; ``result/mfu_causal`` counts only half of the attention.
     """
@@ -129,7 +129,7 @@ def unprinted(model: ModelSpec, result: RunResult) -> list[Fact]:
 
 
 def next_step(optimization: OptimizationConfig, result: RunResult, run_dir: StorageDir) -> str:
-    """The next step after a run: a command, or a sentence."""
+    """Return the next step after a run: a command, or a sentence."""
     if result.diagnosis and result.diagnosis.advice:
         command = result.diagnosis.command
         return result.diagnosis.advice + (f"`{command}`" if command else "")
@@ -156,7 +156,7 @@ def next_step(optimization: OptimizationConfig, result: RunResult, run_dir: Stor
 
 
 def detail_rows(model: ModelSpec, batch: Batch, result: RunResult) -> list[tuple[str, str]]:
-    """The details of a run's result as rows of a name and a value with its unit."""
+    """Return the details of a run's result as rows of a name and a value with its unit."""
     rows: list[tuple[str, str]] = []
     if result.failed_micro_batches:
         sizes = ", ".join(map(str, result.failed_micro_batches))
@@ -212,7 +212,7 @@ def detail_rows(model: ModelSpec, batch: Batch, result: RunResult) -> list[tuple
 
 
 def memory_table(breakdown: MemoryBreakdown, result: RunResult) -> Table:
-    """The table of the peak memory by part: the prediction, and a measurement if the part can be measured."""
+    """Return the table of the peak memory by part: the prediction, and a measurement if the part can be measured."""
     memory, predicted = result.memory, breakdown.parts()
     measured = dict(result.shortage.bytes_by_part) if result.shortage else {}
     if memory.allocated is not None and memory.reserved is not None:

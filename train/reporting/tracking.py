@@ -115,7 +115,8 @@ def log_start(tracker: Tracker, config: ResolvedConfig, start: RunStart) -> None
 
 
 def params(config: ResolvedConfig) -> dict[str, Any]:
-    """The params of a run in MLflow: requested settings that differ from the default, and a few that every run has."""
+    """Return the params of a run in MLflow: requested settings that differ from the default, and a few that every run
+    has."""
     same_data = {"data": "", "stream": ""}  # Every run has the param data.
     requested, defaults = (
         settings.to_json() | same_data | {"model": settings.model.text}
@@ -256,7 +257,7 @@ def _complete_run(run_folder: RunFolder, run_ref: RunRef) -> bool:
 
 
 def run_list_tags(result: RunResult) -> dict[str, str]:
-    """Speed and memory as texts, for tags that are columns of MLflow's list of runs.
+    """Return the speed and memory as texts, for tags that are columns of MLflow's list of runs.
 
     Both tags are always set, to replace the values of an earlier part of a resumed run.
     """

@@ -152,7 +152,7 @@ class Checkpoints:
             ) from self._failure
 
     def address(self, checkpoint: Path) -> str:
-        """The location of ``checkpoint`` for users, which is in object storage if it is uploaded."""
+        """Return the location of ``checkpoint`` for users, which is in object storage if it is uploaded."""
         return str(self.upload_dir / f"{CHECKPOINTS}/{checkpoint.name}") if self.upload_dir else str(checkpoint)
 
     def _write(self, snapshot: Snapshot, progress: Progress, is_valid: Callable[[list[float]], bool]) -> None:
@@ -271,7 +271,7 @@ def load(
 
 
 def random_state() -> dict[str, Tensor]:
-    """The state of torch's random generators, which determine dropout."""
+    """Return the state of torch's random generators, which determine dropout."""
     state = {"cpu": torch.get_rng_state()}
     if torch.cuda.is_initialized():  # Otherwise a run on the CPU would allocate memory on the GPU.
         state["cuda"] = torch.cuda.get_rng_state()

@@ -67,12 +67,12 @@ _checksums: dict[Stamp, str] = {}
 
 
 def checkpoints_in(folder: Path) -> list[Path]:
-    """All checkpoints in ``folder`` from oldest to newest, including damaged ones."""
+    """Return all checkpoints in ``folder`` from oldest to newest, including damaged ones."""
     return sorted(folder.glob("step-*"))
 
 
 def newest(folder: Path) -> Path | None:
-    """The newest intact checkpoint in ``folder``; None if there is none."""
+    """Return the newest intact checkpoint in ``folder``; None if there is none."""
     return next(
         (checkpoint for checkpoint in reversed(checkpoints_in(folder)) if find_damage(checkpoint) is None), None
     )

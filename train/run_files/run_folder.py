@@ -84,7 +84,7 @@ class RunFolder(Workspace):
         return self.path / "stream.json"
 
     def is_finished(self, step: int) -> bool:
-        """Whether the run finished at ``step`` or later, according to its result."""
+        """Return whether the run finished at ``step`` or later, according to its result."""
         try:
             result = json.loads(self.result.read_text(encoding="utf-8"))
             return result["outcome"] == "finished" and result["steps"] >= step
@@ -146,7 +146,7 @@ class RunFolder(Workspace):
         return f"Another command is training in {self.location}. Wait for it to finish, or stop it."
 
     def checkpoint_names(self) -> list[str]:
-        """The names of all checkpoints from oldest to newest, including damaged ones."""
+        """Return the names of all checkpoints from oldest to newest, including damaged ones."""
         return list_uploaded(self.copy_of) if self.copy_of else [path.name for path in checkpoints_in(self.checkpoints)]
 
     def newest_checkpoint(self) -> tuple[Path | None, list[str]]:
@@ -189,11 +189,11 @@ class RunFolder(Workspace):
         return checkpoint, []
 
     def checkpoint_address(self, checkpoint: Path) -> str:
-        """The location of ``checkpoint`` for a message."""
+        """Return the location of ``checkpoint`` for a message."""
         return str(self.location / f"{CHECKPOINTS}/{checkpoint.name}")
 
     def has_checkpoint(self) -> bool:
-        """Whether the run can be resumed."""
+        """Return whether the run can be resumed."""
         return any(name.endswith(PROGRESS) for name in self.location.list_files())
 
     def append_report(self, report: CycleReport) -> dict[str, Any]:
@@ -224,7 +224,7 @@ class RunFolder(Workspace):
             self.append_cycle(cycle)
 
     def cycles_until(self, step: int) -> Iterator[dict[str, Any]]:
-        """The logged cycles up to ``step``."""
+        """Return the logged cycles up to ``step``."""
         return (json.loads(json_line) for json_line in self._lines_until(step))
 
     def truncate_after(self, step: int) -> None:
@@ -263,7 +263,7 @@ def new_directory(
 
 
 def new_run(out: str, name: str) -> RunFolder:
-    """The folder of a new run in ``out``. Raises ``UserError`` as :func:`new_directory` does."""
+    """Return the folder of a new run in ``out``. Raises ``UserError`` as :func:`new_directory` does."""
     return RunFolder.of(new_directory(out, name, resumable_with=PROGRESS))
 
 

@@ -34,7 +34,7 @@ def upload(checkpoint: Path, cycles: Path, run_dir: StorageDir, keep: int) -> No
 
 
 def list_uploaded(run_dir: StorageDir) -> list[str]:
-    """The names of the complete checkpoints in ``run_dir`` from oldest to newest."""
+    """Return the names of the complete checkpoints in ``run_dir`` from oldest to newest."""
     return sorted(name.split("/")[1] for name in run_dir.list_files(CHECKPOINTS) if name.endswith(f"/{PROGRESS}"))
 
 

@@ -145,7 +145,8 @@ def _describe_cluster(dataset: DatasetConfig, execution: ExecutionConfig) -> lis
 def trial_resources(
     nodes: Collection[Node], dataset: DatasetConfig, execution: ExecutionConfig, *, use_gpu: bool
 ) -> dict[str, float]:
-    """Resources of a trial in Ray: all cores of the largest of ``nodes``, as for a run, and one GPU if trials use GPUs.
+    """Return the resources of a trial in Ray: all cores of the largest of ``nodes``, as for a run, and one GPU if
+    trials use GPUs.
 
     If trials read books, some cores are left for Ray Data, which encodes the books.
     """
@@ -162,7 +163,8 @@ def trial_resources(
 
 
 def trial_nodes(resources: dict[str, float]) -> dict[str, str]:
-    """Node ids by machine name of the connected Ray's live nodes that have these ``resources``, free or in use."""
+    """Return the node ids by machine name of the connected Ray's live nodes that have these ``resources``, free or in
+    use."""
     import ray
 
     return {

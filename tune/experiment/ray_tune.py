@@ -174,7 +174,8 @@ class ExperimentSearcher(Searcher):
         return request and (request, node)
 
     def machines(self) -> dict[str, str]:
-        """Node ids by name of the machines that can run trials at the moment, with the reference machine first."""
+        """Return the node ids by name of the machines that can run trials at the moment, with the reference machine
+        first."""
         nodes, reference = self.nodes(), reference_row(self.rows)
         try:
             usable = self.experiment.usable_machines(
@@ -272,11 +273,11 @@ class PlacementStopper(ray.tune.Stopper):
         self.has_warned = False
 
     def __call__(self, trial_id: str, result: dict[str, Any]) -> bool:
-        """Whether to stop a trial; always False, because trials end themselves."""
+        """Return whether to stop a trial; always False, because trials end themselves."""
         return False
 
     def stop_all(self) -> bool:
-        """Whether to end Tune, which calls this method several times per second."""
+        """Return whether to end Tune, which calls this method several times per second."""
         searcher, running = self.searcher, list(self.searcher.running.values())
         if searcher.failure or interrupts.stop_requested:
             return True

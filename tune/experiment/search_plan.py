@@ -99,7 +99,7 @@ class Search(Experiment):
         )  # fmt: skip
 
     def labels(self, candidate: Candidate) -> dict[str, str]:
-        """Additional columns of a trial in MLflow's list of runs."""
+        """Return the additional columns of a trial in MLflow's list of runs."""
         knobs = without_accumulation(candidate.knobs)
         batch = {"global_batch": str(self.space.global_batch(candidate))}
         return batch | ({"knobs": self.space.knobs_label(knobs) or "same as control"} if knobs else {})
@@ -134,7 +134,8 @@ class Search(Experiment):
         return usable
 
     def params(self) -> dict[str, object]:
-        """The search's params in MLflow: settings that differ from the defaults, model, data and memory limit."""
+        """Return the search's params in MLflow: settings that differ from the defaults, model, data and memory
+        limit."""
         settings, defaults = (
             config.identity() | {"model": config.training.model.text} for config in (self.config, SearchConfig())
         )
@@ -145,7 +146,7 @@ class Search(Experiment):
 
 
 def search_name(config: SearchConfig) -> str:
-    """The name of the search, by default with the time."""
+    """Return the name of the search, by default with the time."""
     return config.resume or config.name or f"search-{time.strftime('%Y%m%d-%H%M%S')}"
 
 

@@ -126,7 +126,7 @@ def fill_trial(tracker: Tracker, record: ExperimentRecord, row: TrialRow) -> Non
 
 
 def trial_columns(row: TrialRow, limit: int | None) -> dict[str, str]:
-    """Columns of a trial in MLflow's list of runs: batch, other settings, and speed and memory as texts.
+    """Return the columns of a trial in MLflow's list of runs: batch, other settings, and speed and memory as texts.
 
     ``limit`` is the memory limit of its process in bytes.
     """

@@ -58,7 +58,7 @@ class Experiment(ABC):
 
     @abstractmethod
     def is_finished(self, rows: Sequence[TrialRow]) -> bool:
-        """Whether no trial is left after ``rows``. Raises ``UserError`` if the experiment cannot continue."""
+        """Return whether no trial is left after ``rows``. Raises ``UserError`` if the experiment cannot continue."""
 
     @abstractmethod
     def usable_machines(self, machines: Iterable[str], rows: Sequence[TrialRow]) -> set[str]:
@@ -66,14 +66,14 @@ class Experiment(ABC):
 
     @abstractmethod
     def params(self) -> dict[str, object]:
-        """The params of the experiment in MLflow."""
+        """Return the params of the experiment in MLflow."""
 
     @abstractmethod
     def remaining(self, rows: Sequence[TrialRow]) -> int:
         """Estimate the number of further trials after ``rows``."""
 
     def identity(self) -> dict[str, Any]:
-        """The settings that cannot be changed when the experiment is resumed."""
+        """Return the settings that cannot be changed when the experiment is resumed."""
         resolved = {"data": self.manifest.fingerprint, "memory_limit": self.limit, "device": self.device}
         return self.config.identity() | resolved
 
@@ -93,7 +93,7 @@ class Experiment(ABC):
         return row.name
 
     def is_reusable(self, row: TrialRow) -> bool:
-        """Whether ``row`` is reused when the experiment is resumed; otherwise its trial runs again."""
+        """Return whether ``row`` is reused when the experiment is resumed; otherwise its trial runs again."""
         return True
 
     @property
@@ -127,7 +127,7 @@ class Experiment(ABC):
         return self.training.execution.device
 
     def resources(self) -> dict[str, float]:
-        """Resources of a trial in the connected Ray."""
+        """Return the resources of a trial in the connected Ray."""
         dataset, execution = self.training.dataset, self.training.execution
         if execution.accelerator:
             wait_for_accelerator(execution.accelerator)

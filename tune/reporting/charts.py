@@ -73,7 +73,7 @@ def draw_speeds(
 
 
 def _error_bars(speeds: Sequence[Estimate]) -> list[list[float]]:
-    """Lengths of the confidence intervals below and above their middles, as matplotlib takes them."""
+    """Return the lengths of the confidence intervals below and above their middles, as matplotlib takes them."""
     return [[speed.middle - speed.low for speed in speeds], [speed.high - speed.middle for speed in speeds]]
 
 

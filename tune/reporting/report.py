@@ -94,7 +94,7 @@ def search_report(search: Search, measured_rows: Sequence[TrialRow]) -> Report:
 
 
 def headings(space: Space) -> tuple[str, ...]:
-    """Headings of the leaderboard."""
+    """Return the headings of the leaderboard."""
     return (
         "micro-batch x accumulation", *["global batch (sequences)"] * space.is_accumulation_searched,
         "tokens/s", "95% CI",
@@ -103,7 +103,7 @@ def headings(space: Space) -> tuple[str, ...]:
 
 
 def leaderboard(search: Search, rows: Sequence[TrialRow]) -> list[tuple[str, ...]]:
-    """Rows of the leaderboard: the ranked candidates, the winner first, then the unranked ones."""
+    """Return the rows of the leaderboard: the ranked candidates, the winner first, then the unranked ones."""
     space, ranked = search.space, rank(rows)
     control = control_among(ranked, space)
     notes = candidate_notes(space, ranked)
@@ -135,7 +135,7 @@ def _batch_label(space: Space, candidate: Candidate) -> str:
 
 
 def _unranked(rows: Sequence[TrialRow]) -> list[TrialRow]:
-    """The last row of each candidate that is not ranked, in the order of trials."""
+    """Return the last row of each candidate that is not ranked, in the order of trials."""
     ranked = {entry.candidate for entry in rank(rows)}
     last_rows = {row.candidate: row for row in rows if row.candidate not in ranked}
     return sorted(last_rows.values(), key=lambda row: row.number)
@@ -155,7 +155,7 @@ def control_among(ranked: Sequence[Ranked], space: Space) -> Ranked | None:
 
 
 def candidate_notes(space: Space, ranked: Sequence[Ranked]) -> dict[Candidate, list[str]]:
-    """Notes for each of the ``ranked`` candidates: winner, tie, control, fastest of its accumulation."""
+    """Return the notes for each of the ``ranked`` candidates: winner, tie, control, fastest of its accumulation."""
     accumulations = [dict(entry.candidate.knobs).get(ACCUMULATION) for entry in ranked]
     return {
         entry.candidate: ["winner"] * (number == 0)
@@ -200,7 +200,7 @@ def limit_of(search: Search) -> str:
 
 
 def no_winner(search: Search, rows: Sequence[TrialRow]) -> str:
-    """The reason why a search has no winner, as a part of a sentence."""
+    """Return the reason why a search has no winner, as a part of a sentence."""
     limit = limit_of(search)
     unfit = {row.candidate for row in rows if row.outcome in DOES_NOT_FIT}
     failed_rows = [row for row in rows if row.outcome == "failed"]
@@ -240,7 +240,7 @@ def csv_text(rows: Sequence[TrialRow]) -> str:
 def summary_fields(
     search: Search, rows: Sequence[TrialRow], measured_rows: Sequence[TrialRow]
 ) -> list[tuple[str, str]]:
-    """The first lines of a search's report: (name, text). ``rows`` have speeds normalized across machines."""
+    """Return the first lines of a search's report: (name, text). ``rows`` have speeds normalized across machines."""
     space, ranked = search.space, rank(rows)
     goal = f"fastest configuration for {space.batch_label} under {limit_of(search)}"
     seconds = sum(row.seconds for row in measured_rows)

@@ -103,7 +103,8 @@ class ConfirmBest:
         return count + bool(self.rounds) * min(CONTENDERS + 1, count + len(rank(explored)))
 
     def _pending_confirmations(self, rows: Sequence[TrialRow]) -> list[Proposal]:
-        """Trials that the first unfinished round still needs. Even rounds are reversed to cancel a steady drift."""
+        """Return the trials that the first unfinished round still needs. Even rounds are reversed to cancel a steady
+        drift."""
         for number in range(1, self.rounds + 1):
             previous_rows = [row for row in rows if row.stage != "confirm" or row.round < number]
             candidates = contenders(previous_rows, self.space.control)

@@ -43,7 +43,7 @@ class FittedCurves:
     """Rows of the trials to which the predictions are fitted."""
 
     def measured_rows(self, knobs: KnobValues) -> list[TrialRow]:
-        """Rows with a speed for these knobs with any accumulation, by ascending micro-batch."""
+        """Return the rows with a speed for these knobs with any accumulation, by ascending micro-batch."""
         return self._rows_by_knobs.get(without_accumulation(knobs), [])
 
     @cached_property
@@ -67,20 +67,21 @@ class FittedCurves:
         return statistics.median((row.memory or 0) - self.prior(row.candidate) for row in rows) if rows else 0.0
 
     def max_micro_batch(self, knobs: KnobValues) -> float:
-        """Upper bound of micro-batches that may fit, from the trials that did not fit; infinite if all trials fit."""
+        """Return the upper bound of micro-batches that may fit, from the trials that did not fit; infinite if all
+        trials fit."""
         rows = [row for row in self.rows if without_accumulation(row.candidate.knobs) == without_accumulation(knobs)]
         unfit = min((row.candidate.micro_batch for row in rows if row.outcome in DOES_NOT_FIT), default=math.inf)
         sizes = {row.candidate.micro_batch for row in self.measured_rows(knobs)}
         return unfit - 1 if len(sizes) > 1 else BACK_OFF_FACTOR * unfit
 
     def fits(self, candidate: Candidate) -> bool:
-        """Whether the candidate is predicted to stay within the limit."""
+        """Return whether the candidate is predicted to stay within the limit."""
         if candidate.micro_batch > self.max_micro_batch(candidate.knobs):
             return False
         return self.memory(candidate) <= (1 - MARGIN) * self.limit
 
     def feasible_sizes(self, knobs: KnobValues) -> list[int]:
-        """Micro-batches of a combination that fit or are predicted to fit, in ascending order."""
+        """Return the micro-batches of a combination that fit or are predicted to fit, in ascending order."""
         measured_sizes = {
             row.candidate.micro_batch for row in self.measured_rows(knobs) if row.candidate.knobs == knobs
         }
@@ -91,7 +92,7 @@ class FittedCurves:
         ]
 
     def fastest(self, knobs: KnobValues | None = None) -> TrialRow | None:
-        """The fastest row for ``knobs`` with any accumulation, or of all rows if ``knobs`` is None."""
+        """Return the fastest row for ``knobs`` with any accumulation, or of all rows if ``knobs`` is None."""
         rows = chain(*self._rows_by_knobs.values()) if knobs is None else self.measured_rows(knobs)
         return max(rows, key=lambda row: row.tokens_per_second, default=None)
 

@@ -47,7 +47,7 @@ class MemorySearcher:
     """Memory limit of a process in bytes."""
 
     def curves(self, rows: Sequence[TrialRow]) -> FittedCurves:
-        """Predictions of memory and speed, fitted to ``rows``."""
+        """Return the predictions of memory and speed, fitted to ``rows``."""
         return FittedCurves(self.space, self.prior, self.limit, rows)
 
     def propose(self, rows: Sequence[TrialRow]) -> Proposal | None:
@@ -88,7 +88,7 @@ class MemorySearcher:
         return max(count, bool(self._control(tried)))
 
     def skip_reason(self, curves: FittedCurves, candidate: Candidate) -> str:
-        """The reason why ``candidate`` was not tried, for the report."""
+        """Return the reason why ``candidate`` was not tried, for the report."""
         if candidate.micro_batch > curves.max_micro_batch(candidate.knobs):
             return "a smaller micro-batch did not fit"
         if not curves.fits(candidate):
@@ -115,7 +115,8 @@ class MemorySearcher:
         return control, "probe"
 
     def _largest_that_fits(self, curves: FittedCurves) -> tuple[Candidate, Stage] | None:
-        """The largest micro-batch that fits, with the knobs of the control or of a neighbor of the best combination."""
+        """Return the largest micro-batch that fits, with the knobs of the control or of a neighbor of the best
+        combination."""
         best = curves.fastest()
         neighbors = self.space.combinations if best is None else self.space.neighbors(best.candidate.knobs)
         for knobs in (self.space.control.knobs, *neighbors):
@@ -125,7 +126,8 @@ class MemorySearcher:
         return None
 
     def _small_probe(self, curves: FittedCurves, tried: set[Candidate]) -> tuple[Candidate, Stage] | None:
-        """A micro-batch of about a quarter of the largest, for the fit; smaller ones while the smallest is fastest."""
+        """Return a micro-batch of about a quarter of the largest, for the fit; smaller ones while the smallest is
+        fastest."""
         for knobs in self.space.combinations:
             best = curves.fastest(knobs)
             if best is None or best.candidate.knobs != knobs or not self._is_within_reach(curves, knobs):
@@ -141,7 +143,8 @@ class MemorySearcher:
         return None
 
     def _refinement(self, curves: FittedCurves, tried: set[Candidate]) -> tuple[Candidate, Stage] | None:
-        """The most promising untried micro-batch between two probes: multiples of a tile first, then the fastest."""
+        """Return the most promising untried micro-batch between two probes: multiples of a tile first, then the
+        fastest."""
         threshold, options = self._speed_threshold(curves), []
         for knobs in self.space.combinations:
             if self._refinements_left(curves, knobs) <= 0:
@@ -154,23 +157,25 @@ class MemorySearcher:
         return (max(options, key=lambda option: option[:2])[2], "refine") if options else None
 
     def _is_probed(self, curves: FittedCurves, knobs: KnobValues) -> bool:
-        """Whether the largest micro-batch that fits has run, a micro-batch has failed, or no micro-batch fits."""
+        """Return whether the largest micro-batch that fits has run, a micro-batch has failed, or no micro-batch
+        fits."""
         sizes = curves.feasible_sizes(knobs)
         rows = [row for row in curves.rows if row.candidate.knobs == knobs]
         has_failed = any(row.outcome == "failed" for row in rows)
         return has_failed or not sizes or sizes[-1] in {row.candidate.micro_batch for row in rows}
 
     def _is_within_reach(self, curves: FittedCurves, knobs: KnobValues) -> bool:
-        """Whether the fastest row with these knobs is within reach of the best row."""
+        """Return whether the fastest row with these knobs is within reach of the best row."""
         fastest = curves.fastest(knobs)
         return fastest is not None and _speed(fastest) >= self._speed_threshold(curves)
 
     def _speed_threshold(self, curves: FittedCurves) -> float:
-        """The minimum speed that is within reach of the best row, in tokens/s."""
+        """Return the minimum speed that is within reach of the best row, in tokens/s."""
         return (1 - WITHIN_REACH_FRACTION) * _speed(curves.fastest())
 
     def _refinements_left(self, curves: FittedCurves, knobs: KnobValues) -> int:
-        """Number of further refinements of the combination, which has only one if another accumulation is faster."""
+        """Return the number of further refinements of the combination, which has only one if another accumulation is
+        faster."""
         best = curves.fastest(knobs)
         maximum = REFINEMENTS if best is None or best.candidate.knobs == knobs else 1
         return maximum - sum(row.candidate.knobs == knobs and row.stage == "refine" for row in curves.rows)

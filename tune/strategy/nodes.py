@@ -13,12 +13,13 @@ from tune.trial.row import Proposal, TrialRow
 
 
 def reference_row(rows: Sequence[TrialRow]) -> TrialRow | None:
-    """The row that the controls of other machines repeat: the first row with a speed, usually the search's control."""
+    """Return the row that the controls of other machines repeat: the first row with a speed, usually the search's
+    control."""
     return min((row for row in rows if row.speed), key=lambda row: row.number, default=None)
 
 
 def control_speeds(rows: Sequence[TrialRow]) -> dict[str, Estimate]:
-    """Speed of the control by machine, with the reference machine first."""
+    """Return the speed of the control by machine, with the reference machine first."""
     reference = reference_row(rows)
     speeds = {reference.node: reference.speed} if reference and reference.speed else {}
     for row in rows:
@@ -28,13 +29,13 @@ def control_speeds(rows: Sequence[TrialRow]) -> dict[str, Estimate]:
 
 
 def slowdown_factor(node: str, rows: Sequence[TrialRow]) -> float:
-    """Ratio of the reference machine's speed to the speed of the machine ``node``; 1 if it is unknown."""
+    """Return the ratio of the reference machine's speed to the speed of the machine ``node``; 1 if it is unknown."""
     speeds = control_speeds(rows)
     return next(iter(speeds.values())).middle / speeds[node].middle if node in speeds else 1.0
 
 
 def pending_control(node: str, rows: Sequence[TrialRow]) -> Proposal | None:
-    """The control that the machine ``node`` must run before its first trial; None if it needs none."""
+    """Return the control that the machine ``node`` must run before its first trial; None if it needs none."""
     reference = reference_row(rows)
     if reference is None or node in control_speeds(rows):
         return None

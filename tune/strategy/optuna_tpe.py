@@ -19,7 +19,8 @@ MAX_PROPOSALS = 20
 
 
 def optuna_trials(space: Space) -> int:
-    """Number of trials: a quarter of the grid, but at least 8 and at most 50, which take some hours on a GPU."""
+    """Return the number of trials: a quarter of the grid, but at least 8 and at most 50, which take some hours on a
+    GPU."""
     return min(50, max(8, len(space.candidates()) // 4))
 
 

@@ -47,7 +47,7 @@ class Ranked:
     """Whether the interval overlaps the fastest candidate's, so that the difference is not significant."""
 
     def expected_loss_against(self, other: "Ranked") -> float:
-        """Expected relative loss of speed from choosing this candidate although ``other`` may be faster.
+        """Return the expected relative loss of speed from choosing this candidate although ``other`` may be faster.
 
         Both intervals are treated as 95% intervals of normal distributions of the logarithm.
         """
@@ -60,7 +60,7 @@ class Ranked:
 
 
 def eligible_rows(rows: Sequence[TrialRow]) -> dict[Candidate, list[TrialRow]]:
-    """Rows with a speed by candidate, without candidates with a run that did not fit the memory limit."""
+    """Return the rows with a speed by candidate, without candidates with a run that did not fit the memory limit."""
     unfit = {row.candidate for row in rows if row.outcome in DOES_NOT_FIT}
     eligible: dict[Candidate, list[TrialRow]] = {}
     for row in rows:
@@ -70,7 +70,7 @@ def eligible_rows(rows: Sequence[TrialRow]) -> dict[Candidate, list[TrialRow]]:
 
 
 def contenders(rows: Sequence[TrialRow], control: Candidate) -> list[Candidate]:
-    """The candidates of the next confirmation round after ``rows``, fastest first; empty if the winner is clear.
+    """Return the candidates of the next confirmation round after ``rows``, fastest first; empty if the winner is clear.
 
     In the first round they are the best three of the exploration that are not clearly beaten. In later rounds they are
     the winner so far and the candidates whose expected lead over it is not negligible. The control also runs in every

@@ -58,7 +58,7 @@ class Ladder(Experiment):
         return max(0, 1 + 2 * len(self.suite.rungs) - len(rows))  # A control follows each rung.
 
     def is_reusable(self, row: TrialRow) -> bool:
-        """Whether the run did not fail. A failed run is repeated, because its cause may be gone."""
+        """Return whether the run did not fail. A failed run is repeated, because its cause may be gone."""
         return row.outcome != "failed"
 
     def usable_machines(self, machines: Iterable[str], rows: Sequence[TrialRow]) -> set[str]:
@@ -185,7 +185,8 @@ class SuiteReplay:
         return config
 
     def _memory_for_fit(self) -> int | None:
-        """Maximum predicted peak of a rung with ``--fit-batch``, in bytes; None if the suite sets the batches."""
+        """Return the maximum predicted peak of a rung with ``--fit-batch``, in bytes; None if the suite sets the
+        batches."""
         ladder = self.ladder
         if not (ladder.config.fit_batch and ladder.limit):
             return None

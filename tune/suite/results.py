@@ -39,7 +39,8 @@ def compare_rungs(controls: Sequence[RungResult], rungs: Sequence[RungResult], o
 
 
 def loss_at(trial: TrialRow, tokens: int) -> float | None:
-    """Mean training loss over the last fifth of the first ``tokens`` tokens, on which every rung has trained."""
+    """Return the mean training loss over the last fifth of the first ``tokens`` tokens, on which every rung has
+    trained."""
     losses = [loss for trained_tokens, loss in trial.curve if 0.8 * tokens < trained_tokens <= tokens]
     return statistics.fmean(losses) if losses else None
 
@@ -91,7 +92,8 @@ def format_ratio(difference: Difference | None) -> str:
 
 
 def legend(suite: Suite, rungs: Sequence[RungResult], controls: Sequence[float]) -> list[str]:
-    """Sentences below the table: reasons for skipped rungs, drift of the control, explanations, and total speedup."""
+    """Return sentences below the table: reasons for skipped rungs, drift of the control, explanations, and total
+    speedup."""
     sentences = [f"{rung.name}: skipped; {rung.reason}." for rung in rungs if rung.reason]
     sentences.append(
         f"The control ran {len(controls)} times: {controls[0]:,.0f} tokens/s first, {controls[-1]:,.0f} tokens/s last, "
@@ -171,7 +173,7 @@ def equal_work_table(rungs: Sequence[RungResult], *, cumulative: bool) -> Table:
 
 
 def _gain(rung: RungResult, reference: RungResult, step: Difference | None) -> tuple[str, ...]:
-    """Cells with the batch of a rung, and its change in memory and speedup relative to the ``reference``."""
+    """Return the cells with the batch of a rung, and its change in memory and speedup relative to the ``reference``."""
     if rung.memory is None:
         return ("not run", "", "")
     growth = f"{rung.memory / reference.memory - 1:+.0%}" if reference.memory else ""
@@ -232,7 +234,7 @@ def detail_tables(suite: Suite, rungs: Sequence[RungResult]) -> list[Table]:
 def summary_fields(
     suite: Suite, rungs: Sequence[RungResult], device: str, best_file: StorageDir
 ) -> list[tuple[str, str]]:
-    """The first lines of a ladder's report: (name, text)."""
+    """Return the first lines of a ladder's report: (name, text)."""
     runs = [(rung.speed, rung) for rung in rungs if rung.speed]
     (base_speed, base), (speed, best) = runs[0], max(runs, key=lambda run: run[0].middle)
     memory, gain = f"{(best.memory or 0) / GB:.2f} GB", "none; no rung is faster than the baseline"

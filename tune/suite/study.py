@@ -147,7 +147,7 @@ def study_rungs() -> Iterator[tuple[str, ResolvedConfig]]:
 
 
 def matmul_precisions() -> dict[str, str]:
-    """The precision of the matrix products in each of the study's rungs, by its name in infra.doctor."""
+    """Return the precision of the matrix products in each of the study's rungs, by its name in infra.doctor."""
     return {
         name: "bf16" if config.execution.precision in HALF_PRECISIONS else config.execution.precision
         for name, config in study_rungs()
@@ -317,7 +317,8 @@ def draw_study() -> Figure:
 
 
 def expected_speeds(rows: Sequence[RungResult]) -> dict[str, float]:
-    """Expected tokens/s by rung: the study's speeds without validation, scaled by the ratio of matmul rates."""
+    """Return the expected tokens/s by rung: the study's speeds without validation, scaled by the ratio of matmul
+    rates."""
     precision = matmul_precisions()
     return {
         row.name: STUDY[row.name].speed / VALIDATION * row.matmul_rate / A100_MATMUL[precision[row.name]]
@@ -327,7 +328,7 @@ def expected_speeds(rows: Sequence[RungResult]) -> dict[str, float]:
 
 
 def verdict(rows: Sequence[RungResult]) -> str:
-    """Sentences that explain the expected speed and name the first rung at which this machine is slower."""
+    """Return sentences that explain the expected speed and name the first rung at which this machine is slower."""
     scaled = expected_speeds(rows)
     if not scaled:
         return (
@@ -373,7 +374,7 @@ def _caveats(model: ModelSpec, micro_batch: int, deviating: Mapping[str, list[st
 
 
 def _ratio(row: RungResult) -> float | None:
-    """Speed relative to the baseline, measured by the controls around the rung."""
+    """Return the speed relative to the baseline, measured by the controls around the rung."""
     return 1.0 if row.name == "baseline" else row.total and row.total.ratio
 
 

@@ -105,5 +105,6 @@ class InterleavedRuns:
 
 
 def _powers(rung: int) -> dict[int, float]:
-    """Powers of a rung and the controls around it in its speedup, by the position of their runs in the ladder."""
+    """Return the powers of a rung and the controls around it in its speedup, by the position of their runs in the
+    ladder."""
     return {2 * rung: -0.5, 2 * rung + 1: 1.0, 2 * rung + 2: -0.5}

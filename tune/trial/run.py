@@ -115,7 +115,7 @@ class TrialMonitor(Driver):
             self.seconds.append(message.cycle["train_seconds"])
 
     def should_stop(self) -> bool:
-        """Whether the step that was just launched is the last step of the trial."""
+        """Return whether the step that was just launched is the last step of the trial."""
         self.retries.append(self._allocator_retries())
         if self.limit and self.limit.device.type == "cpu" and self.limit.excess_message():
             self.verdict = "over the limit"
@@ -135,12 +135,12 @@ class TrialMonitor(Driver):
         return torch.cuda.memory_stats(self.limit.device).get("num_alloc_retries", 0)
 
     def valid_seconds(self) -> list[float]:
-        """Durations of the steps that count for the speed, in seconds."""
+        """Return the durations of the steps that count for the speed, in seconds."""
         rejected_steps = self.rejected_steps()
         return [seconds for step, seconds in enumerate(self.seconds) if step not in rejected_steps]
 
     def rejected_steps(self) -> set[int]:
-        """Indices of the steps, from the third step on, in which the allocator freed its cache."""
+        """Return the indices of the steps, from the third step on, in which the allocator freed its cache."""
         return {i for i in range(FIRST_STEPS, len(self.retries)) if self.retries[i] != self.retries[i - 1]}
 
 
