@@ -1,10 +1,13 @@
 """The doctor: it measures the machine, reports problems with their fixes, and saves JSON that ladders read."""
 
 import json
+import os
 import platform
 import re
 import resource
 import socket
+import subprocess
+import sys
 import time
 from collections.abc import Callable
 from dataclasses import replace
@@ -68,6 +71,30 @@ def test_only_problems_that_prevent_training_change_the_exit_code() -> None:
     assert "pip install ray" in missing["ray"]
     assert not any(check.prevents_training for check in [*checks.check_cpu(4, 9999.0), *checks.check_software()])
     assert [check.name for check in checks.check_software(find_version) if check.prevents_training] == ["ray"]
+
+
+WITHOUT_RAY = """
+import importlib.metadata
+find_version = importlib.metadata.version
+
+def version(package):
+    if package == "ray":
+        raise importlib.metadata.PackageNotFoundError(package)
+    return find_version(package)
+
+importlib.metadata.version = version
+"""
+"""What Python runs as it starts, so that a process finds no installed Ray."""
+
+
+def test_a_problem_that_prevents_training_ends_the_command_with_code_1(tmp_path: Path) -> None:
+    (tmp_path / "sitecustomize.py").write_text(WITHOUT_RAY)
+    environment = os.environ | {"PYTHONPATH": f"{tmp_path}{os.pathsep}{Path(__file__).parents[3]}"}
+    command = [sys.executable, "-m", "infra.doctor", "--quick", "--out", str(tmp_path / "runs")]
+    command += ["--tracking-uri", f"sqlite:///{tmp_path}/mlflow.db"]
+    process = subprocess.run(command, cwd=tmp_path, env=environment, capture_output=True, text=True, check=False)
+    assert process.returncode == 1, process.stderr
+    assert "ray: run 'pip install ray'" in process.stdout
 
 
 @pytest.mark.parametrize(("load", "busy"), [(2.0, False), (2.1, True)])
