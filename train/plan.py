@@ -1,5 +1,7 @@
 """Entry: ``python -m train.plan`` predicts the memory, arithmetic, time and cost of a run."""
 
+from collections.abc import Iterable
+from contextlib import suppress
 from dataclasses import dataclass, field
 from typing import Annotated, ClassVar
 
@@ -28,15 +30,15 @@ class PlanOptions:
     gpu: Annotated[str | None, tyro.conf.arg(metavar="GPU|FILE")] = None
     """GPU to plan for; it need not be in this machine. Uses all of its memory and predicts its speed.
     By default plans for this machine.
-    - A100: 40 GB
-    - H100: SXM, 80 GB
-    - H200: 141 GB
+    - A100, A100-80GB, H100, H200: SXM
+    - A10, L4, L40S, RTX-3090, RTX-4090
     - FILE: a doctor.json, written by infra.doctor on the machine with the GPU; uses the rates measured there"""
     memory_limit: BytesOrNone = None
     """Memory that the process may use, which limits the micro-batch; at most the memory of --gpu.
     By default all memory of --gpu, or of this machine's GPU."""
     tokens_per_second: float | None = None
-    """Training speed in tokens/s over all workers (above 0), to predict the time; python -m train.run measures it."""
+    """Training speed in tokens/s over all workers (above 0), to predict the time; python -m train.run measures it.
+    By default the predicted speed of one --gpu."""
     price_per_hour: float | None = None
     """Price per hour of one worker's machine (above 0), in any currency."""
     doctor_file: Annotated[str, tyro.conf.arg(metavar="FILE")] = "runs/doctor.json"
@@ -47,8 +49,8 @@ class PlanOptions:
             value = getattr(self, name)
             if value is not None and not 1e-9 <= value <= 1e18:  # Other values would make the time or cost infinite.
                 raise UserError(f"--{name.replace('_', '-')} {value:g} must be between 1e-9 and 1e18.")
-        if self.price_per_hour is not None and self.tokens_per_second is None:
-            raise UserError("--price-per-hour needs a speed to compute the cost. Set --tokens-per-second as well.")
+        if self.price_per_hour is not None and self.tokens_per_second is None and self.gpu is None:
+            raise UserError("--price-per-hour needs a speed. Use --gpu to predict it, or set --tokens-per-second.")
 
 
 def main() -> None:
@@ -69,49 +71,41 @@ def plan(options: PlanOptions) -> None:
     if gpu_rates:
         training, limit = training.replace(device="cuda"), info.with_memory_limit(limit).memory
     config = resolve_for_plan(training, info, limit)
-    step, size = config.step, config.format_setting("micro_batch")
+    model, step, size = config.model, config.step, config.format_setting("micro_batch")
     batch = f"global batch {config.batch.global_batch} = micro-batch {size} x accumulation {config.batch.accumulation}"
     workers = f"{config.batch.workers} worker{'s' * (config.batch.workers > 1)}"
-    console.print(
-        f"[bold]{config.model.text}[/bold], context length {config.model.context_length:,} tokens; {batch} x {workers}"
-    )
+    console.print(f"[bold]{model.text}[/bold], context length {model.context_length:,} tokens; {batch} x {workers}")
+    console.print(config.describe_execution(), "", sep="\n", markup=False)
+
+    print_rows("Parameters", forecast.parameter_rows(model))
+    print_rows("Predicted peak memory", forecast.memory_rows(step))
+    print_rows("Largest micro-batch", forecast.limit_rows(step, limit))
+    print_rows("Arithmetic", forecast.arithmetic_rows(model, config.step_tokens, config.total_steps))
+    if config.execution.device == "cuda":
+        tiles = forecast.tile_rows(model, config.batch.micro_batch, config.execution.precision, gpu_name)
+        print_rows("Tile and wave quantization (wasted fraction)", tiles)
+    speeds = (options.tokens_per_second,) if options.tokens_per_second else ()
+    if gpu_rates:
+        print_rows(f"Speed of one {gpu_name}", roofline.speed_rows(model, config.batch, config.execution, gpu_rates))
+        if not speeds and config.batch.workers == 1:
+            with suppress(UserError):  # The table of the speed has the reason.
+                speeds = roofline.expected_range(
+                    roofline.roofline_speed(model, config.batch, config.execution, gpu_rates)
+                )
+    if config.batch.workers > 1:
+        rows = network.network_rows(model, config.batch, config.execution, options.doctor_file)
+        print_rows("Network", rows)
     tokens = None if config.total_steps is None else config.total_steps * config.step_tokens
     price = options.price_per_hour and options.price_per_hour * config.batch.workers
-    console.print(config.describe_execution(), "", sep="\n", markup=False)
-    for title, rows in (
-        ("Parameters", forecast.parameter_rows(config.model)),
-        ("Predicted peak memory", forecast.memory_rows(step)),
-        ("Largest micro-batch", forecast.limit_rows(step, limit)),
-        ("Arithmetic", forecast.arithmetic_rows(config.model, config.step_tokens, config.total_steps)),
-        *(
-            [
-                (
-                    "Tile and wave quantization (wasted fraction)",
-                    forecast.tile_rows(config.model, config.batch.micro_batch, config.execution.precision, gpu_name),
-                )
-            ]
-            if config.execution.device == "cuda"
-            else []
-        ),
-        *(
-            [(f"Speed of one {gpu_name}", roofline.speed_rows(config.model, config.batch, config.execution, gpu_rates))]
-            if gpu_rates
-            else []
-        ),
-        *(
-            [("Network", network.network_rows(config.model, config.batch, config.execution, options.doctor_file))]
-            if config.batch.workers > 1
-            else []
-        ),
-        (
-            "Data, time and cost",
-            forecast.time_rows(config.model, config.dataset.data, tokens, options.tokens_per_second, price),
-        ),
-    ):
-        table = Table(title=title, title_justify="left", show_header=False, box=None, padding=(0, 2, 0, 0))
-        for name, value in rows:
-            table.add_row(f"  {name}", value)
-        console.print(table, "")
+    print_rows("Data, time and cost", forecast.time_rows(model, config.dataset.data, tokens, speeds, price))
+
+
+def print_rows(title: str, rows: Iterable[tuple[str, str]]) -> None:
+    """Print a table of names and values."""
+    table = Table(title=title, title_justify="left", show_header=False, box=None, padding=(0, 2, 0, 0))
+    for name, value in rows:
+        table.add_row(f"  {name}", value)
+    console.print(table, "")
 
 
 if __name__ == "__main__":

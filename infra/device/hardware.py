@@ -75,6 +75,12 @@ A100 = DeviceInfo("cuda", "NVIDIA A100", (8, 0), bf16=True, memory=40 * 2**30)
 
 KNOWN_GPUS = {
     "A100": A100,
+    "A100-80GB": replace(A100, memory=80 * 2**30),
+    "A10": DeviceInfo("cuda", "NVIDIA A10", (8, 6), bf16=True, memory=23028 * 2**20),
+    "L4": DeviceInfo("cuda", "NVIDIA L4", (8, 9), bf16=True, memory=23034 * 2**20),
+    "L40S": DeviceInfo("cuda", "NVIDIA L40S", (8, 9), bf16=True, memory=46068 * 2**20),
+    "RTX-3090": DeviceInfo("cuda", "NVIDIA GeForce RTX 3090", (8, 6), bf16=True, memory=24576 * 2**20),
+    "RTX-4090": DeviceInfo("cuda", "NVIDIA GeForce RTX 4090", (8, 9), bf16=True, memory=24564 * 2**20),
     "H100": DeviceInfo("cuda", "NVIDIA H100", (9, 0), bf16=True, memory=80 * 2**30),
     "H200": DeviceInfo("cuda", "NVIDIA H200", (9, 0), bf16=True, memory=141 * 10**9),
 }

@@ -10,7 +10,7 @@ from typing import Any
 import pytest
 
 from infra.cli.console import console
-from infra.device.hardware import cpu_info
+from infra.device.hardware import KNOWN_GPUS, cpu_info
 from infra.errors import UserError
 from infra.storage.files import write_json
 from pipeline.encoding.tokenizer import read_tokenizer
@@ -20,6 +20,8 @@ from pipeline.vocabulary import main as train_tokenizer
 from train.config import TrainConfig
 from train.estimate.forecast import arithmetic_rows, epoch_tokens, limit_rows, memory_rows, parameter_rows, time_rows
 from train.estimate.gpt2_memory import published_activations
+from train.estimate.gpu_rates import load_gpu_rates
+from train.estimate.roofline import expected_range, roofline_speed
 from train.model_config import PRESETS, ModelConfig
 from train.plan import PlanOptions, plan
 from train.resolved import resolve_for_plan
@@ -35,7 +37,7 @@ def test_gpt2_has_its_published_parameters() -> None:
 
 
 def test_time_and_cost_follow_from_speed_and_price(small_shards: Path, small_model: ModelConfig) -> None:
-    rows = dict(time_rows(small_model, str(small_shards), 25600, 256, 36))
+    rows = dict(time_rows(small_model, str(small_shards), 25600, [256.0], 36))
     tokens = epoch_tokens(str(small_shards))
     assert tokens is not None
     assert rows["epoch"].startswith(f"{tokens:,} tokens")
@@ -48,6 +50,28 @@ def test_time_and_cost_follow_from_speed_and_price(small_shards: Path, small_mod
     with console.capture() as printed:
         plan(PlanOptions(config, tokens_per_second=256, price_per_hour=36))
     assert "1m40s, cost 2.00" in printed.get(), "both workers are paid"
+
+
+def test_the_time_and_the_cost_on_a_gpu_follow_from_its_predicted_speed() -> None:
+    model = PRESETS["gpt2-124m"]
+    config = resolve_for_plan(TrainConfig.of(model=model), KNOWN_GPUS["A100"])
+    low, high = expected_range(roofline_speed(model, config.batch, config.execution, load_gpu_rates("A100")))
+    tokens = 20 * model.parameters
+    with console.capture() as printed:
+        plan(PlanOptions(TrainConfig.of(model=model, data="nowhere"), gpu="A100", price_per_hour=1.2))
+    expected = f"cost {tokens / high / 3600 * 1.2:,.2f} to {tokens / low / 3600 * 1.2:,.2f}"
+    assert expected in " ".join(printed.get().split())
+    rows = dict(time_rows(model, "nowhere", 36_000, [10.0, 20.0], 1.0))
+    assert rows["planned run"].endswith("30m to 1h, cost 0.50 to 1.00")
+
+
+@pytest.mark.parametrize("gpu", KNOWN_GPUS)
+def test_every_known_gpu_can_be_planned_for(gpu: str) -> None:
+    with console.capture() as printed:
+        plan(PlanOptions(TrainConfig.of(data="nowhere"), gpu=gpu))
+    text = " ".join(printed.get().split())
+    assert re.search(r"expected [\d,]+ to [\d,]+ tokens/s", text)
+    assert "unknown for" not in text
 
 
 def test_the_limit_names_a_batch_or_says_that_none_fits() -> None:

@@ -3,6 +3,8 @@
 They need neither the GPU nor the data of the run.
 """
 
+from collections.abc import Sequence
+
 import torch
 
 from infra.cli.units import GB, format_duration, format_size
@@ -107,7 +109,8 @@ def tile_rows(model: ModelSpec, micro_batch: int, precision: Precision, gpu_name
     A100."""
     if not model.matrices:
         return [("matrix products", "unknown for a custom model")]
-    name = next((name for name in MULTIPROCESSORS if name in (gpu_name or "A100")), None)
+    words = f" {gpu_name or 'A100'} ".replace("-", " ")
+    name = next((name for name in MULTIPROCESSORS if f" {name} " in words), None)
     if name is None:
         return [("multiprocessors", f"unknown for {gpu_name}")]
     count = MULTIPROCESSORS[name]
@@ -129,12 +132,14 @@ def petaflop_days(total: float) -> float:
 
 
 def time_rows(
-    model: ModelSpec, data: str, run_tokens: int | None, tokens_per_second: float | None, price_per_hour: float | None
+    model: ModelSpec, data: str, run_tokens: int | None, speeds: Sequence[float], price_per_hour: float | None
 ) -> Rows:
-    """Return the tokens of an epoch, of the run and of a compute-optimal run, with time and cost if speed and price are
-    known.
+    """Return the tokens of an epoch, of the run and of a compute-optimal run, with time and cost if they are known.
 
-    ``run_tokens`` is None if a time budget or the end of the epoch ends the run; the price is that of all workers.
+    Args:
+        run_tokens: tokens of the run; None if a time budget or the end of the epoch ends it.
+        speeds: the speed in tokens/s over all workers, or the lowest and highest speed to expect; empty if unknown.
+        price_per_hour: price of all workers.
     """
     amounts: list[tuple[str, int]] = []
     rows: Rows = []
@@ -150,16 +155,13 @@ def time_rows(
         text = f"{amount:,} tokens, {petaflop_days(model.flops_per_token * amount):.3g} PF-days"
         if tokens:
             text += f", {amount / tokens:.3g} epochs"
-        if tokens_per_second:
-            seconds = amount / tokens_per_second
-            text += f", {format_duration(round(seconds))}"
+        if seconds := sorted(amount / speed for speed in speeds):
+            text += ", " + " to ".join(format_duration(round(value)) for value in seconds)
             if price_per_hour:
-                text += f", cost {seconds / 3600 * price_per_hour:,.2f}"
+                text += ", cost " + " to ".join(f"{value / 3600 * price_per_hour:,.2f}" for value in seconds)
         rows.append((name, text))
-    if not tokens_per_second:
-        rows.append(
-            ("time and cost", "unknown; set --tokens-per-second for the time, and --price-per-hour for the cost")
-        )
+    if not speeds:
+        rows.append(("time and cost", "unknown; use --gpu to predict the speed, or set --tokens-per-second"))
     return rows
 
 

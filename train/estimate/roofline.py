@@ -31,8 +31,14 @@ def speed_rows(model: ModelSpec, batch: Batch, execution: Execution, gpu_rates: 
 
 def format_expected_range(roofline: float) -> str:
     """Return the range of speeds to expect at a ``roofline`` in tokens/s, as a text."""
-    low, high = (fraction * roofline for fraction in REACHED_FRACTION_RANGE)
+    low, high = expected_range(roofline)
     return f"{low:,.0f} to {high:,.0f}"
+
+
+def expected_range(roofline: float) -> tuple[float, float]:
+    """Return the lowest and the highest speed to expect at a ``roofline``, in its unit."""
+    low, high = REACHED_FRACTION_RANGE
+    return low * roofline, high * roofline
 
 
 def roofline_speed(model: ModelSpec, batch: Batch, execution: Execution, gpu_rates: GpuRates) -> float:

@@ -46,5 +46,5 @@ def test_a_file_without_the_rates_of_a_gpu_is_refused(tmp_path: Path, actual: An
 
 
 def test_what_is_neither_a_card_nor_a_file_is_refused(tmp_path: Path) -> None:
-    with pytest.raises(UserError, match="A100, H100, H200"):
+    with pytest.raises(UserError, match=r"A100, .*H200"):
         load_gpu_rates(str(tmp_path / "B200"))
