@@ -36,9 +36,10 @@ TINY = {
     "GLOBAL_BATCH = 480": "GLOBAL_BATCH = 1",
     'MEMORY_LIMIT = "40GB"': 'MEMORY_LIMIT = "4GB"',
     'RUNGS = ""': "RUNGS = \"'no synchronization'\"",
-    'RUNG_TIME = "20s"': 'RUNG_TIME = "2s"',
+    'RUNG_TIME = "20s"': 'RUNG_TIME = "10s"',
     'TRIAL_TIME = "60s"': 'TRIAL_TIME = "5s"',
-    'TRAINING_TIME = "5m"': 'TRAINING_TIME = "3s"',
+    'TRAINING_TIME = "5m"': 'TRAINING_TIME = "8s"',
+    'CYCLE = "20+2"': 'CYCLE = "4+1"',
 }
 """What is filled in for this machine, in the form alone."""
 
@@ -188,7 +189,7 @@ def the_frame_shows_the_leaderboard(frame: str) -> None:
 def the_next_runtime_continues(settings: tuple[str, str]) -> None:
     notebook = nbformat.read(NOTEBOOK, as_version=4)
     command = 'run("python -m train.run --resume run'
-    code(notebook, settings, (f"# {command}", f"{command} --time-budget 6s"))
+    code(notebook, settings, (f"# {command}", f"{command} --time-budget 12s"))
     (last,) = [number for number, cell in enumerate(notebook.cells) if command in cell.source]
     notebook.cells = notebook.cells[: last + 1]
     nbclient.NotebookClient(notebook, timeout=900).execute()
