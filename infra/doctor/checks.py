@@ -129,17 +129,19 @@ def check_gpu(state: GpuState | None, name: str) -> list[Check]:
 def check_attention_kernels(device: torch.device) -> list[Check]:
     """Check which fused attention kernels of torch work on the device, forward and backward."""
     if device.type != "cuda":
-        works = _can_run([SDPBackend.FLASH_ATTENTION], device)
-        return [Check("fused attention", "available" if works else "unavailable; torch uses plain operations")]
+        has_flash = _can_run([SDPBackend.FLASH_ATTENTION], device)
+        return [Check("fused attention", "available" if has_flash else "unavailable; torch uses plain operations")]
     kernels = {
         "flash": SDPBackend.FLASH_ATTENTION,
         "cuDNN": SDPBackend.CUDNN_ATTENTION,
         "efficient": SDPBackend.EFFICIENT_ATTENTION,
     }
-    works = {name: _can_run([kernel], device) for name, kernel in kernels.items()}
-    text = ", ".join(f"{name} {'available' if is_available else 'fails'}" for name, is_available in works.items())
+    available = {name: _can_run([kernel], device) for name, kernel in kernels.items()}
+    text = ", ".join(f"{name} {'available' if is_available else 'fails'}" for name, is_available in available.items())
     fix = (
-        "" if works["flash"] or works["cuDNN"] else "flash and cuDNN attention fail; install a torch built for this GPU"
+        ""
+        if available["flash"] or available["cuDNN"]
+        else "flash and cuDNN attention fail; install a torch built for this GPU"
     )
     return [Check("attention kernels", text, fix)]
 

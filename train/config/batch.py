@@ -56,10 +56,11 @@ class BatchConfig:
             raise UserError(f"{flag} is too large. Use fewer than 2^31 sequences.")
         check_part(self, global_batch=1, workers=1, **({} if self.micro_batch == AUTO else {"micro_batch": 1}))
         if self.micro_batch == AUTO and self.global_batch % self.workers:
-            raise UserError(f"--global-batch {self.global_batch} is not a multiple of --workers {self.workers}.")
+            flags = f"--global-batch {self.global_batch} is not a multiple of --workers {self.workers}"
+            raise UserError(f"{flags}. Use a multiple, or other --workers.")
         if self.micro_batch != AUTO and self.global_batch % (self.micro_batch * self.workers):
-            near = [m for m in divisors(self.global_batch) if self.global_batch % (m * self.workers) == 0]
-            valid = f"--micro-batch {_alternatives(near)}" if near else "another --global-batch"
+            sizes = [m for m in divisors(self.global_batch) if self.global_batch % (m * self.workers) == 0]
+            valid = f"--micro-batch {_alternatives(sizes)}" if sizes else "another --global-batch"
             raise UserError(
                 f"--global-batch {self.global_batch} is not a multiple of --micro-batch {self.micro_batch} "
                 f"x --workers {self.workers}. Use {valid}."
