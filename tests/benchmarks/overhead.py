@@ -1,4 +1,4 @@
-"""What the command costs a run: the same training by the bare loop, in the command's process, and on Ray, itemised.
+"""What the command costs a run: the same training by the bare loop, in the command's process, and on Ray, itemized.
 
     python -P tests/benchmarks/overhead.py --data data/tokens --record FILE.json [--pairs 10] [--steps 100]
 

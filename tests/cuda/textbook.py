@@ -2,7 +2,7 @@
 
     python tests/cuda/textbook.py tune/suite/textbook.json    # in the environment of make test-cuda
 
-Dropout, GELU and normalisation are written out, query, key and value have a layer each, and the loss is computed
+Dropout, GELU and normalization are written out, query, key and value have a layer each, and the loss is computed
 outside the model. Each rung of the study trains three steps in a fresh process, on a GPU or where there is none on the
 pretended one, on which memory is real and kernels do nothing. The record has the most bytes that torch's allocator
 handed out and reserved, and the seconds that a step needs by the roofline of its kernels, as does one of this project
@@ -66,7 +66,7 @@ RUNGS = {
 
 
 class Norm(nn.Module):
-    """Layer normalisation, written out."""
+    """Layer normalization, written out."""
 
     def __init__(self) -> None:
         super().__init__()
@@ -115,7 +115,7 @@ class Attention(nn.Module):
 
 
 class Block(nn.Module):
-    """Attention and the feed-forward layers, each with its normalisation, dropout and residual connection."""
+    """Attention and the feed-forward layers, each with its normalization, dropout and residual connection."""
 
     def __init__(self, rung: Rung) -> None:
         super().__init__()

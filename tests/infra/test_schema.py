@@ -49,7 +49,7 @@ def test_a_loss_that_is_nan_is_read_back() -> None:
 @pytest.mark.parametrize(
     ("values", "sentence"),
     [
-        ({"colour": 1}, "^a.json has an unknown setting 'colour'"),
+        ({"color": 1}, "^a.json has an unknown setting 'color'"),
         ({"parts": [{"size": "3"}]}, "^a.json: parts.0.size is '3'"),
         ({"parts": [{}]}, "^a.json is missing the setting 'parts.0.size'.$"),
         ({"parts": [{"size": 1, "weight": 2}]}, "^a.json: parts.0.weight is 2. Unexpected"),

@@ -75,7 +75,7 @@ def test_an_unknown_model_is_refused() -> None:
 def test_a_bad_config_file_is_refused_by_name(tmp_path: Path) -> None:
     path = tmp_path / "bad.json"
     for content in (
-        "", "[1]", '{"config": 3}', '{"config": null}', '{"colour": 1}', '{"precision": "fp8"}', '{"steps": -1}',
+        "", "[1]", '{"config": 3}', '{"config": null}', '{"color": 1}', '{"precision": "fp8"}', '{"steps": -1}',
         "\xff", "[" * 100_000, f'{{"steps": {"9" * 5000}}}',
     ):  # fmt: skip
         path.write_text(content, encoding="latin-1")

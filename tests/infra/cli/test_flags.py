@@ -32,14 +32,14 @@ class Options:
     room: BytesOrNone = None
     piece: Bytes = 2_000_000
     quiet: bool = False
-    colour: bool = True
+    color: bool = True
     folder: Path = Path("here and there")
 
     def __post_init__(self) -> None:
         if self.count < 1:
             raise UserError(f"--count {self.count} must be at least 1: [give] a larger one, and read this to its end.")
-        if self.colour and self.quiet:
-            print("colours are not seen", file=sys.stderr)
+        if self.color and self.quiet:
+            print("colors are not seen", file=sys.stderr)
 
 
 @pytest.fixture
@@ -55,9 +55,9 @@ def read(command_line: CommandLine) -> Callable[..., Options]:
 
 def test_what_is_right_is_read(read: Callable[..., Options], capsys: pytest.CaptureFixture[str]) -> None:
     assert read() == Options()
-    words = ["a", "b", "--count", "4", "--rate", "1e-3", "--room", "2GB", "--quiet", "--no-colour"]
+    words = ["a", "b", "--count", "4", "--rate", "1e-3", "--room", "2GB", "--quiet", "--no-color"]
     found = read(*words)
-    assert found == Options(("a", "b"), 4, 0.001, room=2 * 10**9, quiet=True, colour=False)
+    assert found == Options(("a", "b"), 4, 0.001, room=2 * 10**9, quiet=True, color=False)
     assert read("--rate", "None").rate is None, "which takes back what a file of settings says"
     assert "not seen" not in capsys.readouterr().err
     assert read("--quiet").quiet

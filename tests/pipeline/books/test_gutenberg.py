@@ -238,9 +238,9 @@ def test_the_declared_character_set_is_read_in_its_own_words() -> None:
 
 
 def test_a_footer_far_from_the_end_is_found() -> None:
-    licence = "The licence of Project Gutenberg goes on and on.\n\nAnd so it does.\n\n" * 600
-    assert 24_000 < len(licence) < 60_000
-    unwrapped = unwrap((HEADS["this"] + BOOK * 10 + TAILS["the, tight"] + licence).encode())
+    license_text = "The license of Project Gutenberg goes on and on.\n\nAnd so it does.\n\n" * 600
+    assert 24_000 < len(license_text) < 60_000
+    unwrapped = unwrap((HEADS["this"] + BOOK * 10 + TAILS["the, tight"] + license_text).encode())
     assert unwrapped.body.decode().strip() == (BOOK * 10).strip()
 
 
@@ -361,7 +361,7 @@ QUOTES = {
     "indented": f"It begins\n\n    {START}\n\nand ends\n\n    {END}\n\nas we have seen.\n\n",
     "code": f'assert START.match("{START}")\nassert "{END}" in text\n\n',
     "about it": "Project Gutenberg was founded in 1971; see www.gutenberg.org.\n\nDistributed Proofreaders, pgdp.net, "
-    "have prepared many of its texts. Project Gutenberg's Etexts end with a licence.\n\nThe Project Gutenberg License "
+    "have prepared many of its texts. Project Gutenberg's Etexts end with a license.\n\nThe Project Gutenberg License "
     f"follows the line\n{END}\nin every one; its Full License has Sections 1 to 5.\n\n",
 }  # fmt: skip
 

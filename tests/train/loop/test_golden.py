@@ -152,8 +152,8 @@ def on_a_cpu(config: ResolvedConfig, rung: Rung) -> ResolvedConfig:
 
 
 @pytest.mark.parametrize("suite", SUITES.values(), ids=SUITES)
-def test_a_rung_is_labelled_when_its_curve_is_another(suite: Suite, plain: ResolvedConfig) -> None:
-    """By training: another curve than the baseline's in fp32. A rung with another batch is labelled when it is run."""
+def test_a_rung_is_labeled_when_its_curve_is_another(suite: Suite, plain: ResolvedConfig) -> None:
+    """By training: another curve than the baseline's in fp32. A rung with another batch is labeled when it is run."""
     start = plain.replace(model=ModelConfig(vocab_size=257, padded_vocab_size=320))
     base = on_a_cpu(start, Rung("base", suite.base)).replace(precision="fp32")
     expected = curve(base)

@@ -60,7 +60,7 @@ def test_kernels_are_sorted_by_name() -> None:
     } == KINDS
 
 
-def test_the_attention_kernel_is_recognised() -> None:
+def test_the_attention_kernel_is_recognized() -> None:
     assert attention_kernel(["cudnn_generated_fort_native_sdpa_sm90_flash_fprop"]) == "cuDNN"
     assert attention_kernel(["void pytorch_flash::flash_fwd_kernel<...>"]) == "flash"
     assert attention_kernel(["fmha_cutlassF_bf16_aligned_64x64_rf_sm80"]) == "efficient"

@@ -108,9 +108,9 @@ def test_a_suite_runs_in_its_short_form(
             assert row["total"]["low"] < row["total"]["ratio"] < row["total"]["high"]
             assert row["loss"] > 0
             assert row["memory"] > 0
-    labelled = {row["name"] for row in rows if row["changes_numerics"]}
+    labeled = {row["name"] for row in rows if row["changes_numerics"]}
     labels = {"compile", "flash attention", "tied weights", "Adafactor", "8-bit AdamW"}
-    assert labelled == labels.intersection(rungs) - refused.keys()
+    assert labeled == labels.intersection(rungs) - refused.keys()
     summary = (tmp_path / "runs" / suite / "summary.md").read_text()
     assert all(name in summary for name in rungs)
     for said in ("112,200 / ", r"25\.4[ |]+26\.9"):

@@ -182,8 +182,8 @@ def test_a_change_with_a_larger_batch_is_first_run_at_the_batch_before_it(
     assert configs["fails when larger, same batch"].batch.global_batch == previous_batch, (
         "the same work as the rung before"
     )
-    labelled = {rung.name for rung in rungs if rung.changes_numerics}
-    assert labelled == {"compile", "batch 8", "both", "fails when larger", "smaller"}
+    labeled = {rung.name for rung in rungs if rung.changes_numerics}
+    assert labeled == {"compile", "batch 8", "both", "fails when larger", "smaller"}
     assert len(controls) == 1 + len([rung for rung in rungs if rung.speed])
     assert len({label for label, _ in ran}) == len(ran), "each has a place of its own"
     assert [label for label, _ in ran[1:5]] == [
