@@ -1,7 +1,6 @@
 """Entry: ``python -m train.plan`` predicts the memory, arithmetic, time and cost of a run."""
 
 from collections.abc import Iterable
-from contextlib import suppress
 from dataclasses import dataclass, field
 from typing import Annotated, ClassVar
 
@@ -86,12 +85,14 @@ def plan(options: PlanOptions) -> None:
         print_rows("Tile and wave quantization (wasted fraction)", tiles)
     speeds = (options.tokens_per_second,) if options.tokens_per_second else ()
     if gpu_rates:
-        print_rows(f"Speed of one {gpu_name}", roofline.speed_rows(model, config.batch, config.execution, gpu_rates))
-        if not speeds and config.batch.workers == 1:
-            with suppress(UserError):  # The table of the speed has the reason.
-                speeds = roofline.expected_range(
-                    roofline.roofline_speed(model, config.batch, config.execution, gpu_rates)
-                )
+        try:
+            roofline_speed = roofline.roofline_speed(model, config.batch, config.execution, gpu_rates)
+        except UserError as unknown:
+            print_rows(f"Speed of one {gpu_name}", [("speed", str(unknown))])
+        else:
+            print_rows(f"Speed of one {gpu_name}", roofline.speed_rows(roofline_speed, gpu_rates))
+            if not speeds and config.batch.workers == 1:
+                speeds = roofline.expected_range(roofline_speed)
     if config.batch.workers > 1:
         rows = network.network_rows(model, config.batch, config.execution, options.doctor_file)
         print_rows("Network", rows)

@@ -1,6 +1,5 @@
 """The roofline of a run on any GPU, and the range of speeds to expect from it."""
 
-from infra.errors import UserError
 from train.config import Batch, Execution
 from train.estimate.estimates import estimates_of
 from train.estimate.gpu_rates import GpuRates
@@ -16,12 +15,8 @@ SOURCE = (
 """Origin of :data:`REACHED_FRACTION_RANGE` as a text."""
 
 
-def speed_rows(model: ModelSpec, batch: Batch, execution: Execution, gpu_rates: GpuRates) -> list[tuple[str, str]]:
-    """Return the roofline of a run at ``gpu_rates``, and the range of speeds to expect, for a table."""
-    try:
-        roofline = roofline_speed(model, batch, execution, gpu_rates)
-    except UserError as unknown:
-        return [("speed", str(unknown))]
+def speed_rows(roofline: float, gpu_rates: GpuRates) -> list[tuple[str, str]]:
+    """Return the ``roofline`` of a run in tokens/s at ``gpu_rates``, and the range of speeds to expect, for a table."""
     return [
         ("roofline", f"{roofline:,.0f} tokens/s by the bytes and FLOPs of a step's kernels at {gpu_rates.source}"),
         ("expected", f"{format_expected_range(roofline)} tokens/s: {SOURCE}"),
