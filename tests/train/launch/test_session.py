@@ -20,25 +20,11 @@ from train.launch import session
 from train.launch.job import WorkerJob
 from train.launch.link import Activity, CycleDone, Message, MicroBatchTooLarge, SystemMetrics
 from train.launch.session import Driver, WorkerSession, did_not_fit, energy
-from train.model_config import ModelConfig
 from train.models.gpt2 import GPT
 from train.result import RunResult
 from train.run_files import progress
 from train.run_files.progress import newest
 from train.run_files.run_folder import RunFolder
-
-
-@pytest.fixture
-def home(tmp_path: Path) -> RunFolder:
-    return RunFolder(tmp_path)
-
-
-@pytest.fixture
-def config(small_shards: Path, small_model: ModelConfig) -> ResolvedConfig:
-    return ResolvedConfig.of(
-        data=str(small_shards), model=small_model, global_batch=4, micro_batch=4, steps=12, cycle=Cycle(5, 1),
-        precision="fp32", device="cpu", checkpoint_every=7,
-    )  # fmt: skip
 
 
 class DriverDouble(Driver):

@@ -15,7 +15,7 @@ from trainers import make_trainer
 from infra.storage.directory import StorageDir
 from infra.storage.files import write_json
 from pipeline.shards import checksum, read_manifest
-from train.config import Cycle, ResolvedConfig
+from train.config import ResolvedConfig
 from train.launch.job import RunJob, WorkerJob
 from train.launch.link import (
     Channel,
@@ -43,19 +43,6 @@ from train.run_files import progress
 from train.run_files.lookup import find_run
 from train.run_files.progress import checkpoints_in
 from train.run_files.run_folder import RunFolder
-
-
-@pytest.fixture
-def home(tmp_path: Path) -> RunFolder:
-    return RunFolder(tmp_path)
-
-
-@pytest.fixture
-def config(small_shards: Path, small_model: ModelConfig) -> ResolvedConfig:
-    return ResolvedConfig.of(
-        data=str(small_shards), model=small_model, global_batch=4, micro_batch=4, steps=12, cycle=Cycle(5, 1),
-        precision="fp32", device="cpu", checkpoint_every=7,
-    )  # fmt: skip
 
 
 def job_of(folder: RunFolder, config: ResolvedConfig, step: int = 0) -> RunJob:
