@@ -51,7 +51,9 @@ def resolve(
     cuda = device == "cuda"
     precision, attention, allocator = execution.precision, execution.attention, execution.allocator
     if precision == AUTO:
-        precision = "bf16" if cuda and device_info.bf16 else "fp32"
+        # Loss scaling, which fp16 needs, is not synchronized between shards.
+        has_fp16 = cuda and device_info.capability >= (7, 0) and not execution.fsdp
+        precision = "bf16" if cuda and device_info.bf16 else "fp16" if has_fp16 else "fp32"
     has_flex = cuda and execution.mask_books and not config.model.unsupported_reason("attention", "flex")
     if attention == AUTO and has_flex:
         attention = "flex"

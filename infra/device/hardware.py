@@ -3,7 +3,8 @@
 The peak of unknown hardware is not guessed; its MFU is unknown.
 
 The rates are dense, without sparsity, in FLOP/s. They are from NVIDIA's datasheets (A100: 2020; H100 SXM, PCIe and NVL:
-2022; H200 and its NVL: 2023; L4 and L40S: 2023) and architecture papers (RTX). A V100 has neither bf16 nor TF32.
+2022; H200 and its NVL: 2023; L4 and L40S: 2023; T4: 2019; HGX B200: 2024) and architecture papers (RTX). V100 and T4
+have neither bf16 nor TF32.
 """
 
 import importlib
@@ -20,6 +21,7 @@ from infra.device.gpu import GpuState, read_gpu
 from infra.errors import first_line
 
 _PEAKS: tuple[tuple[str, float, float | None, float], ...] = (
+    ("B200", 2250e12, 1125e12, 75e12),
     ("H200 NVL", 835.5e12, 417.7e12, 60e12),
     ("H200", 989.4e12, 494.7e12, 67e12),
     ("H100 NVL", 835.5e12, 417.7e12, 60e12),
@@ -34,6 +36,7 @@ _PEAKS: tuple[tuple[str, float, float | None, float], ...] = (
     ("RTX 4090", 165.2e12, 82.6e12, 82.6e12),
     ("RTX 3090", 71e12, 35.6e12, 35.6e12),
     ("V100", 125e12, None, 15.7e12),
+    ("T4", 65e12, None, 8.1e12),
 )
 """(name, peak FLOP/s in 16 bits, in TF32, in fp32); 16 bits and TF32 run on tensor cores, fp32 does not."""
 
@@ -83,6 +86,8 @@ KNOWN_GPUS = {
     "RTX-4090": DeviceInfo("cuda", "NVIDIA GeForce RTX 4090", (8, 9), bf16=True, memory=24564 * 2**20),
     "H100": DeviceInfo("cuda", "NVIDIA H100", (9, 0), bf16=True, memory=80 * 2**30),
     "H200": DeviceInfo("cuda", "NVIDIA H200", (9, 0), bf16=True, memory=141 * 10**9),
+    "B200": DeviceInfo("cuda", "NVIDIA B200", (10, 0), bf16=True, memory=180 * 10**9),
+    "T4": DeviceInfo("cuda", "Tesla T4", (7, 5), memory=15360 * 2**20),
 }
 """GPUs by name that a run can be planned for on a machine without them."""
 

@@ -9,6 +9,7 @@ from infra.errors import UserError
 from train.config import WHOLE_GRAPH, Batch, Execution, Precision
 from train.estimate.gpu_rates import GpuRates
 from train.model_config import ModelConfig
+from train.models.loss import chunk_count
 
 ATTENTION_EFFICIENCY = 0.4
 """FLOP/s of FlashAttention-2 with heads of width 64, forward and backward, relative to large matrix products: 110 of
@@ -29,33 +30,43 @@ class KernelTraffic:
     """Bytes for each weight of the head."""
 
 
+_AUTOCAST = KernelTraffic(130.2, 6.3, 6.2, 32.9)
 KERNEL_TRAFFIC = {
-    "bf16": KernelTraffic(130.2, 6.3, 6.2, 32.9), "bf16-activations": KernelTraffic(88.5, 6.3, 6.2, 32.3),
+    "bf16": _AUTOCAST, "fp16": _AUTOCAST, "bf16-activations": KernelTraffic(88.5, 6.3, 6.2, 32.3),
 }  # fmt: skip
 """Bytes by precision, for the plain loss in a whole compiled graph, from the kernels that Inductor generates for GPT-2
-124M (tests/benchmarks/records/kernels.json), except for reads that Inductor only counts for the loss's gather."""
+124M (tests/benchmarks/records/kernels.json), except for reads that Inductor only counts for the loss's gather. Autocast
+to fp16 has the sizes of autocast to bf16."""
+
+FUSED_HEAD_BYTES = 12
+"""Bytes that each chunk of the fused loss moves in addition for each weight of the head: its gradient in 16 bits is
+written and read, and added to the sum in fp32."""
 
 UPDATE_BYTES = 40
 """Bytes that clipping and a fused AdamW move for each parameter: the weight, its gradient and two moments are read, and
 three of them written; clipping reads the gradient twice and writes it once."""
+UNSCALING_BYTES = 8
+"""Bytes that the loss scaling of fp16 moves for each parameter: the gradient is read and written."""
 
 
 def predict_roofline(model: ModelConfig, batch: Batch, execution: Execution, gpu_rates: GpuRates) -> float:
     """Return the tokens/s at the roofline of one GPU with ``gpu_rates``. Raises ``UserError`` if the formulas do not
     cover it."""
     rate = gpu_rates.matmul_rate(execution.precision)
-    is_covered = execution.loss == "plain" and execution.loss_chunks == 1 and execution.checkpointing == "none"
-    is_covered = is_covered and execution.attention != "manual"
+    is_covered = execution.checkpointing == "none" and execution.attention != "manual" and not execution.fp8
     if not (rate and is_covered and execution.precision in KERNEL_TRAFFIC and execution.compile in WHOLE_GRAPH):
         raise UserError(
-            "The speed is only predicted for --precision bf16 or bf16-activations with a whole compiled graph and "
-            "--loss plain, without --checkpointing or --attention manual."
+            f"The speed is only predicted for --precision {', '.join(KERNEL_TRAFFIC)} with a whole compiled graph, "
+            "without --checkpointing, --fp8 or --attention manual."
         )
     tokens = batch.micro_batch * model.context_length
     products = 6 * model.matmul_parameters * tokens / rate
     attention = 6 * model.layers * model.context_length * model.width * tokens / (ATTENTION_EFFICIENCY * rate)
-    update = UPDATE_BYTES * model.parameters / batch.accumulation
-    moved = triton_bytes(model, batch.micro_batch, execution.precision) + update
+    update_bytes = UPDATE_BYTES + UNSCALING_BYTES * (execution.precision == "fp16")
+    update = update_bytes * model.parameters / batch.accumulation
+    chunks = chunk_count(execution.loss, execution.loss_chunks, tokens)
+    fused_head = FUSED_HEAD_BYTES * chunks * model.padded_vocab_size * model.width
+    moved = triton_bytes(model, batch.micro_batch, execution.precision) + fused_head + update
     return tokens / (products + attention + moved / gpu_rates.bandwidth)
 
 

@@ -10,9 +10,9 @@ from infra.schema import from_json
 
 BANDWIDTH = {
     "A100": 1.555e12, "A100-80GB": 2.039e12, "A10": 600e9, "L4": 300e9, "L40S": 864e9, "RTX-3090": 936e9,
-    "RTX-4090": 1.008e12, "H100": 3.35e12, "H200": 4.8e12,
+    "RTX-4090": 1.008e12, "H100": 3.35e12, "H200": 4.8e12, "B200": 8e12, "T4": 320e9,
 }  # fmt: skip
-"""Bytes/s of a GPU's memory, by NVIDIA's datasheets (A100, H100 and H200 SXM)."""
+"""Bytes/s of a GPU's memory, by NVIDIA's datasheets (A100, H100, H200 and B200 SXM)."""
 
 ACHIEVABLE_FRACTION = 271 / 312
 """Fraction of the datasheet's rates that large matrix products and copies reach, from TFLOP/s on an A100 SXM."""

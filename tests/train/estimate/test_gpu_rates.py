@@ -45,6 +45,15 @@ def test_a_file_without_the_rates_of_a_gpu_is_refused(tmp_path: Path, actual: An
         load_gpu_rates(str(file))
 
 
+def test_every_known_card_has_a_peak_and_a_bandwidth() -> None:
+    cards = {name: load_gpu_rates(name) for name in KNOWN_GPUS}
+    assert all(card.matmul_rate("bf16") and card.bandwidth for card in cards.values())
+    assert cards["T4"].device_info.capability == (7, 5)
+    assert not cards["T4"].device_info.bf16
+    assert cards["T4"].matmul_rate("tf32") == cards["T4"].matmul_rate("fp32"), "it has no TF32"
+    assert max(cards, key=lambda name: cards[name].matmul_rate("bf16") or 0) == "B200"
+
+
 def test_what_is_neither_a_card_nor_a_file_is_refused(tmp_path: Path) -> None:
     with pytest.raises(UserError, match=r"A100, .*H200"):
-        load_gpu_rates(str(tmp_path / "B200"))
+        load_gpu_rates(str(tmp_path / "GTX-1080"))
