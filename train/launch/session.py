@@ -148,7 +148,9 @@ class WorkerSession:
                 limit=None if driver and driver.checks_memory else self.limit,
             )
             self.times = self._trainer.times
-            if self._trainer.attention != config.execution.attention:
+            if self._trainer.attention_message:
+                self._post(PrintLine(self._trainer.attention_message))
+            elif self._trainer.attention != config.execution.attention:
                 self._post(PrintLine(f"attention {self._trainer.attention} (auto)"))
             return self._trainer.run()
         except OutOfMemory as failure:

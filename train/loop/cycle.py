@@ -49,7 +49,7 @@ class RunningCycle:
     end: timing.Mark = None
     """When the cycle's numbers have been copied to the host."""
     host_values: tuple[Tensor, Tensor, Tensor | None] | None = None
-    """Valid once ``end`` is reached: the losses, the last gradient norm, and the validation losses; worker means."""
+    """Valid once ``end`` is reached: the losses, the gradient norms, and the validation losses; worker means."""
     learning_rate: float = 0.0
     """Learning rate of the last step."""
 
@@ -57,6 +57,12 @@ class RunningCycle:
     def steps(self) -> int:
         """Number of the cycle's steps so far, including those before an interruption."""
         return self.resumed_steps + len(self.step_ends)
+
+    @property
+    def step_norms(self) -> list[float]:
+        """Gradient norm of each step; the cycle must be closed, and ``end`` reached."""
+        assert self.host_values is not None, "only a closed cycle has values on the host"
+        return self.host_values[1].tolist()
 
     @property
     def data_wait(self) -> list[float]:
@@ -87,7 +93,7 @@ def close_cycle(cycle: RunningCycle, workers: Workers, device: torch.device) -> 
     """Queue the copy of ``cycle``'s numbers to the host, so that reading them does not wait for a later step."""
     losses = to_host(workers.mean(cycle.losses[: cycle.steps]))
     validation = None if cycle.val_losses is None else to_host(workers.mean(cycle.val_losses))
-    cycle.host_values = losses, to_host(cycle.norms[cycle.steps - 1]), validation
+    cycle.host_values = losses, to_host(cycle.norms[: cycle.steps]), validation
     cycle.end = timing.mark(device)
 
 
@@ -104,7 +110,7 @@ def report(
     """Return the report of a closed cycle; ``val_tokens`` is the number of validation tokens before the cycle."""
     timing.wait_for(cycle.end)
     assert cycle.host_values is not None, "only a closed cycle is reported"
-    step_losses, norm, validation = cycle.host_values
+    step_losses, norms, validation = cycle.host_values
     losses = step_losses.tolist()
     val_losses = [] if validation is None else validation.tolist()
     process_steps = len(cycle.step_ends)
@@ -131,7 +137,7 @@ def report(
         cycle_tokens=process_steps * step_tokens + cycle_val_tokens,
         epoch_seconds=totals["tokens"] / (process_steps * step_tokens / train_seconds),
         learning_rate=cycle.learning_rate,
-        gradient_norm=norm.item(),
+        gradient_norm=norms[-1].item(),
         step_losses=losses,
     )
 

@@ -22,6 +22,7 @@ from train.config import CUDA_GRAPHS, ResolvedConfig
 from train.data.loader import BatchLoader, WorkerShare
 from train.data.source import TrainingData
 from train.loop import memory, oom, timing
+from train.loop.attention_check import choose_attention
 from train.loop.cycle import RunningCycle, close_cycle, divergence_reason, open_cycle, report, step_seconds
 from train.loop.execution import (
     autocast_context,
@@ -32,6 +33,7 @@ from train.loop.execution import (
     gc_disabled,
     torch_device,
 )
+from train.loop.gradient_norms import NormCheck
 from train.loop.memory_limit import MemoryLimit
 from train.loop.oom import OutOfMemory
 from train.loop.result_builder import StepTimes, build_result
@@ -110,7 +112,8 @@ class Trainer:
         self.stage = BUILDING
         """The part of a step, or the work before or after one, that the loop is doing."""
         self.builder = builder_of(config.model)
-        self.attention = self.builder.attention_kernel(config.execution, self.device)
+        self.attention, self.attention_message = config.execution.attention, ""
+        """The attention kernel, and a line about those that failed the check of :mod:`train.loop.attention_check`."""
         try:
             self._build()
         except RuntimeError as failure:
@@ -123,8 +126,10 @@ class Trainer:
     def _build(self) -> None:
         """Make the model and its optimizer, distributed over the workers, with their state from the checkpoint."""
         config = self.config
+        choice = choose_attention(self.builder, config.execution, self.device)
+        self.attention, self.attention_message = choice.kernel, choice.message
         self.model = build_model(
-            config.model, config.execution, config.optimization.optimizer, config.dataset.seed, self.device
+            config.model, choice.execution, config.optimization.optimizer, config.dataset.seed, self.device
         )
         if self.resume_checkpoint is None:
             self.builder.load_initial_weights(self.model)
@@ -140,6 +145,7 @@ class Trainer:
                 parameter.grad = torch.zeros_like(parameter)
         self.optimizer = make_optimizer(self.model, config.optimization)
         self.scaler = torch.amp.GradScaler(self.device.type, enabled=config.execution.precision == "fp16")
+        self.norm_check = NormCheck(self.attention, skips_steps=self.scaler.is_enabled())
         if self.resume_checkpoint is not None:
             self._restore(self.resume_checkpoint)
 
@@ -343,7 +349,7 @@ class Trainer:
             elapsed=state.train_seconds,
         )
         self._add_step_times(cycle)
-        wrong = divergence_reason(
+        wrong = self.norm_check.reason(cycle.first, made.step_losses, cycle.step_norms) or divergence_reason(
             made.step_losses, state.reference_loss, self.config.duration.max_loss_spike, cycle.first
         )
         self._advance(last_reported_step=made.step, reference_loss=made.train_loss, val_tokens=made.val_tokens)

@@ -7,6 +7,7 @@ shape of the queries.
 
 import math
 from collections.abc import Callable
+from dataclasses import dataclass
 from functools import cache, partial
 from typing import Any, cast
 
@@ -28,6 +29,21 @@ AttentionFunction = Callable[[Tensor, Tensor, Tensor, float, Mask], Tensor]
 """Function of (queries, keys, values, dropout probability, mask) that computes attention."""
 MaskFunction = Callable[[Tensor], Mask]
 """Function that computes the mask of an attention function from token ids of shape (batch, time)."""
+
+
+@dataclass(frozen=True)
+class AttentionInputs:
+    """Random queries, keys and values of a model, with its mask, for a check of a kernel."""
+
+    queries: Tensor
+    keys: Tensor
+    values: Tensor
+    mask: Mask = None
+
+    @property
+    def tensors(self) -> tuple[Tensor, Tensor, Tensor]:
+        """Queries, keys and values."""
+        return self.queries, self.keys, self.values
 
 
 def manual(q: Tensor, k: Tensor, v: Tensor, dropout: float, mask: Mask = None) -> Tensor:
@@ -102,16 +118,18 @@ def kernel_order(attention: AttentionFunction) -> list[SDPBackend]:
     return order
 
 
-def first_supported_kernel(attention: AttentionFunction, q: Tensor, dropout: float, mask: Mask = None) -> str:
-    """Name of the kernel that ``attention``, from :func:`attention_for_gpu`, uses on the GPU for queries like ``q``."""
+def supported_kernels(attention: AttentionFunction, q: Tensor, dropout: float, mask: Mask = None) -> list[str]:
+    """Names of the kernels of ``attention``, from :func:`attention_for_gpu`, that the GPU has for queries like ``q``.
+
+    The first is the one that computes.
+    """
     order = kernel_order(attention)
     sdpa_params = SDPAParams(q, q, q, mask, dropout, mask is None, False)
     is_supported = {
         "cudnn": can_use_cudnn_attention, "flash": can_use_flash_attention, "efficient": can_use_efficient_attention,
     }  # fmt: skip
     names = {kernel: name for name, kernel in KERNELS.items()}
-    supported = (names[kernel] for kernel in order if kernel in names and is_supported[names[kernel]](sdpa_params))
-    return next(supported, "math")
+    return [names[kernel] for kernel in order if kernel in names and is_supported[names[kernel]](sdpa_params)]
 
 
 def book_numbers(tokens: Tensor, end_of_text: int) -> Tensor:

@@ -14,7 +14,7 @@ from torch import Tensor, nn
 from infra.errors import UserError
 from train.config import Execution
 from train.model_config import ModelSpec
-from train.models.attention import ATTENTION, AttentionFunction, attention_for_gpu
+from train.models.attention import ATTENTION, AttentionFunction, AttentionInputs, attention_for_gpu
 
 M = TypeVar("M", bound=ModelSpec)
 
@@ -54,8 +54,13 @@ class ModelBuilder(ABC, Generic[M]):
         """
 
     @abstractmethod
-    def attention_kernel(self, execution: Execution, device: torch.device) -> str:
-        """Name of the kernel that computes attention on ``device``: the configured one, or the choice of ``auto``."""
+    def attention_kernels(self, execution: Execution, device: torch.device) -> list[str]:
+        """Names of the kernels that can compute attention on ``device``, the best first: the configured one, or those
+        of ``auto``."""
+
+    def attention_inputs(self, execution: Execution, device: torch.device) -> AttentionInputs | None:
+        """Return inputs of attention as the model has them, with few sequences and heads; None if it is unknown."""
+        return None
 
     @abstractmethod
     def export(self, module: Any, folder: Path) -> Export:

@@ -35,10 +35,10 @@ class CustomModelBuilder(ModelBuilder[CustomModel]):
         """Build the module with real weights in any case, because it may have tensors outside its state."""
         return custom.build_model(self.model)
 
-    def attention_kernel(self, execution: Execution, device: torch.device) -> str:
+    def attention_kernels(self, execution: Execution, device: torch.device) -> list[str]:
         if not self.model.calls_attention:
-            return "custom"
-        return "math" if execution.attention == "manual" else execution.attention
+            return ["custom"]
+        return ["math" if execution.attention == "manual" else execution.attention]
 
     def load_initial_weights(self, module: nn.Module) -> None:
         """Do nothing, because a custom model starts from the weights that its callable creates."""

@@ -7,7 +7,7 @@ import torch
 
 from train.config import Execution
 from train.model_config import ModelConfig
-from train.models.attention import MaskFunction, block_mask, dense_mask, first_supported_kernel
+from train.models.attention import AttentionInputs, MaskFunction, block_mask, dense_mask, supported_kernels
 from train.models.builder import Export, ModelBuilder
 from train.models.gpt2 import GPT
 from train.models.hf_weights import load_hf_weights, to_hf_config, to_hf_state_dict
@@ -42,15 +42,32 @@ class GPT2Builder(ModelBuilder[ModelConfig]):
         if self.model.init_from:
             load_hf_weights(module, Path(self.model.init_from))
 
-    def attention_kernel(self, execution: Execution, device: torch.device) -> str:
-        if execution.attention != "auto":
-            return execution.attention
-        model, length = self.model, self.model.context_length
-        kind = ATTENTION_TYPES.get(execution.precision, torch.float32)
-        shape = (1, model.heads, length, model.width // model.heads)
-        q = torch.empty(shape, dtype=kind, device=device, requires_grad=True)
-        mask = torch.ones(1, 1, length, length, dtype=torch.bool, device=device) if execution.mask_books else None
-        return first_supported_kernel(self._attention(execution), q, model.dropout, mask)
+    def attention_kernels(self, execution: Execution, device: torch.device) -> list[str]:
+        """Return the kernels in order of preference; plain operations are the last choice of ``auto``."""
+        inputs = self.attention_inputs(execution, device) if execution.attention == "auto" else None
+        if inputs is None:
+            return [execution.attention]
+        queries = inputs.queries.requires_grad_()
+        attention = self._attention(execution)
+        return [*supported_kernels(attention, queries, self.model.dropout, inputs.mask), "manual"]
+
+    def attention_inputs(self, execution: Execution, device: torch.device) -> AttentionInputs | None:
+        """Return two heads of two sequences as the blocks compute them, from one tensor of queries, keys and values.
+
+        Only one sequence has a mask, in which a book ends: the mask of a long context takes more than all heads.
+        FlexAttention has no inputs, because its kernel is not checked.
+        """
+        if execution.attention == "flex":
+            return None
+        model = self.model
+        sequences, heads, time = 1 if execution.mask_books else 2, min(2, model.heads), model.context_length
+        dtype = ATTENTION_TYPES.get(execution.precision, torch.float32)
+        shape = (sequences, time, 3, heads, model.width // model.heads)
+        qkv = torch.randn(shape, device=device, dtype=dtype)
+        tokens = torch.full((sequences, time), self._end_of_text - 1, device=device)
+        tokens[:, time // 3] = self._end_of_text
+        q, k, v = qkv.permute(2, 0, 3, 1, 4).unbind(0)
+        return AttentionInputs(q, k, v, self._mask(execution)(tokens))
 
     def user_error(self, stage: str, failure: Exception) -> None:
         """Return None, because the model is code of this program."""

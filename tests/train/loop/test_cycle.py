@@ -69,7 +69,7 @@ def test_a_report_times_what_was_done_here(cycle: RunningCycle) -> None:
 
 def test_validation_is_of_all_workers(cycle: RunningCycle) -> None:
     """Eleven windows are two whole batches of both, and one of three windows between them."""
-    cycle.host_values = torch.zeros(5), torch.zeros(()), torch.tensor([2.0, 4.0, 3.0])
+    cycle.host_values = torch.zeros(5), torch.zeros(5), torch.tensor([2.0, 4.0, 3.0])
     made = report(
         cycle, replace(CONFIG.batch, workers=2), CONFIG.model.context_length, MANIFEST, val_tokens=0, elapsed=0.0
     )
