@@ -18,17 +18,13 @@ class Fact(str):
         return fact
 
     @classmethod
-    def of(
-        cls, name: str, value: float | None, unit: str = "", *,
-        interval: tuple[float, float] | None = None, limit: float | None = None,
-    ) -> Self:  # fmt: skip
+    def of(cls, name: str, value: float | None, unit: str = "", *, limit: float | None = None) -> Self:
         """Create a quantity; its text is empty, and it has no metric, if ``value`` is None.
 
         Args:
             name: name of the MLflow metric.
             value: value of the metric.
             unit: format of the value with its unit, such as ``{:.2f} GB``; empty for a quantity without text.
-            interval: 95% confidence interval, also in the metrics ``NAME_low`` and ``NAME_high``.
             limit: maximum of the value, in its unit.
         """
         if value is None:
@@ -36,10 +32,7 @@ class Fact(str):
         text = unit.format(value)
         if limit:
             text += f" of {unit.format(limit)}"
-        if interval:
-            text += f" (95% CI {unit.format(interval[0])} to {unit.format(interval[1])})"
-        bounds = zip((f"{name}_low", f"{name}_high"), interval or (), strict=False)
-        return cls(text, {name: value} | dict(bounds))
+        return cls(text, {name: value})
 
     @classmethod
     def joined(cls, *parts: str, separator: str = "; ") -> Self:

@@ -1,4 +1,7 @@
-"""Statistics of noisy timings: the end of warm-up, confidence intervals of medians and ratios, confidence sequences.
+"""Statistics of noisy timings: the end of warm-up, intervals of speeds, their differences, confidence sequences.
+
+A speed is an :class:`Estimate` everywhere: in lines, tables, files, MLflow and pictures. Whether two speeds differ is
+decided by a :class:`Difference` everywhere: if the interval of their ratio excludes 1.
 
 Neighboring steps of a run are correlated (clocks, temperature, other processes), so an interval that assumes
 independence is too narrow. The means of batches that are long enough are nearly independent.
@@ -7,7 +10,8 @@ independence is too narrow. The means of batches that are long enough are nearly
 import itertools
 import math
 import statistics
-from collections.abc import Sequence
+from collections.abc import Iterable, Sequence
+from dataclasses import dataclass
 from typing import NamedTuple
 
 CONFIDENCE = 0.95
@@ -16,9 +20,6 @@ TARGET_BATCHES, MIN_BATCHES = 30, 10
 """Number of batches that :func:`batch_means` starts with, and the minimum to which it merges them."""
 _MAX_AUTOCORRELATION = 0.2
 """Maximum lag-1 autocorrelation of batch means that count as uncorrelated."""
-
-MAX_CONTROL_WIDTH = 0.25
-"""Maximum width of a control's 95% interval, as a fraction of its speed, for a conclusion to be drawn."""
 
 
 class Estimate(NamedTuple):
@@ -32,12 +33,90 @@ class Estimate(NamedTuple):
     """Upper end of the interval."""
 
     @property
-    def width(self) -> float:
-        """Width of the whole interval, as a fraction of the estimated value."""
-        return (self.high - self.low) / self.middle
+    def interval(self) -> str:
+        """The interval as a text, such as ``1,200 to 1,260``."""
+        return f"{self.low:,.0f} to {self.high:,.0f}"
 
     def __str__(self) -> str:
-        return f"{self.middle:,.0f} (95% CI {self.low:,.0f} to {self.high:,.0f})"
+        return f"{self.middle:,.0f} (95% CI {self.interval})"
+
+
+@dataclass(frozen=True)
+class Difference:
+    """A ratio of two speeds and its 95% interval, which decides whether they differ."""
+
+    ratio: float
+    """Ratio of the speeds."""
+    low: float
+    """Lower end of the interval."""
+    high: float
+    """Upper end of the interval."""
+
+    @classmethod
+    def between(cls, speed: Estimate, control: Estimate) -> "Difference":
+        """Compare two speeds by their intervals alone: they differ if the intervals do not touch.
+
+        The ends are the extreme ratios of the two intervals. They are not combined by their squares, because the
+        interval of a single run does not include the scatter between runs. Of pairs of identical runs on a busy CPU,
+        the squares would call 28% different, and the extreme ratios 10% (``tests/benchmarks/records/aa-busy.json``).
+        """
+        return cls(speed.middle / control.middle, speed.low / control.high, speed.high / control.low)
+
+    @property
+    def is_significant(self) -> bool:
+        """Whether the interval excludes equal speeds."""
+        return not self.low <= 1 <= self.high
+
+    @property
+    def ratio_text(self) -> str:
+        """The ratio as a text, such as ``x1.234``, in brackets if the difference is not significant."""
+        return self._in_brackets_if_not_significant(self._format(self.ratio))
+
+    @property
+    def text(self) -> str:
+        """The ratio and its interval, such as ``x1.234, x1.201 to x1.270``, in brackets as in :attr:`ratio_text`."""
+        return self._in_brackets_if_not_significant(f"{self._format(self.ratio)}, {self._interval}")
+
+    def __str__(self) -> str:
+        significance = "" if self.is_significant else "; not significant"
+        return f"{self._format(self.ratio)} (95% CI {self._interval}{significance})"
+
+    @property
+    def _interval(self) -> str:
+        return f"{self._format(self.low)} to {self._format(self.high)}"
+
+    def _in_brackets_if_not_significant(self, text: str) -> str:
+        return text if self.is_significant else f"({text})"
+
+    def _format(self, value: float) -> str:
+        return f"x{value:.{3 if self.ratio < 2 else 2}f}"  # Below 2, a third decimal shows half a percent.
+
+
+@dataclass(frozen=True)
+class Scatter:
+    """Scatter of the speeds of fresh processes with the same configuration, which usually exceeds that of their steps.
+
+    Its causes are clocks, memory layout and other processes.
+    """
+
+    variance: float
+    """Variance of the speed's logarithm between runs."""
+    degrees_of_freedom: float
+    """Degrees of freedom of the variance."""
+
+    @classmethod
+    def of(cls, repeated_speeds: Iterable[Sequence[float]]) -> "Scatter | None":
+        """Estimate the scatter from the speeds of repeated runs, for each configuration; None without a repetition."""
+        groups = [[math.log(speed) for speed in speeds] for speeds in repeated_speeds if len(speeds) > 1]
+        degrees_of_freedom = sum(len(group) - 1 for group in groups)
+        if not degrees_of_freedom:
+            return None
+        squares = sum((len(group) - 1) * statistics.variance(group) for group in groups)
+        return cls(squares / degrees_of_freedom, degrees_of_freedom)
+
+    def log_error(self, squared_powers: float) -> float:
+        """Compute the half-width of the 95% interval of a product of runs, by the sum of their squared powers."""
+        return t_quantile(self.degrees_of_freedom) * math.sqrt(self.variance * squared_powers)
 
 
 def warmup_steps(step_seconds: Sequence[float]) -> int:
@@ -131,6 +210,20 @@ def power_product(terms: Sequence[tuple[Estimate, float]], *, log_error: float =
         upper_squares += (power * upper) ** 2
     low, high = math.exp(middle - math.sqrt(lower_squares)), math.exp(middle + math.sqrt(upper_squares))
     return Estimate(math.exp(middle), low, high)
+
+
+def pool(runs: Sequence[Estimate], scatter: Scatter | None) -> Estimate:
+    """Compute the speed of a configuration from its ``runs`` in fresh processes.
+
+    The interval of a single run is the run's own, by its steps. Of several runs, the speed is the geometric mean. Its
+    interval combines the intervals of the runs, which become narrower together, with the ``scatter`` between runs,
+    which their steps do not show. The scatter is estimated from all repeated configurations, because the scatter of
+    two or three runs of one of them says little.
+    """
+    if len(runs) == 1:
+        return runs[0]
+    log_error = scatter.log_error(1 / len(runs)) if scatter else 0.0
+    return power_product([(run, 1 / len(runs)) for run in runs], log_error=log_error)
 
 
 def anytime_half_width(values: Sequence[float]) -> float:

@@ -15,7 +15,7 @@ from infra.errors import UserError
 from infra.schema import from_json, strict
 from infra.storage.directory import StorageDir
 from train.config import Compile, config_from_json
-from train.intervals import Estimate
+from train.intervals import Difference, Estimate
 from train.result import Diagnosis, RunResult
 
 SPEED_SETTINGS = (
@@ -115,12 +115,11 @@ def read_search_reference(file: str, settings: Mapping[str, Any]) -> SearchRefer
 def diagnose_slowdown(result: RunResult, reference: SearchReference, compile: Compile) -> Diagnosis | None:
     """Diagnose a run that is slower than ``reference``; None if it is not slower."""
     run = result.throughput
-    if run is None or run.high >= reference.speed.low:
+    difference = run and Difference.between(run.estimate, reference.speed)
+    if difference is None or difference.ratio >= 1 or not difference.is_significant:
         return None
-    slowdown = 1 - run.tokens_per_second / reference.speed.middle
-    interval = f"95% CI {reference.speed_low:,.0f} to {reference.speed_high:,.0f}"
-    search_speed = f"{reference.tokens_per_second:,.0f} tokens/s ({interval})"
-    rows = [("speed", f"{slowdown:.1%} slower than the search {reference.name} measured: {search_speed}")]
+    slowdown = 1 - difference.ratio
+    rows = [("speed", f"{slowdown:.1%} slower than the search {reference.name} measured: {reference.speed} tokens/s")]
     checks = list(_checks(result, reference, slowdown))
     causes = [check.text for check in checks if check.is_evident]
     if causes:

@@ -136,8 +136,8 @@ def save_views(client: MlflowClient, experiment: str, run: RunRef, tags: Mapping
 
 
 @interrupts.delayed()
-def tag_ranks(search: RunRef, ranks: Mapping[str, str]) -> None:
-    """Tag the trials of a search with their ``ranks``, by trial, and sort the view of the trials by rank.
+def tag_ranks(search: RunRef, tags: Mapping[str, Mapping[str, str]]) -> None:
+    """Tag the trials of a search with their ``rank`` and more ``tags``, by trial, and sort the view of them by rank.
 
     Unranked trials, such as the control of a second machine, are not tagged. Never raises, because ranks are a
     convenience.
@@ -146,8 +146,8 @@ def tag_ranks(search: RunRef, ranks: Mapping[str, str]) -> None:
         client = MlflowClient(search.store)
         trials = f"tags.`mlflow.parentRunId` = '{search.run_id}'"
         for trial in client.search_runs([search.experiment_id], trials, max_results=SEARCH_MAX_RESULTS_THRESHOLD):
-            if rank := ranks.get(trial.data.tags.get("trial", "")):
-                client.set_tag(trial.info.run_id, "rank", rank)
+            for name, value in tags.get(trial.data.tags.get("trial", ""), {}).items():
+                client.set_tag(trial.info.run_id, name, value)
         view = VIEWS["tune"][0]._replace(order="tags.`rank`", is_ascending=True)
         _save_children_view(client, "tune", view, search)
 

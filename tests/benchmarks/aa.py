@@ -17,7 +17,7 @@ import platform
 import statistics
 import tempfile
 import time
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
 from dataclasses import asdict
 from importlib.util import module_from_spec, spec_from_file_location
@@ -29,10 +29,10 @@ from infra.device import provenance
 from infra.storage.files import write_json
 from train.config import Cycle, ResolvedConfig
 from train.data.sources import source_of
-from train.intervals import Estimate, t_quantile
+from train.intervals import Difference, Estimate, t_quantile
 from train.loop.trainer import Trainer
 from train.model_config import ModelConfig
-from tune.trial.compare import Difference, InterleavedRuns
+from tune.trial.compare import InterleavedRuns
 
 RUNGS = 10
 
@@ -77,6 +77,13 @@ def shards(folder: Path) -> Path:
     return module.write_small_shards(folder)
 
 
+def judge(speeds: Sequence[Estimate]) -> list[Difference]:
+    """The verdicts on a ladder's rungs; ``speeds`` are of its runs, from the first control to the last."""
+    ladder = InterleavedRuns(speeds[::2], speeds[1::2])
+    verdicts = (ladder.over_control(rung) for rung in range(len(ladder.rungs)))
+    return [verdict for verdict in verdicts if verdict]
+
+
 def main() -> None:
     """Run the pairs, print the rate, write the record."""
     options = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
@@ -101,21 +108,15 @@ def main() -> None:
                 rungs = min(RUNGS, asked.pairs - len(verdicts))
                 row = [fresh.apply(speed, (config,)) for _ in range(2 * rungs + 1)]
                 speeds.append(row)
-                ladder = InterleavedRuns(row[::2], row[1::2])
-                verdicts += filter(None, map(ladder.over_control, range(rungs)))
-                print(
-                    f"{len(verdicts)} pairs, {sum(v.is_significant for v in verdicts)} called different, "
-                    f"{sum(v.is_inconclusive for v in verdicts)} unclear", flush=True,
-                )  # fmt: skip
+                verdicts += judge(row)
+                different = sum(verdict.is_significant for verdict in verdicts)
+                print(f"{len(verdicts)} pairs, {different} called different", flush=True)
     different = sum(verdict.is_significant for verdict in verdicts)
     record = {
         "pairs": len(verdicts),
         "called_different": different,
         "false_alarm_rate": different / len(verdicts),
-        "unclear": sum(verdict.is_inconclusive for verdict in verdicts),
-        "intervals_without_one": sum(not verdict.low <= 1 <= verdict.high for verdict in verdicts),
         "median_half_width": statistics.median(verdict.high / verdict.ratio - 1 for verdict in verdicts),
-        "median_control_width": statistics.median(verdict.control_width for verdict in verdicts),
         "seconds": round(time.time() - began),
         "load_before": load,
         "load_after": os.getloadavg()[0],
@@ -127,7 +128,7 @@ def main() -> None:
         "verdicts": [asdict(verdict) for verdict in verdicts],
     }
     write_json(asked.out / ("aa-busy.json" if asked.busy else "aa.json"), record)
-    shown = ("pairs", "called_different", "unclear", "intervals_without_one", "median_half_width", "seconds")
+    shown = ("pairs", "called_different", "median_half_width", "seconds")
     print(json.dumps({name: record[name] for name in shown}))
 
 

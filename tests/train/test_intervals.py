@@ -7,11 +7,14 @@ import pytest
 from scipy import stats
 
 from train.intervals import (
+    Difference,
     Estimate,
+    Scatter,
     anytime_half_width,
     autocorrelation,
     batch_means,
     median_interval,
+    pool,
     power_product,
     t_quantile,
 )
@@ -114,4 +117,43 @@ def test_a_ratios_interval_is_made_of_both() -> None:
     assert root.middle == pytest.approx(2**0.5)
     assert math.log(root.high / root.middle) == pytest.approx(math.hypot(2, 2))
     assert math.log(root.middle / root.low) == pytest.approx(math.hypot(0.5, 2))
-    assert Estimate(8.0, 6.0, 11.0).width == 0.625
+
+
+def test_a_speed_and_a_difference_have_one_text() -> None:
+    assert str(Estimate(661.4, 339.6, 749.9)) == "661 (95% CI 340 to 750)"
+    assert Estimate(12345.0, 12000.0, 13000.0).interval == "12,000 to 13,000"
+    gain, tie = Difference(2.95, 1.98, 4.39), Difference(1.0043, 0.998, 1.0106)
+    assert (gain.ratio_text, gain.text, str(gain)) == (
+        "x2.95", "x2.95, x1.98 to x4.39", "x2.95 (95% CI x1.98 to x4.39)",
+    )  # fmt: skip
+    assert (tie.ratio_text, tie.text) == ("(x1.004)", "(x1.004, x0.998 to x1.011)")
+    assert str(tie) == "x1.004 (95% CI x0.998 to x1.011; not significant)"
+
+
+def test_several_runs_are_pooled_with_the_scatter_between_them() -> None:
+    """The scatter of all repeated configurations counts: of one with two runs it has one degree of freedom."""
+    run = Estimate(1000.0, 980.0, 1050.0)
+    scatter = Scatter.of([[1000.0, 1020.0], [500.0, 505.0, 510.0], [7.0]])
+    assert scatter
+    assert scatter.degrees_of_freedom == 3
+    logs = [math.log(1.02) ** 2 / 2, 2 * np.var(np.log([500.0, 505.0, 510.0]), ddof=1)]
+    assert scatter.variance == pytest.approx(sum(logs) / 3)
+    assert pool([run], scatter) == run, "a single run is shown as it was measured"
+    both = pool([run, run], scatter)
+    between = t_quantile(3) * math.sqrt(scatter.variance / 2)
+    assert both.middle == pytest.approx(1000)
+    assert math.log(1000 / both.low) == pytest.approx(math.hypot(math.log(1000 / 980) / math.sqrt(2), between))
+    assert math.log(both.high / 1000) == pytest.approx(math.hypot(math.log(1.05) / math.sqrt(2), between))
+    assert Scatter.of([[1000.0], []]) is None
+
+
+def test_pooled_intervals_hold_the_true_speed() -> None:
+    """Also if the runs scatter far more than their steps, where the range of the runs would hold half of the time."""
+    random = np.random.default_rng(5)
+    covered = 0
+    for _ in range(400):
+        speeds = 1000 * np.exp(random.normal(0, 0.05, (3, 2)))
+        scatter = Scatter.of(speeds.tolist())
+        pooled = pool([Estimate(speed, 0.999 * speed, 1.001 * speed) for speed in speeds[0].tolist()], scatter)
+        covered += pooled.low <= 1000 <= pooled.high
+    assert 0.93 <= covered / 400 <= 0.98

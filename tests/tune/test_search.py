@@ -32,7 +32,7 @@ from tune import find_fastest, search
 from tune.config import SearchConfig
 from tune.experiment.folder import write_record
 from tune.experiment.search_plan import make_search
-from tune.strategy.ranking import NEGLIGIBLE_LOSS
+from tune.strategy.ranking import NEGLIGIBLE_LOSS, rank
 from tune.trial.row import read_rows
 
 FLAGS = [
@@ -151,6 +151,46 @@ def test_a_search_leaves_rows_files_and_runs(command: Callable[..., int], folder
     assert {point.step for points in speeds for point in points} == {0}, "for which MLflow draws bars"
 
 
+@pytest.mark.usefixtures("in_this_process")
+def test_every_report_of_a_search_shows_the_same_speeds(
+    command: Callable[..., int], folder: Path, small_shards: Path, capfd: pytest.CaptureFixture[str]
+) -> None:
+    """Of each trial and of each candidate: its line, the table, summary.md, trials.csv, best.json, and MLflow."""
+    flags = [*TWO, *FLAGS, "--confirm-rounds", "2", "--name", "same"]
+    assert command(search.main, "--data", str(small_shards), *flags) == 0
+    printed, done = capfd.readouterr().out, folder / "runs" / "same"
+    parent, children = runs(folder, "same")
+    tags = {child.data.tags["trial"]: child.data.tags for child in children}
+    metrics = {child.data.tags["trial"]: child.data.metrics for child in children}
+    rows = {row.key: row for row in read_rows(done / "trials")}
+    table = list(csv.DictReader((done / "trials.csv").open()))
+    assert len(table) == len(rows) == len(children)
+    metric, *ends = ("result/tokens_per_second", *(f"detail/result/tokens_per_second_{end}" for end in ("low", "high")))
+    for line in table:
+        trial, row = line["key"], rows[line["key"]]
+        assert row.speed
+        assert re.search(rf"(?m)^ *{row.number} .*\| {re.escape(str(row.speed))} tokens/s \|", printed)
+        assert tuple(float(line[name]) for name in ("tokens_per_second", "speed_low", "speed_high")) == row.speed
+        assert tuple(metrics[trial][name] for name in (metric, *ends)) == row.speed
+        assert tags[trial]["tokens/s"] == str(row.speed)
+        assert str(row.speed) in tags[trial]["mlflow.note.content"]
+    ranked = rank(list(rows.values()))
+    for entry in ranked:
+        trials = [line for line in table if rows[line["key"]].candidate == entry.candidate]
+        names = ("candidate_tokens_per_second", "candidate_speed_low", "candidate_speed_high")
+        assert {tuple(float(line[name]) for name in names) for line in trials} == {entry.speed}
+        assert {int(line["candidate_runs"]) for line in trials} == {entry.runs}
+        assert {tags[line["key"]]["candidate_tokens/s"] for line in trials} == {str(entry.speed)}
+        cells = f"| {entry.speed.middle:,.0f} | {entry.speed.interval} |"
+        assert cells in (done / "summary.md").read_text()
+        assert cells in parent.data.tags["mlflow.note.content"]
+        assert re.search(rf"(?m)^ *{entry.candidate.micro_batch} x .*{entry.speed.interval}", printed)
+    best = json.loads((done / "best.json").read_text())["measured"]
+    assert (best["tokens_per_second"], best["speed_low"], best["speed_high"]) == ranked[0].speed
+    assert tuple(parent.data.metrics[name] for name in (metric, *ends)) == ranked[0].speed
+    assert str(ranked[0].speed) in printed
+
+
 def test_what_is_to_be_pasted_names_odd_folders_as_a_shell_reads_them(tmp_path: Path) -> None:
     folder = tmp_path / "all of my [runs]" / "it's one"
     again = resume_command("tune.search", StorageDir.of(folder))
@@ -180,7 +220,8 @@ def test_resume_runs_only_what_is_missing(
     assert command(search.main, "--resume", "one", "--data", str(moved)) == 0
     printed = capfd.readouterr().out
     assert re.search(
-        r"(probe|confirm) +micro-batch \d x \d \| [\d,]+ tokens/s ±[\d.]+% \| [\d.]+ GB of 8.00 GB \| compile .*ok: ",
+        r"(probe|confirm) +micro-batch \d x \d \| [\d,]+ \(95% CI [\d,]+ to [\d,]+\) tokens/s \| "
+        r"[\d.]+ GB of 8.00 GB \| compile .*ok: ",
         printed,
     )
     assert re.search(

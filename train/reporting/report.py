@@ -69,11 +69,11 @@ def run_report(
     return Report(summary, [rows, *([memory_table(peak, result)] if peak else []), settings], unprinted(model, result))
 
 
-def speed_fact(speed: Estimate | None) -> Fact:
-    """Return the speed in tokens per second with its interval; empty if it was not measured."""
-    return Fact.of(
-        "result/tokens_per_second", speed and speed.middle, "{:,.0f}", interval=speed and (speed.low, speed.high)
-    )
+def speed_fact(speed: Estimate | None, name: str = "result/tokens_per_second") -> Fact:
+    """Return the speed in tokens per second with its interval, as the metric ``name``; empty if it was not measured."""
+    if speed is None:
+        return Fact("", {})
+    return Fact(str(speed), {name: speed.middle, f"{name}_low": speed.low, f"{name}_high": speed.high})
 
 
 def memory_fact(peak_bytes: float | None, limit_bytes: float | None = None) -> Fact:

@@ -75,8 +75,8 @@ class ExperimentResult:
     """Names of the report's files in the experiment's folder."""
     tags: dict[str, str] = field(default_factory=dict)
     """Tags of the experiment's run in MLflow."""
-    ranks: dict[str, str] = field(default_factory=dict)
-    """Ranks by the trial's key, as texts that MLflow can sort."""
+    trial_tags: dict[str, dict[str, str]] = field(default_factory=dict)
+    """Tags of the trials' runs in MLflow by the trial's key: the rank, and the speed of the trial's candidate."""
 
 
 def read_record(directory: StorageDir, kind: str) -> ExperimentRecord:

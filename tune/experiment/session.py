@@ -127,7 +127,7 @@ def format_trial(experiment: Experiment, row: TrialRow) -> str:
         loss = f"loss {result.train_loss:.3f}" + ("" if result.val_loss is None else f"/{result.val_loss:.3f}")
     fields = [
         f"{row.number:3d} {experiment.trial_label(row)}",
-        f"{row.speed.middle:,.0f} tokens/s ±{row.speed.width / 2:.1%}" if row.speed else "no speed measured",
+        f"{row.speed} tokens/s" if row.speed else "no speed measured",
         row.memory is not None and memory_fact(row.memory, experiment.limit),
         result and result.mfu and f"MFU {result.mfu:.1%}",
         row.compile_seconds is not None and f"compile {row.compile_seconds:.1f} s",

@@ -188,8 +188,8 @@ def log_result(tracker: Tracker, folder: Path) -> ExperimentResult | None:
     result = read_result(folder)
     if result:
         tracker.set_tags(result.tags)
-        if result.ranks:
-            tag_ranks(tracker.run_ref, result.ranks)
+        if result.trial_tags:
+            tag_ranks(tracker.run_ref, result.trial_tags)
         tracker.log_metrics(dict(result.metrics))
         tracker.set_description((folder / SUMMARY).read_text(encoding="utf-8"))
         for name in result.files:

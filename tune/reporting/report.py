@@ -17,6 +17,7 @@ from infra.storage.files import write_json, write_text
 from infra.tracking.names import group_under_detail
 from train.estimate.gpu_rates import GpuRates, load_gpu_rates
 from train.estimate.roofline import SOURCE, format_expected_range, roofline_speed
+from train.intervals import Difference
 from train.reporting.report import memory_fact, speed_fact
 from train.run_files.lookup import format_run_command
 from train.search_reference import SearchReference
@@ -26,7 +27,7 @@ from tune.reporting import charts
 from tune.space import ACCUMULATION, Candidate, KnobValues, Space
 from tune.strategy.nodes import normalize_speeds
 from tune.strategy.ranking import DOES_NOT_FIT, Ranked, eligible_rows, rank
-from tune.trial.compare import ratio_of
+from tune.trial.compare import difference_fact
 from tune.trial.row import OUTCOMES, TrialRow, flatten_row
 
 ACCUMULATION_NOTE = (
@@ -35,8 +36,8 @@ ACCUMULATION_NOTE = (
 )
 STAR_NOTE = "a star marks a setting that changes the numerics, so its loss may differ from the control's"
 CONTROL_NOTE = (
-    'the control is the configuration given by the flags; "speed vs control" is in brackets where the difference is '
-    "not significant"
+    'the control is the configuration given by the flags; "speed vs control" is in brackets if the difference is not '
+    "significant, which means that the two 95% intervals overlap"
 )
 TIE_NOTE = "candidates marked as tie may be as fast as the winner"
 CONFIRM_NOTE = (
@@ -62,15 +63,12 @@ SEARCH_METRICS = (
 def publish(search: Search, rows: Sequence[TrialRow]) -> None:
     """Print the report of a finished search, and write its result, files and charts."""
     normalized_rows = normalize_speeds(rows)
-    ranks = {
-        candidate: " ".join([f"{number:02d}", *notes])  # MLflow sorts tags as text, so numbers have two digits.
-        for number, (candidate, notes) in enumerate(candidate_notes(search.space, rank(normalized_rows)).items(), 1)
-    }
+    tags = rank_tags(search.space, rank(normalized_rows))
     report = search_report(search, rows)
     result = ExperimentResult(
-        has_winner=bool(ranks), metrics=[*group_under_detail(report.metrics(), SEARCH_METRICS).items()],
+        has_winner=bool(tags), metrics=[*group_under_detail(report.metrics(), SEARCH_METRICS).items()],
         files=write_files(search, rows), tags={"space": search.space_label},
-        ranks={row.key: ranks.get(row.candidate, "unranked") for row in normalized_rows},
+        trial_tags={row.key: tags.get(row.candidate, {"rank": "unranked"}) for row in normalized_rows},
     )  # fmt: skip
     search.publish(report, charts.draw(normalized_rows, search.memory), result)
 
@@ -114,18 +112,18 @@ def leaderboard(search: Search, rows: Sequence[TrialRow]) -> list[tuple[str, ...
             *[str(space.global_batch(candidate))] * space.is_accumulation_searched,
         )
 
-    cells = [
+    cells: list[tuple[str, ...]] = [
         (
-            *batch_cells(entry.candidate), f"{entry.speed.middle:,.0f}", f"±{entry.speed.width / 2:.1%}",
+            *batch_cells(entry.candidate), f"{entry.speed.middle:,.0f}", entry.speed.interval,
             _format_speedup(entry, control), f"{entry.memory / GB:.2f}", str(entry.runs),
             ", ".join(notes[entry.candidate]),
         )
         for entry in ranked
     ]  # fmt: skip
     for row in _unranked(rows):
-        speed = f"{row.tokens_per_second:,.0f}" if row.speed else "-"
+        speed = (f"{row.speed.middle:,.0f}", row.speed.interval) if row.speed else ("-", "")
         memory = "-" if row.memory is None else f"{row.memory / GB:.2f}"
-        cells.append((*batch_cells(row.candidate), speed, "", "", memory, "1", row.outcome))
+        cells.append((*batch_cells(row.candidate), *speed, "", memory, "1", row.outcome))
     return cells
 
 
@@ -166,13 +164,26 @@ def candidate_notes(space: Space, ranked: Sequence[Ranked]) -> dict[Candidate, l
     }
 
 
+def rank_tags(space: Space, ranked: Sequence[Ranked]) -> dict[Candidate, dict[str, str]]:
+    """Return the tags of the trials of each of the ``ranked`` candidates in MLflow: rank, and speed of the candidate.
+
+    The tag ``tokens/s`` of a trial is its own speed, which differs if the candidate ran several times.
+    """
+    notes = candidate_notes(space, ranked)
+    return {
+        entry.candidate: {
+            "rank": " ".join([f"{number:02d}", *notes[entry.candidate]]),  # MLflow sorts tags as text.
+            "candidate_tokens/s": str(entry.speed),
+        }
+        for number, entry in enumerate(ranked, 1)
+    }
+
+
 def _format_speedup(entry: Ranked, control: Ranked | None) -> str:
     """Format the speed relative to the control's as ``x1.234``, in brackets if the difference is not significant."""
-    if control is None:
+    if control is None or entry is control:
         return "-"
-    difference = ratio_of(entry.speed, control.speed)
-    text = f"x{difference.ratio:.3f}"
-    return text if difference.is_significant or entry is control else f"({text})"
+    return Difference.between(entry.speed, control.speed).ratio_text
 
 
 def untried_candidates(search: Search, rows: Sequence[TrialRow]) -> list[str]:
@@ -229,12 +240,24 @@ def best_json(search: Search, rows: Sequence[TrialRow]) -> dict[str, Any] | None
 
 
 def csv_text(rows: Sequence[TrialRow]) -> str:
-    """Format the rows of all trials as CSV, with a column for each value of any row."""
-    text, flat = io.StringIO(), [flatten_row(row) for row in rows]
+    """Format the rows of all trials as CSV, with a column for each value of any row.
+
+    The columns ``candidate_...`` have the speed of the trial's candidate, as in the leaderboard.
+    """
+    ranked = {entry.candidate: entry for entry in rank(normalize_speeds(rows))}
+    text, flat = io.StringIO(), [flatten_row(row) | _candidate_columns(ranked.get(row.candidate)) for row in rows]
     writer = csv.DictWriter(text, list(dict.fromkeys(chain(*flat))), lineterminator="\n")
     writer.writeheader()
     writer.writerows(flat)
     return text.getvalue()
+
+
+def _candidate_columns(entry: Ranked | None) -> dict[str, Any]:
+    speed = entry and entry.speed
+    return {
+        "candidate_tokens_per_second": speed and speed.middle, "candidate_speed_low": speed and speed.low,
+        "candidate_speed_high": speed and speed.high, "candidate_runs": entry and entry.runs,
+    }  # fmt: skip
 
 
 def summary_fields(
@@ -259,10 +282,10 @@ def summary_fields(
     tied = [space.long_label(entry.candidate) for entry in ranked[1:] if entry.tied]
     gain: str = "unknown, because the control has no speed"
     if control:
-        text = "none; the control is the fastest"
-        if best is not control:
-            text = f"{_format_speedup(best, control)} vs control"
-        gain = Fact.of("result/speedup_over_control", best.speed.middle / control.speed.middle, text)
+        name = "result/speedup_over_control"
+        gain = difference_fact(name, Difference.between(best.speed, control.speed), "control")
+        if best is control:
+            gain = Fact.of(name, 1.0, "none; the control is the fastest")
         gain = Fact.joined(gain, f"tied with {', '.join(tied)}" if tied else "")
     return [
         ("Search", Fact.joined(f"{goal}: {space.long_label(best.candidate)}", trials)),

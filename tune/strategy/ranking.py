@@ -9,7 +9,7 @@ import statistics
 from collections.abc import Sequence
 from dataclasses import dataclass, replace
 
-from train.intervals import Estimate
+from train.intervals import Difference, Estimate, Scatter, pool
 from tune.space import Candidate
 from tune.trial.row import TrialRow
 
@@ -34,7 +34,7 @@ class Ranked:
     candidate: Candidate
     """Candidate with this rank."""
     speed: Estimate
-    """Pooled speed in tokens/s."""
+    """Speed in tokens/s, pooled by :func:`train.intervals.pool`."""
     memory: int
     """Peak memory in bytes."""
     runs: int
@@ -44,7 +44,7 @@ class Ranked:
     is_eligible: bool = False
     """Whether the candidate ran in every confirmation round, so that it can win."""
     tied: bool = False
-    """Whether the interval overlaps the fastest candidate's, so that the difference is not significant."""
+    """Whether the difference from the fastest candidate is not significant."""
 
     def expected_loss_against(self, other: "Ranked") -> float:
         """Return the expected relative loss of speed from choosing this candidate although ``other`` may be faster.
@@ -102,16 +102,18 @@ def rank(rows: Sequence[TrialRow]) -> list[Ranked]:
     The fastest of many single measurements is partly luck. Once candidates are confirmed, only those that ran in every
     round can win or tie, by their confirmed speeds.
     """
-    entries = [_pooled(runs) for runs in eligible_rows(rows).values()]
-    if not entries:
+    runs_by_candidate = eligible_rows(rows)
+    if not runs_by_candidate:
         return []
+    scatter = Scatter.of([row.tokens_per_second for row in runs] for runs in runs_by_candidate.values())
+    entries = [_pooled(runs, scatter) for runs in runs_by_candidate.values()]
     rounds = max(entry.runs if entry.confirmed else 0 for entry in entries)
     entries = [
         replace(entry, is_eligible=not rounds or (entry.confirmed and entry.runs == rounds)) for entry in entries
     ]
     eligible = [entry for entry in entries if entry.is_eligible]
     best = max(eligible, key=lambda entry: entry.speed.middle)
-    tied = [entry for entry in eligible if entry is best or entry.speed.high >= best.speed.low]
+    tied = [entry for entry in eligible if not Difference.between(best.speed, entry.speed).is_significant]
     if len(tied) > 1:
         tied = [replace(entry, tied=True) for entry in tied]
     tied_candidates = {entry.candidate for entry in tied}
@@ -124,15 +126,9 @@ def rank(rows: Sequence[TrialRow]) -> list[Ranked]:
     return [winner, *by_speed, *beaten]
 
 
-def _pooled(runs: list[TrialRow]) -> Ranked:
-    """Pool a candidate's runs to their geometric mean, with the wider of the pooled interval and the runs' range."""
+def _pooled(runs: list[TrialRow], scatter: Scatter | None) -> Ranked:
+    """Pool a candidate's runs: its confirmations, if there are any, because an exploration may have been lucky."""
     confirmations = [row for row in runs if row.stage == "confirm"]
-    pooled_runs = confirmations or runs
-    squares = sum(math.log(row.speed.high / row.speed.low) ** 2 for row in pooled_runs if row.speed)
-    half_width = math.sqrt(squares) / 2 / len(pooled_runs)
-    speeds = [row.tokens_per_second for row in pooled_runs]
-    factor = math.exp(max(half_width, math.log(max(speeds) / min(speeds)) / 2))
-    middle = statistics.geometric_mean(speeds)
-    speed = Estimate(middle, middle / factor, middle * factor)
+    speeds = [row.speed for row in confirmations or runs if row.speed]
     memory = max(row.memory or 0 for row in runs)
-    return Ranked(runs[0].candidate, speed, memory, len(pooled_runs), bool(confirmations))
+    return Ranked(runs[0].candidate, pool(speeds, scatter), memory, len(speeds), bool(confirmations))

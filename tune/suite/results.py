@@ -10,11 +10,12 @@ from infra.cli.units import GB
 from infra.facts import Fact
 from infra.storage.directory import StorageDir
 from train.estimate.flops import read_matmul_rate
-from train.intervals import MAX_CONTROL_WIDTH, t_quantile
+from train.intervals import Difference, t_quantile
+from train.reporting.report import speed_fact
 from train.run_files.lookup import format_run_command
 from tune.suite.runs import SAME_BATCH, RungResult
 from tune.suite.suites import Suite
-from tune.trial.compare import Difference, InterleavedRuns
+from tune.trial.compare import InterleavedRuns, difference_fact
 from tune.trial.row import TrialRow
 
 
@@ -50,7 +51,7 @@ def results_table(suite: Suite, rungs: Sequence[RungResult]) -> Table:
     step_time = f"s/{suite.steps_timed} steps" if suite.steps_timed > 1 else "s/step"
     kernels = {rung.row.result.attention for rung in rungs if rung.row and rung.row.result}
     heading = (
-        "rung", "batch (sequences)", "tokens/s", "± tokens/s", "vs previous", "vs baseline", step_time,
+        "rung", "batch (sequences)", "tokens/s", "95% CI", "vs previous", "vs baseline", step_time,
         "peak memory (GB)", "predicted (GB)", "loss (nats/token)", "attention kernel",
     )  # fmt: skip
     rows = []
@@ -65,9 +66,9 @@ def results_table(suite: Suite, rungs: Sequence[RungResult]) -> Table:
             name + "*" * rung.changes_numerics,
             rung.batch,
             f"{speed.middle:,.0f}",
-            f"{max(speed.middle - speed.low, speed.high - speed.middle):,.0f}",
-            format_ratio(rung.step) if suite.cumulative else "",
-            format_ratio(rung.total),
+            speed.interval,
+            rung.step.text if suite.cumulative and rung.step else "",
+            rung.total.text if rung.total else "",
             three_digits(suite.steps_timed * row.step_tokens / speed.middle),
             f"{(row.memory or 0) / GB:.2f}",
             predicted,
@@ -82,15 +83,6 @@ def three_digits(value: float) -> str:
     return f"{value:#.3g}".rstrip(".")
 
 
-def format_ratio(difference: Difference | None) -> str:
-    """Format a ratio as ``x1.23 ±4%``, or as ``(x1.23)`` if the difference is not significant or inconclusive."""
-    if difference is None:
-        return ""
-    if not difference.is_significant:
-        return f"(x{difference.ratio:.2f})"
-    return f"x{difference.ratio:.2f} ±{difference.high / difference.ratio - 1:.0%}"
-
-
 def legend(suite: Suite, rungs: Sequence[RungResult], controls: Sequence[float]) -> list[str]:
     """Return sentences below the table: reasons for skipped rungs, drift of the control, explanations, and total
     speedup."""
@@ -100,7 +92,6 @@ def legend(suite: Suite, rungs: Sequence[RungResult], controls: Sequence[float])
         f"range {min(controls):,.0f} to {max(controls):,.0f}."
     )
     notes = {
-        '"± tokens/s" is the wider half of the 95% confidence interval.': True,
         '"vs previous" is the speedup over the row above, "vs baseline" over the baseline. Both are relative to the '
         "runs of the baseline around each rung (the control); a ratio in brackets is not significant.": True,
         '"predicted" is the peak memory by formulas. "loss" is the training loss after equal tokens.': True,
@@ -120,24 +111,12 @@ def legend(suite: Suite, rungs: Sequence[RungResult], controls: Sequence[float])
     }
     sentences += [note for note, applies in notes.items() if applies]
     totals = [(rung.name, rung.total) for rung in rungs if rung.total]
-    inconclusive = [(name, total.control_width) for name, total in totals if total.is_inconclusive]
-    if inconclusive:
-        sentences.append(
-            f"Inconclusive: around {'; '.join(name for name, _ in inconclusive)} the control's 95% interval is up to "
-            f"{max(width for _, width in inconclusive):.0%} of its speed wide; above {MAX_CONTROL_WIDTH:.0%} no "
-            "conclusion is drawn. Use more steps per rung (--steps or --time-budget) or a quieter machine."
-        )
     if not any(rung.changes for rung in suite.rungs):
         alarms = sum(total.is_significant for _, total in totals)
         sentences.append(f"{alarms} of {len(totals)} identical runs were judged different; at most 5% are expected.")
     if suite.cumulative and totals:
-        sentences.append(f"Total speedup over the baseline: {_format_gain(totals[-1][1])}.")
+        sentences.append(f"Total speedup over the baseline: {totals[-1][1]}.")
     return sentences
-
-
-def _format_gain(gain: Difference) -> str:
-    interval = f"95% CI x{gain.low:.2f} to x{gain.high:.2f}" + "; not significant" * (not gain.is_significant)
-    return f"x{gain.ratio:.2f} ({'inconclusive' if gain.is_inconclusive else interval})"
 
 
 def effects_table(rungs: Sequence[RungResult]) -> Table:
@@ -148,8 +127,7 @@ def effects_table(rungs: Sequence[RungResult]) -> Table:
             continue
         growth = rung.memory / base - 1
         saves_memory = "yes" if growth < -0.01 else "no"
-        is_significant = rung.total.is_significant and rung.total.ratio > 1
-        is_faster = "inconclusive" if rung.total.is_inconclusive else "yes" if is_significant else "no"
+        is_faster = ("yes" if rung.total.ratio > 1 else "no") if rung.total.is_significant else "not significant"
         rows.append((rung.name, f"{saves_memory} ({growth:+.1%})", f"{is_faster} ({rung.total.ratio - 1:+.1%})"))
     return Table("Effect vs baseline", ("rung", "saves memory", "is faster"), rows)
 
@@ -177,7 +155,7 @@ def _gain(rung: RungResult, reference: RungResult, step: Difference | None) -> t
     if rung.memory is None:
         return ("not run", "", "")
     growth = f"{rung.memory / reference.memory - 1:+.0%}" if reference.memory else ""
-    return (rung.batch, growth, format_ratio(step) if reference.speed else "")
+    return (rung.batch, growth, step.text if step and reference.speed else "")
 
 
 def held_out_table(suite: Suite, rungs: Sequence[RungResult]) -> Table:
@@ -238,15 +216,15 @@ def summary_fields(
     runs = [(rung.speed, rung) for rung in rungs if rung.speed]
     (base_speed, base), (speed, best) = runs[0], max(runs, key=lambda run: run[0].middle)
     memory, gain = f"{(best.memory or 0) / GB:.2f} GB", "none; no rung is faster than the baseline"
-    speeds = Fact.of("result/baseline_tokens_per_second", base_speed.middle, str(speed))
+    speeds = baseline_speed = speed_fact(base_speed, "result/baseline_tokens_per_second")
     if best is not base:
         speeds = Fact.joined(
-            Fact.joined(best.name, Fact.of("result/best_tokens_per_second", speed.middle, str(speed)), separator=" "),
-            Fact.of("result/baseline_tokens_per_second", base_speed.middle, "baseline {:,.0f}"),
+            Fact.joined(best.name, speed_fact(speed, "result/best_tokens_per_second"), separator=" "),
+            Fact.joined("baseline", baseline_speed, separator=" "),
         )
         memory = f"{best.name} {memory}; baseline {(base.memory or 0) / GB:.2f} GB"
     if best.total:
-        gain = Fact.of("result/speedup_over_baseline", best.total.ratio, f"{_format_gain(best.total)} vs baseline")
+        gain = difference_fact("result/speedup_over_baseline", best.total, "baseline")
     return [
         ("Ladder", f"{suite.title}; {len(runs) - 1} of {len(rungs) - 1} rungs ran on {device}"),
         ("Tokens/s", speeds),

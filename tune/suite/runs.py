@@ -5,8 +5,7 @@ import json
 from dataclasses import dataclass
 
 from train.config import ResolvedConfig
-from train.intervals import Estimate
-from tune.trial.compare import Difference
+from train.intervals import Difference, Estimate
 from tune.trial.row import Stage, TrialRow
 
 SAME_BATCH = ", same batch"

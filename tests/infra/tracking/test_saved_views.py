@@ -94,7 +94,7 @@ def test_the_trials_of_a_finished_search_are_in_the_order_of_their_places() -> N
     trials = [create_child_run(key, "tune", name, {"trial": name}) for name in ("m4", "m8")]
     stranger = create_child_run(other, "tune", "m4", {"trial": "m4"})
     before = tags_of(key)[f"{TAG_PREFIX}{children_view(other.run_id)}"]
-    saved_views.tag_ranks(key, {"m4": "02", "m8": "01 winner"})
+    saved_views.tag_ranks(key, {"m4": {"rank": "02"}, "m8": {"rank": "01 winner"}})
     client = MlflowClient(key.store)
     assert [client.get_run(trial.run_id).data.tags["rank"] for trial in trials] == ["02", "01 winner"]
     assert "rank" not in client.get_run(stranger.run_id).data.tags
@@ -111,7 +111,7 @@ def test_a_trial_without_a_place_does_not_keep_the_others_from_theirs() -> None:
     ranked = create_child_run(key, "tune", "m4", {"trial": "m4"})
     control = create_child_run(key, "tune", "control", {"trial": "control"})
     untagged = create_child_run(key, "tune", "by hand", {})
-    saved_views.tag_ranks(key, {"m4": "01 winner"})
+    saved_views.tag_ranks(key, {"m4": {"rank": "01 winner"}})
     client = MlflowClient(key.store)
     places = [client.get_run(run.run_id).data.tags.get("rank") for run in (ranked, control, untagged)]
     assert places == ["01 winner", None, None]

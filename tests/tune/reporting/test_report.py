@@ -95,16 +95,16 @@ def test_why_nothing_won() -> None:
 def test_who_won_and_by_how_much() -> None:
     rows = [row(4, speed=100.0), row(8, speed=150.0), row(16, "oom", "out of memory")]
     first, control, last = leaderboard(SEARCH, rows)
-    assert first == ("8 x 2", "150", "±1.0%", "x1.500", "8.00", "1", "winner")
-    assert control == ("4 x 4", "100", "±1.0%", "x1.000", "4.00", "1", "control")
+    assert first == ("8 x 2", "150", "148 to 152", "x1.500", "8.00", "1", "winner")
+    assert control == ("4 x 4", "100", "99 to 101", "-", "4.00", "1", "control")
     assert last == ("16 x 1", "-", "", "", "16.00", "1", "oom")
     assert failures(SEARCH, rows) == ["micro-batch 16 x 1: oom: out of memory"]
     best = best_json(SEARCH, rows)
     assert best
     assert (best["config"]["micro_batch"], best["config"]["global_batch"]) == (8, 16)
     assert best["measured"] == {
-        "name": "one", "tokens_per_second": pytest.approx(150.0), "speed_low": pytest.approx(148.5, rel=1e-3),
-        "speed_high": pytest.approx(151.5, rel=1e-3), "memory_bytes": 8 * 10**9, "runs": 1, "tied_with": [],
+        "name": "one", "tokens_per_second": 150.0, "speed_low": 148.5, "speed_high": 151.5,
+        "memory_bytes": 8 * 10**9, "runs": 1, "tied_with": [],
         "device": "cpu", "machines": ["w1"], "data_wait_fraction": None, "telemetry": {},
     }  # fmt: skip
     assert best_json(SEARCH, [row(16, "oom")]) is None
@@ -132,9 +132,9 @@ def test_a_search_is_told_in_three_lines_above_its_table() -> None:
     first, _, table, *other_sections = search_report(SEARCH, rows).markdown().split("\n\n")
     what, numbers, following = first.split("  \n")
     assert re.search("16 sequences .* 4GB: micro-batch 8 x 2; 3 trials in 30s", what)
-    assert re.search("150 .*149 to 152.* 8.00 GB of 4.00 GB .*1.500", numbers)
+    assert re.search("150 .*148 to 152.* 8.00 GB of 4.00 GB .*1.500", numbers)
     assert f"--config {SEARCH.directory}/best.json" in following
-    assert table.splitlines()[2] == "| 8 x 2 | 150 | ±1.0% | x1.500 | 8.00 | 1 | winner |"
+    assert table.splitlines()[2] == "| 8 x 2 | 150 | 148 to 152 | x1.500 | 8.00 | 1 | winner |"
     assert table.splitlines()[-1].endswith("| oom |")
     assert "- micro-batch 16 x 1: oom: tried | to <allocate>" in other_sections
     assert "1 of 1 trials failed" in search_report(SEARCH, [row(8, "failed", "no driver")]).markdown()
@@ -235,6 +235,7 @@ def test_all_rows_as_csv() -> None:
         ("4", "none", "ok"), ("16", "none", "oom")
     ]  # fmt: skip
     assert lines[1]["reason"] == "too much, by far"
+    assert [line["candidate_tokens_per_second"] for line in lines] == ["100.0", ""]
     assert "step_seconds" not in lines[0]
 
 
@@ -252,8 +253,9 @@ def test_a_ratio_to_the_control_is_in_brackets_where_no_difference_is_shown() ->
         return {cells[0].split()[0]: cells[3] for cells in leaderboard(planned(8e9, space), rows)}
 
     fast, close = row(8, 1500, 0.02), row(4, 1020, 0.02)
-    assert ratios(fast, close, row(2, 1000, 0.02)) == {"8": "x1.500", "4": "(x1.020)", "2": "x1.000"}
-    assert ratios(fast, row(2, 1000, 0.3)) == {"8": "(x1.500)", "2": "x1.000"}, "the control's own width counts"
+    assert ratios(fast, close, row(2, 1000, 0.02)) == {"8": "x1.500", "4": "(x1.020)", "2": "-"}
+    assert ratios(fast, row(2, 1000, 0.45)) == {"8": "x1.500", "2": "-"}, "however wide the control's interval is"
+    assert ratios(fast, row(2, 1000, 0.5)) == {"8": "(x1.500)", "2": "-"}, "they touch"
     assert ratios(fast) == {"8": "-"}, "the control has no speed"
 
 
@@ -311,6 +313,6 @@ def test_the_table_of_trials_has_every_field_of_a_row(distinct: Callable[..., An
         "reserved": memory.reserved, "allocator_retries": memory.allocator_retries,
         "compile_seconds": row.compile_seconds,
     }  # fmt: skip
-    assert {name: line[name] for name in line if name not in ("micro_batch", *dict(OWN))} == {
+    assert {n: line[n] for n in line if n not in ("micro_batch", *dict(OWN)) and not n.startswith("candidate_")} == {
         name: str(value) for name, value in (own | measured).items()
     }

@@ -95,9 +95,14 @@ def test_the_memory_of_a_candidate_is_the_most_that_any_of_its_runs_took(memory:
     assert [s.memory for s in rank(rows)] == [90]
 
 
-def test_runs_that_differ_make_the_interval_as_wide_as_they_do() -> None:
-    (entry,) = rank([confirmed(8, 1000, 1, width=0.001), confirmed(8, 1210, 2, width=0.001)])
-    assert entry.speed.middle == pytest.approx(1100)
-    assert (entry.speed.low, entry.speed.high) == pytest.approx((1000, 1210))
+def test_runs_that_differ_make_the_interval_wider() -> None:
+    """By Student's t of all repeated candidates, whose runs scatter alike."""
     (alike,) = rank([confirmed(8, 1000, 1, width=0.02), confirmed(8, 1000, 2, width=0.02)])
     assert alike.speed.high / 1000 == pytest.approx(1 + 0.02 / 2**0.5, rel=1e-3), "two runs are more precise than one"
+    pair = [confirmed(8, 1000, 1, width=0.001), confirmed(8, 1020, 2, width=0.001)]
+    (alone,) = rank(pair)
+    assert alone.speed.middle == pytest.approx(1010, rel=1e-3)
+    others = [confirmed(size, speed, number) for size in (1, 2, 4) for number, speed in ((1, 500), (2, 510))]
+    (first, *_) = rank(pair + others)
+    assert first.candidate == alone.candidate
+    assert alone.speed.low < 900 < first.speed.low < 1000 < 1020 < first.speed.high < 1040

@@ -11,6 +11,7 @@ from trial_rows import changed, trial_row
 from infra.cli.units import GB
 from infra.storage.directory import StorageDir
 from train.config import ResolvedConfig
+from train.intervals import Difference
 from tune.reporting.charts import band
 from tune.space import Candidate
 from tune.suite.results import (
@@ -18,7 +19,6 @@ from tune.suite.results import (
     detail_tables,
     effects_table,
     equal_work_table,
-    format_ratio,
     held_out_table,
     legend,
     loss_at,
@@ -28,7 +28,6 @@ from tune.suite.results import (
 )
 from tune.suite.runs import RungResult
 from tune.suite.suites import AA, SUITES, Rung, Suite
-from tune.trial.compare import Difference
 
 CUMULATIVE = Suite("mine", "Mine", {}, (Rung("first", {"batch": 2}), Rung("second", {"batch": 4})), cumulative=True)
 FLAT = replace(CUMULATIVE, cumulative=False)
@@ -53,7 +52,7 @@ def test_a_ladder_is_told_in_five_lines() -> None:
     for name, numbers in {
         "Ladder": "2 of 3 .*NVIDIA H100",
         "Tokens/s": "first 1,500 .*1,490 to 1,510.* 1,000", "Peak memory": "9.00 GB.* 10.00 GB",
-        "Speedup": "x1.50 .*x1.40 to x1.60", "Next": "--config '/a ladder/best.json'",
+        "Speedup": "x1.500 .*x1.400 to x1.600", "Next": "--config '/a ladder/best.json'",
     }.items():  # fmt: skip
         assert re.search(numbers, fields[name]), fields[name]
     alone = dict(summary_fields(FLAT, ROWS[:1], "cpu", StorageDir.of("/one/best.json")))
@@ -95,20 +94,13 @@ def test_the_band_ends_with_the_shortest_control() -> None:
     assert band([]) == []
 
 
-def test_a_ratio_that_may_be_none_is_in_brackets() -> None:
-    assert format_ratio(None) == ""
-    assert format_ratio(Difference(1.5, 1.2, 1.8)) == "x1.50 ±20%"
-    assert format_ratio(Difference(1.1, 0.9, 1.3)) == "(x1.10)"
-    assert format_ratio(Difference(3.81, 3.4, 4.3, control_width=1.7)) == "(x3.81)"
-
-
 ROWS = [
     measured("baseline", 1000.0, gigabytes=10, low=990.0, high=1003.0, step_tokens=250),
     measured("first", 1500.0, 2, gigabytes=9, predicted_memory=8.5 * GB, step=Difference(1.5, 1.4, 1.6),
              total=Difference(1.5, 1.4, 1.6), mfu=0.5, flops_per_second=1e12, loss=3.25, changes_numerics=True),
     RungResult("refused", "no such GPU"),
     measured("second", 1500.0, 2, gigabytes=9.95, step=Difference(1.0, 0.9, 1.1), attention="cudnn",
-             total=Difference(1.5, 1.2, 1.9, control_width=0.4)),
+             total=Difference(1.5, 1.2, 1.9)),
 ]  # fmt: skip
 
 
@@ -116,20 +108,22 @@ def test_a_row_is_told_under_its_headings() -> None:
     table = results_table(CUMULATIVE, ROWS)
     base, first, refused, second = (dict(zip(table.columns, line, strict=True)) for line in table.rows)
     assert first == {
-        "rung": "first*", "batch (sequences)": "2", "tokens/s": "1,500", "± tokens/s": "10", "vs previous": "x1.50 ±7%",
-        "vs baseline": "x1.50 ±7%", "s/step": "0.0213", "peak memory (GB)": "9.00", "predicted (GB)": "8.50",
+        "rung": "first*", "batch (sequences)": "2", "tokens/s": "1,500", "95% CI": "1,490 to 1,510",
+        "vs previous": "x1.500, x1.400 to x1.600", "vs baseline": "x1.500, x1.400 to x1.600",
+        "s/step": "0.0213", "peak memory (GB)": "9.00", "predicted (GB)": "8.50",
         "loss (nats/token)": "3.250", "attention kernel": "flash",
     }  # fmt: skip
-    assert (base["tokens/s"], base["± tokens/s"]) == ("1,000", "10"), "the wider side"
+    assert (base["tokens/s"], base["95% CI"]) == ("1,000", "990 to 1,003"), "whose sides differ"
     assert (base["peak memory (GB)"], base["predicted (GB)"]) == ("10.00", "-")
     assert set(refused.values()) == {"refused", ""}
-    assert (second["vs previous"], second["vs baseline"]) == ("(x1.00)", "(x1.50)")
+    assert second["vs previous"] == "(x1.000, x0.900 to x1.100)"
+    assert second["vs baseline"] == "x1.500, x1.200 to x1.900"
 
 
 def test_a_column_that_is_empty_here_is_left_out() -> None:
     """Each rung is over the baseline, and all ran the same kernel of attention."""
     assert results_table(FLAT, [replace(row, loss=None) for row in ROWS[:3]]).columns == (
-        "rung", "batch (sequences)", "tokens/s", "± tokens/s", "vs baseline", "s/step", "peak memory (GB)",
+        "rung", "batch (sequences)", "tokens/s", "95% CI", "vs baseline", "s/step", "peak memory (GB)",
         "predicted (GB)",
     )  # fmt: skip
 
@@ -149,17 +143,16 @@ def test_the_closing_table_times_as_many_steps_as_the_study() -> None:
 
 
 def test_the_legend_says_how_sure_the_table_is() -> None:
-    refused, drift, *_, unclear, total = legend(CUMULATIVE, ROWS, [100.0, 90.0, 110.0, 105.0])
+    refused, drift, *_, total = legend(CUMULATIVE, ROWS, [100.0, 90.0, 110.0, 105.0])
     assert refused == "refused: skipped; no such GPU."
     assert re.findall(r"\d+", drift) == ["4", "100", "105", "90", "110"]
-    assert re.search("second .*95% .*40% .*25%", unclear)
-    assert re.search("x1.50 .*inconclusive", total), "its interval would say nothing: the control was too imprecise"
-    assert "not significant" not in legend(CUMULATIVE, ROWS[:2], [100.0])[-1]
+    assert re.search("x1.500 .*x1.200 to x1.900", total)
+    assert "not significant" not in total
     tied = replace(ROWS[-1], total=Difference(1.02, 0.98, 1.05))
-    assert re.search("x1.02 .*0.98 to x1.05.*not significant", legend(CUMULATIVE, [*ROWS[:2], tied], [100.0])[-1])
+    assert re.search("x1.020 .*0.980 to x1.050.*not significant", legend(CUMULATIVE, [*ROWS[:2], tied], [100.0])[-1])
     assert not any("Total" in line for line in legend(FLAT, ROWS[:1], [100.0])), "what changes one thing at a time"
-    equal = [*ROWS, replace(ROWS[-1], name="third")]
-    assert legend(AA, equal, [100.0])[-1].startswith("1 of 3 ")
+    equal = [*ROWS, replace(ROWS[-1], name="third", total=Difference(1.0, 0.9, 1.1))]
+    assert legend(AA, equal, [100.0])[-1].startswith("2 of 3 ")
 
 
 TWICE = [
@@ -177,13 +170,13 @@ TWICE = [
 def test_a_rung_with_a_larger_batch_shows_both() -> None:
     """First the memory that the change frees and the speed that it gains at equal work, then what the batch adds."""
     assert equal_work_table(TWICE, cumulative=True).rows == [
-        ("compile", "28", "-50%", "x2.00 ±5%", "48", "+90%", "x1.10 ±9%"),
-        ("flash", "48", "-50%", "x2.00 ±5%", "not run", "", ""),
+        ("compile", "28", "-50%", "x2.00, x1.90 to x2.10", "48", "+90%", "x1.100, x1.050 to x1.200"),
+        ("flash", "48", "-50%", "x2.00, x1.90 to x2.10", "not run", "", ""),
     ]
     failed = [TWICE[0], RungResult("refused", "no such GPU"), *TWICE[1:]]
     assert equal_work_table(failed, cumulative=True) == equal_work_table(TWICE, cumulative=True), "over what ran before"
     (_, *over_baseline) = equal_work_table(TWICE, cumulative=False).rows[1]
-    assert over_baseline[:3] == ["48", "-52%", "x4.40 ±5%"]
+    assert over_baseline[:3] == ["48", "-52%", "x4.40, x4.10 to x4.60"]
     assert [tuple(line[:2]) for line in results_table(CUMULATIVE, TWICE).rows[1:4]] == [
         ("compile", "28"),
         ("compile*", "48"),
@@ -226,16 +219,16 @@ def test_what_is_computed_again_counts_as_arithmetic_of_the_hardware() -> None:
 
 
 def test_what_helps_memory_and_what_helps_speed_is_said_with_its_number() -> None:
-    def rung(name: str, gigabytes: float, ratio: float, spread: float, control_width: float = 0.0) -> RungResult:
-        total = Difference(ratio, ratio - spread, ratio + spread, control_width)
+    def rung(name: str, gigabytes: float, ratio: float, spread: float) -> RungResult:
+        total = Difference(ratio, ratio - spread, ratio + spread)
         return measured(name, 1.0, gigabytes=gigabytes, total=total)
 
     rungs = [ROWS[0], rung("smaller", 6.0, 0.8, 0.1), rung("faster", 9.99, 1.5, 0.1), rung("noise", 10.5, 1.1, 0.2),
-             rung("doubtful", 9.0, 3.81, 0.4, 1.7), RungResult("refused", "no such GPU")]  # fmt: skip
+             rung("wide", 9.0, 3.81, 1.7), RungResult("refused", "no such GPU")]  # fmt: skip
     assert ("first", "yes (-10.0%)", "yes (+50.0%)") in detail_tables(FLAT, ROWS)[0].rows
     assert effects_table(rungs).rows == [
         ("smaller", "yes (-40.0%)", "no (-20.0%)"),
         ("faster", "no (-0.1%)", "yes (+50.0%)"),
-        ("noise", "no (+5.0%)", "no (+10.0%)"),
-        ("doubtful", "yes (-10.0%)", "inconclusive (+281.0%)"),
+        ("noise", "no (+5.0%)", "not significant (+10.0%)"),
+        ("wide", "yes (-10.0%)", "yes (+281.0%)"),
     ]

@@ -10,6 +10,7 @@ from trial_rows import changed, trial_row
 from infra.device.hardware import A100 as CARD
 from train.config import TrainConfig
 from train.estimate.roofline import REACHED_FRACTION_RANGE
+from train.intervals import Difference
 from train.resolved import resolve
 from tune.space import Candidate
 from tune.suite.runs import RungResult
@@ -30,7 +31,6 @@ from tune.suite.study import (
     verdict,
 )
 from tune.suite.suites import A100, LOOP, MEMORY, apply_changes
-from tune.trial.compare import Difference
 
 ROOT = Path(__file__).parents[3]
 CONFIGS = dict(study_rungs()) | {
