@@ -21,7 +21,6 @@ from train.loop.cycle import close_cycle, open_cycle
 from train.model_config import ModelConfig
 from train.resolved import resolve_local
 from train.result import CycleReport, RunResult
-from train.run_files.checkpoint import take_snapshot
 
 pytestmark = pytest.mark.gpu
 
@@ -179,6 +178,4 @@ def test_what_the_host_reads_later_is_copied_to_pinned_memory(config: TrainConfi
     cycle = open_cycle(0, 1, config.duration.cycle.train_steps, [1.0], trainer.device)
     close_cycle(cycle, trainer.workers, trainer.device)
     assert cycle.host_values
-    taken = take_snapshot(trainer.model, trainer.optimizer, trainer.scaler, cycle.losses)
-    copied = [value for value in cycle.host_values if value is not None]
-    assert all(value.is_pinned() for value in (*copied, *taken.weights.values(), taken.state["losses"]))
+    assert all(value.is_pinned() for value in cycle.host_values if value is not None)

@@ -47,6 +47,7 @@ from train.models.parallel import Workers
 from train.result import BUILDING, TRAINING, CycleReport, MemoryShortage, Outcome, RunResult
 from train.run_files import checkpoint
 from train.run_files.checkpoint import Checkpoints
+from train.run_files.host_copy import PendingCopies
 from train.run_files.progress import Progress, RunState, check_same_run, read_progress
 
 BACKWARD = "running the backward pass"
@@ -105,6 +106,7 @@ class Trainer:
         self.resume_checkpoint = resume
         self.saves_checkpoints = checkpoints is not None
         self.checkpoints = checkpoints if self.workers.is_first else None
+        self.snapshot_copies: PendingCopies | None = None
         if self.checkpoints:
             self.checkpoints.prepare_folder()
         self.activity = "building the model"
@@ -281,6 +283,9 @@ class Trainer:
                 loss.item()
         self.stage = f"running the optimizer in step {step}"
         cycle.backward_ends.append(timing.mark(self.device))
+        if self.snapshot_copies:  # They are made while the forward and backward pass run.
+            self.snapshot_copies.wait()
+            self.snapshot_copies = None
         if config.optimization.clip_norm:
             self.scaler.unscale_(self.optimizer)
             norm = nn.utils.clip_grad_norm_(self.model.parameters(), config.optimization.clip_norm)
@@ -388,9 +393,12 @@ class Trainer:
         if not (self.workers.is_first or self.config.execution.fsdp):
             return
         self.stage = f"copying the checkpoint of step {self.state.step}"
-        snapshot = checkpoint.take_snapshot(self.model, self.optimizer, self.scaler, losses)
         if self.checkpoints is None:
+            checkpoint.gather_state(self.model, self.optimizer)
             return
+        self.checkpoints.wait_for_write()
+        snapshot = checkpoint.take_snapshot(self.model, self.optimizer, self.scaler, losses)
+        self.snapshot_copies = snapshot.copies
         first, reference, spike = (
             self.state.last_reported_step,
             self.state.reference_loss,

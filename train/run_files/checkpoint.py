@@ -5,6 +5,7 @@ the safetensors format, which other programs can read. All other tensors are in 
 ``weights_only=True``. ``progress.json`` has the checksums of both files, and makes the folder a checkpoint.
 """
 
+import json
 import os
 import shutil
 import threading
@@ -26,23 +27,26 @@ from pipeline.encoding.tokenizer import Tokenizer
 from pipeline.shards import TOKENIZER_FILE, checksum
 from train.models.blocks import shared_names
 from train.models.parallel import full_tensor, shard_like
+from train.run_files.host_copy import PendingCopies, copy_to_host
 from train.run_files.progress import PROGRESS, Progress, checkpoints_in, find_damage
 from train.run_files.uploads import CHECKPOINTS, CYCLES, upload
 
 WEIGHTS, _STATE = "model.safetensors", "state.pt"
 """Files of a checkpoint with its weights, and with its other tensors."""
+PART_BYTES = 2**23
+"""Bytes of a tensor that are checked at a time."""
 
 
 @dataclass(frozen=True)
 class Snapshot:
-    """Copies of a run's tensors on the host."""
+    """Copies of a run's tensors on the host, once :attr:`copies` are made."""
 
     weights: dict[str, Tensor]
     """Weights of the model, by name."""
     state: dict[str, Any]
     """State of the optimizer, the loss scaling and the random generators, and losses that are not reported yet."""
-    copy_done: torch.cuda.Event | None
-    """Recorded when the copies from a GPU are complete; None without a GPU."""
+    copies: PendingCopies
+    """The copies from a GPU, which :meth:`Checkpoints.save` makes. The optimizer must not run before."""
 
 
 def take_snapshot(
@@ -50,35 +54,65 @@ def take_snapshot(
 ) -> Snapshot:
     """Copy the tensors that the next step changes. With sharded weights every worker must call it.
 
-    On a GPU the copies are queued before that step, and nothing waits for them.
+    On a GPU the weights and the optimizer's state are only listed, because nothing but the next run of the optimizer
+    changes them. Other tensors of the model may change in its forward pass, so their copies are queued.
     """
-    weights = {name: to_host(value) for name, value in model.state_dict().items()}
-    for name in shared_names(model):  # Such as a tied output head. safetensors stores each tensor once.
-        del weights[name]
+    copies = PendingCopies()
+
+    def copy_later(tensor: Tensor) -> Tensor:
+        return _copy(tensor, copies.add)
+
+    parameters = {name for name, _ in model.named_parameters(remove_duplicate=False)}
+    weights = {
+        name: copy_later(value) if name in parameters else to_host(value)
+        for name, value in _stored_weights(model).items()
+    }
     state = {
-        "optimizer": _map_tensors(optimizer.state_dict(), to_host),
+        "optimizer": _map_tensors(optimizer.state_dict(), copy_later),
         "scaler": scaler.state_dict(),
         "rng": random_state(),
         "losses": to_host(losses),
     }
-    copy_done = None
-    if losses.is_cuda:
-        copy_done = torch.cuda.Event()
-        copy_done.record()
-    return Snapshot(weights, state, copy_done)
+    copies.mark_ready()
+    return Snapshot(weights, state, copies)
+
+
+def gather_state(model: nn.Module, optimizer: torch.optim.Optimizer) -> None:
+    """Take part in the snapshot of sharded weights that the first worker takes, without keeping a copy."""
+    for value in _stored_weights(model).values():
+        full_tensor(value.detach())
+    _map_tensors(optimizer.state_dict(), lambda tensor: full_tensor(tensor.detach()))
+
+
+def _stored_weights(model: nn.Module) -> dict[str, Tensor]:
+    """Return the weights of ``model`` by name without repeated ones, such as a tied output head: safetensors stores
+    each tensor once."""
+    shared = shared_names(model)
+    return {name: value for name, value in model.state_dict().items() if name not in shared}
 
 
 def to_host(tensor: Tensor) -> Tensor:
-    """Copy the full ``tensor`` to the host. Copying from a GPU is queued, and nothing waits for it."""
-    tensor = full_tensor(tensor.detach())
-    if hasattr(tensor, "__tensor_flatten__"):  # torchao's quantized moments, which clone() breaks.
-        wrapper: Any = tensor
+    """Copy the small ``tensor`` to the host. Copying from a GPU is queued, and nothing waits for it."""
+    return _copy(tensor, lambda on_gpu: torch.empty_like(on_gpu, device="cpu", pin_memory=True).copy_(on_gpu, True))
+
+
+def _copy(tensor: Tensor, copy_from_gpu: Callable[[Tensor], Tensor]) -> Tensor:
+    """Copy the full ``tensor``, a GPU's with ``copy_from_gpu``. A gathered tensor is copied before it is freed."""
+    tensor = tensor.detach()
+    full = full_tensor(tensor)
+    if hasattr(full, "__tensor_flatten__"):  # torchao's quantized moments, which clone() breaks.
+        wrapper: Any = full
         names, context = wrapper.__tensor_flatten__()
-        parts = {name: to_host(getattr(wrapper, name)) for name in names}
+        parts = {name: _copy(getattr(wrapper, name), copy_from_gpu) for name in names}
         return type(wrapper).__tensor_unflatten__(parts, context, wrapper.shape, wrapper.stride())
-    if not tensor.is_cuda:
-        return tensor.clone()
-    return torch.empty_like(tensor, device="cpu", pin_memory=True).copy_(tensor, non_blocking=True)
+    if not full.is_cuda:
+        return full.clone()
+    if full is tensor:
+        return copy_from_gpu(full)
+    target = torch.empty_like(full, device="cpu")
+    torch.cuda.current_stream(full.device).synchronize()  # until it is gathered
+    copy_to_host([(full, target)])
+    return target
 
 
 def _map_tensors(value: Any, change: Callable[[Tensor], Tensor]) -> Any:
@@ -120,24 +154,28 @@ class Checkpoints:
             shutil.rmtree(leftover, ignore_errors=True)
 
     def save(self, snapshot: Snapshot, progress: Progress, is_valid: Callable[[list[float]], bool]) -> None:
-        """Write ``snapshot`` in the background, after waiting for a checkpoint that is still being written.
+        """Make the copies of ``snapshot`` and write it in the background, after waiting for the one before.
+
+        Call :meth:`wait_for_write` before the snapshot is taken, so that the host never has two of them.
 
         The snapshot is discarded if its weights are not finite or ``is_valid`` rejects its losses, so that the last
-        good checkpoint is kept. Raises ``UserError`` if an earlier one could not be written or uploaded.
+        good checkpoint is kept.
         """
-        self._wait_for_write()
+        self.wait_for_write()
         self._thread = threading.Thread(target=self._write, args=(snapshot, progress, is_valid), name="checkpoint")
         self._thread.start()
 
     def wait(self) -> Path | None:
         """Wait until all is written and uploaded, and return the newest checkpoint of this run."""
-        self._wait_for_write()
+        self.wait_for_write()
         if self._last_upload:
             self._last_upload.result()
             self._raise_failure()
         return self.latest
 
-    def _wait_for_write(self) -> None:
+    def wait_for_write(self) -> None:
+        """Wait for a checkpoint that is still being written. Raises ``UserError`` if one could not be written or
+        uploaded."""
         if self._thread:
             self._thread.join()
         self._raise_failure()
@@ -157,10 +195,8 @@ class Checkpoints:
 
     def _write(self, snapshot: Snapshot, progress: Progress, is_valid: Callable[[list[float]], bool]) -> None:
         try:
-            if snapshot.copy_done is not None:
-                snapshot.copy_done.synchronize()
-            finite = all(bool(torch.isfinite(value).all()) for value in snapshot.weights.values())
-            if finite and is_valid(snapshot.state["losses"].tolist()):
+            snapshot.copies.run()
+            if all(map(_is_finite, snapshot.weights.values())) and is_valid(snapshot.state["losses"].tolist()):
                 self.latest = write(self.folder, snapshot, progress, self.tokenizer)
                 for checkpoint in checkpoints_in(self.folder):
                     if checkpoint.name > self.latest.name:  # An intact one would have been resumed, so it is damaged.
@@ -209,7 +245,7 @@ def write(folder: Path, snapshot: Snapshot, progress: Progress, tokenizer: Token
     for file_name in names:
         with (temporary / file_name).open("rb") as file:
             os.fsync(file.fileno())
-    if any(not torch.equal(value, snapshot.weights[key]) for key, value in load_file(temporary / WEIGHTS).items()):
+    if not _has_weights(temporary / WEIGHTS, snapshot.weights):
         raise OSError(f"{temporary / WEIGHTS} differs from the written weights when it is read back")
     files = {file_name: checksum(temporary / file_name) for file_name in names}
     write_json(temporary / PROGRESS, to_json(replace(progress, files=files)))
@@ -222,6 +258,25 @@ def write(folder: Path, snapshot: Snapshot, progress: Progress, tokenizer: Token
         temporary.rename(folder / name)
     sync_folder(folder)
     return folder / name
+
+
+def _is_finite(tensor: Tensor) -> bool:
+    """Return whether all values are finite, with little memory for the result of each comparison."""
+    return all(bool(torch.isfinite(part).all()) for part in tensor.flatten().split(PART_BYTES // 8))
+
+
+def _has_weights(file: Path, weights: dict[str, Tensor]) -> bool:
+    """Return whether ``file`` has the bytes of ``weights``, by its documented format and without loading all of it."""
+    with file.open("rb") as content:
+        header = json.loads(content.read(int.from_bytes(content.read(8), "little")))
+        start = content.tell()
+        for name in weights:
+            content.seek(start + header[name]["data_offsets"][0])
+            values = weights[name].contiguous().view(-1).view(torch.uint8)
+            for part in values.split(PART_BYTES):
+                if content.read(part.numel()) != part.numpy().tobytes():
+                    return False
+    return True
 
 
 def save_weights(weights: dict[str, Tensor], file: Path) -> None:
