@@ -1,10 +1,11 @@
 """The command ``python -m pipeline.inspect data/tokens --verify``, which shows a finished data set.
 
-It prints a table of the manifest and a few decoded passages. With ``--verify``, it recomputes all checksums, and the
-exit code is 1 if one differs.
+It prints a table of the manifest and a few decoded passages. With ``--verify``, it recomputes all checksums, and with
+``--reencode`` also all tokens. The exit code is 1 if one differs.
 """
 
 import hashlib
+import time
 from collections.abc import Iterator
 from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass
@@ -17,12 +18,13 @@ from rich.markup import escape
 from infra.cli import command
 from infra.cli.console import console, errors
 from infra.cli.options import Switch
+from infra.cli.progress import status
 from infra.cli.table import Table
-from infra.cli.units import format_count
+from infra.cli.units import format_count, format_duration
 from infra.device.host import cpu_count
 from infra.errors import UserError
 from infra.storage.directory import StorageDir
-from pipeline.encoding.tokenizer import GPT2_SHA256, load_from
+from pipeline.encoding.tokenizer import GPT2_SHA256, EncodingMismatch, Tokenizer, load_from
 from pipeline.shards import MANIFEST_FILE, SPLITS, TOKENIZER_FILE, Manifest, Shard, ShardInfo, read_manifest
 
 
@@ -35,6 +37,10 @@ class InspectConfig:
 
     verify: Switch = False
     """Recompute all checksums and compare them with the manifest."""
+
+    reencode: Switch = False
+    """In addition to --verify, decode every book, encode it again with the reference library, and compare the tokens.
+    The reference library is tiktoken or, for a tokenizer.json, tokenizers."""
 
     passages: int = 3
     """Number of passages to decode, from books spread over the data set (at least 0)."""
@@ -53,8 +59,9 @@ def main(config: InspectConfig) -> int:
     data_dir = StorageDir.of(config.data)
     manifest = read_manifest(data_dir)
     _print_manifest(data_dir, manifest)
-    tokenizer_fault = _find_tokenizer_fault(data_dir, manifest) if config.verify else None
-    damaged = list(find_damage(data_dir, manifest)) if config.verify else []
+    verify = config.verify or config.reencode
+    tokenizer_fault = _find_tokenizer_fault(data_dir, manifest) if verify else None
+    damaged = list(find_damage(data_dir, manifest)) if verify else []
     for sentence in (*damaged, *filter(None, [tokenizer_fault])):
         errors.print(escape(sentence), style="red")
     if damaged:
@@ -65,10 +72,12 @@ def main(config: InspectConfig) -> int:
         )
     if damaged or tokenizer_fault:
         return 1
-    if config.verify:
+    if verify:
         console.print(
             f"Verified {format_count(len(manifest.shards), 'shard')}: all match the checksums in {MANIFEST_FILE}."
         )
+    if config.reencode and not _reencode(data_dir, manifest):
+        return 1
     for title, text in decode_passages(data_dir, manifest, config.passages, config.passage_tokens):
         console.print(f"\n[bold]{escape(title)}[/bold]\n{escape(text)}")
     return 0
@@ -89,6 +98,72 @@ def find_damage(data_dir: StorageDir, manifest: Manifest) -> Iterator[str]:
 
     with ThreadPoolExecutor(max_workers=2 * cpu_count()) as pool:
         yield from (sentence for sentence in pool.map(check, manifest.shards) if sentence)
+
+
+def _reencode(data_dir: StorageDir, manifest: Manifest) -> bool:
+    """Print whether the books of the data set have the tokens of the reference library, and return it."""
+    tokenizer = load_from(data_dir, manifest.tokenizer_sha256)
+    if tokenizer is None:
+        raise UserError(f"{data_dir} was created without a tokenizer, so its books have no text. Remove --reencode.")
+    faults = list(find_encoding_faults(data_dir, manifest, tokenizer))
+    for sentence in faults:
+        errors.print(escape(sentence), style="red")
+    books = sum(info.rows for info in manifest.shards)
+    if faults:
+        errors.print(
+            f"{len(faults):,} of {format_count(books, 'book')} differ. Re-create the data set with 'python -m "
+            f"pipeline.tokenize --overwrite --encoder tiktoken'.",
+            markup=False,
+        )
+    else:
+        tokens = sum(info.tokens for info in manifest.shards)
+        console.print(
+            f"Encoded {format_count(books, 'book')} again with {tokenizer.library}: all {tokens:,} tokens are equal."
+        )
+    return not faults
+
+
+def find_encoding_faults(data_dir: StorageDir, manifest: Manifest, tokenizer: Tokenizer) -> Iterator[str]:
+    """Yield a sentence about each book whose tokens are not those that the reference library gives for its text.
+
+    Threads suffice, because the reference libraries release the GIL. Each has one shard and the text of one book in
+    memory.
+    """
+    total, start = sum(info.tokens for info in manifest.shards), time.perf_counter()
+    done: list[int] = []
+    """Number of tokens of each finished book."""
+
+    def check(info: ShardInfo) -> list[str]:
+        shard, faults = Shard(data_dir / info.path), []
+        for row in range(info.rows):
+            ids = shard.tokens[int(shard.offsets[row]) : int(shard.offsets[row + 1])]
+            book, sha256 = (shard.batch.column(name)[row].as_py() for name in ("book", "sha256"))
+            if fault := find_encoding_fault(tokenizer, book, sha256, ids):
+                faults.append(f"{data_dir / info.path}: {fault}")
+            done.append(len(ids))
+            finished, seconds = sum(done), time.perf_counter() - start
+            progress = f"{finished:,} of {total:,} tokens | {finished / seconds:,.0f} tokens/s"
+            time_left = format_duration(round(seconds * (total / max(1, finished) - 1)))
+            live_status.update("re-encoding", f"{progress} | {time_left} left")
+        return faults
+
+    with ThreadPoolExecutor(max_workers=cpu_count()) as pool, status("re-encoding") as live_status:
+        for faults in pool.map(check, manifest.shards):
+            yield from faults
+
+
+def find_encoding_fault(tokenizer: Tokenizer, book: str, sha256: str, ids: np.ndarray) -> str | None:
+    """Return a sentence if ``ids`` are not the reference's tokens of the book whose text has the hash ``sha256``."""
+    if ids[-1:].tolist() != [tokenizer.end_of_text]:
+        return f"The tokens of {book} do not end with the end-of-text token."
+    text = tokenizer.decode_bytes(ids[:-1])
+    if hashlib.sha256(text).hexdigest() != sha256:
+        return f"The tokens of {book} do not decode to its text with sha256 {sha256[:12]}."
+    try:
+        tokenizer.verify(book, text, ids[:-1], len(text))
+    except EncodingMismatch as difference:
+        return str(difference)
+    return None
 
 
 def _find_tokenizer_fault(data_dir: StorageDir, manifest: Manifest) -> str | None:

@@ -1,4 +1,7 @@
-"""Entry: ``python -m train.export`` writes a trained model in the Hugging Face format, with its model card."""
+"""Entry: ``python -m train.export`` writes a trained model in the Hugging Face format, with its model card.
+
+The model can also be registered in MLflow, and pushed to the Hugging Face Hub.
+"""
 
 from dataclasses import dataclass
 from importlib.util import find_spec
@@ -9,7 +12,7 @@ import tyro
 
 from infra.cli import command
 from infra.cli.console import console
-from infra.cli.options import Checkpoint, Runs
+from infra.cli.options import Checkpoint, Runs, Switch
 from infra.cli.progress import status
 from infra.errors import UserError
 from infra.tracking.run_ref import RunRef
@@ -29,7 +32,16 @@ class ExportConfig:
     register: Annotated[str | None, tyro.conf.arg(metavar="NAME")] = None
     """Name under which to register the model in the MLflow store of its run (needs transformers).
     By default the model is not registered."""
+    push: Annotated[str | None, tyro.conf.arg(metavar="REPO")] = None
+    """Repository of the Hugging Face Hub to push the model to, as NAME or OWNER/NAME; it is created if necessary.
+    The token is that of HF_TOKEN or of 'hf auth login'. By default the model is not pushed."""
+    public: Switch = False
+    """Make a repository that --push creates public instead of private."""
     out: Runs = "runs"
+
+    def __post_init__(self) -> None:
+        if self.public and not self.push:
+            raise UserError("--public only applies to --push. Add --push REPO, or remove --public.")
 
 
 def main() -> None:
@@ -48,12 +60,22 @@ def export(config: ExportConfig) -> int:
     if config.register and kind.library != "transformers":
         raise UserError(f"--register {config.register} only supports GPT-2 models, not {kind.text}. Remove --register.")
     run_ref = find_run_ref(run, config.register)
+    if config.push:
+        from train.reporting.hub import check_can_push
+
+        check_can_push(config.push)
     name = run.location.name
     with status("writing the model"):
         from train.reporting.hugging_face import write_model
 
         loading = write_model(checkpoint, config.to, f"{name}, MLflow run {run_ref.run_id}" if run_ref else "")
     console.print(f"{config.to}: {loading}")
+    if config.push:
+        with status(f"pushing the model to {config.push}"):
+            from train.reporting.hub import push
+
+            url = push(config.to, config.push, is_private=not config.public)
+        console.print(f"pushed: {url}", markup=False)
     if run_ref is None:
         return 0
     progress, model = read_progress(checkpoint), None

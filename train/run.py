@@ -2,6 +2,7 @@
 
 import dataclasses
 import time
+from collections.abc import Sequence
 from concurrent.futures import ThreadPoolExecutor
 from contextlib import ExitStack, nullcontext
 from dataclasses import dataclass, field
@@ -20,6 +21,7 @@ from infra.errors import UserError
 from infra.ray.cluster import ray_session
 from infra.ray.machines import check_shared
 from infra.tracking.run_ref import RunRef
+from train.callbacks import Callback
 from train.config import TrainConfig, load_config
 from train.launch.job import RunPlan
 from train.model_config import ModelSpec, short_name
@@ -77,12 +79,17 @@ def defaults() -> RunOptions:
     return dataclasses.replace(options, training=load_config(options.config)) if options.config else options
 
 
-def run(options: RunOptions) -> int:
-    """Train by ``options``, and return the exit code.
+def run(options: RunOptions, callbacks: Sequence[Callback] = ()) -> int:
+    """Train by ``options``, call the ``callbacks`` of a Python program meanwhile, and return the exit code.
 
     Invalid options are rejected first. Then torch and MLflow are imported, while Ray starts if the run needs it.
     """
     run = plan_run(options)
+    if callbacks and not run.is_local:
+        raise UserError(
+            "Callbacks run in this process, but this run trains in processes of Ray (several workers, a book stream or "
+            "a cluster). Remove callbacks, or train with one worker on shards."
+        )
     with ThreadPoolExecutor(max_workers=1) as background, ExitStack() as locks:
         if run.progress:
             locks.enter_context(run.run_folder.command_lock())
@@ -95,7 +102,7 @@ def run(options: RunOptions) -> int:
                 check_shared("--out", run.run_folder.location.parent)
             if not run.progress:
                 locks.enter_context(run.run_folder.create())
-            return train_and_report(run, options.tracking_uri, options.config)
+            return train_and_report(run, options.tracking_uri, options.config, callbacks)
 
 
 def plan_run(options: RunOptions) -> RunPlan:
@@ -123,7 +130,9 @@ def import_and_open_store(tracking_uri: str | None) -> None:
     open_store(tracking_uri)
 
 
-def train_and_report(run: RunPlan, tracking_uri: str | None, file: str | None) -> int:
+def train_and_report(
+    run: RunPlan, tracking_uri: str | None, file: str | None, callbacks: Sequence[Callback] = ()
+) -> int:
     """Train, record and report the run, and return the exit code; ``file`` is the value of ``--config``."""
     from infra.tracking.tracker import Tracker
     from infra.tracking.views import ui_link
@@ -139,7 +148,7 @@ def train_and_report(run: RunPlan, tracking_uri: str | None, file: str | None) -
         if file:
             tracking.link_search(tracker, run_folder.path.name, file)
         try:
-            result, final_report = train_and_record(resolved, tracker)
+            result, final_report = train_and_record(resolved, tracker, callbacks=callbacks)
         except KeyboardInterrupt:
             if not run_folder.has_checkpoint():
                 raise

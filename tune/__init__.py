@@ -10,15 +10,17 @@ if TYPE_CHECKING:
     from tune.config import SearchConfig
 
 
-def find_fastest(config: "SearchConfig") -> "ResolvedConfig":
+def find_fastest(config: "SearchConfig", *, verbose: bool = False) -> "ResolvedConfig":
     """Run a search as ``python -m tune.search`` does, and return the fastest configuration, for ``train.train``.
 
-    Raises ``infra.errors.UserError`` for invalid settings and if the search has no winner. Raises
-    ``KeyboardInterrupt`` after Ctrl-C; the search can then be resumed with ``SearchConfig(resume=...)``.
+    With ``verbose`` it prints what the command prints. Raises ``infra.errors.UserError`` for invalid settings and if
+    the search has no winner. Raises ``KeyboardInterrupt`` after Ctrl-C; the search can then be resumed with
+    ``SearchConfig(resume=...)``.
     """
     import dataclasses
     import json
 
+    from infra.cli.console import quiet
     from infra.cli.interrupts import EXIT_INTERRUPTED, interrupts
     from infra.errors import UserError
     from infra.storage.directory import StorageDir
@@ -27,7 +29,7 @@ def find_fastest(config: "SearchConfig") -> "ResolvedConfig":
     from tune.search import run
 
     config = dataclasses.replace(config, name=search_name(config))
-    with interrupts.handled():
+    with interrupts.handled(), quiet(not verbose):
         code = run(config)
     if code == EXIT_INTERRUPTED:
         raise KeyboardInterrupt

@@ -134,6 +134,17 @@ errors = _Console(stderr=True, highlight=False, emoji=False, soft_wrap=True)
 """The console for errors, warnings and progress, on stderr."""
 
 
+@contextmanager
+def quiet(is_quiet: bool = True) -> Iterator[None]:
+    """Print nothing during the block if ``is_quiet``, for Python programs that call what commands do."""
+    previous = console.quiet, errors.quiet
+    console.quiet = errors.quiet = is_quiet or console.quiet
+    try:
+        yield
+    finally:
+        console.quiet, errors.quiet = previous
+
+
 def open_streams() -> None:
     """Open closed standard streams, as after ``2>&-``, on the null device.
 

@@ -87,6 +87,9 @@ def status(activity: str) -> Iterator[Status]:
 
 @contextmanager
 def _progress_display() -> Iterator[None]:
+    if console.quiet:  # A notebook's live line is a widget, which rich would show nevertheless.
+        yield
+        return
     if console.is_interactive:
         live = Live(console=console, get_renderable=_live_line, refresh_per_second=REFRESH_HZ, transient=True)
         with live, errors.redirected_to(console):

@@ -1,7 +1,10 @@
 """Registration of a trained model in MLflow, with its signature and an input example."""
 
+import contextlib
+import io
 import logging
 import os
+from collections.abc import Iterator
 from importlib.metadata import version
 from pathlib import Path
 
@@ -27,7 +30,7 @@ def register(run_ref: RunRef, name: str, folder: Path, vocab_size: int, descript
 
     The signature has token ids below ``vocab_size``. The page of the version shows ``description`` in Markdown.
     """
-    logging.getLogger("mlflow").setLevel(logging.WARNING)
+    logging.getLogger("torch").setLevel(logging.ERROR)  # Its handler keeps the stderr of when it was imported.
     ids, logits = np.dtype(np.int64), np.dtype(np.float32)
     signature = ModelSignature(
         Schema([TensorSpec(ids, (-1, -1))]),
@@ -35,7 +38,8 @@ def register(run_ref: RunRef, name: str, folder: Path, vocab_size: int, descript
     )
     mlflow.set_tracking_uri(run_ref.store)
     client = MlflowClient(run_ref.store)
-    try:
+    # MLflow, transformers and torchao warn on stderr about each other, which helps nobody who registers a model.
+    with contextlib.redirect_stderr(io.StringIO()), _errors_as_user_errors(name, run_ref.store):
         # mlflow.start_run would set the run to RUNNING, and an interrupt would leave it in this state.
         model = client.create_logged_model(run_ref.experiment_id, name="model", source_run_id=run_ref.run_id)
         client.log_outputs(run_ref.run_id, [LoggedModelOutput(model.model_id, step=0)])
@@ -49,9 +53,16 @@ def register(run_ref: RunRef, name: str, folder: Path, vocab_size: int, descript
             registered_model_name=name,
         )
         client.update_model_version(name, str(model_info.registered_model_version), description)
+    return str(model_info.registered_model_version)
+
+
+@contextlib.contextmanager
+def _errors_as_user_errors(name: str, store: str) -> Iterator[None]:
+    """Raise ``UserError`` for an error of MLflow in the block."""
+    try:
+        yield
     except MlflowException as failure:
         raise UserError(
-            f"--register {name}: the MLflow store {run_ref.store} rejected the model. "
-            f"{first_line(failure).rstrip('.')}. Fix this, or remove --register."
+            f"--register {name}: the MLflow store {store} rejected the model. {first_line(failure).rstrip('.')}. Fix "
+            "this, or remove --register."
         ) from failure
-    return str(model_info.registered_model_version)

@@ -50,6 +50,8 @@ MAX_CACHE_GROWTH_BYTES = 100_000_000
 The encoder caches every word forever, with 63 bytes each, in a table that doubles. This limit keeps the table below 300
 MB. Re-creating the encoder takes 0.2 s, including the common words.
 """
+_DECODED_IDS = 1_000_000
+"""Number of ids that are decoded at once."""
 MEMORY_CHECK_BYTES = 4_000_000
 """Bytes of text between two checks of the size of this process."""
 
@@ -229,7 +231,14 @@ class Tokenizer:
             raise ValueError(f"{text[:20]!r} has different ids {comparison}")
 
     def _join_tokens(self, ids: Iterable[int]) -> bytes:
-        return b"".join(self.tokens[token] for token in ids if token < len(self))
+        tokens = self.tokens
+        count = len(tokens)
+        return b"".join(tokens[token] for token in ids if token < count)
+
+    def decode_bytes(self, ids: np.ndarray) -> bytes:
+        """Return the text of ``ids`` in UTF-8; takes little more memory than the text."""
+        parts = (ids[start : start + _DECODED_IDS].tolist() for start in range(0, len(ids), _DECODED_IDS))
+        return b"".join(map(self._join_tokens, parts))
 
     @contextmanager
     def _errors_as_user_errors(self, library: str, advice: str) -> Iterator[None]:
@@ -266,17 +275,27 @@ class Tokenizer:
 
         Raises an ``EncodingMismatch`` that names ``book`` and the first difference.
         """
-        head = next(self.chunks(text, size))
-        expected = self.encode_with_reference(head.decode()).astype(self.dtype)
-        encoded_ids = ids[: len(expected)] if len(head) < len(text) else ids
-        if np.array_equal(expected, encoded_ids):
-            return len(head)
+        compared_bytes = position = 0
+        for chunk in self.chunks(text, min(max(1, size), CHUNK_BYTES)):
+            expected = self.encode_with_reference(chunk.decode()).astype(self.dtype)
+            compared_bytes += len(chunk)
+            is_last = compared_bytes == len(text)
+            encoded_ids = ids[position:] if is_last else ids[position : position + len(expected)]
+            if not np.array_equal(expected, encoded_ids):
+                raise self._mismatch(book, expected, encoded_ids, position)
+            position += len(expected)
+            if compared_bytes >= size:
+                break
+        return compared_bytes
+
+    def _mismatch(self, book: str, expected: np.ndarray, encoded_ids: np.ndarray, position: int) -> EncodingMismatch:
+        """Return the error for different ids of ``book`` from its token ``position`` on."""
         common_length = min(len(expected), len(encoded_ids))
         difference_positions = np.nonzero(expected[:common_length] != encoded_ids[:common_length])[0]
         first_difference = int(difference_positions[0]) if len(difference_positions) else common_length
         examples = slice(first_difference, first_difference + 4)
-        raise EncodingMismatch(
-            f"gigatoken and {self.library} encode {book} differently from token {first_difference:,} on "
+        return EncodingMismatch(
+            f"gigatoken and {self.library} encode {book} differently from token {position + first_difference:,} on "
             f"({encoded_ids[examples].tolist()} instead of {expected[examples].tolist()}). "
             f"Use --encoder tiktoken, and report the versions of gigatoken and {self.library} with this book."
         )

@@ -1,24 +1,26 @@
 """A flipped byte anywhere in any shard is found."""
 
 import glob
+import hashlib
 import random
 import uuid
 from collections.abc import Callable
 from dataclasses import replace
 from pathlib import Path
 
+import numpy as np
 import pytest
 
 from infra.errors import UserError
 from infra.storage.directory import StorageDir
 from pipeline.books.sources import build_inventory
 from pipeline.config import TokenizeConfig
-from pipeline.encoding.tokenizer import GPT2_SHA256
+from pipeline.encoding.tokenizer import GPT2_SHA256, gpt2
 from pipeline.inspect import InspectConfig, decode_passages, find_damage, main
 from pipeline.job.partition_result import read_result
 from pipeline.job.plan import make_partitions
 from pipeline.job.task import run_partition
-from pipeline.shards import Manifest, read_manifest
+from pipeline.shards import Manifest, ShardRow, read_manifest, write_shard
 
 
 @pytest.fixture(scope="module")
@@ -54,6 +56,35 @@ def test_every_flipped_byte_is_found(tokens: Path) -> None:
         with path.open("r+b") as file:
             file.seek(place)
             file.write(bytes([byte]))
+
+
+def test_each_book_whose_tokens_are_not_the_references_is_named(
+    tokens: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    assert main(InspectConfig(str(tokens), reencode=True, passages=0)) == 0
+    total = sum(info.tokens for info in read_manifest(tokens).shards)
+    assert f"tiktoken: all {total:,} tokens are equal" in " ".join(capsys.readouterr().out.split())
+    ids = gpt2().encode(b"It was the best of times, it was the worst of times").tolist()
+    split = [*gpt2().encode(b"It wa").tolist(), *gpt2().encode(b"s the best of times, it was the worst of times")]
+    end = gpt2().end_of_text
+    sha256 = hashlib.sha256(gpt2().decode_bytes(np.array(ids))).hexdigest()
+    assert gpt2().decode(split) == gpt2().decode(ids), "the same text with other tokens"
+    books = {"equal": [*ids, end], "split": [*split, end], "other": [*ids[:-1], end], "open": ids}
+    rows = [
+        ShardRow(name, None, None, None, "a test", sha256, 51, np.array(tokens, np.uint16))
+        for name, tokens in books.items()
+    ]
+    info = write_shard(tmp_path, "train/000000-000.arrow", "train", rows)
+    Manifest.of([info], config={}, tokenizer_sha256=GPT2_SHA256, inputs={}, report={}).write(tmp_path)
+    assert main(InspectConfig(str(tmp_path), verify=True, passages=0)) == 0, "the checksums are right"
+    capsys.readouterr()
+    assert main(InspectConfig(str(tmp_path), reencode=True, passages=0)) == 1
+    printed = " ".join(capsys.readouterr().err.split())
+    assert "encode split differently from token 1 on" in printed
+    assert "tokens of other do not decode to its text" in printed
+    assert "tokens of open do not end with" in printed
+    assert "3 of 4 books differ" in printed
+    assert "equal" not in printed
 
 
 def test_a_missing_and_a_short_shard_are_found(tokens: Path, capsys: pytest.CaptureFixture[str]) -> None:

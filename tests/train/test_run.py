@@ -9,8 +9,10 @@ import subprocess
 import sys
 from collections.abc import Callable
 from pathlib import Path
+from typing import Any
 
 import pytest
+import torch
 from matplotlib.image import imread
 from mlflow.tracking import MlflowClient
 from trainers import make_trainer
@@ -23,9 +25,10 @@ from infra.tracking.store import store_uri
 from infra.tracking.tracker import Logged
 from pipeline.encoding.tokenizer import gpt2
 from pipeline.shards import MANIFEST_FILE, TOKENIZER_FILE, read_manifest
-from train import run, train
+from train import Callback, TrainStep, run, train
 from train.config import Cycle, TrainConfig, config_from_json
 from train.launch.job import ResolvedRun
+from train.loop.sampling import load_model
 from train.model_config import ModelConfig
 from train.resolved import resolve_local
 from train.result import CycleReport
@@ -199,6 +202,74 @@ def test_data_whose_vocabulary_is_another_than_their_manifests_are_refused(
     manifest = Path("other", MANIFEST_FILE)
     manifest.write_text(json.dumps(json.loads(manifest.read_text()) | {"config": {"tokenizer": "another"}}))
     assert TOKENIZER_FILE in refused(run.main, "--data", "other", "--steps", "1", *FLAGS), "which is lost"
+
+
+class Recorder(Callback):
+    """Records what the loop calls, and stops the run after step ``last``, or after the first cycle."""
+
+    def __init__(self, last: int = 0) -> None:
+        self.last = last
+        self.steps: list[tuple[int, float, float]] = []
+        self.reports: list[CycleReport] = []
+        self.weights: torch.Tensor | None = None
+
+    def on_step_end(self, step: TrainStep) -> bool | None:
+        self.steps.append((step.step, float(step.loss), step.learning_rate))
+        self.weights = next(step.model.parameters()).detach().clone()
+        return step.step == self.last
+
+    def on_cycle_end(self, report: CycleReport) -> bool | None:
+        self.reports.append(report)
+        return not self.last
+
+
+def small_run(data: Path, model: ModelConfig, **settings: Any) -> TrainConfig:
+    defaults: dict[str, Any] = {"micro_batch": 2, "global_batch": 2, "steps": 9, "cycle": Cycle(2, 1), "device": "cpu"}
+    return TrainConfig.of(data=str(data), model=model, **(defaults | settings))
+
+
+def test_callbacks_see_each_step_and_cycle_and_stop_the_run(
+    small_shards: Path, small_model: ModelConfig, capfd: pytest.CaptureFixture[str]
+) -> None:
+    config, recorder, silent = small_run(small_shards, small_model), Recorder(last=5), Callback()
+    result = train(config, name="five", callbacks=[silent, recorder])
+    assert (result.outcome, result.steps) == ("finished", 5)
+    assert "Recorder" in result.reason
+    assert [step for step, _, _ in recorder.steps] == [1, 2, 3, 4, 5]
+    assert [loss for _, loss, _ in recorder.steps] == [
+        loss for report in recorder.reports for loss in report.step_losses
+    ]
+    assert all(rate > 0 for _, _, rate in recorder.steps)
+    assert [report.step for report in recorder.reports] == [2, 4, 5]
+    checkpoint = RunFolder(Path("runs/five").resolve()).newest_checkpoint()[0]
+    assert checkpoint
+    trained, _ = load_model(checkpoint)
+    assert recorder.weights is not None
+    assert torch.equal(next(trained.parameters()), recorder.weights)
+    result = train(config, name="one", callbacks=[Recorder()])
+    assert result.steps == 3, "a report arrives one step after its cycle"
+    assert not any(capfd.readouterr()), "a program prints nothing unless it wants to"
+
+
+def test_a_program_prints_a_run_if_it_is_verbose(
+    small_shards: Path, small_model: ModelConfig, capsys: pytest.CaptureFixture[str]
+) -> None:
+    train(small_run(small_shards, small_model, steps=1), name="loud", verbose=True)
+    assert "batches:" in capsys.readouterr().out
+
+
+def test_an_exception_of_a_callback_is_raised_as_it_is(small_shards: Path, small_model: ModelConfig) -> None:
+    class Broken(Callback):
+        def on_step_end(self, step: TrainStep) -> None:
+            raise ZeroDivisionError(step.step)
+
+    with pytest.raises(ZeroDivisionError, match="1"):
+        train(small_run(small_shards, small_model), name="broken", callbacks=[Broken()])
+
+
+def test_callbacks_are_refused_where_other_processes_train(small_shards: Path, small_model: ModelConfig) -> None:
+    with pytest.raises(UserError, match=r"Callbacks run in this process.*Remove callbacks"):
+        train(small_run(small_shards, small_model, micro_batch=1, workers=2), callbacks=[Callback()])
 
 
 def test_a_program_continues_after_a_run_of_its_own_was_interrupted(

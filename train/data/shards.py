@@ -83,6 +83,8 @@ class ShardData:
     ``on_download`` is called as :func:`ensure_local` calls it.
     """
 
+    first_batch_activity = "loading the first batch"
+
     def __init__(
         self,
         dataset: DatasetConfig,

@@ -51,6 +51,11 @@ class TrainingData(Protocol):
         """Number of tokens encoded during the run, by machine."""
         ...
 
+    @property
+    def first_batch_activity(self) -> str:
+        """What the loop does until its first batch, as a phrase."""
+        ...
+
     def state_dict(self, position: int) -> dict[str, Any] | None:
         """Return the state for a checkpoint in addition to ``position``, the number of windows consumed."""
         ...

@@ -73,6 +73,8 @@ class StreamSource(DataSource):
 class StreamData:
     """The opened data of a run with ``--stream``. Raises ``UserError`` if the validation books are too short."""
 
+    first_batch_activity = "waiting for Ray Data to read and encode the first books"
+
     def __init__(self, stream: Stream, context_length: int, batch: BatchConfig, cycle: Cycle) -> None:
         length = context_length
         self.stream = stream

@@ -6,8 +6,9 @@ compete with the loop, and a cluster's worker may not reach the store.
 """
 
 import shutil
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from dataclasses import replace
+from functools import partial
 from typing import Any
 
 from infra.cli.console import console
@@ -16,6 +17,7 @@ from infra.errors import UserError
 from infra.schema import to_json
 from infra.storage.files import write_json
 from infra.tracking.tracker import Tracker
+from train.callbacks import Callback
 from train.estimate.flops import with_matmul_efficiency
 from train.estimate.memory import peak_if_known
 from train.launch import local
@@ -41,6 +43,7 @@ def train_and_record(
     tracker: Tracker,
     on_cycle: Callable[[dict[str, Any]], None] = print_cycle,
     train: Callable[[RunJob, Listener], WorkerResult] | None = None,
+    callbacks: Sequence[Callback] = (),
 ) -> tuple[RunResult, Report]:
     """Train ``run``, and write its result and report to its folder, from which the MLflow run of ``tracker`` gets them.
 
@@ -52,6 +55,7 @@ def train_and_record(
         tracker: the run in MLflow.
         on_cycle: called with each new cycle.
         train: trains a job; by default in this process or on Ray's workers, as the run needs it.
+        callbacks: callbacks of a Python program, for a run in this process.
 
     Raises:
         UserError: the cluster lacks what the config needs, or the workers do not find the checkpoint or the data.
@@ -60,7 +64,7 @@ def train_and_record(
     """
     listener = prepare(run, tracker, on_cycle)
     if train is None and run.is_local:
-        train = local.train
+        train = partial(local.train, callbacks=callbacks)
     elif train is None:
         from train.launch import cluster
 

@@ -5,6 +5,7 @@ handles the messages of the worker.
 """
 
 import logging
+from collections.abc import Sequence
 from dataclasses import replace
 from typing import Any
 
@@ -12,13 +13,14 @@ from infra.background import repeated
 from infra.cli.interrupts import interrupts
 from infra.cli.progress import status
 from infra.device.host import cpu_count
+from train.callbacks import Callback
 from train.launch.job import RunJob, WorkerResult
 from train.launch.link import POLL_SECONDS, STOP_MESSAGE, Channel
 from train.launch.listener import Listener
 
 
-def train(job: RunJob, listener: Listener) -> WorkerResult:
-    """Train ``job`` in this process.
+def train(job: RunJob, listener: Listener, callbacks: Sequence[Callback] = ()) -> WorkerResult:
+    """Train ``job`` in this process, and call the ``callbacks`` of a Python program.
 
     Raises ``KeyboardInterrupt`` when a stop takes too long, the failure of ``listener``, for which the run was stopped
     and saved, and ``UserError`` for a setting that an earlier run in this process has ruled out.
@@ -45,7 +47,7 @@ def train(job: RunJob, listener: Listener) -> WorkerResult:
         with repeated(listen, POLL_SECONDS, "listener"):
             trainer = ray.train.torch.TorchTrainer(
                 train_function,
-                train_loop_config={"job": job, "link": link},
+                train_loop_config={"job": job, "link": link, "callbacks": callbacks},
                 scaling_config=ray.train.ScalingConfig(num_workers=0),
             )
             returned: Any = trainer.fit().return_value

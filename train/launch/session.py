@@ -14,6 +14,7 @@ import torch
 from infra.cli.units import GB
 from infra.device.telemetry import Telemetry
 from infra.errors import UserError
+from train.callbacks import Callback
 from train.config import Cycle, ResolvedConfig
 from train.data.source import TrainingData
 from train.launch.job import WorkerJob, WorkerResult
@@ -72,10 +73,13 @@ class WorkerSession:
         job: the config to train, and the limits for it.
         folder: the run's folder for checkpoints and cycles; None for a trial, which keeps neither.
         driver: None for every worker of a run but the first.
+        callbacks: callbacks of a Python program.
     """
 
-    def __init__(self, job: WorkerJob, folder: RunFolder | None, driver: Driver | None) -> None:
-        self.job, self.folder, self.driver = job, folder, driver
+    def __init__(
+        self, job: WorkerJob, folder: RunFolder | None, driver: Driver | None, callbacks: Sequence[Callback] = ()
+    ) -> None:
+        self.job, self.folder, self.driver, self.callbacks = job, folder, driver, callbacks
         self.config = job.config
         """The config with the micro-batch that is tried."""
         self.limit: MemoryLimit | None = None
@@ -142,7 +146,7 @@ class WorkerSession:
             self._trainer = Trainer(
                 config,
                 self._data,
-                Callbacks(self._on_cycle, driver.should_stop if driver else lambda: False),
+                Callbacks(self._on_cycle, driver.should_stop if driver else lambda: False, self.callbacks),
                 checkpoints=checkpoints,
                 resume=resume,
                 limit=None if driver and driver.checks_memory else self.limit,

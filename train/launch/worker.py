@@ -94,7 +94,8 @@ def train_function(loop_config: dict[str, Any]) -> WorkerResult:
             elif nodes.index(node_id) == rank:  # It watches its machine, where the first worker is not.
                 stack.callback(link.flush)
                 stack.enter_context(watch_machine(link, host))
-            result = WorkerSession(job, folder, driver).run(resume, states[0].failed_micro_batches)
+            callbacks = loop_config.get("callbacks", ())
+            result = WorkerSession(job, folder, driver, callbacks).run(resume, states[0].failed_micro_batches)
         except SmallerBatchRequired as failure:
             link.post(failure.message)
             link.flush()

@@ -7,7 +7,7 @@ collection in the middle of a step would delay the following launches.
 
 import gc
 import time
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any
@@ -18,6 +18,7 @@ from torch import Tensor, nn
 from infra.cli.units import format_count
 from infra.device.telemetry import Telemetry
 from infra.errors import UserError
+from train.callbacks import Callback, TrainStep
 from train.config import CUDA_GRAPHS, ResolvedConfig
 from train.data.loader import BatchLoader, WorkerShare
 from train.data.source import TrainingData
@@ -60,7 +61,9 @@ class Callbacks:
     on_cycle: Callable[[CycleReport], object] = lambda report: None
     """Called with each cycle's report."""
     should_stop: Callable[[], bool] = lambda: False
-    """Called after each step; returns whether the run must stop after it."""
+    """Called after each step; returns whether the run must stop after it, as interrupted."""
+    of_user: Sequence[Callback] = ()
+    """Callbacks of a Python program; the run is finished after the step in which one of them stops it."""
 
 
 class Trainer:
@@ -103,6 +106,8 @@ class Trainer:
         self.times = StepTimes()
         self.elapsed_before = 0.0
         self.unreported_losses: list[float] = []
+        self.stopped_by: Callback | None = None
+        """The user's callback that has stopped the run; None if there is none."""
         self.resume_checkpoint = resume
         self.saves_checkpoints = checkpoints is not None
         self.checkpoints = checkpoints if self.workers.is_first else None
@@ -122,8 +127,7 @@ class Trainer:
             if not memory.is_oom_error(failure):
                 raise
             raise OutOfMemory(self._oom_result(failure)) from failure
-        compiles = ", which compiles however short the run is (--compile off starts sooner)"
-        self.activity = "running the first step" + compiles * (config.execution.compile != "off")
+        self.activity = data.first_batch_activity
 
     def _build(self) -> None:
         """Make the model and its optimizer, distributed over the workers, with their state from the checkpoint."""
@@ -226,6 +230,7 @@ class Trainer:
             self._train_step(loader, cycle)
             self._advance(step=self.state.step + 1, windows_consumed=loader.position)
             cycle.step_ends.append(timing.mark(self.device))
+            self._call_user(cycle)
             if self.times.first_step is None:
                 timing.wait_for(cycle.step_ends[-1])
                 memory.release_cached_memory(config.execution)
@@ -257,6 +262,16 @@ class Trainer:
                 gc.collect(0)
                 cycle = open_cycle(self.state.step, self.state.step, config.duration.cycle.train_steps, [], self.device)
 
+    def _call_user(self, cycle: RunningCycle) -> None:
+        """Call the user's callbacks after a step of ``cycle``."""
+        if not self.callbacks.of_user or not self.workers.is_first:
+            return
+        self.stage = f"running the callbacks after step {self.state.step}"
+        step = TrainStep(self.state.step, cycle.losses[cycle.steps - 1].clone(), cycle.learning_rate, self.model)
+        for callback in self.callbacks.of_user:
+            if callback.on_step_end(step):
+                self.stopped_by = callback
+
     def _advance(self, **changes: Any) -> None:
         self.state = replace(self.state, **changes)
 
@@ -270,6 +285,9 @@ class Trainer:
             self.stage = f"loading a batch for step {step}"
             batch_requested_at = timing.mark(self.device)
             inputs, targets = loader.next()
+            if self.times.first_step is None:
+                compiles = ", which compiles however short the run is (--compile off starts sooner)"
+                self.activity = "running the first step" + compiles * (config.execution.compile != "off")
             cycle.batch_waits.append((batch_requested_at, timing.mark(self.device)))
             if config.execution.compile in CUDA_GRAPHS:
                 torch.compiler.cudagraph_mark_step_begin()
@@ -315,6 +333,8 @@ class Trainer:
             and is_precise(self.times.steps, config.duration.speed_tolerance)
         ):
             outcome, ended = "finished", f"speed measured to within {config.duration.speed_tolerance:.1%}"
+        elif self.stopped_by:
+            outcome, ended = "finished", f"stopped by the callback {type(self.stopped_by).__name__}"
         elif self.workers.is_first and self.callbacks.should_stop():
             outcome, ended = "interrupted", "stop requested"
         if not self.workers.is_first:
@@ -361,6 +381,9 @@ class Trainer:
         self.times.reports.append(made)
         if self.workers.is_first:
             self.callbacks.on_cycle(made)
+            for callback in self.callbacks.of_user:
+                if callback.on_cycle_end(made):
+                    self.stopped_by = callback
         return wrong
 
     def _add_step_times(self, cycle: RunningCycle) -> None:
