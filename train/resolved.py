@@ -12,7 +12,17 @@ from typing import Any
 from infra.device.hardware import A100, DeviceInfo, cpu_info, device_info
 from infra.errors import UserError
 from pipeline.shards import Manifest, read_manifest
-from train.config import AUTO, Compile, ExecutionConfig, Loss, ResolvedConfig, Step, StepConfig, TrainConfig
+from train.config import (
+    AUTO,
+    EAGER_BACKENDS,
+    Compile,
+    ExecutionConfig,
+    Loss,
+    ResolvedConfig,
+    Step,
+    StepConfig,
+    TrainConfig,
+)
 from train.data.sources import source_of
 from train.data.tokenizer import match_tokenizer
 from train.model_config import AnyModel
@@ -112,7 +122,7 @@ def check_device_support(execution: ExecutionConfig, device_info: DeviceInfo) ->
         raise UserError(
             f"--fp8 needs 8-bit matrix products (compute capability 8.9), which {device_info.name} lacks. Remove --fp8."
         )
-    compiles = execution.compile != "off" and execution.device == device_info.kind
+    compiles = execution.compile not in ("off", *EAGER_BACKENDS) and execution.device == device_info.kind
     if compiles and device_info.compile_blocker:
         raise UserError(
             f"--compile {execution.compile} does not work on {device_info.name}: {device_info.compile_blocker}. Fix "

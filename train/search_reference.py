@@ -21,7 +21,7 @@ from train.result import Diagnosis, RunResult
 SPEED_SETTINGS = (
     "stream", "model", "global_batch", "optimizer", "clip_norm", "mask_books", "micro_batch", "precision", "attention",
     "compile", "checkpointing", "loss", "loss_chunks", "fp8", "device", "workers", "fsdp", "loader_threads", "ablate",
-    "accelerator", "allocator",
+    "accelerator", "allocator", "offload_optimizer", "deterministic",
 )  # fmt: skip
 """Settings on which the speed depends."""
 

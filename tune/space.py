@@ -8,7 +8,7 @@ from typing import Any
 
 from infra.errors import UserError
 from infra.schema import strict
-from train.config import CHOICES, SETTING_TYPES, ResolvedConfig, divisors
+from train.config import CHOICES, EAGER_BACKENDS, SETTING_TYPES, ResolvedConfig, divisors
 
 KNOBS = (
     "allocator", "attention", "checkpointing", "compile", "fp8", "loader_threads", "loss", "loss_chunks", "optimizer",
@@ -16,7 +16,7 @@ KNOBS = (
 )  # fmt: skip
 """Settings that can be searched, because they do not change the mathematics of a step."""
 
-NOT_SEARCHED = ("auto", "adafactor", "muon")
+NOT_SEARCHED = ("auto", "adafactor", "muon", "lion", "sgd", *EAGER_BACKENDS)
 """Values of knobs that are not searched: ``auto``, and optimizers with other mathematics."""
 
 ACCUMULATION = "accumulation"

@@ -87,6 +87,11 @@ def stop_at(step: int) -> Callable[[], bool]:
         ({"ablate": ("async-loss", "set-to-none", "gc-pause")}, {}, EXACT),
         ({"optimizer": "muon"}, {"optimizer": "muon"}, 1e-3),
         ({"optimizer": "adafactor"}, {"optimizer": "adafactor"}, EXACT),
+        ({"optimizer": "lion"}, {"optimizer": "lion"}, 1e-3),
+        ({"optimizer": "sgd"}, {"optimizer": "sgd"}, EXACT),
+        ({"offload_optimizer": True}, {}, EXACT),
+        ({"offload_optimizer": True, "ablate": ("set-to-none",), "micro_batch": 2}, {"micro_batch": 8}, EXACT),
+        ({"compile": "aot_eager"}, {}, EXACT),
     ],
     ids=str,
 )  # fmt: skip
@@ -103,7 +108,8 @@ def test_a_gpu_trains_as_the_cpu_does(
     "changes",
     [
         {"precision": "fp32", "loader_threads": 1}, {"precision": "bf16"}, {"precision": "fp16"},
-        {"precision": "bf16-activations", "loss": "fused", "optimizer": "muon"},
+        {"precision": "bf16-activations", "loss": "fused", "optimizer": "muon"}, {"optimizer": "lion"},
+        {"offload_optimizer": True},
     ],
     ids=str,
 )  # fmt: skip
@@ -137,7 +143,7 @@ def test_a_checkpoint_holds_the_weights_of_its_step(config: TrainConfig, tmp_pat
 @pytest.mark.parametrize(
     "changes",
     [
-        *({"optimizer": name} for name in ("adamw", "adamw-fused", "adamw-8bit", "muon")),
+        *({"optimizer": name} for name in ("adamw", "adamw-fused", "adamw-8bit", "muon", "lion", "sgd")),
         {"optimizer": "adamw-bf16", "precision": "bf16-activations"}, {"precision": "fp16"}, {"loader_threads": 1},
         {"loss": "fused", "loss_chunks": 2, "precision": "bf16"}, {"checkpointing": "selective"},
         {"mask_books": True, "attention": "sdpa"},

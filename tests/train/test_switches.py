@@ -22,6 +22,7 @@ from infra.device.hardware import cpu_info
 from infra.errors import UserError
 from train.config import (
     AUTO,
+    EAGER_BACKENDS,
     Attention,
     Checkpointing,
     Cycle,
@@ -33,6 +34,7 @@ from train.config import (
     TrainConfig,
 )
 from train.loop.execution import AUTOCAST, build_model, compile_model, configure_allocator, keep_compiled_attention
+from train.loop.process import borrowed_process
 from train.model_config import ModelConfig
 from train.models.attention import book_numbers, by_kernels
 from train.models.optimizer import learning_rate
@@ -132,6 +134,42 @@ def test_compiled_code_computes_the_same(config: ResolvedConfig, compile: str) -
     config = config.replace(model=dataclasses.replace(config.model, layers=1), micro_batch=2)
     changed = config.replace(compile=compile, loss_chunks=2)
     assert losses(changed) == pytest.approx(losses(config), rel=1e-4)
+
+
+@pytest.mark.parametrize("backend", EAGER_BACKENDS)
+def test_backends_for_debugging_compute_the_same_without_a_compiler(
+    config: ResolvedConfig, backend: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Inductor would need the compiler, which is not there."""
+    monkeypatch.setenv("CXX", "/nowhere/c++")
+    no_compiler = dataclasses.replace(cpu_info(), compile_blocker="no compiler")
+    changed = resolve(config.replace(compile=backend, loss_chunks=2), no_compiler)
+    graphs = counters["stats"]["unique_graphs"]
+    expected, reports = [], []
+    make_trainer(config.replace(loss_chunks=2), on_cycle=expected.append).run()
+    make_trainer(changed, on_cycle=reports.append).run()
+    assert reports[0].step_losses == pytest.approx(expected[0].step_losses, rel=1e-5)
+    assert reports[0].val_loss == pytest.approx(expected[0].val_loss, rel=1e-5)
+    assert counters["stats"]["unique_graphs"] > graphs, "the model has been traced"
+
+
+def test_a_deterministic_run_rejects_other_algorithms_and_leaves_the_process_as_it_was(
+    config: ResolvedConfig, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.delenv("CUBLAS_WORKSPACE_CONFIG", raising=False)
+    with borrowed_process(config.execution):
+        make_trainer(config)
+        assert not torch.are_deterministic_algorithms_enabled()
+        assert "CUBLAS_WORKSPACE_CONFIG" not in os.environ
+    deterministic, reports = config.replace(deterministic=True), []
+    with borrowed_process(deterministic.execution):
+        for _ in range(2):
+            make_trainer(deterministic, on_cycle=reports.append).run()
+        assert torch.are_deterministic_algorithms_enabled()
+        assert os.environ["CUBLAS_WORKSPACE_CONFIG"] == ":4096:8"
+    assert reports[0].step_losses == reports[1].step_losses
+    assert not torch.are_deterministic_algorithms_enabled()
+    assert "CUBLAS_WORKSPACE_CONFIG" not in os.environ
 
 
 @pytest.mark.parametrize("setting", [None, "PYTORCH_ALLOC_CONF", "PYTORCH_CUDA_ALLOC_CONF"])
@@ -237,9 +275,10 @@ def test_every_combination_trains_or_is_refused(
     assert result.steps == 2
 
 
-@pytest.mark.parametrize("optimizer", ["adamw", "adamw-fused", "adafactor", "muon"])
+@pytest.mark.parametrize("optimizer", ["adamw", "adamw-fused", "adafactor", "muon", "lion", "sgd"])
 def test_every_optimizer_learns_and_resumes(config: ResolvedConfig, tmp_path: Path, optimizer: str) -> None:
-    config = config.replace(optimizer=optimizer, steps=40, learning_rate=0.2 if optimizer == "adafactor" else 3e-3)
+    rate = {"adafactor": 0.2, "lion": 1e-3, "sgd": 0.3}.get(optimizer, 3e-3)
+    config = config.replace(optimizer=optimizer, steps=40, learning_rate=rate)
     straight: list[CycleReport] = []
     make_trainer(config, on_cycle=straight.append).run()
     assert straight[-1].train_loss < straight[0].train_loss - 0.1
@@ -311,6 +350,7 @@ def test_a_tenth_of_a_short_time_warms_up() -> None:
         {"compile": "whole", "checkpointing": "selective"}, {"fp8": True},
         {"loss": "fused"}, {"loss_chunks": 2, "compile": "whole"},
         {"optimizer": "adamw-8bit"}, {"optimizer": "adamw-bf16", "precision": "bf16-activations"},
+        {"offload_optimizer": True}, {"deterministic": True},
     ],
     ids=str,
 )  # fmt: skip

@@ -11,6 +11,7 @@ from train.config.dataset import DatasetConfig
 from train.config.duration import Cycle, CycleText, DurationConfig
 from train.config.execution import (
     CUDA_GRAPHS,
+    EAGER_BACKENDS,
     GPU_KERNELS,
     HALF_PRECISIONS,
     WHOLE_GRAPH,
@@ -32,6 +33,7 @@ __all__ = [
     "AUTO",
     "CHOICES",
     "CUDA_GRAPHS",
+    "EAGER_BACKENDS",
     "GPU_KERNELS",
     "HALF_PRECISIONS",
     "SETTING_TYPES",

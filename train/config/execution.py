@@ -13,7 +13,15 @@ from train.config.checks import Conflict, check_combinations, check_part
 Precision = Literal["fp32", "tf32", "fp16", "bf16", "bf16-activations"]
 Attention = Literal["auto", "manual", "sdpa", "flash", "cudnn", "efficient", "flex"]
 Compile = Literal[
-    "off", "whole", "blocks", "coordinate-descent", "max-autotune", "max-autotune-graphs", "reduce-overhead"
+    "off",
+    "whole",
+    "blocks",
+    "coordinate-descent",
+    "max-autotune",
+    "max-autotune-graphs",
+    "reduce-overhead",
+    "eager",
+    "aot_eager",
 ]
 Checkpointing = Literal["none", "full", "alternate", "selective", "budget"]
 Loss = Literal["plain", "fused"]
@@ -27,6 +35,9 @@ HALF_PRECISIONS = ("fp16", "bf16", "bf16-activations")
 
 WHOLE_GRAPH = ("whole", "coordinate-descent", "max-autotune", "max-autotune-graphs", "reduce-overhead")
 """Values of ``--compile`` that compile the model as one graph."""
+
+EAGER_BACKENDS = ("eager", "aot_eager")
+"""Values of ``--compile`` that trace the model as one graph and execute its operations without a compiler."""
 
 CUDA_GRAPHS = ("max-autotune-graphs", "reduce-overhead")
 """Values of ``--compile`` that record the graph's kernels and replay them."""
@@ -73,7 +84,9 @@ class ExecutionConfig:
     - coordinate-descent: the whole model; kernel sizes are tuned one by one
     - max-autotune: the whole model; kernels are chosen by benchmarks
     - max-autotune-graphs: max-autotune with CUDA graphs
-    - reduce-overhead: the whole model with CUDA graphs"""
+    - reduce-overhead: the whole model with CUDA graphs
+    - eager: for debugging; the whole model is traced by TorchDynamo and not compiled
+    - aot_eager: for debugging; as eager, with a backward pass traced by AOTAutograd"""
     fp8: bool = False
     """Compute the matrix products of blocks in 8-bit floats, scaled per tensor (torchao, on GPUs that support them)."""
     checkpointing: Checkpointing = "none"
@@ -98,6 +111,12 @@ class ExecutionConfig:
     - split: as default, but segments above 512 MiB are not split (max_split_size_mb)
     - expandable: segments that grow (expandable_segments).
     The environment variable PYTORCH_ALLOC_CONF overrides this setting."""
+    offload_optimizer: bool = False
+    """Keep the optimizer's state in the host's memory, and update the weights on the CPU (ZeRO-Offload).
+    Only for one worker with a GPU, and for the optimizers adamw, adamw-fused, lion and sgd."""
+    deterministic: bool = False
+    """Use only deterministic algorithms, so that equal runs on one machine give equal losses bit for bit.
+    An operation that has none ends the run. Some operations become slower."""
     fsdp: bool = False
     """Shard weights, gradients and optimizer state over the workers (FSDP2) instead of a copy on each (DDP)."""
     ablate: Annotated[tuple[Ablation, ...], tyro.conf.arg(metavar="[NAME ...]")] = ()
@@ -133,9 +152,14 @@ class ExecutionConfig:
         yield fp8, on_cpu, "8-bit matrix products need a GPU"
         not_bf16 = ("precision", self.precision in ("fp32", "tf32", "fp16"))
         yield fp8, not_bf16, "8-bit matrix products need bf16 in the other operations; use --precision bf16"
+        deterministic, tuned = ("deterministic", self.deterministic), ("compile", self.compile in GPU_KERNELS)
+        yield deterministic, tuned, "tuning chooses kernels by their speed, which differs between runs; use whole"
+        offload = ("offload_optimizer", self.offload_optimizer)
+        yield offload, on_cpu, "the optimizer is on the CPU already"
+        yield offload, ("precision", self.precision == "fp16"), "loss scaling skips updates on the GPU; use bf16"
         fsdp = ("fsdp", self.fsdp)
         yield fsdp, ("precision", self.precision == "fp16"), "loss scaling is not synchronized between shards; use bf16"
-        whole = ("compile", self.compile in WHOLE_GRAPH)
+        whole = ("compile", self.compile in (*WHOLE_GRAPH, *EAGER_BACKENDS))
         yield fsdp, whole, "gathering the weights of a block breaks the graph; use --compile blocks"
         yield fsdp, fp8, "this combination is not supported"
 

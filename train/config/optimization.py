@@ -7,11 +7,14 @@ from infra.errors import UserError
 from infra.schema import strict
 from train.config.checks import check_part, format_flag
 
-Optimizer = Literal["adamw", "adamw-fused", "adamw-8bit", "adamw-bf16", "adafactor", "muon"]
+Optimizer = Literal["adamw", "adamw-fused", "adamw-8bit", "adamw-bf16", "adafactor", "muon", "lion", "sgd"]
 Schedule = Literal["cosine", "wsd", "constant"]
 
 TORCHAO_OPTIMIZERS = ("adamw-8bit", "adamw-bf16")
 """Values of ``--optimizer`` that torchao implements."""
+
+OFFLOADED_OPTIMIZERS = ("adamw", "adamw-fused", "lion", "sgd")
+"""Values of ``--optimizer`` whose update a CPU can compute in little more time than it reads the weights."""
 
 
 @strict
@@ -37,11 +40,14 @@ class OptimizationConfig:
     - adamw-8bit: AdamW with 8-bit moments (torchao)
     - adamw-bf16: AdamW with bf16 weights and stochastic rounding (torchao)
     - adafactor: Adafactor, which waits for the GPU at each weight
-    - muon: Muon for the matrices of the blocks, AdamW for all other parameters"""
+    - muon: Muon for the matrices of the blocks, AdamW for all other parameters
+    - lion: Lion, with half of Adam's state; use a learning rate 3 to 10 times smaller than for AdamW
+    - sgd: SGD with momentum in one fused kernel, with half of Adam's state; use a larger learning rate"""
     beta1: float = 0.9
-    """Adam's decay rate of the first moment (at least 0 and below 1)."""
+    """Adam's decay rate of the first moment, Lion's weight of its momentum in an update, or the momentum of SGD
+    (at least 0 and below 1)."""
     beta2: float = 0.95
-    """Adam's decay rate of the second moment (at least 0 and below 1)."""
+    """Adam's decay rate of the second moment, or Lion's decay rate of its momentum (at least 0 and below 1)."""
     clip_norm: float = 1.0
     """Gradient norm above which gradients are scaled down (0: off)."""
 

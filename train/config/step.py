@@ -10,7 +10,7 @@ from infra.schema import to_json
 from train.config.batch import AUTO, Batch, BatchConfig, divisors
 from train.config.checks import Conflict, check_combinations, format_flag
 from train.config.execution import Execution, ExecutionConfig
-from train.config.optimization import TORCHAO_OPTIMIZERS, OptimizationConfig
+from train.config.optimization import OFFLOADED_OPTIMIZERS, OptimizationConfig
 from train.model_config import PRESETS, Model
 
 SWITCHES = (
@@ -114,8 +114,12 @@ class StepConfig:
         yield bf16_weights, ("workers", workers > 1), "each worker would round its own copy of the weights"
         fsdp = ("fsdp", self.execution.fsdp)
         yield fsdp, ("workers", workers == 1), "sharding needs several workers"
-        unsharded = ("optimizer", optimizer in (*TORCHAO_OPTIMIZERS, "adafactor", "muon"))
+        unsharded = ("optimizer", optimizer not in ("adamw", "adamw-fused"))
         yield fsdp, unsharded, "only AdamW supports sharding"
+        offload = ("offload_optimizer", self.execution.offload_optimizer)
+        yield offload, ("workers", workers > 1), "offloading supports one worker; use --fsdp to shard the state"
+        not_offloaded = ("optimizer", optimizer not in OFFLOADED_OPTIMIZERS)
+        yield offload, not_offloaded, f"the CPU only updates with {', '.join(OFFLOADED_OPTIMIZERS)}"
 
     @property
     def micro_batches(self) -> list[int]:

@@ -29,8 +29,8 @@ class TrainConfig(StepConfig):
             "model", "global_batch", "seed", "learning_rate", "schedule", "warmup_steps", "weight_decay", "optimizer",
             "beta1", "beta2", "clip_norm", "mask_books", "max_loss_spike",
         ),
-        "memory": ("micro_batch", "checkpointing", "loss", "loss_chunks", "allocator"),
-        "speed": ("precision", "attention", "compile", "fp8", "loader_threads", "ablate"),
+        "memory": ("micro_batch", "checkpointing", "loss", "loss_chunks", "allocator", "offload_optimizer"),
+        "speed": ("precision", "attention", "compile", "fp8", "loader_threads", "ablate", "deterministic"),
         "device": ("device", "workers", "fsdp", "accelerator"),
         "length and checkpoints": (
             "steps", "tokens", "time_budget", "speed_tolerance", "cycle", "checkpoint_every", "keep_checkpoints",

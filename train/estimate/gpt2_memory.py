@@ -15,6 +15,7 @@ Both agree with the resident memory of a process on the CPU (tests/benchmarks/me
 from dataclasses import dataclass
 
 from train.config import (
+    EAGER_BACKENDS,
     HALF_PRECISIONS,
     WHOLE_GRAPH,
     Attention,
@@ -30,6 +31,8 @@ from train.models.recompute import BUDGET
 
 WORKSPACE = {"cuda": 32 * 2**20, "cpu": 0}
 """Bytes of cuBLAS's workspaces. By torch's default there are two, of 8 MiB each, and of 32 MiB on Hopper."""
+DETERMINISTIC_WORKSPACE = 64 * 2**20
+"""Bytes of cuBLAS's workspaces with ``--deterministic``: two, each of eight buffers of 4 MiB."""
 LOSS = "the loss's backward pass"
 """The moment when the logits are in memory."""
 
@@ -52,25 +55,25 @@ class BytesPerToken:
 
 def predict_breakdown(model: ModelConfig, batch: Batch, execution: Execution, optimizer: Optimizer) -> MemoryBreakdown:
     """Return the peak of a step on one worker by part."""
-    kind = execution.device
+    kind, offloads = execution.device, execution.offload_optimizer
     moments = _moments(model, batch, execution, optimizer)
     moment = max(moments, key=lambda name: sum(moments[name]))
     gradients, casts, activations, logits, working = (round(size) for size in moments[moment])
     # In eager execution the freed logits in 16 bits and their fp32 copy are as large as one and a half fp32 copies. The
     # gradient of the log-softmax takes one of them, and the gradient of the logits does not fit into the other half.
     has_logits = not _loss_chunks(model.context_length, batch.micro_batch, execution)
-    eager = execution.compile == "off" and _half(execution.precision) and has_logits
+    eager = _is_eager(execution) and _half(execution.precision) and has_logits
     hole = kind == "cuda" and eager and moment == LOSS
     parameters, shards = model.parameters, _shards(batch.workers, execution.fsdp)
     return MemoryBreakdown(
         weights=_weight_bytes(optimizer) * parameters // shards,
         gradients=gradients,
-        optimizer=optimizer_bytes(model, optimizer, parameters) // shards,
+        optimizer=0 if offloads else optimizer_bytes(model, optimizer, parameters) // shards,
         casts=casts,
         activations=activations,
         logits=logits,
         working=working,
-        workspace=WORKSPACE[kind],
+        workspace=DETERMINISTIC_WORKSPACE if kind == "cuda" and execution.deterministic else WORKSPACE[kind],
         unused=2 * batch.micro_batch * model.context_length * model.padded_vocab_size if hole else 0,
         context=CONTEXT[kind],
         moment=moment,
@@ -132,6 +135,8 @@ def _moments(
     # In a block compiled alone Inductor computes the weights' gradients last, when more memory has been freed than they
     # need.
     second = 0 if alone else product * matrices // 3
+    # Without a fused kernel AdamW computes the updates of all weights at once, and Lion one at a time.
+    updates = {"adamw": all_gradients, "lion": head}
     # A compiled loss has the gradients of the logits and of the head in memory together, unless the latter is computed
     # last.
     logits_with_head = product * head_parameters if (alone or whole) and not chunks and not late else 0
@@ -154,7 +159,7 @@ def _moments(
             at_the_end, 0, 0, kept_logits, sums,
         ),
         "the optimizer's step": (
-            all_gradients, 0, 0, 0, all_gradients if optimizer == "adamw" else 0,
+            all_gradients, 0, 0, 0, 0 if execution.offload_optimizer else updates.get(optimizer, 0),
         ),
     }  # fmt: skip
 
@@ -172,7 +177,7 @@ def _shards(workers: int, shard: bool) -> int:
 def token_sizes(model: ModelConfig, micro_batch: int, execution: Execution, kind: str) -> BytesPerToken:
     """Return the bytes per token. The residual stream is fp32 unless all activations are bf16."""
     width, scores = model.width, model.heads * model.context_length
-    half, eager = _half(execution.precision), execution.compile == "off"
+    half, eager = _half(execution.precision), _is_eager(execution)
     fused = _loss_chunks(model.context_length, micro_batch, execution) > 0
     product = 2 if half else 4
     stream = 2 if execution.precision == "bf16-activations" else 4
@@ -240,7 +245,9 @@ def published_activations(model: ModelConfig, micro_batch: int, precision: Preci
 def optimizer_bytes(model: ModelConfig, optimizer: Optimizer, parameters: int) -> int:
     """Return the bytes of the optimizer's state for this number of parameters."""
     matrices = model.layers * 12 * model.width**2
-    bytes_per_parameter = {"adamw": 8, "adamw-fused": 8, "adamw-8bit": 2, "adamw-bf16": 4, "adafactor": 0}
+    bytes_per_parameter = {
+        "adamw": 8, "adamw-fused": 8, "adamw-8bit": 2, "adamw-bf16": 4, "adafactor": 0, "lion": 4, "sgd": 4,
+    }  # fmt: skip
     if optimizer == "muon":  # One momentum for the blocks' matrices, AdamW's two moments for the others.
         return 4 * matrices + 8 * (parameters - matrices)
     return bytes_per_parameter[optimizer] * parameters
@@ -254,6 +261,11 @@ def _loss_chunks(context_length: int, micro_batch: int, execution: Execution) ->
 def _materializes(model: ModelConfig, attention: Attention, kind: str) -> bool:
     """Return whether the T x T matrix is written to memory; on a CPU torch's fused kernel does not support dropout."""
     return attention == "manual" or (kind == "cpu" and model.dropout > 0)
+
+
+def _is_eager(execution: Execution) -> bool:
+    """Return whether operations run one by one, so that autograd stores the tensors of each."""
+    return execution.compile in ("off", *EAGER_BACKENDS)
 
 
 def _half(precision: Precision) -> bool:

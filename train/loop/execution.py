@@ -11,7 +11,7 @@ import torch
 from torch import Tensor, nn
 
 from infra.errors import UserError
-from train.config import Device, Execution, Optimizer
+from train.config import EAGER_BACKENDS, Device, Execution, Optimizer
 from train.model_config import ModelSpec
 from train.models.blocks import LossModel, repeated_blocks
 from train.models.builders import builder_of
@@ -98,6 +98,8 @@ def compile_model(model: nn.Module, execution: Execution) -> Callable[..., Tenso
         if isinstance(model, LossModel):
             model.mean_loss = torch.compile(model.mean_loss, dynamic=False)
         return model
+    if execution.compile in EAGER_BACKENDS:
+        return torch.compile(model, dynamic=False, backend=execution.compile)
     mode, options = MODES.get(execution.compile), OPTIONS.get(execution.compile)
     return torch.compile(model, dynamic=False, mode=mode, options=options)
 
@@ -146,6 +148,20 @@ def configure_allocator(allocator: str) -> None:
     user_values = {"PYTORCH_ALLOC_CONF", "PYTORCH_CUDA_ALLOC_CONF"} & os.environ.keys()
     if allocator in ALLOCATORS and not user_values:
         os.environ["PYTORCH_ALLOC_CONF"] = ALLOCATORS[allocator]
+
+
+def configure_determinism(execution: Execution) -> None:
+    """Make torch reject or replace algorithms that are not deterministic, with ``--deterministic``.
+
+    Must be called before the first matrix product on a GPU, when cuBLAS reads its variable: with its default workspaces
+    it may choose another algorithm in another stream. A value that the user has set stays.
+    """
+    if not execution.deterministic:
+        return
+    os.environ.setdefault("CUBLAS_WORKSPACE_CONFIG", ":4096:8")
+    torch.use_deterministic_algorithms(True)
+    # The loop reads no memory that it has not written; filling it would take time in every operation.
+    torch.utils.deterministic.fill_uninitialized_memory = False
 
 
 def enable_large_pages(execution: Execution) -> None:

@@ -92,7 +92,8 @@ def bytes_by_part(model: nn.Module | None, optimizer: torch.optim.Optimizer | No
     absent."""
     parameters = list(model.parameters()) if model else []
     sizes = {"weights": _bytes(parameters), "gradients": _bytes(p.grad for p in parameters if p.grad is not None)}
-    state = list(_tensors(optimizer.state_dict())) if optimizer else []
+    devices = {parameter.device for parameter in parameters}  # An offloaded state is on another one.
+    state = [tensor for tensor in _tensors(optimizer.state_dict()) if tensor.device in devices] if optimizer else []
     if all(
         type(parallel.local_shard(tensor)) is Tensor for tensor in state
     ):  # torchao's 8-bit tensors do not show their size

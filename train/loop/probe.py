@@ -20,6 +20,7 @@ from train.loop.execution import (
     build_model,
     compile_model,
     configure_allocator,
+    configure_determinism,
     enable_large_pages,
     torch_device,
 )
@@ -36,16 +37,19 @@ def probe(step: Step, larger: int) -> MemoryFit:
     """Take several of ``step`` at its micro-batch and at the ``larger`` one: the line that their peaks determine."""
     configure_allocator(step.execution.allocator)
     enable_large_pages(step.execution)
+    configure_determinism(step.execution)
     device = torch_device(step.execution.device)
     torch.set_float32_matmul_precision("highest" if step.execution.precision == "fp32" else "high")
     make_optimizer(
         build_model(step.model, step.execution, step.optimization.optimizer, SEED, device),
         step.optimization,
+        step.execution.offload_optimizer,
     )  # what these import is not the model's
     memory.reset_after_oom(replace(step.execution, compile="off"))
     baseline_peak = _peak(device)
     model = build_model(step.model, step.execution, step.optimization.optimizer, SEED, device)
-    forward, optimizer = compile_model(model, step.execution), make_optimizer(model, step.optimization)
+    forward = compile_model(model, step.execution)
+    optimizer = make_optimizer(model, step.optimization, step.execution.offload_optimizer)
     scaler = torch.amp.GradScaler(device.type, enabled=step.execution.precision == "fp16")
     peaks, held = [], dict[str, int]()
     for size in (step.batch.micro_batch, larger):

@@ -13,7 +13,9 @@ from train.loop import memory
 from train.loop.execution import configure_allocator, enable_large_pages
 from train.run_files.checkpoint import random_state, restore_random_state
 
-_VARIABLES = ("PYTORCH_ALLOC_CONF", "THP_MEM_ALLOC_ENABLE", "TORCHINDUCTOR_CACHE_DIR")
+_VARIABLES = (
+    "PYTORCH_ALLOC_CONF", "THP_MEM_ALLOC_ENABLE", "TORCHINDUCTOR_CACHE_DIR", "CUBLAS_WORKSPACE_CONFIG",
+)  # fmt: skip
 
 _first_values: dict[str, str] = {}
 """Values of the settings that torch reads only once, by flag, from the first run in this process."""
@@ -34,10 +36,15 @@ def borrowed_process(execution: Execution) -> Iterator[bool]:
     enable_large_pages(execution)
     configure_allocator(execution.allocator)
     precision, state = torch.get_float32_matmul_precision(), random_state()
+    is_deterministic = torch.are_deterministic_algorithms_enabled()
+    warns_only = torch.is_deterministic_algorithms_warn_only_enabled()
+    fills_memory = torch.utils.deterministic.fill_uninitialized_memory
     try:
         yield memory.forget_resident_peak()
     finally:
         torch.set_float32_matmul_precision(precision)
+        torch.use_deterministic_algorithms(is_deterministic, warn_only=warns_only)
+        torch.utils.deterministic.fill_uninitialized_memory = fills_memory
         restore_random_state(state)
         for name, value in variables.items():
             os.environ.pop(name, None)
@@ -46,16 +53,24 @@ def borrowed_process(execution: Execution) -> Iterator[bool]:
 
 
 def _check_unchanged(execution: Execution) -> None:
-    """Raise ``UserError`` if ``execution`` has another allocator or page size than the first run in this process."""
-    if execution.device == "cuda" and {"PYTORCH_ALLOC_CONF", "PYTORCH_CUDA_ALLOC_CONF"} & os.environ.keys():
-        return  # the user's choice, which has precedence
+    """Raise ``UserError`` if ``execution`` has another value of a setting that torch reads once than the first run in
+    this process."""
+    for flag, value in _settings_of_process(execution):
+        first = _first_values.setdefault(flag, value)
+        if value != first:
+            raise UserError(
+                f"{flag}: an earlier run in this process was {first}, and PyTorch cannot change that within a process. "
+                "Train in another process with 'python -m train.run', or compare settings with 'python -m tune.ladder'."
+            )
+
+
+def _settings_of_process(execution: Execution) -> Iterator[tuple[str, str]]:
+    """Yield (flag, description of its value) of the settings that torch reads once, unless the user's environment sets
+    them."""
     if execution.device == "cpu":
-        flag, value = "--ablate", "with large-pages" if "large-pages" in execution.ablate else "without large-pages"
-    else:
-        flag, value = "--allocator", f"with {execution.allocator}"
-    first = _first_values.setdefault(flag, value)
-    if value != first:
-        raise UserError(
-            f"{flag}: an earlier run in this process was {first}, and PyTorch cannot change that within a process. "
-            "Train in another process with 'python -m train.run', or compare settings with 'python -m tune.ladder'."
-        )
+        yield "--ablate", "with large-pages" if "large-pages" in execution.ablate else "without large-pages"
+        return
+    if not {"PYTORCH_ALLOC_CONF", "PYTORCH_CUDA_ALLOC_CONF"} & os.environ.keys():
+        yield "--allocator", f"with {execution.allocator}"
+    if "CUBLAS_WORKSPACE_CONFIG" not in os.environ:
+        yield "--deterministic", "deterministic" if execution.deterministic else "not deterministic"

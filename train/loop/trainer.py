@@ -30,6 +30,7 @@ from train.loop.execution import (
     build_model,
     compile_model,
     configure_allocator,
+    configure_determinism,
     enable_large_pages,
     gc_disabled,
     torch_device,
@@ -96,6 +97,7 @@ class Trainer:
         self.data = data
         configure_allocator(config.execution.allocator)
         enable_large_pages(config.execution)
+        configure_determinism(config.execution)
         self.callbacks = callbacks
         self.limit = limit
         self.started = time.perf_counter()
@@ -149,7 +151,7 @@ class Trainer:
         if config.execution.compile in CUDA_GRAPHS:
             for parameter in self.model.parameters():
                 parameter.grad = torch.zeros_like(parameter)
-        self.optimizer = make_optimizer(self.model, config.optimization)
+        self.optimizer = make_optimizer(self.model, config.optimization, config.execution.offload_optimizer)
         self.scaler = torch.amp.GradScaler(self.device.type, enabled=config.execution.precision == "fp16")
         self.norm_check = NormCheck(self.attention, skips_steps=self.scaler.is_enabled())
         if self.resume_checkpoint is not None:

@@ -5,7 +5,7 @@ from pathlib import Path
 
 import torch
 
-from train.config import Execution
+from train.config import EAGER_BACKENDS, Execution
 from train.model_config import ModelConfig
 from train.models.attention import AttentionInputs, MaskFunction, block_mask, dense_mask, supported_kernels
 from train.models.builder import Export, ModelBuilder
@@ -30,7 +30,7 @@ class GPT2Builder(ModelBuilder[ModelConfig]):
             attention=self._attention(execution),
             mask=self._mask(execution),
             checkpointing=execution.checkpointing,
-            loss=loss_function(execution.loss, execution.loss_chunks),
+            loss=loss_function(execution.loss, execution.loss_chunks, compiles=execution.compile not in EAGER_BACKENDS),
             activations=torch.bfloat16 if execution.precision == "bf16-activations" else None,
         )
 

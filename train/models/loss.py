@@ -22,12 +22,17 @@ LossFunction = Callable[[Tensor, Tensor, Tensor, int | None], Tensor]
 """``(hidden, head, targets, vocab_size)`` to the mean loss, as :func:`plain`."""
 
 
-def loss_function(loss: Loss, chunks: int) -> LossFunction:
-    """Return the function that ``--loss`` and ``--loss-chunks`` choose."""
+def loss_function(loss: Loss, chunks: int, *, compiles: bool = True) -> LossFunction:
+    """Return the function that ``--loss`` and ``--loss-chunks`` choose.
+
+    In a traced graph the fused loss compiles a kernel of its own if ``compiles``.
+    """
 
     def mean_loss(hidden: Tensor, head: Tensor, targets: Tensor, vocab_size: int | None) -> Tensor:
         count = chunk_count(loss, chunks, targets.numel())
-        return fused(hidden, head, targets, count, vocab_size) if count else plain(hidden, head, targets, vocab_size)
+        if not count:
+            return plain(hidden, head, targets, vocab_size)
+        return fused(hidden, head, targets, count, vocab_size, compiles=compiles)
 
     return mean_loss
 
@@ -41,7 +46,9 @@ def plain(hidden: Tensor, head: Tensor, targets: Tensor, vocab_size: int | None 
     return F.cross_entropy(logits.flatten(0, 1).float(), targets.flatten())
 
 
-def fused(hidden: Tensor, head: Tensor, targets: Tensor, chunks: int, vocab_size: int | None = None) -> Tensor:
+def fused(
+    hidden: Tensor, head: Tensor, targets: Tensor, chunks: int, vocab_size: int | None = None, *, compiles: bool = True
+) -> Tensor:
     """Compute the mean of :func:`plain` in ``chunks``, with the logits of only one chunk in memory at a time.
 
     The forward pass overwrites the logits of a chunk by their gradient, and computes the gradients of the hidden states
@@ -53,7 +60,7 @@ def fused(hidden: Tensor, head: Tensor, targets: Tensor, chunks: int, vocab_size
     if torch.is_autocast_enabled(kind):  # Autocast does not cast the inputs of a custom operator.
         hidden = hidden.to(torch.get_autocast_dtype(kind))
     training = torch.is_grad_enabled() and (hidden.requires_grad or head.requires_grad)
-    compiled = torch.compiler.is_compiling()
+    compiled = compiles and torch.compiler.is_compiling()
     ids = len(head) if vocab_size is None else vocab_size
     return _fused(hidden.flatten(0, 1), head, targets.flatten(), chunks, ids, training, compiled)[0]
 

@@ -12,10 +12,11 @@ from train.config import OptimizationConfig, Optimizer
 from train.models.blocks import repeated_blocks
 
 
-def make_optimizer(model: nn.Module, optimization: OptimizationConfig) -> torch.optim.Optimizer:
+def make_optimizer(model: nn.Module, optimization: OptimizationConfig, offload: bool = False) -> torch.optim.Optimizer:
     """Create the optimizer, with one parameter group for matrices and one without weight decay for biases and norms.
 
-    The papers are arXiv 1711.05101 (AdamW), 2110.02861 (8-bit moments), 1804.04235 (Adafactor) and 2502.16982 (Muon).
+    If ``offload``, its state is in the host's memory. The papers are arXiv 1711.05101 (AdamW), 2110.02861 (8-bit
+    moments), 1804.04235 (Adafactor), 2502.16982 (Muon), 2302.06675 (Lion) and 2101.06840 (ZeRO-Offload).
     """
     parameters = [p for p in model.parameters() if p.requires_grad]
     if optimization.optimizer == "muon":
@@ -31,6 +32,13 @@ def make_optimizer(model: nn.Module, optimization: OptimizationConfig) -> torch.
         return CombinedOptimizer(
             [muon, _adamw(_groups(other_parameters, optimization.weight_decay), optimization, fused=True)]
         )
+    if offload:
+        return OffloadedOptimizer(parameters, lambda copies: _of_groups(copies, optimization))
+    return _of_groups(parameters, optimization)
+
+
+def _of_groups(parameters: list[nn.Parameter], optimization: OptimizationConfig) -> torch.optim.Optimizer:
+    """Create an optimizer that treats all ``parameters`` alike, except for weight decay."""
     groups = _groups(parameters, optimization.weight_decay)
     betas = (optimization.beta1, optimization.beta2)
     match optimization.optimizer:
@@ -42,6 +50,10 @@ def make_optimizer(model: nn.Module, optimization: OptimizationConfig) -> torch.
             return _torchao(optimization.optimizer)._AdamW(
                 groups, lr=optimization.learning_rate, betas=betas, bf16_stochastic_round=True
             )
+        case "lion":
+            return Lion(groups, lr=optimization.learning_rate, betas=betas)
+        case "sgd":
+            return torch.optim.SGD(groups, lr=optimization.learning_rate, momentum=optimization.beta1, fused=True)
         case _:
             return _adamw(groups, optimization, fused=optimization.optimizer == "adamw-fused")
 
@@ -68,6 +80,89 @@ def _torchao(optimizer: Optimizer) -> Any:
             "choose another --optimizer."
         ) from None
     return torchao.optim
+
+
+class Lion(torch.optim.Optimizer):
+    """Lion (arXiv 2302.06675, program 1): the sign of an average of momentum and gradient, with weight decay."""
+
+    def __init__(self, groups: list[dict[str, Any]], lr: float, betas: tuple[float, float]) -> None:
+        super().__init__(groups, {"lr": lr, "betas": betas})
+
+    @torch.no_grad()
+    def step(self, closure: Callable[[], float] | None = None) -> None:  # type: ignore[override]
+        """Update the parameters that have gradients; closures are not supported."""
+        for group in self.param_groups:
+            (beta1, beta2), rate = group["betas"], group["lr"]
+            for parameter in group["params"]:
+                if parameter.grad is None:
+                    continue
+                state = self.state[parameter]
+                if not state:
+                    state["momentum"] = torch.zeros_like(parameter)
+                update = state["momentum"].lerp(parameter.grad, 1 - beta1).sign_()
+                parameter.mul_(1 - rate * group["weight_decay"]).add_(update, alpha=-rate)
+                state["momentum"].lerp_(parameter.grad, 1 - beta2)
+
+
+class OffloadedOptimizer(torch.optim.Optimizer):
+    """An optimizer whose state is in the host's memory and which updates the weights on the CPU.
+
+    Its parameters are copies of the weights. A step copies all gradients to the host, updates the copies there, and
+    copies them to the device. Both copies are pinned for a GPU, in two large tensors, because torch rounds the size of
+    each pinned allocation up to a power of two.
+
+    Args:
+        parameters: weights on the device.
+        factory: makes the optimizer of the copies.
+    """
+
+    def __init__(
+        self, parameters: list[nn.Parameter], factory: Callable[[list[nn.Parameter]], torch.optim.Optimizer]
+    ) -> None:
+        self.weights = parameters
+        is_pinned, size = parameters[0].is_cuda, sum(p.numel() for p in parameters)
+        values, gradients = (torch.zeros(size, pin_memory=is_pinned) for _ in range(2))
+        sizes = [p.numel() for p in parameters]
+        self.copies = [nn.Parameter(value.view_as(p)) for p, value in zip(parameters, values.split(sizes), strict=True)]
+        self._gradients = [g.view_as(p) for p, g in zip(parameters, gradients.split(sizes), strict=True)]
+        self._copy_weights()
+        self.optimizer = factory(self.copies)
+
+    @property
+    def param_groups(self) -> list[dict[str, Any]]:  # type: ignore[override]
+        return self.optimizer.param_groups
+
+    @torch.no_grad()
+    def _copy_weights(self) -> None:
+        for weight, copy in zip(self.weights, self.copies, strict=True):
+            copy.copy_(weight)
+
+    @torch.no_grad()
+    def step(self, closure: Callable[[], float] | None = None) -> None:  # type: ignore[override]
+        """Update the weights on the CPU; closures are not supported."""
+        for weight, copy, gradient in zip(self.weights, self.copies, self._gradients, strict=True):
+            copy.grad = None if weight.grad is None else gradient.copy_(weight.grad, non_blocking=True)
+        if self.weights[0].is_cuda:
+            torch.cuda.current_stream().synchronize()
+        self.optimizer.step()
+        for weight, copy in zip(self.weights, self.copies, strict=True):
+            weight.copy_(copy, non_blocking=True)  # The next step waits for the copies before it changes their source.
+
+    def zero_grad(self, set_to_none: bool = True) -> None:
+        """Drop the gradients on the device, or fill them with zeros."""
+        for weight in self.weights:
+            if set_to_none:
+                weight.grad = None
+            elif weight.grad is not None:
+                weight.grad.zero_()
+
+    def state_dict(self) -> dict[str, Any]:
+        return self.optimizer.state_dict()
+
+    def load_state_dict(self, state_dict: dict[str, Any]) -> None:
+        """Load the state, after the weights on the device have been loaded."""
+        self._copy_weights()
+        self.optimizer.load_state_dict(state_dict)
 
 
 class CombinedOptimizer(torch.optim.Optimizer):

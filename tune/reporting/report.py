@@ -312,7 +312,7 @@ START_SECONDS = 10.0
 
 COMPILE_SECONDS = {
     "off": 0.0, "blocks": 20.0, "whole": 40.0, "coordinate-descent": 100.0, "max-autotune": 150.0,
-    "max-autotune-graphs": 150.0, "reduce-overhead": 40.0,
+    "max-autotune-graphs": 150.0, "reduce-overhead": 40.0, "eager": 5.0, "aot_eager": 10.0,
 }  # fmt: skip
 """Typical extra time of the first step by ``--compile``, for GPT-2 124M on an idle machine with an empty cache."""
 

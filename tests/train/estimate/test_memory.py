@@ -80,6 +80,9 @@ def tracked_peak(step: Step) -> int:
         {"precision": "bf16", "checkpointing": "full", "global_batch": 8},
         {"precision": "bf16", "checkpointing": "alternate"},
         {"checkpointing": "selective"},
+        {"optimizer": "lion"},
+        {"optimizer": "lion", "model": WIDE_HEAD, "micro_batch": 1, "global_batch": 1},
+        {"optimizer": "sgd"},
         {"model": WIDE_HEAD, "micro_batch": 1, "global_batch": 1},
         {"model": WIDE_HEAD, "micro_batch": 1, "global_batch": 2},
         {"model": replace(WIDE_HEAD, tied=False), "micro_batch": 1, "global_batch": 2},
@@ -191,9 +194,15 @@ def test_what_saves_memory_saves_memory() -> None:
         {"loss_chunks": 8},
         {"compile": "whole"},
         {"optimizer": "adamw-8bit"},
+        {"optimizer": "lion"},
+        {"optimizer": "sgd"},
+        {"offload_optimizer": True},
         {"precision": "bf16-activations"},
     ):
         assert predict_peak(step.replace(**changes)).total < plain, changes
+    parameters = cast(ModelConfig, step.model).parameters
+    assert predict_peak(step.replace(offload_optimizer=True)).optimizer == 0
+    assert predict_peak(step.replace(optimizer="lion")).optimizer == 4 * parameters
 
 
 @pytest.mark.parametrize("tied", [True, False])

@@ -134,6 +134,7 @@ STANDS_FOR = {
     ("model.width", 780): 60,
     ("model.width", 832): 52,
     ("checkpointing", "budget"): "none",
+    ("offload_optimizer", True): False,
     **dict.fromkeys([("attention", name) for name in ("auto", "flash", "cudnn", "efficient")], "sdpa"),
 }
 """What a CPU does in place of a GPU's settings, and code that is not compiled in place of what is for compiled code."""

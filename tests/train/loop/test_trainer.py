@@ -52,7 +52,7 @@ def test_what_the_loop_does_can_be_watched(config: ResolvedConfig) -> None:
     trainer = make_trainer(
         config.replace(steps=4, cycle=Cycle(2, 0)), on_cycle=lambda report: seen.append(trainer.activity)
     )
-    assert trainer.activity == "running the first step"
+    assert trainer.activity == "loading the first batch"
     trainer.run()
     assert seen == [TRAINING, TRAINING]
     assert trainer.activity == "saving the checkpoint"

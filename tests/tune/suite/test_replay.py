@@ -127,7 +127,7 @@ BF16 = {
 REFUSED = {
     "a100": {"tensor cores", "mixed precision fp16", "the GPU's attention", "max-autotune"},
     "loop": {"tensor cores", "max-autotune", "all together"},
-    "memory": {"fp16", "TF32"},
+    "memory": {"fp16", "TF32", "optimizer on the CPU"},
     "precision": {"fp16", "TF32"},
     "kernels": {"coordinate descent", "max-autotune", "max-autotune with CUDA graphs"},
     "accumulation": {"max-autotune"},
