@@ -4,6 +4,7 @@ Every command that starts a run resolves its config here, so that the run, its m
 and the report agree. The device may be another machine's. torch is only imported for the memory estimate.
 """
 
+import math
 from collections.abc import Mapping
 from contextlib import suppress
 from dataclasses import replace
@@ -13,8 +14,10 @@ from infra.device.hardware import A100, DeviceInfo, cpu_info, device_info
 from infra.errors import UserError
 from pipeline.shards import Manifest, read_manifest
 from train.config import (
+    ACTIVATION_BUDGETS,
     AUTO,
     EAGER_BACKENDS,
+    Checkpointing,
     Compile,
     ExecutionConfig,
     Loss,
@@ -25,6 +28,7 @@ from train.config import (
 )
 from train.data.sources import source_of
 from train.data.tokenizer import match_tokenizer
+from train.estimate.recomputation import CHECKPOINTING_BY_TIME, recomputation_time
 from train.model_config import AnyModel
 
 CPU_TOKENS = 4096
@@ -36,10 +40,15 @@ SATURATION_TOKENS = 32_768
 micro-batch saves: each chunk adds to the head's gradient in fp32, which moves 4.5 bytes for each logit in addition to
 the plain loss's 6, and takes about 4% of an A100's step (:mod:`train.estimate.roofline`)."""
 
+OVERHEAD_TOKENS = 700
+"""Number of tokens that a GPU could process in the time of a micro-batch beyond its arithmetic, which launches and
+partly filled waves take: 3 ms for GPT-2 124M on an A100 (an assumption). By it ``--checkpointing auto`` weighs
+recomputation against smaller micro-batches."""
+
 MAX_ACCUMULATION = 1_000_000
 """Maximum number of micro-batches per optimizer step. Each micro-batch is timed; the times of so many need 0.2 GB."""
 
-BY_MEMORY = ("micro_batch", "loss")
+BY_MEMORY = ("micro_batch", "loss", "checkpointing")
 """Settings that are resolved by the available memory when a run starts, and are kept when it is resumed."""
 
 
@@ -76,8 +85,8 @@ def resolve(
         device=device, precision=precision, attention=attention, compile=compile, allocator=allocator
     )
     check_device_support(decided.execution, device_info)
-    micro_batch, loss = _choose_batch_and_loss(decided.step, device_info.memory)
-    resolved = ResolvedConfig.from_resolved(decided.replace(micro_batch=micro_batch, loss=loss), requested)
+    decided = decided.replace(**_choose_by_memory(decided.step, device_info.memory))
+    resolved = ResolvedConfig.from_resolved(decided, requested)
     batch = resolved.batch
     if batch.accumulation > MAX_ACCUMULATION:
         raise UserError(
@@ -144,7 +153,7 @@ def inspect_model(model: AnyModel) -> AnyModel:
 
 def _compile(execution: ExecutionConfig, device_info: DeviceInfo) -> Compile:
     """Return the value of ``compile`` for ``auto``."""
-    if execution.checkpointing == "budget":
+    if execution.checkpointing in ACTIVATION_BUDGETS:
         return "whole"  # The budget is an option of the compiler for a whole graph.
     if execution.device == "cpu" or device_info.kind == "cpu" or device_info.compile_blocker:
         return "off"
@@ -153,29 +162,75 @@ def _compile(execution: ExecutionConfig, device_info: DeviceInfo) -> Compile:
     return "whole"
 
 
-def _choose_batch_and_loss(step: StepConfig, memory: int) -> tuple[int, Loss]:
-    """Choose the largest micro-batch that is predicted to fit ``memory`` bytes, and the loss that allows it.
+def _choose_by_memory(step: StepConfig, memory: int) -> dict[str, Any]:
+    """Choose the values of ``BY_MEMORY`` that are ``auto``, so that the step is predicted to fit ``memory`` bytes.
 
-    The plain loss is preferred where it allows the same, or enough. Where nothing is expected to fit, what needs least
-    is tried.
+    Of the kinds of activation checkpointing, each with the largest micro-batch that fits, the one with the least
+    predicted time is chosen. Where nothing is expected to fit, what needs least memory is tried.
     """
-    micro_batch, loss, chunks = step.batch.micro_batch, step.execution.loss, step.execution.loss_chunks
-    if micro_batch != AUTO and loss != AUTO:
-        return micro_batch, loss
+    if not any(step.setting(name) == AUTO for name in BY_MEMORY):
+        return {}
     from train.estimate.memory import peak_with_margin
 
+    best, best_time = None, math.inf
+    least: list[Step] = []
+    for checkpointing in _checkpointing_choices(step):
+        time = 1 + recomputation_time(checkpointing)
+        if time >= best_time:
+            break
+        candidates = _candidates(step.replace(checkpointing=checkpointing))
+        choice = _best_fitting(candidates, memory)
+        if choice is None:
+            least.append(min(candidates, key=peak_with_margin))
+            continue
+        time *= 1 + OVERHEAD_TOKENS / (choice.batch.micro_batch * choice.model.context_length)
+        if time < best_time:
+            best, best_time = choice, time
+    choice = best or min(least, key=peak_with_margin)
+    return {name: choice.setting(name) for name in BY_MEMORY}
+
+
+def _checkpointing_choices(step: StepConfig) -> list[Checkpointing]:
+    """Return the kinds of activation checkpointing to choose from, the fastest first."""
+    if step.execution.checkpointing != AUTO:
+        return [step.execution.checkpointing]
+    from train.models.recompute import supports_budgets
+
+    choices: list[Checkpointing] = []
+    for checkpointing in CHECKPOINTING_BY_TIME:
+        with suppress(UserError):  # The model or another setting does not support some kinds.
+            step.replace(checkpointing=checkpointing)
+            if checkpointing not in ACTIVATION_BUDGETS or supports_budgets():
+                choices.append(checkpointing)
+    return choices
+
+
+def _candidates(step: StepConfig) -> list[Step]:
+    """Return ``step`` with each micro-batch and loss to choose from, the largest micro-batch first."""
+    micro_batch, loss, chunks = step.batch.micro_batch, step.execution.loss, step.execution.loss_chunks
     sizes, length = step.micro_batches if micro_batch == AUTO else [micro_batch], step.model.context_length
     if step.execution.device == "cpu" and micro_batch == AUTO:
         sizes = [size for size in sizes if size * length <= CPU_TOKENS] or sizes[:1]
     losses: list[Loss] = [loss] if loss != AUTO else ["fused"] if chunks > 1 else ["plain", "fused"]
-    candidates = [
+    return [
         Step.from_resolved(step.replace(micro_batch=size, loss=loss)) for size in reversed(sizes) for loss in losses
     ]
+
+
+def _best_fitting(candidates: list[Step], memory: int) -> Step | None:
+    """Return the candidate with the largest micro-batch that fits ``memory`` bytes, or None.
+
+    The plain loss is preferred where it allows the same, or enough.
+    """
+    from train.estimate.memory import peak_with_margin
+
     fitting = [candidate for candidate in candidates if peak_with_margin(candidate) <= memory]
     plain = (candidate for candidate in fitting if candidate.execution.loss == "plain")
-    enough = (candidate for candidate in plain if candidate.batch.micro_batch * length >= SATURATION_TOKENS)
-    choice = next(enough, None) or next(iter(fitting), None) or min(candidates, key=peak_with_margin)
-    return choice.batch.micro_batch, choice.execution.loss
+    return next(filter(_utilizes_device, plain), None) or next(iter(fitting), None)
+
+
+def _utilizes_device(step: Step) -> bool:
+    return step.batch.micro_batch * step.model.context_length >= SATURATION_TOKENS
 
 
 def _memory_decisions(requested: StepConfig, saved_settings: Mapping[str, Any]) -> dict[str, Any]:

@@ -96,7 +96,7 @@ class SearchConfig(ExperimentConfig):
     By default the global batch is fixed."""
     knobs: Annotated[tuple[str, ...], tyro.conf.arg(metavar="[NAME=VALUE,... ...]")] = ()
     """Other settings to search, each with the values to try in addition to the control's value.
-    For example: compile=off,whole checkpointing=full.
+    For example: compile=off,whole checkpointing=full. checkpointing=auto stands for all of its values.
     The names are allocator, attention, checkpointing, compile, fp8, loader_threads, loss, loss_chunks, optimizer and
     precision."""
     searcher: Literal["memory", "grid", "optuna"] = "memory"

@@ -8,7 +8,8 @@ from typing import Any
 
 from infra.errors import UserError
 from infra.schema import strict
-from train.config import CHOICES, EAGER_BACKENDS, SETTING_TYPES, ResolvedConfig, divisors
+from train.config import AUTO, CHOICES, EAGER_BACKENDS, SETTING_TYPES, ResolvedConfig, divisors
+from train.estimate.recomputation import CHECKPOINTING_BY_TIME
 
 KNOBS = (
     "allocator", "attention", "checkpointing", "compile", "fp8", "loader_threads", "loss", "loss_chunks", "optimizer",
@@ -146,7 +147,10 @@ def changes_numerics(name: str, value: Any, reference: Any) -> bool:
 
 
 def parse_knobs(words: Sequence[str]) -> dict[str, tuple[Any, ...]]:
-    """Parse the values to try by knob from ``words`` such as ``compile=off,whole``."""
+    """Parse the values to try by knob from ``words`` such as ``compile=off,whole``.
+
+    ``checkpointing=auto`` stands for every kind.
+    """
     knobs: dict[str, tuple[Any, ...]] = {}
     for word in words:
         name, _, values = word.partition("=")
@@ -155,7 +159,10 @@ def parse_knobs(words: Sequence[str]) -> dict[str, tuple[Any, ...]]:
             raise UserError(f"--knobs {word}: {name!r} is not a knob. Choose from {', '.join(KNOBS)}.")
         if name in knobs:
             raise UserError(f"--knobs contains {name} twice. Combine its values, as in {name}=A,B.")
-        knobs[name] = tuple(_value(name, text) for text in values.split(","))
+        if (name, values) == ("checkpointing", AUTO):
+            knobs[name] = CHECKPOINTING_BY_TIME
+        else:
+            knobs[name] = tuple(_value(name, text) for text in values.split(","))
     return knobs
 
 
@@ -210,7 +217,7 @@ def make_space(
                 f"a step. Remove {number}, or tokenize more books."
             )
     for name in values_by_knob:
-        for value in axes[name]:
+        for value in axes[name] if values_by_knob[name] != CHECKPOINTING_BY_TIME else ():
             if not any((name, value) in combination for combination in space.combinations):
                 base.replace(**{name: value})  # This raises UserError with the reason.
     return space

@@ -9,8 +9,9 @@ from hypothesis import strategies as st
 
 from infra.device.hardware import A100, DeviceInfo
 from infra.errors import UserError
-from train.config import Loss, TrainConfig
+from train.config import ACTIVATION_BUDGETS, Loss, TrainConfig
 from train.estimate.memory import peak_with_margin, predict_peak
+from train.estimate.recomputation import CHECKPOINTING_BY_TIME
 from train.resolved import SATURATION_TOKENS, resolve, resolve_for_plan
 from tune.space import make_space
 
@@ -160,12 +161,56 @@ def test_a_continued_run_keeps_what_it_found_and_what_is_given_wins() -> None:
         ({"fsdp": True, "workers": 2}, A100, "blocks"),
         ({"fsdp": True, "workers": 2, "checkpointing": "selective"}, A100, "off"),
         ({"checkpointing": "budget"}, NEW_CPU, "whole"),
+        ({"checkpointing": "budget-75"}, A100, "whole"),
         ({"compile": "off"}, A100, "off"),
         ({"compile": "max-autotune"}, A100, "max-autotune"),
     ],
 )
 def test_what_is_compiled(settings: dict[str, Any], facts: DeviceInfo, expected: str) -> None:
     assert resolve(TrainConfig.of(**settings), facts).execution.compile == expected
+
+
+@pytest.mark.parametrize(
+    ("limit", "settings", "expected"),
+    [
+        (40, {"micro_batch": 32}, "none"),
+        (12, {"micro_batch": 32}, "selective"),
+        (8, {"micro_batch": 32}, "budget-25"),
+        (8, {"micro_batch": 16}, "budget-75"),
+        (6, {"micro_batch": 32}, "full"),
+        (3, {"micro_batch": 32}, "full"),
+        (12, {"micro_batch": 32, "compile": "blocks"}, "alternate"),
+        (12, {}, "none"),
+        (4, {}, "selective"),
+    ],
+)
+def test_the_least_recomputation_that_fits_is_chosen(limit: int, settings: dict[str, Any], expected: str) -> None:
+    """With a micro-batch that was set it is the first by time; else a smaller micro-batch may be faster."""
+    requested = TrainConfig.of(checkpointing="auto", **settings)
+    device = A100.with_memory_limit(limit * 10**9)
+    resolved = resolve(requested, device)
+    assert resolved.execution.checkpointing == expected
+    assert resolved.format_setting("checkpointing") == f"{expected} (auto)"
+    unsupported = ("selective", *ACTIVATION_BUDGETS) if resolved.execution.compile == "blocks" else ()
+    peaks = {
+        kind: min(peak_with_margin(resolved.step.replace(checkpointing=kind, loss=loss)) for loss in ("plain", "fused"))
+        for kind in CHECKPOINTING_BY_TIME
+        if kind not in unsupported
+    }
+    if settings:
+        assert expected == next((kind for kind, peak in peaks.items() if peak <= device.memory), "full")
+    again = resolve(requested, A100, resolved.to_json())
+    assert again.execution.checkpointing == expected, "a resumed run keeps it, also with more memory"
+
+
+def test_more_recomputation_takes_less_memory_or_less_time() -> None:
+    """So that each kind has a limit for which it is the choice; alternate blocks only where blocks are compiled."""
+    step = resolve(TrainConfig.of(micro_batch=32, loss="fused"), A100).step
+    kinds = [kind for kind in CHECKPOINTING_BY_TIME if kind != "alternate"]
+    peaks = [predict_peak(step.replace(checkpointing=kind)).total for kind in kinds]
+    assert peaks == sorted(peaks, reverse=True)
+    assert CHECKPOINTING_BY_TIME[0] == "none"
+    assert CHECKPOINTING_BY_TIME[-1] == "full"
 
 
 @given(configs, st.sampled_from(DEVICES))

@@ -3,6 +3,7 @@
 import json
 from dataclasses import replace
 from pathlib import Path
+from typing import Any
 
 import pytest
 
@@ -32,6 +33,18 @@ def test_knobs_multiply_and_the_control_comes_first() -> None:
     assert space.config(space.control) == space.base
     assert len(set(space.candidates())) == 4 * len(space.combinations)
     assert all(space.control.knobs != near for near in space.neighbors(space.control.knobs))
+
+
+def test_all_kinds_of_recomputation_that_the_settings_support_are_candidates() -> None:
+    def kinds(*knobs: str, **settings: Any) -> list[str]:
+        base = resolve(TrainConfig.of(global_batch=8, micro_batch=4, **settings), A100)
+        space = make_space(base, ("checkpointing=auto", *knobs))
+        return [value for combination in space.combinations for name, value in combination if name == "checkpointing"]
+
+    whole = ["none", "budget-75", "selective", "budget", "alternate", "budget-25", "full"]
+    assert kinds() == whole
+    assert kinds(compile="blocks") == ["none", "alternate", "full"]
+    assert kinds(checkpointing="auto", compile="off") == ["none", "selective", "alternate", "full"]
 
 
 @pytest.mark.parametrize(

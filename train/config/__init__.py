@@ -10,6 +10,7 @@ from train.config.checkpoints import CheckpointConfig
 from train.config.dataset import DatasetConfig
 from train.config.duration import Cycle, CycleText, DurationConfig
 from train.config.execution import (
+    ACTIVATION_BUDGETS,
     CUDA_GRAPHS,
     EAGER_BACKENDS,
     GPU_KERNELS,
@@ -30,6 +31,7 @@ from train.config.step import Step, StepConfig
 from train.config.train_config import CHOICES, SETTING_TYPES, TrainConfig, config_from_json, load_config
 
 __all__ = [
+    "ACTIVATION_BUDGETS",
     "AUTO",
     "CHOICES",
     "CUDA_GRAPHS",

@@ -23,7 +23,7 @@ Compile = Literal[
     "eager",
     "aot_eager",
 ]
-Checkpointing = Literal["none", "full", "alternate", "selective", "budget"]
+Checkpointing = Literal["none", "full", "alternate", "selective", "budget-75", "budget", "budget-25"]
 Loss = Literal["plain", "fused"]
 Device = Literal["cuda", "cpu"]
 Allocator = Literal["default", "split", "expandable"]
@@ -35,6 +35,9 @@ HALF_PRECISIONS = ("fp16", "bf16", "bf16-activations")
 
 WHOLE_GRAPH = ("whole", "coordinate-descent", "max-autotune", "max-autotune-graphs", "reduce-overhead")
 """Values of ``--compile`` that compile the model as one graph."""
+
+ACTIVATION_BUDGETS: dict[Checkpointing, float] = {"budget-75": 0.75, "budget": 0.5, "budget-25": 0.25}
+"""Fraction of the activations' memory that is stored: 0 would recompute all blocks, and 1 nothing."""
 
 EAGER_BACKENDS = ("eager", "aot_eager")
 """Values of ``--compile`` that trace the model as one graph and execute its operations without a compiler."""
@@ -89,13 +92,15 @@ class ExecutionConfig:
     - aot_eager: for debugging; as eager, with a backward pass traced by AOTAutograd"""
     fp8: bool = False
     """Compute the matrix products of blocks in 8-bit floats, scaled per tensor (torchao, on GPUs that support them)."""
-    checkpointing: Checkpointing = "none"
+    checkpointing: Annotated[Literal["auto", Checkpointing], tyro.conf.arg(metavar="KIND")] = "none"
     """Activation checkpointing: activations that are recomputed in the backward pass to save memory.
+    - auto: the least recomputation that is predicted to fit in memory
     - none: no recomputation
     - full: whole blocks, about a third more FLOPs
     - alternate: every second block, about a sixth more FLOPs
     - selective: all except the outputs of matrix products and attention
-    - budget: the cheapest half, chosen by torch.compile (torch 2.13 and later)"""
+    - budget: the cheapest half, chosen by torch.compile (torch 2.13 and later)
+    - budget-75, budget-25: as budget, with 75% or 25% of the activations' memory stored"""
     loss: Literal["auto", Loss] = "auto"
     """Implementation of the cross-entropy loss.
     - auto: fused if the logits would make the micro-batch smaller, else plain
@@ -146,7 +151,7 @@ class ExecutionConfig:
         selective, blocks = ("checkpointing", self.checkpointing == "selective"), ("compile", self.compile == "blocks")
         yield selective, blocks, "a compiled block is recomputed as a whole; use --compile whole"
         graphless = ("compile", self.compile not in ("auto", *WHOLE_GRAPH))
-        budget = ("checkpointing", self.checkpointing == "budget")
+        budget = ("checkpointing", self.checkpointing in ACTIVATION_BUDGETS)
         yield budget, graphless, "the budget needs a compiled graph; use --compile whole"
         fp8 = ("fp8", self.fp8)
         yield fp8, on_cpu, "8-bit matrix products need a GPU"
@@ -176,5 +181,6 @@ class Execution(ExecutionConfig):
     precision: Precision = "fp32"
     attention: Attention = "sdpa"
     compile: Compile = "off"
+    checkpointing: Checkpointing = "none"
     loss: Loss = "plain"
     allocator: Allocator = "default"

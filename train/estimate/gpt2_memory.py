@@ -15,6 +15,7 @@ Both agree with the resident memory of a process on the CPU (tests/benchmarks/me
 from dataclasses import dataclass
 
 from train.config import (
+    ACTIVATION_BUDGETS,
     EAGER_BACKENDS,
     HALF_PRECISIONS,
     WHOLE_GRAPH,
@@ -27,7 +28,6 @@ from train.config import (
 from train.estimate.breakdown import CONTEXT, MemoryBreakdown
 from train.model_config import ModelConfig
 from train.models.loss import chunk_count
-from train.models.recompute import BUDGET
 
 WORKSPACE = {"cuda": 32 * 2**20, "cpu": 0}
 """Bytes of cuBLAS's workspaces. By torch's default there are two, of 8 MiB each, and of 32 MiB on Hopper."""
@@ -201,7 +201,7 @@ def token_sizes(model: ModelConfig, micro_batch: int, execution: Execution, kind
         "alternate": (recomputed * stream * width + (model.layers - recomputed) * block) / model.layers,  # A mean.
         "full": stream * width,
         "selective": stream * width + matmuls + 2 * product * width,  # The last term is both projections' outputs.
-        "budget": BUDGET * block + (1 - BUDGET) * stream * width,
+        **{kind: part * block + (1 - part) * stream * width for kind, part in ACTIVATION_BUDGETS.items()},
     }[execution.checkpointing]
     if execution.checkpointing == "selective" and _materializes(model, execution.attention, kind):
         saved -= product * width

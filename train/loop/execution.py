@@ -11,7 +11,7 @@ import torch
 from torch import Tensor, nn
 
 from infra.errors import UserError
-from train.config import EAGER_BACKENDS, Device, Execution, Optimizer
+from train.config import ACTIVATION_BUDGETS, EAGER_BACKENDS, Device, Execution, Optimizer
 from train.model_config import ModelSpec
 from train.models.blocks import LossModel, repeated_blocks
 from train.models.builders import builder_of
@@ -45,8 +45,8 @@ def build_model(
     model_config: ModelSpec, execution: Execution, optimizer: Optimizer, seed: int, device: torch.device
 ) -> Any:
     """Return the model with random weights by the ``seed``, on ``device``."""
-    if execution.checkpointing == "budget":
-        check_budget_supported()
+    if execution.checkpointing in ACTIVATION_BUDGETS:
+        check_budget_supported(execution.checkpointing)
     torch.manual_seed(seed)
     model = builder_of(model_config).build(execution).to(device)
     if optimizer == "adamw-bf16":
@@ -160,8 +160,6 @@ def configure_determinism(execution: Execution) -> None:
         return
     os.environ.setdefault("CUBLAS_WORKSPACE_CONFIG", ":4096:8")
     torch.use_deterministic_algorithms(True)
-    # The loop reads no memory that it has not written; filling it would take time in every operation.
-    torch.utils.deterministic.fill_uninitialized_memory = False
 
 
 def enable_large_pages(execution: Execution) -> None:

@@ -38,13 +38,11 @@ def borrowed_process(execution: Execution) -> Iterator[bool]:
     precision, state = torch.get_float32_matmul_precision(), random_state()
     is_deterministic = torch.are_deterministic_algorithms_enabled()
     warns_only = torch.is_deterministic_algorithms_warn_only_enabled()
-    fills_memory = torch.utils.deterministic.fill_uninitialized_memory
     try:
         yield memory.forget_resident_peak()
     finally:
         torch.set_float32_matmul_precision(precision)
         torch.use_deterministic_algorithms(is_deterministic, warn_only=warns_only)
-        torch.utils.deterministic.fill_uninitialized_memory = fills_memory
         restore_random_state(state)
         for name, value in variables.items():
             os.environ.pop(name, None)

@@ -20,7 +20,7 @@ from torch.overrides import TorchFunctionMode
 from torch.utils.flop_counter import FlopCounterMode
 
 from infra.errors import UserError, first_line
-from train.config import Checkpointing
+from train.config import ACTIVATION_BUDGETS, Checkpointing
 from train.model_config.custom import CustomModel, ModelInfo, source_sha256
 from train.models import recompute
 from train.models.blocks import find_block_lists, repeated_blocks
@@ -233,8 +233,8 @@ def with_execution_switches(
             checkpoint = recompute.selective if checkpointing == "selective" else recompute.full
             forward = _with_recomputation(block, forward, checkpoint)
         block.forward = forward
-    if checkpointing == "budget":
-        module.forward = _in_context(recompute.budget, module.forward)
+    if checkpointing in ACTIVATION_BUDGETS:
+        module.forward = _in_context(lambda: recompute.budget(checkpointing), module.forward)
     return module
 
 

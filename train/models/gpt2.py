@@ -11,7 +11,7 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
 
-from train.config import Checkpointing
+from train.config import ACTIVATION_BUDGETS, Checkpointing
 from train.model_config import ModelConfig
 from train.models import recompute
 from train.models.attention import AttentionFunction, Mask, MaskFunction, sdpa
@@ -139,7 +139,7 @@ class GPT(LossModel):
         return x
 
     def _run_block(self, number: int, block: nn.Module, x: Tensor, mask: Mask) -> Tensor:
-        stores_activations = self.checkpointing in ("none", "budget") or (
+        stores_activations = self.checkpointing in ("none", *ACTIVATION_BUDGETS) or (
             self.checkpointing == "alternate" and number % 2 == 1
         )
         if stores_activations or not self.training:
@@ -148,8 +148,8 @@ class GPT(LossModel):
         return checkpoint(block, x, mask, dropout=self.config.dropout)
 
     def forward(self, tokens: Tensor, targets: Tensor | None = None) -> Tensor:
-        if self.checkpointing == "budget" and self.training:
-            with recompute.budget():
+        if self.checkpointing in ACTIVATION_BUDGETS and self.training:
+            with recompute.budget(self.checkpointing):
                 return self._forward(tokens, targets)
         return self._forward(tokens, targets)
 

@@ -13,6 +13,7 @@ import torch
 from torch.utils.checkpoint import CheckpointPolicy, checkpoint, create_selective_checkpoint_contexts
 
 from infra.errors import UserError
+from train.config import ACTIVATION_BUDGETS, Checkpointing
 
 _MATMULS = {torch.ops.aten.mm.default, torch.ops.aten.addmm.default}
 _ATTENTION = {
@@ -23,27 +24,27 @@ _ATTENTION = {
 }
 
 
-BUDGET = 0.5
-"""Fraction of the activations' memory that is stored: 0 recomputes all blocks, and 1 recomputes nothing."""
+def supports_budgets() -> bool:
+    """Return whether this version of torch supports memory budgets."""
+    return hasattr(torch.autograd.graph, "region_activation_memory_budget")
 
 
-def check_budget_supported() -> None:
+def check_budget_supported(checkpointing: Checkpointing) -> None:
     """Raise ``UserError`` unless this version of torch supports memory budgets."""
-    if not hasattr(torch.autograd.graph, "region_activation_memory_budget"):
+    if not supports_budgets():
         raise UserError(
-            f"--checkpointing budget needs torch 2.13 or later, but {torch.__version__} is installed. Use "
+            f"--checkpointing {checkpointing} needs torch 2.13 or later, but {torch.__version__} is installed. Use "
             "--checkpointing selective."
         )
 
 
-def budget() -> AbstractContextManager[None]:
-    """Return the context of a forward pass in which compiled code stores the fraction ``BUDGET`` of the activations'
-    memory.
+def budget(checkpointing: Checkpointing) -> AbstractContextManager[None]:
+    """Return the context of a forward pass in which compiled code stores a fraction of the activations' memory.
 
     torch's partitioner solves a knapsack problem to recompute the activations that take the least time. Its interface
     is documented, but a prototype.
     """
-    return torch.autograd.graph.region_activation_memory_budget(BUDGET)
+    return torch.autograd.graph.region_activation_memory_budget(ACTIVATION_BUDGETS[checkpointing])
 
 
 def full(block: Callable[..., Any], *args: Any, dropout: float, **kwargs: Any) -> Any:

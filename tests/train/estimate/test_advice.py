@@ -64,6 +64,14 @@ def test_what_can_be_changed_saves_memory_and_is_sorted_by_its_cost(
     assert costs == sorted(costs)
 
 
+def test_budgets_are_proposed_where_a_graph_is_compiled_in_the_order_of_their_time() -> None:
+    step = resolve(TrainConfig.of(global_batch=32, micro_batch=32, loss="fused"), A100).step
+    kinds = [change.text.split()[1] for change in singles(step) if change.flags[0].startswith("--checkpointing")]
+    assert kinds == ["budget-75", "selective", "budget", "alternate", "budget-25", "full"]
+    costs = {change.text: change.cost for change in singles(step)}
+    assert "4% more time" in costs["--checkpointing budget-75"]
+
+
 def test_combinations_come_after_single_changes_and_keep_the_largest_batch() -> None:
     step = resolve(TrainConfig.of(global_batch=4, micro_batch=4, **NAMED), A100).step
     savings = find_memory_savings(step)

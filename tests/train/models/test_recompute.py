@@ -94,10 +94,15 @@ def test_compiled_code_keeps_to_a_budget_and_computes_the_same(small_model: Mode
         gradients = {name: p.grad for name, p in model.named_parameters() if p.grad is not None}
         return gradients, sum(size for position, size in saved_sizes.items() if position not in weights)
 
-    (expected, all_of_it), (gradients, part) = found("none"), found("budget")
-    for name, gradient in expected.items():
-        torch.testing.assert_close(gradients[name], gradient, msg=name)
-    assert part < 0.9 * all_of_it
+    expected, all_of_it = found("none")
+    sizes = [all_of_it]
+    for kind in ("budget-75", "budget", "budget-25"):
+        gradients, size = found(kind)
+        sizes.append(size)
+        for name, gradient in expected.items():
+            torch.testing.assert_close(gradients[name], gradient, msg=name)
+    assert sizes == sorted(sizes, reverse=True)
+    assert sizes[2] < 0.9 * all_of_it
 
 
 @pytest.mark.gpu
