@@ -108,10 +108,8 @@ class Space:
         return " ".join(f"{n}={v}{'*' * changes_numerics(n, v, control[n])}" for n, v in knobs if v != control[n])
 
     def short_label(self, candidate: Candidate) -> str:
-        """Format a short label for charts and runs: ``m8``, or with a searched accumulation ``m8x4 compile=off``."""
-        size = f"m{candidate.micro_batch}" + (
-            f"x{dict(candidate.knobs)[ACCUMULATION]}" if self.is_accumulation_searched else ""
-        )
+        """Format a short label for charts and runs, with the accumulation: ``8 x 4 compile=off``."""
+        size = f"{candidate.micro_batch} x {self.config(candidate).batch.accumulation}"
         return f"{size} {self.knobs_label(without_accumulation(candidate.knobs))}".strip()
 
     def long_label(self, candidate: Candidate) -> str:

@@ -6,11 +6,9 @@ python -P tests/benchmarks/study_picture.py tune/pictures/study.svg
 import sys
 from pathlib import Path
 
-import matplotlib
-
 sys.path.insert(0, str(Path(__file__).parents[2]))
 
+from infra.charts import save
 from tune.suite.study import draw_study
 
-with matplotlib.rc_context({"svg.fonttype": "none", "svg.hashsalt": "study"}):  # text, and the same file each time
-    draw_study().savefig(sys.argv[1], metadata={"Date": None})
+save(draw_study(), Path(sys.argv[1]), "svg")

@@ -17,6 +17,7 @@ import sys
 import tempfile
 from collections.abc import Callable, Iterator
 from dataclasses import dataclass, replace
+from datetime import UTC, datetime
 from itertools import islice
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
@@ -247,7 +248,8 @@ def main() -> None:
                 row |= json.loads(done.stdout.splitlines()[-1])
             rows.append(row)
             print(row, flush=True)
-    record = {"torch": torch.__version__, "pretended": GPU in chosen, "rows": rows}
+    today = datetime.now(UTC).date().isoformat()
+    record = {"date": today, "torch": torch.__version__, "pretended": GPU in chosen, "rows": rows}
     Path(sys.argv[1]).write_text(json.dumps(record, indent=1) + "\n", encoding="utf-8")
 
 

@@ -65,7 +65,7 @@ def test_two_axes_have_every_pair_up_to_the_largest_step(
     assert pairs == {(m, a): m * a for m in sizes for a in accumulations if m * a <= (largest or batch)}
     own = space.config(space.control)
     assert (own.batch.micro_batch, own.batch.accumulation) == control
-    assert space.short_label(space.control) == f"m{control[0]}x{control[1]}"
+    assert space.short_label(space.control) == f"{control[0]} x {control[1]}"
 
 
 def test_micro_batches_that_fit_with_no_setting_are_left_out() -> None:

@@ -9,6 +9,7 @@ import shutil
 from collections.abc import Callable, Sequence
 from dataclasses import replace
 from functools import partial
+from pathlib import Path
 from typing import Any
 
 from infra.cli.console import console
@@ -24,7 +25,6 @@ from train.launch import local
 from train.launch.job import ResolvedRun, RunJob, WorkerResult
 from train.launch.listener import Listener
 from train.reporting import diagnosis, tracking
-from train.reporting.charts import draw_curves
 from train.reporting.report import run_report
 from train.result import Diagnosis, RunResult
 from train.search_reference import diagnose_slowdown
@@ -100,6 +100,10 @@ def record_result(run: ResolvedRun, tracker: Tracker, result: RunResult) -> tupl
 
     Returns: (the result with its diagnosis and the predicted memory, its report).
     """
+    # matplotlib takes half a second, for which the start of a run must not wait.
+    from infra.charts import describe_conditions
+    from train.reporting.charts import draw_curves
+
     config, run_folder = run.config, run.run_folder
     result = with_matmul_efficiency(
         result, config.execution.precision, config.batch.workers, run_folder.location.parent
@@ -109,7 +113,8 @@ def record_result(run: ResolvedRun, tracker: Tracker, result: RunResult) -> tupl
     write_json(run_folder.result, to_json(result))
     report = run_report(config.step, config.dataset, result, run_folder.location, run.memory_limit)
     tracking.write_summary(run_folder, report, config.dataset, tracker.run_ref.store)
-    draw_curves(run_folder, f"{config.model.text}; {result.device}", result.steps)
+    title = f"Loss and speed of {config.model.text} on {Path(config.dataset.source).name}"
+    draw_curves(run_folder, title, describe_conditions(result.device, run.memory_limit), result.steps)
     run_folder.push(run_folder.cycles, run_folder.stream, run_folder.result, run_folder.summary, run_folder.curves)
     tracking.fill(tracker, run_folder)
     tracker.status = tracking.STATUS.get(result.outcome, "FAILED")

@@ -5,25 +5,30 @@ torch determines the categories: parameters, gradients, activations, optimizer s
 
 import json
 import warnings
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
 from pathlib import Path
 
 import torch
 from matplotlib.figure import Figure
 
+from infra import charts
+
 VIEWER = "https://pytorch.org/memory_viz"
 """torch's viewer for the file that :func:`dump` writes; the page does not send the file anywhere."""
 
 # The order of torch's categories in an exported timeline.
 CATEGORIES = ("parameters", "optimizer state", "inputs", "temporary", "activations", "gradients", "autograd", "other")
-COLORS = ("#0072b2", "#009e73", "#000000", "#f0e442", "#d55e00", "#cc79a7", "#56b4e9", "#e69f00")
-"""The eight colors of Okabe and Ito, which color-blind people can distinguish."""
+COLORS = (
+    charts.BLUE, charts.GREEN, charts.BLACK, "#f0e442", charts.VERMILION, charts.PURPLE, charts.SKY, charts.ORANGE,
+)  # fmt: skip
+"""The eight colors of Okabe and Ito."""
 
 
-def draw(recorder: torch.profiler.profile, device: str, path: Path) -> int:
-    """Draw the memory of ``device`` in MB over the steps of ``recorder``, and return the activations' peak in bytes.
+def draw(recorder: torch.profiler.profile, device: str, path: Path, title: str, conditions: str) -> int:
+    """Draw the memory of ``device`` over the steps of ``recorder``, and return the activations' peak in bytes.
 
+    The ``conditions`` are the line below the ``title``, as :func:`infra.charts.describe_conditions` formats them.
     Raises the error of torch if its method does not support the model or has been removed. The method is deprecated in
     favor of the allocator's history, which only exists for CUDA.
     """
@@ -35,19 +40,40 @@ def draw(recorder: torch.profiler.profile, device: str, path: Path) -> int:
         times, sizes = json.loads(points.read_text(encoding="utf-8"))
     finally:
         points.unlink(missing_ok=True)
-    figure = Figure(figsize=(9, 4.5), layout="constrained")
-    axes = figure.subplots()
-    start = min(times, default=0)
-    milliseconds = [(time - start) / 1e3 for time in times]  # torch's times are in microseconds.
     # The first entry of each row is a total of 0.
-    layers = [[row[number + 1] / 1e6 for row in sizes] for number in range(len(CATEGORIES))]
-    axes.stackplot(milliseconds, layers, labels=CATEGORIES, colors=COLORS)
-    axes.set_xlabel("time (ms)")
-    axes.set_ylabel(f"memory of {device} (MB)")
-    axes.spines[["top", "right"]].set_visible(False)
-    axes.legend(fontsize=7, frameon=False, loc="upper right")
-    figure.savefig(path, dpi=130)
-    return max((row[CATEGORIES.index("activations") + 1] for row in sizes), default=0)
+    layers = [[row[number] for row in sizes] for number in range(1, len(CATEGORIES) + 1)]
+    charts.save(draw_layers(times, layers, title, conditions), path)
+    return max(layers[CATEGORIES.index("activations")], default=0)
+
+
+@charts.styled
+def draw_layers(times: Sequence[float], layers: Sequence[Sequence[int]], title: str, conditions: str) -> Figure:
+    """Draw ``layers``, the bytes of each of :data:`CATEGORIES`, over ``times`` in microseconds.
+
+    Memory changes at once when a block is allocated or freed, so the areas are drawn in steps.
+    """
+    figure, (axes,) = charts.new_figure(title, conditions)
+    milliseconds = [(time - min(times)) / 1e3 for time in times]
+    totals = [sum(sizes) for sizes in zip(*layers, strict=True)]
+    peak = max(totals, default=0)
+    divisor, unit = (1e9, "GB") if peak >= 1e9 else (1e6, "MB")
+    used = [number for number, sizes in enumerate(layers) if any(sizes)]
+    axes.stackplot(
+        milliseconds, [[size / divisor for size in layers[number]] for number in used], step="post", linewidth=0,
+        labels=[CATEGORIES[number] for number in used], colors=[COLORS[number] for number in used],
+    )  # fmt: skip
+    axes.set(xlabel="time (ms)", ylabel=f"memory ({unit})", xlim=(0, max(milliseconds, default=1)))
+    if peak:
+        moment = milliseconds[totals.index(peak)]
+        axes.axhline(peak / divisor, color=charts.GRAY, linestyle=":", linewidth=1)
+        axes.annotate(
+            f"peak {peak / divisor:,.1f} {unit}", (moment, peak / divisor), (0, 3), textcoords="offset points",
+            ha="center", fontsize="small",
+        )  # fmt: skip
+    axes.set_ylim(0, 1.12 * peak / divisor or 1)
+    charts.format_thousands(axes.xaxis, axes.yaxis)
+    charts.add_legend(axes)
+    return figure
 
 
 @contextmanager

@@ -12,6 +12,7 @@ from pathlib import Path
 
 import torch
 
+from infra.charts import describe_conditions
 from infra.errors import UserError, first_line
 from infra.storage.files import write_json
 from train.config import Cycle, ResolvedConfig
@@ -86,7 +87,9 @@ def record(
     profile = analyze(recorder.events() or [], STEPS, moments[1] - moments[0], cuda=cuda)
     activations = 0
     with _optional_output("memory.png", missing):
-        activations = draw(recorder, str(trainer.device), folder / "memory.png")
+        title = f"Memory of {config.model.text}, micro-batch {config.batch.micro_batch}, over {STEPS} steps"
+        conditions = describe_conditions(result.device, None)
+        activations = draw(recorder, str(trainer.device), folder / "memory.png", title, conditions)
     attention = not config.model.unsupported_reason("attention", "manual")
     sentences = findings(
         profile, optimizer=config.optimization.optimizer, compiled=compiled, cuda=cuda, attention=attention

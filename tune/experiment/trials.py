@@ -136,10 +136,12 @@ class Experiment(ABC):
 
     def publish(self, report: Report, figures: Mapping[str, "Figure"], result: ExperimentResult) -> None:
         """Print the report, and store it with the ``figures`` and the ``result``, whose files are in the folder."""
+        from infra import charts  # matplotlib takes half a second, for which the start of a command must not wait.
+
         write_text(self.folder / SUMMARY, report.markdown())
         for name, figure in figures.items():
             with atomic_file(self.folder / f"{name}.png") as file:
-                figure.savefig(file, format="png", dpi=120)
+                charts.save(figure, file)
         files = [SUMMARY, *result.files, *(f"{name}.png" for name in figures)]
         write_json(self.folder / RESULT, to_json(replace(result, files=files)))
         self.workspace.push(*(self.folder / name for name in (*files, RESULT)))

@@ -1,214 +1,242 @@
-"""Charts of a search and of a ladder.
+"""Charts of a search, and the chart of speeds that a ladder also has.
 
 Lines over a search's points are the searcher's predictions, which show why it chose its trials. They are not fitted
 afterwards.
 """
 
-from collections.abc import Mapping, Sequence
-from itertools import accumulate, pairwise
+import textwrap
+from collections.abc import Iterator, Sequence
+from itertools import accumulate
+from typing import NamedTuple
 
 from matplotlib.axes import Axes
 from matplotlib.figure import Figure
+from matplotlib.ticker import LogLocator, NullLocator
 
+from infra import charts
 from infra.cli.units import GB
 from train.intervals import Estimate
 from tune.space import Candidate, KnobValues
 from tune.strategy.curves import FittedCurves
 from tune.strategy.memory_aware import MemorySearcher
 from tune.strategy.ranking import DOES_NOT_FIT, rank
-from tune.trial.row import Curve, TrialRow, rows_with_speed
+from tune.trial.row import TrialRow, rows_with_speed
+
+MAX_LEADERBOARD_ROWS = 20
+"""Maximum number of candidates in the chart of the leaderboard."""
+NAME_CHARACTERS = 30
+"""Length at which the name of a row is wrapped."""
 
 
-def draw(rows: Sequence[TrialRow], memory: MemorySearcher) -> dict[str, Figure]:
-    """Draw all charts of a search, by file name without its suffix."""
-    curves = memory.curves([row for row in rows if row.stage != "confirm"])
-    combinations = [k for k in memory.space.combinations if any(row.candidate.knobs == k for row in rows)]
-    charts = {
-        "leaderboard": _leaderboard(rows, memory),
-        "memory_by_micro_batch": _memory(rows, curves, combinations),
-        "speed_by_micro_batch": _speed(rows, curves, combinations),
-        "pareto": _pareto(rows, memory),
-        "progress": _progress(rows),
-    }
-    knob_effects = _knob_effects(rows, memory)
-    return charts | ({"knobs": knob_effects} if knob_effects else {})
+class SpeedRow(NamedTuple):
+    """Row of a chart of speeds."""
+
+    name: str
+    speed: Estimate
+    """Speed in tokens/s."""
+    memory: int
+    """Peak memory of the process in bytes."""
+    note: str = ""
+    """Text behind the memory, such as ``winner``."""
+    is_winner: bool = False
 
 
-def _figure(title: str, x: str, y: str = "") -> tuple[Figure, Axes]:
-    figure = Figure(figsize=(8, 5), layout="constrained")
-    axes = figure.subplots()
-    axes.set(title=title, xlabel=x, ylabel=y)
-    axes.grid(alpha=0.3)
-    return figure, axes
+@charts.styled
+def draw(rows: Sequence[TrialRow], memory: MemorySearcher, conditions: str) -> dict[str, Figure]:
+    """Draw all charts of a search, by file name without its suffix.
 
-
-def draw_speeds(
-    title: str, runs: Sequence[tuple[str, Estimate, int]], cumulative: Sequence[float] = (), label: str = "rung"
-) -> Figure:
-    """Draw the speeds of ``runs`` (name, tokens/s, peak memory in bytes) with 95% intervals, the first run at the top.
-
-    With the ``cumulative`` tokens/s after each run, a second panel is a waterfall of the tokens/s that each run adds.
+    The ``conditions`` are the line below the titles, as :func:`infra.charts.describe_conditions` formats them.
     """
-    figure = Figure(figsize=(15 if cumulative else 8, 1.5 + 0.4 * max(len(runs), 6)), layout="constrained")
-    axes, *waterfall_axes = figure.subplots(1, 2 if cumulative else 1, sharey=True, squeeze=False)[0]
-    estimates = [speed for _, speed, _ in runs]
-    middles = [speed.middle for speed in estimates]
-    axes.errorbar(middles, range(len(runs)), xerr=_error_bars(estimates), fmt="o", capsize=3)
-    for position, (_, speed, memory) in enumerate(runs):
-        axes.annotate(f"  {memory / GB:.2f} GB", (speed.high, position), va="center", fontsize="small")
-    axes.set_yticks(range(len(runs)), [name for name, *_ in runs])
-    axes.set_title(title, loc="left", fontsize="medium")
-    axes.set_ylabel(label)
-    axes.set_xlabel("tokens/s (95% CI), with peak memory (GB)")
-    axes.margins(x=0.2)
-    for waterfall in waterfall_axes:
-        gains = [speed - previous_speed for previous_speed, speed in pairwise([0.0, *cumulative])]
-        colors = ["C3" if gain < 0 else "C2" for gain in gains]
-        bars = waterfall.barh(range(len(gains)), gains, left=[0.0, *cumulative[:-1]], color=colors)
-        waterfall.bar_label(bars, [f"{gain:+,.0f}" for gain in gains], padding=4)
-        waterfall.set_xlabel("tokens/s added by each rung")
-        waterfall.set_xlim(right=1.2 * max(cumulative))
-    axes.invert_yaxis()
-    return figure
+    curves = memory.curves([row for row in rows if row.stage != "confirm"])
+    figures = {
+        "leaderboard": _leaderboard(rows, memory, conditions),
+        "memory_by_micro_batch": _memory(rows, curves, conditions),
+        "speed_by_micro_batch": _speed(rows, curves, conditions),
+        "pareto": _pareto(rows, memory, conditions),
+        "progress": _progress(rows, memory, conditions),
+    }
+    knob_effects = _knob_effects(rows, memory, conditions)
+    return figures | ({"knobs": knob_effects} if knob_effects else {})
 
 
-def _error_bars(speeds: Sequence[Estimate]) -> list[list[float]]:
+def draw_speeds(axes: Axes, rows: Sequence[SpeedRow], heading: str) -> None:
+    """Draw the speeds of ``rows`` with 95% intervals and, as text, their memory, the first row at the top.
+
+    The ``heading`` is above the names of the rows.
+    """
+    for position, row in enumerate(rows):
+        color, marker, size = (charts.VERMILION, "*", 12) if row.is_winner else (charts.BLUE, "o", 6)
+        error_bars = error_lengths([row.speed])
+        axes.errorbar([row.speed.middle], [position], xerr=error_bars, fmt=marker, color=color, markersize=size)
+        axes.annotate(
+            " · ".join(filter(None, (f"{row.memory / GB:.2f} GB", row.note))), (row.speed.high, position), (6, 0),
+            textcoords="offset points", va="center", fontsize="small", color=charts.GRAY,
+        )  # fmt: skip
+    name_rows(axes, [row.name for row in rows], heading)
+    axes.set_xlabel("tokens/s (95% CI), with peak memory")
+    charts.format_thousands(axes.xaxis)
+    low, high = min(row.speed.low for row in rows), max(row.speed.high for row in rows)
+    margin = (high - low) or 0.1 * high
+    axes.set_xlim(low - 0.08 * margin, high + (0.3 + 0.02 * max(len(row.note) for row in rows)) * margin)
+
+
+def name_rows(axes: Axes, names: Sequence[str], heading: str) -> None:
+    """Name the rows of ``axes``, the first one at the top, with a ``heading`` above the names."""
+    axes.set_yticks(range(len(names)), [textwrap.fill(name, NAME_CHARACTERS) for name in names], color=charts.BLACK)
+    axes.set_ylim(len(names) - 0.4, -0.6)
+    # Beside the names it would be longer than a chart with two rows is high.
+    axes.annotate(
+        heading, (0, 1), (-4, 3), xycoords="axes fraction", textcoords="offset points", ha="right", va="bottom",
+        fontsize="small", color=charts.GRAY,
+    )  # fmt: skip
+
+
+def height_of(names: Sequence[str]) -> float:
+    """Return the height in inches of a chart with a row for each of the ``names``."""
+    lines = max((len(textwrap.wrap(name, NAME_CHARACTERS)) for name in names), default=1)
+    return 1.6 + (0.18 + 0.17 * lines) * max(2, len(names))
+
+
+def error_lengths(speeds: Sequence[Estimate]) -> list[list[float]]:
     """Return the lengths of the confidence intervals below and above their middles, as matplotlib takes them."""
     return [[speed.middle - speed.low for speed in speeds], [speed.high - speed.middle for speed in speeds]]
 
 
-MAX_LEADERBOARD_ROWS = 20
-"""Maximum number of candidates in the chart of the leaderboard."""
-
-
-def grouped_bars(rungs: Sequence[str], panels: Mapping[str, Mapping[str, Sequence[float]]]) -> Figure:
-    """Draw grouped bars for the ``rungs``, the first rung at the top, with a panel per quantity and a bar per source.
-
-    ``panels`` has the values of the rungs by the title of the panel, which has the unit, and by the label of the bars.
-    """
-    figure = Figure(figsize=(13, 0.6 + 0.85 * len(rungs)), layout="constrained")
-    all_axes = figure.subplots(1, len(panels), sharey=True)
-    for axes, (quantity, bars) in zip(all_axes, panels.items(), strict=True):
-        height = 0.8 / len(bars)
-        for number, (source, values) in enumerate(bars.items()):
-            group = axes.barh([rung + number * height for rung in range(len(rungs))], values, height, label=source)
-            texts = [f"{value:,.{1 if value < 100 else 0}f}" for value in values]
-            axes.bar_label(group, texts, padding=3, fontsize="small")
-        axes.set_title(quantity, loc="left", fontsize="medium")
-        axes.set_yticks([rung + 0.4 - height / 2 for rung in range(len(rungs))], rungs)
-        axes.margins(x=0.15)
-        axes.legend(loc="upper center", bbox_to_anchor=(0.5, -0.06), ncols=len(bars), fontsize="small")
-    all_axes[0].invert_yaxis()
-    return figure
-
-
-def _leaderboard(rows: Sequence[TrialRow], memory: MemorySearcher) -> Figure:
-    ranked = rank(rows)
-    best = [
-        (memory.space.short_label(entry.candidate), entry.speed, entry.memory)
-        for entry in ranked[:MAX_LEADERBOARD_ROWS]
-    ]
-    figure = draw_speeds("Leaderboard", best, label="candidate")
+def _leaderboard(rows: Sequence[TrialRow], memory: MemorySearcher, conditions: str) -> Figure:
+    space, ranked = memory.space, rank(rows)[:MAX_LEADERBOARD_ROWS]
+    speed_rows = []
     for entry in ranked:
-        if entry.candidate == memory.space.control:
-            figure.axes[0].axvline(entry.speed.middle, color="grey", linestyle="--", label="control")
-            figure.axes[0].legend(fontsize="small")
+        is_winner, is_control = entry is ranked[0], entry.candidate == space.control
+        note = ", ".join(["winner"] * is_winner + ["tie"] * (entry.tied and not is_winner) + ["control"] * is_control)
+        speed_rows.append(SpeedRow(space.short_label(entry.candidate), entry.speed, entry.memory, note, is_winner))
+    title = f"Leaderboard of {space.base.model.text}, {space.batch_label}"
+    figure, (axes,) = charts.new_figure(title, conditions, height=height_of([row.name for row in speed_rows]))
+    if speed_rows:
+        draw_speeds(axes, speed_rows, "micro-batch x accumulation")
     return figure
 
 
-def draw_losses(title: str, runs: Sequence[tuple[str, TrialRow]], controls: Sequence[TrialRow]) -> Figure:
-    """Draw the training loss by training tokens, with a line per run and the range of the ``controls``."""
-    figure, axes = _figure(title, "training tokens", "training loss (nats/token)")
-    for number, (name, row) in enumerate(runs):
-        style = ("-", "--", ":")[number // 10 % 3]  # The colors repeat after ten lines.
-        axes.plot(*zip(*row.curve, strict=True), style, linewidth=1, label=name)
-    tokens, low, high = zip(*band([row.curve for row in controls]), strict=True)
-    axes.fill_between(tokens, low, high, color="grey", alpha=0.4, linewidth=0, label="control, range of all runs")
-    axes.legend(fontsize="x-small")
-    return figure
+def _combinations(rows: Sequence[TrialRow], curves: FittedCurves) -> Iterator[tuple[KnobValues, str, str, str]]:
+    """Yields: (combination of knobs in ``rows``, its label, color, marker)."""
+    tried = [knobs for knobs in curves.space.combinations if any(row.candidate.knobs == knobs for row in rows)]
+    for number, knobs in enumerate(tried):
+        label = curves.space.knobs_label(knobs) or "control settings"
+        yield knobs, label, charts.SERIES_COLORS[number % 6], charts.MARKERS[number % 6]
 
 
-def band(controls: Sequence[Curve]) -> list[tuple[int, float, float]]:
-    """Compute (training tokens, lowest loss, highest loss) of the ``controls``, up to the length of the shortest."""
-    return [
-        (points[0][0], min(loss for _, loss in points), max(loss for _, loss in points))
-        for points in zip(*controls, strict=False)
-    ]
+def _mark_winner(axes: Axes, rows: Sequence[TrialRow], x: float, y: float, label: str) -> None:
+    """Mark the winner of ``rows`` at its point with a star."""
+    if rank(rows):
+        axes.plot([x], [y], "*", color=charts.VERMILION, markersize=15, zorder=5, label=label)
 
 
-def _memory(rows: Sequence[TrialRow], curves: FittedCurves, combinations: Sequence[KnobValues]) -> Figure:
-    figure, axes = _figure("Peak memory of the process", "micro-batch (sequences)", "peak memory (GB)")
+def _memory(rows: Sequence[TrialRow], curves: FittedCurves, conditions: str) -> Figure:
+    title = f"Peak memory of {curves.space.base.model.text} by micro-batch"
+    figure, (axes,) = charts.new_figure(title, conditions)
+    axes.set(xlabel="micro-batch (sequences)", ylabel="peak memory of the process (GB)")
     largest = max((row.candidate.micro_batch for row in rows), default=1)
-    for number, knobs in enumerate(combinations):
-        color = f"C{number % 10}"
+    limit = curves.limit / GB
+    for knobs, label, color, marker in _combinations(rows, curves):
         sizes = [size for size in curves.space.micro_batches_for(knobs) if size <= 1.5 * largest]
         predicted = [curves.memory(Candidate(size, knobs)) / GB for size in sizes]
-        axes.plot(sizes, predicted, color=color, alpha=0.6, linewidth=1)
+        axes.plot(sizes, predicted, color=color, alpha=0.7, linewidth=1)
         points = [row for row in rows if row.candidate.knobs == knobs and row.memory]
         axes.scatter(
             [row.candidate.micro_batch for row in points], [(row.memory or 0) / GB for row in points],
-            color=color, marker="o", label=curves.space.knobs_label(knobs) or "control settings",
+            color=color, marker=marker, label=label, zorder=3,
         )  # fmt: skip
-    unfit = [row for row in rows if row.outcome in DOES_NOT_FIT]
-    axes.scatter([r.candidate.micro_batch for r in unfit], [curves.limit / GB] * len(unfit), color="red", marker="x")
-    axes.axhline(curves.limit / GB, color="red", linestyle="--", label="limit (crosses: did not fit)")
-    axes.legend(fontsize="small")
+    if unfit := [row.candidate.micro_batch for row in rows if row.outcome in DOES_NOT_FIT]:
+        axes.scatter(unfit, [limit] * len(unfit), color=charts.VERMILION, marker="x", zorder=4, label="did not fit")
+    for winner in rank(rows)[:1]:
+        _mark_winner(axes, rows, winner.candidate.micro_batch, winner.memory / GB, "winner")
+    axes.set_ylim(0, 1.2 * max([limit, *((row.memory or 0) / GB for row in rows)]))
+    axes.set_xlim(0)
+    charts.mark_limit(axes, limit, vertical=False)
+    charts.add_legend(axes)
     return figure
 
 
-def _speed(rows: Sequence[TrialRow], curves: FittedCurves, combinations: Sequence[KnobValues]) -> Figure:
+def _speed(rows: Sequence[TrialRow], curves: FittedCurves, conditions: str) -> Figure:
     """Draw the measured speeds with their intervals, the fitted curves, and the micro-batches that do not fit."""
-    figure, axes = _figure("Speed", "micro-batch (sequences)", "tokens/s (95% CI)")
-    axes.set_xscale("log", base=2)
-    for number, knobs in enumerate(combinations):
-        color = f"C{number % 10}"
+    title = f"Speed of {curves.space.base.model.text} by micro-batch"
+    figure, (axes,) = charts.new_figure(title, conditions)
+    axes.set(xlabel="micro-batch (sequences)", ylabel="tokens/s (95% CI)", xscale="log")
+    combinations = [*_combinations(rows, curves)]
+    for knobs, label, color, marker in combinations:
         predictions = [(size, curves.speed(Candidate(size, knobs))) for size in curves.space.micro_batches_for(knobs)]
         line = [(size, speed) for size, speed in predictions if speed]
-        axes.plot([size for size, _ in line], [speed for _, speed in line], color=color, alpha=0.6, linewidth=1)
+        axes.plot([size for size, _ in line], [speed for _, speed in line], color=color, alpha=0.7, linewidth=1)
         points = [
             (row.candidate.micro_batch, row.speed) for row in rows_with_speed(rows) if row.candidate.knobs == knobs
         ]
         sizes, speeds = [size for size, _ in points], [speed for _, speed in points if speed]
         middles = [speed.middle for speed in speeds]
-        name = curves.space.knobs_label(knobs) or "control settings"
-        axes.errorbar(sizes, middles, yerr=_error_bars(speeds), fmt="o", color=color, capsize=3, label=name)
-    largest = max(
-        (size for knobs in combinations for size in curves.feasible_sizes(knobs)),
-        default=curves.space.micro_batches[-1],
-    )
+        axes.errorbar(sizes, middles, yerr=error_lengths(speeds), fmt=marker, color=color, markersize=5, label=label)
+    for winner in rank(rows)[:1]:
+        _mark_winner(axes, rows, winner.candidate.micro_batch, winner.speed.middle, "winner")
+    fitting = [size for knobs, *_ in combinations for size in curves.feasible_sizes(knobs)]
+    largest = max(fitting, default=curves.space.micro_batches[-1])
     if unfit_sizes := [size for size in curves.space.micro_batches if size > largest]:
-        axes.axvspan(unfit_sizes[0], unfit_sizes[-1], color="red", alpha=0.08, label="does not fit")
-    axes.legend(fontsize="small")
+        axes.axvspan(unfit_sizes[0], 2 * unfit_sizes[0], color=charts.VERMILION, alpha=0.08, linewidth=0)
+        axes.text(
+            1.05 * unfit_sizes[0], 0.05, "does not fit", transform=axes.get_xaxis_transform(), rotation=90,
+            color=charts.VERMILION, fontsize="small", va="bottom",
+        )  # fmt: skip
+        axes.set_xlim(right=2 * unfit_sizes[0])
+    charts.format_thousands(axes.xaxis, axes.yaxis)
+    axes.xaxis.set_major_locator(LogLocator(2))
+    axes.xaxis.set_minor_locator(NullLocator())
+    charts.add_legend(axes)
     return figure
 
 
-def _pareto(rows: Sequence[TrialRow], memory: MemorySearcher) -> Figure:
+def _pareto(rows: Sequence[TrialRow], memory: MemorySearcher, conditions: str) -> Figure:
     """Draw speed by memory, with the Pareto front: the candidates that are faster than all with less memory."""
-    figure, axes = _figure("Speed by memory", "peak memory (GB)", "tokens/s")
-    ranked = sorted(rank(rows), key=lambda s: s.memory)
-    axes.scatter([s.memory / GB for s in ranked], [s.speed.middle for s in ranked])
+    space = memory.space
+    figure, (axes,) = charts.new_figure(f"Speed of {space.base.model.text} by memory", conditions)
+    axes.set(xlabel="peak memory of the process (GB)", ylabel="tokens/s")
+    ranked = rank(rows)
+    points = {entry.candidate: (entry.memory / GB, entry.speed.middle) for entry in ranked}
     front, best = [], 0.0
-    for entry in ranked:
-        point = (entry.memory / GB, entry.speed.middle)
-        axes.annotate(memory.space.short_label(entry.candidate), point, fontsize="x-small", clip_on=True)
+    for entry in sorted(ranked, key=lambda entry: (entry.memory, -entry.speed.middle)):
         if entry.speed.middle > best:
             best = entry.speed.middle
-            front.append(entry)
-    axes.step([s.memory / GB for s in front], [s.speed.middle for s in front], where="post", label="Pareto front")
-    axes.axvline(memory.limit / GB, color="red", linestyle="--", label="limit")
-    axes.legend(fontsize="small")
+            front.append(entry.candidate)
+    axes.scatter(*zip(*points.values(), strict=True), color=charts.BLUE, zorder=3) if points else None
+    axes.step(*zip(*map(points.__getitem__, front), strict=True), where="post", color=charts.SKY, label="Pareto front")
+    for winner in ranked[:1]:
+        _mark_winner(axes, rows, *points[winner.candidate], "winner")
+    charts.mark_limit(axes, memory.limit / GB, vertical=True)
+    charts.format_thousands(axes.xaxis, axes.yaxis)
+    axes.margins(x=0.1, y=0.12)
+    charts.add_legend(axes)
+    important = dict.fromkeys([*(entry.candidate for entry in ranked[:1]), *reversed(front), *points])
+    charts.label_points(axes, [points[each] for each in important], [space.short_label(each) for each in important])
     return figure
 
 
-def _progress(rows: Sequence[TrialRow]) -> Figure:
+def _progress(rows: Sequence[TrialRow], memory: MemorySearcher, conditions: str) -> Figure:
     """Draw the best speed so far by the device time of the trials."""
-    figure, axes = _figure("Best speed so far", "device time (s), including start-up", "tokens/s")
-    speeds = ((row.outcome == "ok" and row.stage != "confirm" and row.tokens_per_second) or 0.0 for row in rows)
-    axes.step(list(accumulate(row.seconds for row in rows)), list(accumulate(speeds, max)), where="post")
+    figure, (axes,) = charts.new_figure(
+        f"Best speed of {memory.space.base.model.text} during the search", conditions, height=3.2
+    )
+    axes.set(xlabel="time of the trials, with their start (s)", ylabel="tokens/s")
+    times = [*accumulate(row.seconds for row in rows)]
+    speeds = [(row.outcome == "ok" and row.stage != "confirm" and row.tokens_per_second) or 0.0 for row in rows]
+    best = [*accumulate(speeds, max)]
+    axes.step(times, best, where="post", color=charts.BLUE)
+    charts.format_thousands(axes.xaxis, axes.yaxis)
+    axes.margins(x=0.08, y=0.15)
+    gains = [number for number, speed in enumerate(speeds) if speed and speed == best[number]]
+    axes.plot([times[number] for number in gains], [best[number] for number in gains], "o", color=charts.BLUE)
+    charts.label_points(
+        axes, [(times[number], best[number]) for number in reversed(gains)],
+        [memory.space.short_label(rows[number].candidate) for number in reversed(gains)],
+    )  # fmt: skip
     return figure
 
 
-def _knob_effects(rows: Sequence[TrialRow], memory: MemorySearcher) -> Figure | None:
+def _knob_effects(rows: Sequence[TrialRow], memory: MemorySearcher, conditions: str) -> Figure | None:
     """Draw the effect of each knob alone: the best speed of each neighbor of the control, relative to the control."""
     best: dict[KnobValues, float] = {}
     for row in rows_with_speed(rows):
@@ -217,9 +245,16 @@ def _knob_effects(rows: Sequence[TrialRow], memory: MemorySearcher) -> Figure | 
     neighbors = [knobs for knobs in memory.space.neighbors(control) if knobs in best]
     if control not in best or not neighbors:
         return None
-    title = "One knob changed at a time, each at its fastest micro-batch"
-    figure, axes = _figure(title, "speed change vs control settings (%)", "changed knob")
+    title = f"One knob of {memory.space.base.model.text} changed, at its fastest micro-batch"
+    changes = [100 * (best[knobs] / best[control] - 1) for knobs in neighbors]
+    colors = [charts.BLUE if change >= 0 else charts.ORANGE for change in changes]
     names = [memory.space.knobs_label(knobs) for knobs in neighbors]
-    axes.barh(names, [100 * (best[knobs] / best[control] - 1) for knobs in neighbors])
-    axes.xaxis.set_major_formatter("{x:+.0f}%")
+    figure, (axes,) = charts.new_figure(title, conditions, height=height_of(names))
+    bars = axes.barh(range(len(names)), changes, height=0.6, color=colors)
+    axes.bar_label(bars, [f"{change:+.1f}%" for change in changes], padding=4, fontsize="small")
+    axes.axvline(0, color=charts.GRAY, linewidth=0.8)
+    axes.set_xlabel("speed vs control settings")
+    axes.xaxis.set_major_formatter("{x:+g}%")
+    axes.margins(x=0.18)
+    name_rows(axes, names, "changed knob")
     return figure

@@ -7,6 +7,7 @@ from dataclasses import replace
 from itertools import chain
 from typing import Any
 
+from infra.charts import describe_conditions
 from infra.cli.console import console
 from infra.cli.table import Report, Table, bullet_list
 from infra.cli.units import GB, format_duration, format_size
@@ -70,7 +71,9 @@ def publish(search: Search, rows: Sequence[TrialRow]) -> None:
         files=write_files(search, rows), tags={"space": search.space_label},
         trial_tags={row.key: tags.get(row.candidate, {"rank": "unranked"}) for row in normalized_rows},
     )  # fmt: skip
-    search.publish(report, charts.draw(normalized_rows, search.memory), result)
+    device = next((row.result.device for row in rows if row.result), search.device)
+    figures = charts.draw(normalized_rows, search.memory, describe_conditions(device, search.limit))
+    search.publish(report, figures, result)
 
 
 def search_report(search: Search, measured_rows: Sequence[TrialRow]) -> Report:

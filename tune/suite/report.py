@@ -5,6 +5,7 @@ from collections.abc import Sequence
 from dataclasses import asdict
 from typing import Any
 
+from infra.charts import describe_conditions
 from infra.cli.table import Report, Table, bullet_list
 from infra.device import provenance
 from infra.errors import UserError
@@ -17,8 +18,8 @@ from train.data.sources import source_of
 from train.intervals import Estimate
 from train.search_reference import SearchReference
 from tune.experiment.folder import ExperimentResult
-from tune.reporting import charts
-from tune.suite import study
+from tune.reporting.charts import SpeedRow
+from tune.suite import charts, study
 from tune.suite.replay import Ladder
 from tune.suite.results import compare_rungs, detail_tables, legend, results_table, summary_fields
 from tune.suite.runs import RungResult
@@ -51,13 +52,21 @@ def publish(ladder: Ladder, rows: Sequence[TrialRow], *, reference: dict[str, An
         sections += [*tables, *notes]
     elif isinstance(reference, dict):
         sections.append(comparison(reference, record))
-    title = f"{suite.title}; {device}"
+    conditions = describe_conditions(device, ladder.limit)
     cumulative = [base[2].middle * (rung.total.ratio if rung.total else 1.0) for rung, *_ in runs] * suite.cumulative
     figures = {
-        "speed": charts.draw_speeds(
-            title, [(rung.name, speed, row.memory or 0) for rung, row, speed in runs], cumulative
+        "speed": charts.draw_rungs(
+            f"{suite.title}: speed",
+            conditions,
+            [
+                SpeedRow(rung.name, speed, row.memory or 0, "fastest" if rung is fastest[0] else "", rung is fastest[0])
+                for rung, row, speed in runs
+            ],
+            cumulative,
         ),
-        "loss": charts.draw_losses(title, [(rung.name, row) for rung, row, _ in runs], control_rows),
+        "loss": charts.draw_losses(
+            f"{suite.title}: loss", conditions, [(rung.name, row) for rung, row, _ in runs], control_rows
+        ),
     }
     if reference == study.NAME and suite.name not in study.EFFECTS:
         figures["study"] = study.draw_study()

@@ -14,6 +14,7 @@ from typing import Any
 
 from matplotlib.figure import Figure
 
+from infra.charts import mark_limit
 from infra.cli.table import Table
 from infra.device.hardware import A100 as STUDY_GPU
 from train.config import HALF_PRECISIONS, ResolvedConfig, TrainConfig
@@ -22,7 +23,7 @@ from train.estimate.gpu_rates import ACHIEVABLE_FRACTION, load_gpu_rates
 from train.estimate.memory import predict_peak
 from train.model_config import ModelSpec
 from train.resolved import resolve
-from tune.reporting import charts
+from tune.suite import charts
 from tune.suite.results import three_digits
 from tune.suite.runs import SAME_BATCH, RungResult
 from tune.suite.suites import A100, apply_changes
@@ -119,15 +120,18 @@ class RungNeeds:
     """Minimum time of a step of this project in seconds; None if the record does not have the rung."""
 
 
+RECORD = json.loads(Path(__file__).with_name("textbook.json").read_text(encoding="utf-8"))
+"""Record of ``make record-textbook``."""
+
+
 def read_textbook() -> dict[str, RungNeeds]:
-    """Read the record of ``make record-textbook`` by rung, with the names of the suite and of :func:`memory_table`.
+    """Read the record by rung, with the names of the suite and of :func:`memory_table`.
 
     A rung that is missing in the record, such as a change of data loading, has the values of the previous rung.
     """
-    record = json.loads(Path(__file__).with_name("textbook.json").read_text(encoding="utf-8"))
     needs = {
         row["rung"]: RungNeeds((row["reserved"] + CONTEXT["cuda"]) / GIB, row["seconds"], row.get("our_seconds"))
-        for row in record["rows"]
+        for row in RECORD["rows"]
     }
     previous_name = "baseline"
     for name in STUDY:
@@ -294,6 +298,13 @@ def rooflines_table() -> Table:
 PICTURED_RUNGS = ("baseline", "tensor cores", "mixed precision fp16", "compile", "flash attention", "tied weights")
 """The study's rungs with the largest effects, which the chart shows."""
 
+SOURCE = (
+    "Sources: the log that the study published of a notebook with one A100; for the textbook loop and this project, "
+    "PyTorch's allocator on a simulated A100 and the roofline of the kernels (make record-textbook). Nothing of this "
+    "project was measured on a GPU."
+)
+"""Text below the chart."""
+
 
 def draw_study() -> Figure:
     """Draw :func:`memory_table` and :func:`rooflines_table` for the rungs with the largest effects."""
@@ -313,7 +324,13 @@ def draw_study() -> Figure:
             project: column(speed_cells, 4),
         },
     }  # fmt: skip
-    return charts.grouped_bars([f"{name}\n{STUDY[name].batch} sequences" for name in PICTURED_RUNGS], panels)
+    figure = charts.grouped_bars(
+        "GPT-2 124M: a study, a textbook loop and this project",
+        f"NVIDIA A100 with 40 GB · context length 512 · {RECORD['date']}",
+        [f"{name}\n{STUDY[name].batch} sequences" for name in PICTURED_RUNGS], panels, SOURCE,
+    )  # fmt: skip
+    mark_limit(figure.axes[0], STUDY_GPU.memory / GIB, vertical=True, unit="GiB")
+    return figure
 
 
 def expected_speeds(rows: Sequence[RungResult]) -> dict[str, float]:

@@ -122,11 +122,14 @@ def test_a_training_at_an_a100s_speed_has_lines_and_a_picture(
     steps = int(duration.time_budget * speed / config.step_tokens)
     folder, train_steps = RunFolder(tmp_path), duration.cycle.train_steps
     tokens = train_steps * config.step_tokens
-    cycle = {"train_loss": 5.0, "val_loss": 5.1, "cycle_tokens": tokens, "cycle_seconds": tokens / speed}
+    cycle = {
+        "train_loss": 5.0, "step_losses": [5.0] * train_steps, "val_loss": 5.1, "cycle_tokens": tokens,
+        "cycle_seconds": tokens / speed,
+    }  # fmt: skip
     for step in range(train_steps, steps + 1, train_steps):
         folder.append_cycle(cycle | {"step": step, "train_tokens": step * config.step_tokens})
     assert len(list(folder.cycles_until(steps))) >= 4
-    draw_curves(folder, "run", steps)
+    draw_curves(folder, "run", "NVIDIA A100", steps)
     assert folder.curves.read_bytes().startswith(b"\x89PNG")
 
 

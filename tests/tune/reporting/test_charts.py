@@ -24,6 +24,9 @@ from tune.trial.row import Stage, TrialOutcome, TrialRow, rows_with_speed
 BASE = TrainConfig.of(model=PRESETS["gpt2-124m"], global_batch=480, micro_batch=16, compile="whole", attention="sdpa")
 
 
+CONDITIONS = "NVIDIA A100 · memory limit 40 GB · 2026-11-28 07:00"
+
+
 @pytest.fixture(scope="module", params=[(("checkpointing=none,selective,full",), ()), ((), (1, 2, 4))])
 def search(
     benchmark: Callable[[str], ModuleType], request: pytest.FixtureRequest
@@ -37,7 +40,7 @@ def search(
 
 @pytest.fixture(scope="module")
 def charts(search: tuple[list[TrialRow], MemorySearcher]) -> dict[str, Figure]:
-    return draw(*search)
+    return draw(*search, CONDITIONS)
 
 
 def points(figure: Figure) -> set[tuple[float, float]]:
@@ -64,13 +67,16 @@ def test_the_leaderboard_begins_with_the_winner(
     assert [text.get_text() for text in axes.get_yticklabels()] == [
         memory.space.short_label(entry.candidate) for entry in ranked[:20]
     ]
-    speeds = [x for x, _ in path(axes.lines[0])]
+    speeds = [x for line in axes.lines if line.get_marker() in ("*", "o") for x, _ in path(line)]
     assert speeds == [entry.speed.middle for entry in ranked[:20]]
-    (intervals,) = [lines.get_segments() for lines in axes.collections if isinstance(lines, LineCollection)]
+    stars = [path(line) for line in axes.lines if line.get_marker() == "*"]
+    assert stars == [[(ranked[0].speed.middle, 0.0)]], "the winner is marked"
+    intervals = [line.get_segments()[0] for line in axes.collections if isinstance(line, LineCollection)]
     ends = [tuple(np.asarray(interval)[:, 0]) for interval in intervals]
     assert ends == [pytest.approx((entry.speed.low, entry.speed.high)) for entry in ranked[:20]]
     assert axes.yaxis_inverted()
-    assert labels(charts["leaderboard"]) == {"control"}
+    notes = {text.get_text().partition(" · ")[2] for text in axes.texts}
+    assert {"winner", "control"} <= {note for notes_of_row in notes for note in notes_of_row.split(", ")}
 
 
 def test_memory_and_limit(search: tuple[list[TrialRow], MemorySearcher], charts: dict[str, Figure]) -> None:
@@ -78,7 +84,8 @@ def test_memory_and_limit(search: tuple[list[TrialRow], MemorySearcher], charts:
     figure = charts["memory_by_micro_batch"]
     expected = {(row.candidate.micro_batch, round((row.memory or 0) / 1e9, 4)) for row in rows if row.memory}
     assert expected <= points(figure)
-    assert {"control settings", "limit (crosses: did not fit)"} <= labels(figure)
+    assert {"control settings", "winner"} <= labels(figure)
+    assert f"limit {round(memory.limit / 1e9, 1):g} GB" in {text.get_text() for text in figure.axes[0].texts}
     (limit,) = [line for line in figure.axes[0].lines if line.get_linestyle() == "--"]
     assert {y for _, y in path(limit)} == {memory.limit / 1e9}
 
@@ -100,7 +107,7 @@ def test_speeds_stand_with_their_intervals_and_the_zone_that_does_not_fit(
     figure = charts["speed_by_micro_batch"]
     heights = {round(y, 2) for line in figure.axes[0].lines for _, y in path(line)}
     assert {round(row.tokens_per_second or 0, 2) for row in rows_with_speed(rows)} <= heights
-    assert "does not fit" in labels(figure)
+    assert "does not fit" in {text.get_text() for text in figure.axes[0].texts}
 
 
 def test_nothing_left_of_the_front_is_faster(
@@ -116,7 +123,7 @@ def test_nothing_left_of_the_front_is_faster(
 
 def test_the_best_so_far_never_falls(search: tuple[list[TrialRow], MemorySearcher], charts: dict[str, Figure]) -> None:
     rows, _ = search
-    (line,) = charts["progress"].axes[0].lines
+    line = charts["progress"].axes[0].lines[0]
     best = [y for _, y in path(line)]
     assert best == sorted(best)
     assert best[-1] == max(row.tokens_per_second or 0 for row in rows if row.outcome == "ok" and row.stage != "confirm")
@@ -131,8 +138,8 @@ def test_neither_a_confirmation_nor_a_trial_that_cannot_win_counts_as_progress(
 ) -> None:
     rows, memory = search
     lucky = changed(rows[-1], stage=stage, outcome=outcome, tokens_per_second=1e9, low=1e9, high=1e9)
-    (line,) = draw([*rows, lucky], memory)["progress"].axes[0].lines
-    assert max(y for _, y in path(line)) < 1e9
+    lines = draw([*rows, lucky], memory, CONDITIONS)["progress"].axes[0].lines
+    assert max(y for line in lines for _, y in path(line)) < 1e9
 
 
 def test_one_knob_at_a_time(search: tuple[list[TrialRow], MemorySearcher], charts: dict[str, Figure]) -> None:
@@ -145,3 +152,21 @@ def test_one_knob_at_a_time(search: tuple[list[TrialRow], MemorySearcher], chart
     assert len(widths) == len(names)
     expected = min(widths) > 1 if memory.space.is_accumulation_searched else min(widths) < -3
     assert expected, "in the simulation accumulating gains some percent of the speed, and checkpointing costs some"
+
+
+def test_every_chart_says_what_it_shows_and_where(
+    search: tuple[list[TrialRow], MemorySearcher], charts: dict[str, Figure]
+) -> None:
+    _, memory = search
+    for name, figure in charts.items():
+        assert memory.space.base.model.text in figure.get_suptitle(), name
+        assert [inner.get_suptitle() for inner in figure.subfigs] == [CONDITIONS], name
+
+
+def test_a_chart_with_two_candidates_is_lower_than_one_with_many(
+    search: tuple[list[TrialRow], MemorySearcher], charts: dict[str, Figure]
+) -> None:
+    rows, memory = search
+    ranked = {entry.candidate for entry in rank(rows)[:2]}
+    pair = draw([row for row in rows if row.candidate in ranked], memory, CONDITIONS)["leaderboard"]
+    assert pair.get_figheight() < 0.9 * charts["leaderboard"].get_figheight()

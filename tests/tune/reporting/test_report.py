@@ -146,7 +146,7 @@ def test_a_tie_is_marked_and_named() -> None:
     assert [line[-1] for line in leaderboard(SEARCH, rows)] == ["winner, tie", "tie, control", ""]
     best = best_json(SEARCH, rows)
     assert best
-    assert best["measured"]["tied_with"] == ["m4"]
+    assert best["measured"]["tied_with"] == ["4 x 4"]
     assert TIE_NOTE not in search_report(SEARCH, rows[::2]).markdown()
 
 

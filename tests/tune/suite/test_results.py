@@ -12,8 +12,8 @@ from infra.cli.units import GB
 from infra.storage.directory import StorageDir
 from train.config import ResolvedConfig
 from train.intervals import Difference
-from tune.reporting.charts import band
 from tune.space import Candidate
+from tune.suite.charts import band
 from tune.suite.results import (
     compare_rungs,
     detail_tables,
