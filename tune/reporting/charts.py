@@ -43,18 +43,21 @@ class SpeedRow(NamedTuple):
 
 @charts.styled
 def draw(rows: Sequence[TrialRow], memory: MemorySearcher, conditions: str) -> dict[str, Figure]:
-    """Draw all charts of a search, by file name without its suffix.
+    """Draw the charts of a search that its rows allow, by file name without its suffix.
 
     The ``conditions`` are the line below the titles, as :func:`infra.charts.describe_conditions` formats them.
     """
     curves = memory.curves([row for row in rows if row.stage != "confirm"])
     figures = {
-        "leaderboard": _leaderboard(rows, memory, conditions),
         "memory_by_micro_batch": _memory(rows, curves, conditions),
         "speed_by_micro_batch": _speed(rows, curves, conditions),
-        "pareto": _pareto(rows, memory, conditions),
-        "progress": _progress(rows, memory, conditions),
     }
+    if rank(rows):
+        figures |= {
+            "leaderboard": _leaderboard(rows, memory, conditions),
+            "pareto": _pareto(rows, memory, conditions),
+            "progress": _progress(rows, memory, conditions),
+        }
     knob_effects = _knob_effects(rows, memory, conditions)
     return figures | ({"knobs": knob_effects} if knob_effects else {})
 
@@ -111,8 +114,7 @@ def _leaderboard(rows: Sequence[TrialRow], memory: MemorySearcher, conditions: s
         speed_rows.append(SpeedRow(space.short_label(entry.candidate), entry.speed, entry.memory, note, is_winner))
     title = f"Leaderboard of {space.base.model.text}, {space.batch_label}"
     figure, (axes,) = charts.new_figure(title, conditions, height=height_of([row.name for row in speed_rows]))
-    if speed_rows:
-        draw_speeds(axes, speed_rows, "micro-batch x accumulation")
+    draw_speeds(axes, speed_rows, "micro-batch x accumulation")
     return figure
 
 
@@ -124,10 +126,8 @@ def _combinations(rows: Sequence[TrialRow], curves: FittedCurves) -> Iterator[tu
         yield knobs, label, charts.SERIES_COLORS[number % 6], charts.MARKERS[number % 6]
 
 
-def _mark_winner(axes: Axes, rows: Sequence[TrialRow], x: float, y: float, label: str) -> None:
-    """Mark the winner of ``rows`` at its point with a star."""
-    if rank(rows):
-        axes.plot([x], [y], "*", color=charts.VERMILION, markersize=15, zorder=5, label=label)
+def _mark_winner(axes: Axes, point: tuple[float, float]) -> None:
+    axes.plot(*point, "*", color=charts.VERMILION, markersize=15, zorder=5, label="winner")
 
 
 def _memory(rows: Sequence[TrialRow], curves: FittedCurves, conditions: str) -> Figure:
@@ -148,7 +148,7 @@ def _memory(rows: Sequence[TrialRow], curves: FittedCurves, conditions: str) -> 
     if unfit := [row.candidate.micro_batch for row in rows if row.outcome in DOES_NOT_FIT]:
         axes.scatter(unfit, [limit] * len(unfit), color=charts.VERMILION, marker="x", zorder=4, label="did not fit")
     for winner in rank(rows)[:1]:
-        _mark_winner(axes, rows, winner.candidate.micro_batch, winner.memory / GB, "winner")
+        _mark_winner(axes, (winner.candidate.micro_batch, winner.memory / GB))
     axes.set_ylim(0, 1.2 * max([limit, *((row.memory or 0) / GB for row in rows)]))
     axes.set_xlim(0)
     charts.mark_limit(axes, limit, vertical=False)
@@ -173,7 +173,7 @@ def _speed(rows: Sequence[TrialRow], curves: FittedCurves, conditions: str) -> F
         middles = [speed.middle for speed in speeds]
         axes.errorbar(sizes, middles, yerr=error_lengths(speeds), fmt=marker, color=color, markersize=5, label=label)
     for winner in rank(rows)[:1]:
-        _mark_winner(axes, rows, winner.candidate.micro_batch, winner.speed.middle, "winner")
+        _mark_winner(axes, (winner.candidate.micro_batch, winner.speed.middle))
     fitting = [size for knobs, *_ in combinations for size in curves.feasible_sizes(knobs)]
     largest = max(fitting, default=curves.space.micro_batches[-1])
     if unfit_sizes := [size for size in curves.space.micro_batches if size > largest]:
@@ -202,15 +202,14 @@ def _pareto(rows: Sequence[TrialRow], memory: MemorySearcher, conditions: str) -
         if entry.speed.middle > best:
             best = entry.speed.middle
             front.append(entry.candidate)
-    axes.scatter(*zip(*points.values(), strict=True), color=charts.BLUE, zorder=3) if points else None
+    axes.scatter(*zip(*points.values(), strict=True), color=charts.BLUE, zorder=3)
     axes.step(*zip(*map(points.__getitem__, front), strict=True), where="post", color=charts.SKY, label="Pareto front")
-    for winner in ranked[:1]:
-        _mark_winner(axes, rows, *points[winner.candidate], "winner")
+    _mark_winner(axes, points[ranked[0].candidate])
     charts.mark_limit(axes, memory.limit / GB, vertical=True)
     charts.format_thousands(axes.xaxis, axes.yaxis)
     axes.margins(x=0.1, y=0.12)
     charts.add_legend(axes)
-    important = dict.fromkeys([*(entry.candidate for entry in ranked[:1]), *reversed(front), *points])
+    important = dict.fromkeys([ranked[0].candidate, *reversed(front), *points])
     charts.label_points(axes, [points[each] for each in important], [space.short_label(each) for each in important])
     return figure
 
