@@ -1,11 +1,4 @@
-"""Capabilities of devices, and their peak rates from datasheets, which MFU needs.
-
-The peak of unknown hardware is not guessed; its MFU is unknown.
-
-The rates are dense, without sparsity, in FLOP/s. They are from NVIDIA's datasheets (A100: 2020; H100 SXM, PCIe and NVL:
-2022; H200 and its NVL: 2023; L4 and L40S: 2023; T4: 2019; HGX B200: 2024) and architecture papers (RTX). V100 and T4
-have neither bf16 nor TF32.
-"""
+"""Capabilities of devices, from which ``auto`` settings are resolved."""
 
 import importlib
 import os
@@ -19,38 +12,6 @@ from typing import Literal
 from infra.device import host
 from infra.device.gpu import GpuState, read_gpu
 from infra.errors import first_line
-
-_PEAKS: tuple[tuple[str, float, float | None, float], ...] = (
-    ("B200", 2250e12, 1125e12, 75e12),
-    ("H200 NVL", 835.5e12, 417.7e12, 60e12),
-    ("H200", 989.4e12, 494.7e12, 67e12),
-    ("H100 NVL", 835.5e12, 417.7e12, 60e12),
-    ("H100 PCIe", 756e12, 378e12, 51e12),
-    ("H100", 989.4e12, 494.7e12, 67e12),
-    ("A100", 312e12, 156e12, 19.5e12),
-    ("A30", 165e12, 82e12, 10.3e12),
-    ("A10G", 70e12, 35e12, 35e12),
-    ("A10", 125e12, 62.5e12, 31.2e12),
-    ("L40S", 362e12, 183e12, 91.6e12),
-    ("L4", 121e12, 60e12, 30.3e12),
-    ("RTX 4090", 165.2e12, 82.6e12, 82.6e12),
-    ("RTX 3090", 71e12, 35.6e12, 35.6e12),
-    ("V100", 125e12, None, 15.7e12),
-    ("T4", 65e12, None, 8.1e12),
-)
-"""(name, peak FLOP/s in 16 bits, in TF32, in fp32); 16 bits and TF32 run on tensor cores, fp32 does not."""
-
-
-def peak_flops(gpu_name: str | None, precision: str = "bf16") -> float | None:
-    """Return the dense peak in FLOP/s in ``precision`` of the GPU with torch's or NVML's ``gpu_name``; None if unknown.
-
-    Every precision except fp32 and tf32 has the peak of 16 bits. A GPU without TF32 computes it in fp32.
-    """
-    padded_name = (gpu_name or "").replace("-", " ")
-    for name, sixteen_bits, tf32, fp32 in _PEAKS:
-        if f" {name} " in f" {padded_name} ":
-            return {"fp32": fp32, "tf32": tf32 or fp32}.get(precision, sixteen_bits)
-    return None
 
 
 @dataclass(frozen=True)

@@ -17,8 +17,9 @@ from torch.nn.attention import SDPBackend, sdpa_kernel
 
 from infra.cli.units import GB
 from infra.device.gpu import GpuState, read_gpu
-from infra.device.hardware import device_info, peak_flops
+from infra.device.hardware import device_info
 from infra.device.host import cpu_count
+from infra.device.peaks import peak_flops
 from infra.device.telemetry import THROTTLE_BITS
 
 MIN_FREE_BYTES = 20 * 10**9
@@ -103,7 +104,7 @@ def check_cpu(cores: int, load: float) -> list[Check]:
 
 def check_gpu(state: GpuState | None, name: str) -> list[Check]:
     """Check the GPU with torch's ``name``, its state in NVML, and other processes that use it."""
-    peak_fix = "no peak FLOP/s listed in infra/device/hardware.py, so MFU cannot be computed; add the GPU there"
+    peak_fix = "no peak FLOP/s listed in infra/device/peaks.py, so MFU cannot be computed; add the GPU there"
     results = [Check("GPU", name, "" if peak_flops(name) else peak_fix)]
     if state is None:
         fix = "memory by process and clocks are unknown; check nvidia-smi"

@@ -4,7 +4,8 @@ from collections.abc import Mapping
 from dataclasses import dataclass
 
 from infra.ceilings import find_matmul_rate, read_record
-from infra.device.hardware import KNOWN_GPUS, DeviceInfo, peak_flops
+from infra.device.hardware import KNOWN_GPUS, DeviceInfo
+from infra.device.peaks import peak_flops
 from infra.errors import UserError
 from infra.schema import from_json
 

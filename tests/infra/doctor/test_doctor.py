@@ -20,7 +20,7 @@ from mlflow.tracking import MlflowClient
 
 from infra import ceilings
 from infra.device.gpu import GpuState
-from infra.device.hardware import peak_flops
+from infra.device.peaks import peak_flops
 from infra.doctor import __main__ as doctor
 from infra.doctor import allreduce, checks, nodes
 from infra.storage.directory import StorageDir
@@ -205,7 +205,10 @@ def test_every_precision_has_the_rate_of_its_matrix_products() -> None:
 def test_the_peak_of_a_gpu_is_found_by_its_name_and_precision() -> None:
     named = {
         "NVIDIA H200": 989.4e12, "NVIDIA H200 NVL": 835.5e12, "NVIDIA H100 80GB HBM3": 989.4e12,
-        "NVIDIA H100 PCIe": 756e12, "NVIDIA A100-SXM4-80GB": 312e12, "NVIDIA GH200 480GB": None, "cpu": None,
+        "NVIDIA H100 PCIe": 756e12, "NVIDIA A100-SXM4-80GB": 312e12, "NVIDIA GH200 480GB": 989.4e12, "cpu": None,
+        "NVIDIA B200": 2250e12, "Tesla T4": 65e12, "NVIDIA RTX A6000": 154.8e12, "NVIDIA GB10": None,
+        "NVIDIA GeForce RTX 3060": 25.4e12, "NVIDIA GeForce RTX 4070 Ti SUPER": 88.2e12,
+        "NVIDIA GeForce RTX 5090": 209.5e12,
     }  # fmt: skip
     assert {name: peak_flops(name) for name in named} == named
     peaks = {
@@ -214,6 +217,18 @@ def test_the_peak_of_a_gpu_is_found_by_its_name_and_precision() -> None:
     assert peaks == {"fp32": 19.5e12, "tf32": 156e12, "fp16": 312e12, "bf16": 312e12}
     assert peak_flops("Tesla V100-SXM2-16GB", "tf32") == peak_flops("Tesla V100-SXM2-16GB", "fp32") == 15.7e12
     assert peak_flops("cpu", "fp32") is None
+    assert peak_flops("Tesla T4", "tf32") == peak_flops("Tesla T4", "fp32") == 8.1e12
+
+
+@pytest.mark.parametrize(
+    "name",
+    [
+        "NVIDIA GeForce RTX 3060 Laptop GPU", "NVIDIA GeForce RTX 4090 D", "NVIDIA GeForce RTX 3050 Ti",
+        "NVIDIA A100-SXM4-40GB MIG 1g.5gb", "NVIDIA H100 80GB HBM3 MIG 3g.40gb", "NVIDIA RTX A5000 Laptop GPU",
+    ],
+)  # fmt: skip
+def test_a_gpu_that_only_resembles_a_known_one_has_no_peak(name: str) -> None:
+    assert peak_flops(name) is None
 
 
 @pytest.mark.gpu
