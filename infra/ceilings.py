@@ -29,9 +29,9 @@ Measure = Callable[[Callable[[], object], torch.device], float]
 """Function that runs work on a device and returns the seconds that it took."""
 
 
-def select_device() -> tuple[torch.device, str]:
+def select_device(*, use_gpu: bool = True) -> tuple[torch.device, str]:
     """Return (this machine's first GPU, its name in torch), or (the CPU, ``cpu``)."""
-    if not torch.cuda.is_available():
+    if not use_gpu or not torch.cuda.is_available():
         return torch.device("cpu"), "cpu"
     device = torch.device("cuda", 0)
     return device, torch.cuda.get_device_name(device)
@@ -69,8 +69,8 @@ def measure_seconds(
 def measure_matmul_rate(
     rows: int, inner: int, columns: int, precision: str, device: torch.device, measure: Measure = measure_seconds
 ) -> float:
-    """Measure the FLOP/s of one matrix product. ``precision`` is fp32, tf32 or bf16."""
-    dtype = torch.bfloat16 if precision == "bf16" else torch.float32
+    """Measure the FLOP/s of one matrix product. ``precision`` is fp32, tf32, fp16 or bf16."""
+    dtype = {"bf16": torch.bfloat16, "fp16": torch.float16}.get(precision, torch.float32)
     first_factor = torch.randn(rows, inner, device=device, dtype=dtype)
     second_factor = torch.randn(inner, columns, device=device, dtype=dtype)
     out = torch.empty(rows, columns, device=device, dtype=dtype)
@@ -86,13 +86,13 @@ def measure_matmul_rate(
 def measure_matmul_rates(device: torch.device) -> dict[str, float]:
     """Measure the FLOP/s of a large square matrix product by precision.
 
-    A CPU is only measured in fp32, because it may emulate the other precisions.
+    A CPU is only measured in fp32, because it may emulate the other precisions, as a GPU before Ampere emulates bf16.
     """
     if device.type != "cuda":
         return {"fp32": measure_matmul_rate(2048, 2048, 2048, "fp32", device)}
-    return {
-        precision: measure_matmul_rate(8192, 8192, 8192, precision, device) for precision in ("bf16", "tf32", "fp32")
-    }
+    has_bf16 = torch.cuda.get_device_capability(device) >= (8, 0)
+    precisions = ("bf16", "tf32", "fp32") if has_bf16 else ("fp16", "fp32")
+    return {precision: measure_matmul_rate(8192, 8192, 8192, precision, device) for precision in precisions}
 
 
 def measure_copy_rates(device: torch.device, measure: Measure = measure_seconds) -> dict[str, float]:
@@ -172,5 +172,7 @@ def read_matmul_rate(out: StorageDir, device: str, precision: str, machine: str)
 
 def find_matmul_rate(record: Mapping[str, Any], precision: str) -> float | None:
     """Return the FLOP/s of a matrix product in ``precision`` from a device's measured rates; None if unknown."""
-    measured_precision = precision if precision in ("fp32", "tf32") else "bf16"  # fp16 has the same rate as bf16.
-    return record.get("matmul", {}).get(measured_precision)
+    rates: Mapping[str, float] = record.get("matmul", {})
+    # fp16 has the same rate as bf16, and a GPU without TF32 computes it in fp32.
+    measured = ("fp32",) if precision == "fp32" else ("tf32", "fp32") if precision == "tf32" else ("bf16", "fp16")
+    return next((rates[name] for name in measured if name in rates), None)

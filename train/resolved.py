@@ -61,12 +61,17 @@ def resolve(
     ``saved_settings`` are the settings of the run that is resumed; its settings in ``BY_MEMORY`` are kept. Raises
     ``UserError`` if the device lacks a requested feature, or if a resolved value contradicts the rest of the config.
     """
+    if requested.execution.device != "cpu" and device_info.gpu_blocker:
+        gpu = device_info.name if device_info.kind == "cuda" else "The GPU"
+        raise UserError(f"{gpu} cannot be used: {device_info.gpu_blocker}, or use --device cpu.")
     decisions = _memory_decisions(requested.step, saved_settings) if saved_settings else {}
     config = requested.replace(**decisions).with_model(inspect_model(requested.model))
     execution = config.execution
     device = device_info.kind if execution.device == AUTO else execution.device
     if device == "cuda" and device_info.kind != "cuda":
-        raise UserError("--device cuda: no CUDA GPU found. Use --device auto or --device cpu.")
+        raise UserError(
+            f"--device cuda: no GPU found, because {device_info.gpu_absence or 'there is none'}. Use --device cpu."
+        )
     cuda = device == "cuda"
     precision, attention, allocator = execution.precision, execution.attention, execution.allocator
     if precision == AUTO:
@@ -79,7 +84,7 @@ def resolve(
     elif attention == AUTO and (not cuda or config.model.unsupported_reason("attention", "flash")):
         attention = "sdpa"
     if allocator == AUTO:
-        allocator = "expandable" if cuda else "default"
+        allocator = "expandable" if cuda and not device_info.allocator_blocker else "default"
     compile = _compile(execution, device_info) if execution.compile == AUTO else execution.compile
     decided = config.replace(
         device=device, precision=precision, attention=attention, compile=compile, allocator=allocator
@@ -117,12 +122,13 @@ def resolve_for_plan(config: TrainConfig, device_info: DeviceInfo, memory_limit:
     """Resolve ``config`` to plan a run that need not run here, for its token shards if there are any.
 
     The device is the one of ``device_info``, or an A100 if ``config`` requests a GPU and ``device_info`` is a CPU. It
-    needs no compiler.
+    needs no compiler, and no torch that supports the GPU.
     """
     with suppress(UserError):
         config = prepare(config, read_manifest(config.dataset.data))
     device_info = A100 if config.execution.device == "cuda" and device_info.kind == "cpu" else device_info
-    return resolve(config, replace(device_info, compile_blocker="").with_memory_limit(memory_limit))
+    device_info = replace(device_info, compile_blocker="", allocator_blocker="", gpu_blocker="")
+    return resolve(config, device_info.with_memory_limit(memory_limit))
 
 
 def check_device_support(execution: ExecutionConfig, device_info: DeviceInfo) -> None:
@@ -130,6 +136,11 @@ def check_device_support(execution: ExecutionConfig, device_info: DeviceInfo) ->
     if execution.fp8 and device_info.capability < (8, 9):
         raise UserError(
             f"--fp8 needs 8-bit matrix products (compute capability 8.9), which {device_info.name} lacks. Remove --fp8."
+        )
+    if execution.allocator == "expandable" and execution.device == "cuda" and device_info.allocator_blocker:
+        raise UserError(
+            f"--allocator expandable does not work on {device_info.name}: {device_info.allocator_blocker}. Use "
+            "--allocator default."
         )
     compiles = execution.compile not in ("off", *EAGER_BACKENDS) and execution.device == device_info.kind
     if compiles and device_info.compile_blocker:

@@ -3,10 +3,10 @@
 import dataclasses
 import time
 from collections.abc import Sequence
-from concurrent.futures import ThreadPoolExecutor
+from concurrent.futures import Future, ThreadPoolExecutor
 from contextlib import ExitStack, nullcontext
 from dataclasses import dataclass, field
-from typing import TYPE_CHECKING, Annotated, ClassVar
+from typing import TYPE_CHECKING, Annotated, Any, ClassVar
 
 import tyro
 
@@ -90,14 +90,17 @@ def run(options: RunOptions, callbacks: Sequence[Callback] = ()) -> int:
             "Callbacks run in this process, but this run trains in processes of Ray (several workers, a book stream or "
             "a cluster). Remove callbacks, or train with one worker on shards."
         )
-    with ThreadPoolExecutor(max_workers=1) as background, ExitStack() as locks:
+    with ThreadPoolExecutor(max_workers=2) as background, ExitStack() as locks:
         if run.progress:
             locks.enter_context(run.run_folder.command_lock())
         store = options.tracking_uri or ((run_ref := run.run_folder.run_ref()) and run_ref.store)
-        preparing = background.submit(import_and_open_store, store)
+        preparing: list[Future[Any]] = [background.submit(import_and_open_store, store)]
+        if run.is_local:  # The first examination takes seconds, and its result is kept.
+            preparing.append(background.submit(local_device_info, run.requested.execution))
         with nullcontext() if run.is_local else ray_session(run.address, code=run.requested.model.source_paths):
             with status(IMPORTING_ACTIVITY):
-                preparing.result()
+                for preparation in preparing:
+                    preparation.result()
             if not run.is_local:
                 check_shared("--out", run.run_folder.location.parent)
             if not run.progress:

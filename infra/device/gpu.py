@@ -1,13 +1,18 @@
-"""State of a GPU as reported by NVML: name, memory by process, clocks. Only this file imports pynvml.
+"""State of a GPU by CUDA and, for memory by process, clocks and power, by NVML. Only this file imports pynvml.
 
-On a machine without a GPU or a driver, the functions return None.
+NVML is refused in some containers, and does not support every GPU: each value that it does not report is None. It
+counts GPUs in another order than CUDA and ignores CUDA_VISIBLE_DEVICES, so a GPU is looked up by its UUID.
 """
 
 import os
-from collections.abc import Sequence
+from collections.abc import Callable
 from dataclasses import dataclass
+from typing import Any
 
 import pynvml
+
+from infra.cli.units import GB
+from infra.device.cuda import CudaDevice, CudaDriver, read_driver
 
 
 @dataclass(frozen=True)
@@ -15,9 +20,10 @@ class GpuState:
     """State of one GPU. Memory is in bytes, clocks in MHz, power in watts, and temperature in Celsius."""
 
     name: str
-    driver: str
+    driver: str | None
     memory_total: int
-    memory_used: int
+    memory_used: int | None
+    """Bytes in use by all processes."""
     process_memory: int | None
     """Bytes in use by this process; None where the driver does not report them, as in many containers."""
     other_processes: tuple[int, ...]
@@ -31,39 +37,57 @@ class GpuState:
     """Whether memory errors are corrected."""
     capability: tuple[int, int] | None = None
     """CUDA compute capability, such as (8, 0) for an A100."""
+    is_integrated: bool = False
+    """Whether the GPU shares the host's memory."""
+    nvml_failure: str = ""
+    """Reason why NVML does not report the memory in use; empty if it does."""
 
 
-def read_gpu(index: int = 0) -> GpuState | None:
-    """Read the state of GPU ``index`` of those visible to this process; return None if there is no such GPU."""
+def read_gpu(index: int = 0, read_driver: Callable[[], CudaDriver] = read_driver) -> GpuState | None:
+    """Read the state of CUDA's device ``index`` in this process; return None if there is no such GPU."""
+    devices = read_driver().devices
+    return gpu_state(devices[index]) if index < len(devices) else None
+
+
+def gpu_state(device: CudaDevice) -> GpuState:
+    """Read what NVML adds to the properties of ``device``."""
+    values: dict[str, Any] = dict.fromkeys(("driver", "memory_used", "process_memory", *_OPTIONAL_VALUES))
+    values["other_processes"] = ()
+    failure = ""
     try:
         pynvml.nvmlInit()
-    except pynvml.NVMLError:
-        return None
-    try:
-        handle = _find_handle(index)
-        if handle is None:
-            return None
-        memory = pynvml.nvmlDeviceGetMemoryInfo(handle)
-        processes = _read_or_none(pynvml.nvmlDeviceGetComputeRunningProcesses, handle) or []
-        own_memory = [p.usedGpuMemory for p in processes if p.pid == os.getpid()]
-        return GpuState(
-            name=_decode(pynvml.nvmlDeviceGetName(handle)),
-            driver=_decode(pynvml.nvmlSystemGetDriverVersion()),
-            memory_total=int(memory.total),
-            memory_used=int(memory.used),
-            process_memory=int(own_memory[0]) if own_memory and own_memory[0] else None,
-            other_processes=tuple(p.pid for p in processes if p.pid != os.getpid()),
-            sm_clock=_read_or_none(pynvml.nvmlDeviceGetClockInfo, handle, pynvml.NVML_CLOCK_SM),
-            power_limit=_from_thousandths(_read_or_none(pynvml.nvmlDeviceGetEnforcedPowerLimit, handle)),
-            temperature=_read_or_none(pynvml.nvmlDeviceGetTemperature, handle, pynvml.NVML_TEMPERATURE_GPU),
-            throttle_reasons=_read_or_none(pynvml.nvmlDeviceGetCurrentClocksThrottleReasons, handle),
-            ecc=_parse_mode(_read_or_none(pynvml.nvmlDeviceGetEccMode, handle)),
-            capability=_parse_capability(_read_or_none(pynvml.nvmlDeviceGetCudaComputeCapability, handle)),
-        )
-    except pynvml.NVMLError:
-        return None
-    finally:
-        pynvml.nvmlShutdown()
+        try:
+            handle = _find_handle(device)
+            values |= _read_values(handle)
+            values["memory_used"] = int(pynvml.nvmlDeviceGetMemoryInfo(handle).used)
+        finally:
+            pynvml.nvmlShutdown()
+    except pynvml.NVMLError as error:
+        failure = str(error)
+    return GpuState(
+        name=device.name, memory_total=device.memory, capability=device.capability, is_integrated=device.is_integrated,
+        nvml_failure=failure, **values,
+    )  # fmt: skip
+
+
+_OPTIONAL_VALUES: dict[str, Callable[[Any], Any]] = {
+    "driver": lambda handle: _decode(pynvml.nvmlSystemGetDriverVersion()),
+    "sm_clock": lambda handle: pynvml.nvmlDeviceGetClockInfo(handle, pynvml.NVML_CLOCK_SM),
+    "power_limit": lambda handle: pynvml.nvmlDeviceGetEnforcedPowerLimit(handle) / 1000,
+    "temperature": lambda handle: pynvml.nvmlDeviceGetTemperature(handle, pynvml.NVML_TEMPERATURE_GPU),
+    "throttle_reasons": lambda handle: pynvml.nvmlDeviceGetCurrentClocksThrottleReasons(handle),
+    "ecc": lambda handle: bool(pynvml.nvmlDeviceGetEccMode(handle)[0]),  # The second mode is the next boot's.
+}
+"""Readers of the values that a GPU, its driver or a container may not report."""
+
+
+def _read_values(handle: Any) -> dict[str, Any]:
+    values = {name: _read_or_none(read, handle) for name, read in _OPTIONAL_VALUES.items()}
+    processes = _read_or_none(pynvml.nvmlDeviceGetComputeRunningProcesses, handle) or []
+    own_memory = [process.usedGpuMemory for process in processes if process.pid == os.getpid()]
+    values["process_memory"] = int(own_memory[0]) if own_memory and own_memory[0] else None
+    values["other_processes"] = tuple(process.pid for process in processes if process.pid != os.getpid())
+    return values
 
 
 @dataclass(frozen=True)
@@ -89,10 +113,13 @@ class GpuMeter:
 
     def __init__(self) -> None:
         self._handle = None
+        devices = read_driver().devices
+        if not devices:
+            return
         try:
             pynvml.nvmlInit()
-            self._handle = _find_handle(0)
-        except (pynvml.NVMLError, ValueError):  # The driver is missing, or CUDA_VISIBLE_DEVICES is invalid.
+            self._handle = _find_handle(devices[0])
+        except pynvml.NVMLError:
             return
 
     def read(self) -> GpuReading | None:
@@ -113,25 +140,26 @@ class GpuMeter:
         )
 
 
-def _find_handle(index: int):
-    name = find_visible_gpu(index, os.environ.get("CUDA_VISIBLE_DEVICES"), pynvml.nvmlDeviceGetCount())
-    if name is None:
-        return None
-    return pynvml.nvmlDeviceGetHandleByIndex(name) if isinstance(name, int) else pynvml.nvmlDeviceGetHandleByUUID(name)
+def list_gpus() -> list[str]:
+    """Return the name and memory of all GPUs that NVML reports, also of those that are hidden from this process."""
+    try:
+        pynvml.nvmlInit()
+        try:
+            handles = [pynvml.nvmlDeviceGetHandleByIndex(index) for index in range(pynvml.nvmlDeviceGetCount())]
+            names = [_decode(pynvml.nvmlDeviceGetName(handle)) for handle in handles]
+            totals = [_read_or_none(pynvml.nvmlDeviceGetMemoryInfo, handle) for handle in handles]
+        finally:
+            pynvml.nvmlShutdown()
+    except pynvml.NVMLError:
+        return []
+    sizes = [f" {int(memory.total) / GB:.0f} GB" if memory else "" for memory in totals]
+    return [name + size for name, size in zip(names, sizes, strict=True)]
 
 
-def find_visible_gpu(index: int, visible: str | None, count: int) -> int | str | None:
-    """Return NVML's index or UUID of this process's device ``index``; None if there is no such device.
-
-    NVML ignores CUDA_VISIBLE_DEVICES. ``visible`` is the value of that variable, None if it is not set; ``count`` is
-    the number of GPUs in NVML.
-    """
-    if visible is None:
-        return index if index < count else None
-    names = [name.strip() for name in visible.split(",") if name.strip()]  # An empty variable hides every GPU.
-    if index >= len(names):
-        return None
-    return int(names[index]) if names[index].isdigit() else names[index]
+def _find_handle(device: CudaDevice) -> Any:
+    """Return NVML's handle of ``device``; CUDA's UUID has no prefix, which differs for a MIG slice."""
+    prefix = "MIG" if " MIG " in device.name else "GPU"
+    return pynvml.nvmlDeviceGetHandleByUUID(f"{prefix}-{device.uuid}")
 
 
 def _read_or_none(read, *arguments):
@@ -140,14 +168,6 @@ def _read_or_none(read, *arguments):
         return read(*arguments)
     except pynvml.NVMLError:
         return None
-
-
-def _parse_mode(modes: list[int] | None) -> bool | None:
-    return None if modes is None else bool(modes[0])  # The first mode is the current one, the second the next boot's.
-
-
-def _parse_capability(version: Sequence[int] | None) -> tuple[int, int] | None:
-    return None if version is None else (int(version[0]), int(version[1]))
 
 
 def _from_thousandths(thousandths: int | None) -> float | None:

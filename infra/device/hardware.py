@@ -10,7 +10,9 @@ from pathlib import Path
 from typing import Literal
 
 from infra.device import host
-from infra.device.gpu import GpuState, read_gpu
+from infra.device.cuda import read_driver
+from infra.device.gpu import GpuState, gpu_state
+from infra.device.torch_support import TorchSupport, torch_support
 from infra.errors import first_line
 
 
@@ -28,6 +30,18 @@ class DeviceInfo:
     """Bytes of the device's memory that this process can use; ``sys.maxsize`` if unknown."""
     compile_blocker: str = field(default="", compare=False)
     """Reason why torch.compile cannot work on the device, and the package to install; empty if it works."""
+    allocator_blocker: str = field(default="", compare=False)
+    """Reason why torch's allocator cannot use expandable segments on the GPU; empty if it can."""
+    pinned_blocker: str = field(default="", compare=False)
+    """Reason why host memory cannot be pinned for copies to the GPU; empty if it can."""
+    gpu_blocker: str = field(default="", compare=False)
+    """Reason why the GPU of this machine cannot be used, and the fix, without the last period; empty if it can."""
+    gpu_absence: str = field(default="", compare=False)
+    """Reason why there is no GPU, for a CPU; empty for a GPU."""
+    memory_cap_reason: str = field(default="", compare=False)
+    """Reason why torch's allocator is capped to the free memory even without a limit; empty if it is not."""
+    nvml_failure: str = field(default="", compare=False)
+    """Reason why NVML does not report the GPU's memory in use; empty if it does."""
 
     def with_memory_limit(self, limit: int | None) -> "DeviceInfo":
         """Return the device for a process that may use ``limit`` bytes; None means all available memory."""
@@ -54,18 +68,39 @@ KNOWN_GPUS = {
 
 
 def device_info() -> DeviceInfo:
-    """Describe this machine's first visible GPU, or its CPU, without initializing CUDA."""
-    state = read_gpu()
-    return cpu_info() if state is None else gpu_info(state)
+    """Describe this machine's first visible GPU, or its CPU, without a context of CUDA in this process."""
+    return examine_device()[1]
 
 
-def gpu_info(state: GpuState) -> DeviceInfo:
-    """Describe this machine's GPU from its ``state`` in NVML."""
+def examine_device() -> tuple[GpuState | None, DeviceInfo]:
+    """Return the state of this machine's first visible GPU and its properties, or None and those of the CPU."""
+    driver = read_driver()
+    if driver.devices:
+        state, device, is_wsl = gpu_state(driver.devices[0]), driver.devices[0], host.is_wsl()
+        return state, gpu_info(state, torch_support(device, driver.version, is_wsl=is_wsl), is_wsl=is_wsl)
+    absence, is_broken = driver.absence, driver.is_broken
+    advice = f"{absence}. Check it with nvidia-smi" if is_broken else ""
+    return None, replace(cpu_info(), gpu_blocker=advice, gpu_absence=absence)
+
+
+def gpu_info(state: GpuState, support: TorchSupport | None = None, *, is_wsl: bool = False) -> DeviceInfo:
+    """Describe a GPU in ``state``, for which torch has ``support``."""
+    support = support or TorchSupport()
     capability = state.capability or (0, 0)
-    used_by_others = state.memory_used - (state.process_memory or 0)
+    if state.is_integrated:  # CUDA counts the page cache as used.
+        memory = min(state.memory_total, host.available_memory())
+    elif state.memory_used is None:
+        memory = state.memory_total if support.free_memory is None else support.free_memory
+    else:
+        memory = state.memory_total - (state.memory_used - (state.process_memory or 0))
+    cap_reason = "the GPU shares the host's memory" if state.is_integrated else ""
+    if is_wsl:
+        cap_reason = "WSL2 would take more from the host, which is far slower, instead of running out"
     return DeviceInfo(
-        "cuda", state.name, capability, bf16=capability >= (8, 0), memory=state.memory_total - used_by_others,
-        compile_blocker=find_compile_blocker(capability),
+        "cuda", state.name, capability, bf16=capability >= (8, 0), memory=memory,
+        compile_blocker=find_compile_blocker(capability), allocator_blocker=support.allocator_blocker,
+        pinned_blocker=support.pinned_blocker, gpu_blocker=support.blocker, memory_cap_reason=cap_reason,
+        nvml_failure=state.nvml_failure,
     )  # fmt: skip
 
 

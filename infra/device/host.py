@@ -36,6 +36,11 @@ def total_memory(root: Path = ROOT) -> int:
     return min([psutil.virtual_memory().total, *(limit for limit, _ in _read_memory_limits(root))])
 
 
+def is_wsl() -> bool:
+    """Return whether this is a Linux inside Windows (WSL), where Windows manages the GPU's memory."""
+    return "microsoft" in os.uname().release.lower()
+
+
 def available_memory(root: Path = ROOT) -> int:
     """Return the bytes of free memory. The page cache counts as free, because the kernel shrinks it when needed."""
     return min(

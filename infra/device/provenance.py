@@ -43,7 +43,9 @@ def machine_tags(read_gpu: Callable[[], GpuState | None] = read_gpu) -> dict[str
     """Return tags that describe this machine."""
     tags = {"host": platform.node(), "platform": platform.platform()}
     if gpu := read_gpu():
-        tags |= {"gpu": gpu.name, "driver": gpu.driver}
+        tags["gpu"] = gpu.name
+        if gpu.driver:
+            tags["driver"] = gpu.driver
         if gpu.power_limit:
             tags["gpu_power_limit_watts"] = f"{gpu.power_limit:g}"
     return tags

@@ -17,7 +17,7 @@ from infra.cli.console import console
 from infra.cli.options import Switch, TrackingUri
 from infra.cli.progress import IMPORTING_ACTIVITY, status
 from infra.cli.table import Report, Table
-from infra.device.hardware import device_info
+from infra.device.hardware import examine_device
 from infra.doctor import allreduce
 from infra.errors import UserError
 from infra.storage.directory import StorageDir
@@ -63,14 +63,15 @@ def examine(options: DoctorOptions) -> int:
         from infra.tracking.tracker import Tracker
 
     started_at = time.perf_counter()
-    device, name = ceilings.select_device()
+    state, info = examine_device()
+    device, name = ceilings.select_device(use_gpu=not info.gpu_blocker)
     out = StorageDir.of(options.out)
     out.check_writable("--out")
     disk = out.local_path or scratch()
     disk.mkdir(parents=True, exist_ok=True)
-    results = checks.run_checks(device, disk)
+    results = checks.run_checks(device, disk, state, info)
     record: dict[str, object] = {
-        "device": name, "facts": asdict(device_info()), "machine": socket.gethostname(),
+        "device": name, "facts": asdict(info), "machine": socket.gethostname(),
         "checks": [asdict(check) for check in results],
     }  # fmt: skip
     metrics: dict[str, float] = {}

@@ -16,8 +16,8 @@ from torch.nn import functional
 from torch.nn.attention import SDPBackend, sdpa_kernel
 
 from infra.cli.units import GB
-from infra.device.gpu import GpuState, read_gpu
-from infra.device.hardware import device_info
+from infra.device.gpu import GpuState
+from infra.device.hardware import DeviceInfo
 from infra.device.host import cpu_count
 from infra.device.peaks import peak_flops
 from infra.device.telemetry import THROTTLE_BITS
@@ -41,29 +41,43 @@ class Check:
         return bool(self.fix) and self.fatal
 
 
-def run_checks(device: torch.device, out: Path) -> list[Check]:
-    """Run all checks for ``device``; ``out`` is the folder of runs."""
-    results = [*check_software(), *check_disk(out)]
-    if device.type == "cuda":
-        return [*results, *check_gpu(read_gpu(), torch.cuda.get_device_name(device)), *check_attention_kernels(device)]
-    load = os.getloadavg()[0]
-    return [*results, check_missing_gpu(read_gpu()), *check_cpu(cpu_count(), load), *check_attention_kernels(device)]
+def run_checks(device: torch.device, out: Path, state: GpuState | None, info: DeviceInfo) -> list[Check]:
+    """Run all checks for ``device``; ``out`` is the folder of runs, and ``state`` and ``info`` describe this machine's
+    device."""
+    results = [*check_software(info.compile_blocker), *check_disk(out)]
+    if device.type == "cuda" and state:
+        gpu = [*check_gpu(state), *check_gpu_support(info)]
+        return [*results, *gpu, *check_attention_kernels(device, bf16=info.bf16)]
+    cpu = check_cpu(cpu_count(), os.getloadavg()[0])
+    return [*results, check_missing_gpu(info), *cpu, *check_attention_kernels(device)]
 
 
-def check_missing_gpu(state: GpuState | None) -> Check:
-    """Check a GPU that torch does not find: either the machine has none, or torch cannot use the one in NVML."""
-    if state is None:
-        return Check("GPU", "no GPU found, training runs on the CPU")
-    build = f"CUDA {torch.version.cuda}" if torch.version.cuda else "CPU only"
-    return Check(
-        "GPU",
-        f"torch cannot use {state.name}, training runs on the CPU",
-        f"the build of torch is {build} and the driver is {state.driver}; install a CUDA build of torch that this "
-        "driver supports, and check CUDA_VISIBLE_DEVICES",
-    )
+def check_missing_gpu(info: DeviceInfo) -> Check:
+    """Check a machine without a usable GPU: either it has none, or the one of ``info`` cannot be used."""
+    if not info.gpu_blocker:
+        return Check("GPU", f"{info.gpu_absence}; training runs on the CPU")
+    name = info.name if info.kind == "cuda" else "the GPU"
+    return Check("GPU", f"{name} cannot be used", info.gpu_blocker, fatal=True)
 
 
-def check_software(find_version: Callable[[str], str] = version) -> list[Check]:
+def check_gpu_support(info: DeviceInfo) -> list[Check]:
+    """Check what the GPU of ``info`` supports, each with what ``auto`` settings use instead."""
+    results = [Check("compute capability", ".".join(map(str, info.capability)))]
+    if not info.bf16:
+        has_fp16 = info.capability >= (7, 0)
+        instead = "--precision auto is fp16 with loss scaling" if has_fp16 else "--precision auto is fp32"
+        results.append(Check("bf16", f"not supported; {instead}"))
+    allocator = f"unavailable; --allocator auto is torch's default ({info.allocator_blocker})"
+    results.append(Check("expandable segments", allocator if info.allocator_blocker else "available"))
+    advice = "raise the limit on locked memory (ulimit -l), or in WSL2 the memory in .wslconfig; copies are slower"
+    fix = advice if info.pinned_blocker else ""
+    results.append(Check("pinned memory", info.pinned_blocker or "available", fix))
+    if info.memory_cap_reason:
+        results.append(Check("memory cap", f"{info.memory / GB:.1f} GB, because {info.memory_cap_reason}"))
+    return results
+
+
+def check_software(compile_blocker: str = "", find_version: Callable[[str], str] = version) -> list[Check]:
     """Check Python, the packages that determine the speed, and whether torch can compile."""
     results = [Check("Python", platform.python_version())]
     for package in ("torch", "ray", "mlflow"):
@@ -73,8 +87,7 @@ def check_software(find_version: Callable[[str], str] = version) -> list[Check]:
             results.append(Check(package, "missing", f"run 'pip install {package}'", fatal=True))
     if torch.version.cuda:
         results.append(Check("torch CUDA", f"{torch.version.cuda}, cuDNN {torch.backends.cudnn.version()}"))
-    blocker = device_info().compile_blocker
-    return [*results, Check("torch.compile", "unavailable" if blocker else "available", blocker)]
+    return [*results, Check("torch.compile", "unavailable" if compile_blocker else "available", compile_blocker)]
 
 
 def check_disk(out: Path) -> list[Check]:
@@ -102,19 +115,21 @@ def check_cpu(cores: int, load: float) -> list[Check]:
     ]
 
 
-def check_gpu(state: GpuState | None, name: str) -> list[Check]:
-    """Check the GPU with torch's ``name``, its state in NVML, and other processes that use it."""
+def check_gpu(state: GpuState) -> list[Check]:
+    """Check the ``state`` of the GPU, and other processes that use it."""
     peak_fix = "no peak FLOP/s listed in infra/device/peaks.py, so MFU cannot be computed; add the GPU there"
-    results = [Check("GPU", name, "" if peak_flops(name) else peak_fix)]
-    if state is None:
-        fix = "memory by process and clocks are unknown; check nvidia-smi"
-        return [*results, Check("NVML", "does not respond", fix)]
-    results += [Check("driver", state.driver), Check("GPU memory", f"{state.memory_total / GB:.1f} GB")]
+    results = [Check("GPU", state.name, "" if peak_flops(state.name) else peak_fix)]
+    results.append(Check("GPU memory", f"{state.memory_total / GB:.1f} GB"))
+    if state.driver:
+        results.append(Check("driver", state.driver))
+    if state.nvml_failure:
+        fix = "memory by process, clocks and power may be unknown; check nvidia-smi in the same container"
+        results.append(Check("NVML", state.nvml_failure, fix))
     other_ids = ", ".join(map(str, state.other_processes))
     fix = f"stop them before measuring: kill {other_ids}" if other_ids else ""
     results.append(Check("other processes on the GPU", other_ids or "none", fix))
-    if not other_ids and state.process_memory is None and state.memory_used > 2 * GB:
-        used = f"{state.memory_used / GB:.1f} GB in use by processes that NVML does not show"
+    if not other_ids and state.process_memory is None and (state.memory_used or 0) > 2 * GB:
+        used = f"{(state.memory_used or 0) / GB:.1f} GB in use by processes that NVML does not show"
         results.append(Check("memory in use", used, "find them with nvidia-smi on the host"))
     if state.power_limit is not None:
         results.append(Check("power limit", f"{state.power_limit:.0f} W"))
@@ -127,28 +142,30 @@ def check_gpu(state: GpuState | None, name: str) -> list[Check]:
     return [*results, Check("throttling", ", ".join(reasons) or "none", fix if reasons else "")]
 
 
-def check_attention_kernels(device: torch.device) -> list[Check]:
-    """Check which fused attention kernels of torch work on the device, forward and backward."""
+def check_attention_kernels(device: torch.device, *, bf16: bool = True) -> list[Check]:
+    """Check which fused attention kernels of torch work on the device, forward and backward, in fp16 without
+    ``bf16``."""
     if device.type != "cuda":
-        has_flash = _can_run([SDPBackend.FLASH_ATTENTION], device)
+        has_flash = _can_run([SDPBackend.FLASH_ATTENTION], device, torch.float32)
         return [Check("fused attention", "available" if has_flash else "unavailable; torch uses plain operations")]
     kernels = {
         "flash": SDPBackend.FLASH_ATTENTION,
         "cuDNN": SDPBackend.CUDNN_ATTENTION,
         "efficient": SDPBackend.EFFICIENT_ATTENTION,
     }
-    available = {name: _can_run([kernel], device) for name, kernel in kernels.items()}
+    available = {
+        name: _can_run([kernel], device, torch.bfloat16 if bf16 else torch.float16) for name, kernel in kernels.items()
+    }
     text = ", ".join(f"{name} {'available' if is_available else 'fails'}" for name, is_available in available.items())
     fix = (
         ""
-        if available["flash"] or available["cuDNN"]
+        if available["flash"] or available["cuDNN"] or (available["efficient"] and not bf16)
         else "flash and cuDNN attention fail; install a torch built for this GPU"
     )
     return [Check("attention kernels", text, fix)]
 
 
-def _can_run(kernels: list[SDPBackend], device: torch.device) -> bool:
-    dtype = torch.bfloat16 if device.type == "cuda" else torch.float32
+def _can_run(kernels: list[SDPBackend], device: torch.device, dtype: torch.dtype) -> bool:
     q = torch.randn(1, 12, 256, 64, device=device, dtype=dtype, requires_grad=True)
     try:
         with sdpa_kernel(kernels):

@@ -10,9 +10,8 @@ from dataclasses import asdict, dataclass, field
 from importlib.metadata import PackageNotFoundError, version
 from typing import Any
 
-from infra.cli.units import GB
 from infra.device import host
-from infra.device.gpu import read_gpu
+from infra.device.gpu import list_gpus
 from infra.errors import UserError, first_line
 from infra.ray.cluster import ray_session
 from infra.ray.machines import run_on_nodes
@@ -104,12 +103,6 @@ def read_clock() -> float:
 
 def describe_node() -> MachineReport:
     """Describe this machine."""
-    visible_devices = os.environ.pop("CUDA_VISIBLE_DEVICES", None)  # Ray hides all GPUs from a task without a GPU.
-    try:
-        gpus = [state for index in range(16) if (state := read_gpu(index))]
-    finally:
-        if visible_devices is not None:
-            os.environ["CUDA_VISIBLE_DEVICES"] = visible_devices
     versions = {}
     for package in ("ray", "torch"):
         try:
@@ -118,8 +111,8 @@ def describe_node() -> MachineReport:
             versions[package] = "missing"
     folder = scratch()
     return MachineReport(
-        platform.python_version(), versions, [f"{gpu.name} {gpu.memory_total / GB:.0f} GB" for gpu in gpus],
-        host.total_memory(), os.getloadavg()[0], str(folder), shutil.disk_usage(folder).free,
+        platform.python_version(), versions, list_gpus(), host.total_memory(), os.getloadavg()[0], str(folder),
+        shutil.disk_usage(folder).free,
     )  # fmt: skip
 
 

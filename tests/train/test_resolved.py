@@ -213,11 +213,32 @@ def test_more_recomputation_takes_less_memory_or_less_time() -> None:
     assert CHECKPOINTING_BY_TIME[-1] == "full"
 
 
+REFUSED = replace(A100, allocator_blocker="device not ready")
+UNUSABLE = replace(A100, gpu_blocker="torch has no kernels for it. Install another")
+BROKEN = replace(NEW_CPU, gpu_blocker="CUDA does not start. Check it with nvidia-smi")
+
+
+def test_expandable_segments_are_used_where_they_work() -> None:
+    assert resolve(TrainConfig(), A100).execution.allocator == "expandable"
+    assert resolve(TrainConfig(), REFUSED).execution.allocator == "default"
+    with pytest.raises(UserError, match=r"--allocator expandable .*device not ready.* --allocator default"):
+        resolve(TrainConfig.of(allocator="expandable"), REFUSED)
+
+
+@pytest.mark.parametrize("facts", [UNUSABLE, BROKEN])
+def test_a_gpu_that_cannot_be_used_is_not_replaced_by_the_cpu(facts: DeviceInfo) -> None:
+    for device in ("auto", "cuda"):
+        with pytest.raises(UserError, match=r"cannot be used: .*--device cpu"):
+            resolve(TrainConfig.of(device=device), facts)
+    assert resolve(TrainConfig.of(device="cpu"), facts).execution.device == "cpu"
+    assert resolve_for_plan(TrainConfig(), UNUSABLE).execution.device == "cuda", "a plan needs no torch for it"
+
+
 @given(configs, st.sampled_from(DEVICES))
 def test_run_estimate_search_and_report_agree(values: dict, facts: DeviceInfo) -> None:
     requested = made(values)
     if requested.execution.device == "cuda" and facts.kind == "cpu":
-        with pytest.raises(UserError, match="no CUDA GPU found"):
+        with pytest.raises(UserError, match="--device cuda: no GPU found"):
             resolve(requested, facts)
         return
     actual = resolve(requested, facts)

@@ -14,6 +14,7 @@ import numpy as np
 import torch
 from torch import Tensor
 
+from infra.device.pinned import pinned_like
 from train.config import Batch
 from train.data.windows import OrderedWindows
 
@@ -99,7 +100,8 @@ class BatchLoader:
         self._stream = _copy_stream(device) if cuda else None
         self._depth = threads + 1 if threads else int(prefetch)
         shape = (self._micro_batch, windows.context_length + 1)
-        self._host = [torch.empty(shape, dtype=torch.int64, pin_memory=cuda) for _ in range(max(2, self._depth))]
+        buffers = [torch.empty(shape, dtype=torch.int64) for _ in range(max(2, self._depth))]
+        self._host = [pinned_like(buffer) for buffer in buffers] if cuda else buffers
         self._copies_done = [torch.cuda.Event() for _ in self._host] if cuda else []
         self._batches_requested = 0
         self._window_ids = np.zeros(0, dtype=np.int64)

@@ -21,7 +21,7 @@ from train.launch.job import WorkerJob, WorkerResult
 from train.launch.link import Activity, CycleDone, Message, MicroBatchTooLarge, PrintLine, SystemMetrics
 from train.loop import memory
 from train.loop.execution import configure_allocator
-from train.loop.memory_limit import MemoryLimit
+from train.loop.memory_limit import MemoryLimit, cap_to_free_memory
 from train.loop.oom import OutOfMemory
 from train.loop.result_builder import StepTimes
 from train.loop.sampling import closing_sample
@@ -108,6 +108,8 @@ class WorkerSession:
         configure_allocator(self.config.execution.allocator)
         if self.job.memory_limit:
             self.limit = MemoryLimit.apply(self.job.memory_limit, self.config.execution.device)
+        else:
+            cap_to_free_memory(self.config.execution.device)
         start_step, failed = step_of(resume), [*failed_micro_batches]
         self._preparing = Activity("loading the data", start_step)
         with ExitStack() as stack:

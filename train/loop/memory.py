@@ -49,9 +49,13 @@ def forget_resident_peak() -> bool:
 
 def is_oom_error(failure: Exception) -> bool:
     """Return whether ``failure`` means that memory ran out; only torch's allocator on the GPU has an exception for
-    that."""
+    that.
+
+    It describes the GPU's memory by NVML, and its assertion that NVML responds hides the exception on a MIG slice or a
+    Jetson (pytorch issue 197312).
+    """
     text = str(failure).lower()
-    phrases = ("out of memory", "can't allocate memory", "cublas_status_alloc_failed")
+    phrases = ("out of memory", "can't allocate memory", "cublas_status_alloc_failed", "nvml_success == r")
     return isinstance(failure, RuntimeError) and any(phrase in text for phrase in phrases)
 
 

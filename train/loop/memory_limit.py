@@ -10,6 +10,7 @@ from dataclasses import dataclass
 
 import torch
 
+from infra.device import host
 from infra.device.gpu import read_gpu
 from train.loop import memory
 from train.loop.memory import AllocatorStats
@@ -37,7 +38,7 @@ class MemoryLimit:
         state = read_gpu()
         torch.cuda.init()
         device = torch.device("cuda", torch.cuda.current_device())
-        limit = cls(size, device, state.memory_used if state else 0)
+        limit = cls(size, device, (state.memory_used or 0) if state else 0)
         square = torch.ones(256, 256, device=device)
         torch.mm(square, square)  # loads the libraries, so that their memory is measured
         context = limit.used()[0] - torch.cuda.max_memory_reserved(device)
@@ -55,7 +56,7 @@ class MemoryLimit:
         ``rss``."""
         measured = memory.peak(self.device)
         state = read_gpu(self.device.index or 0) if measured.process_source == "reserved" else None
-        if state is None:
+        if state is None or state.memory_used is None:
             return measured.process, measured.process_source
         return memory.peak_process(state.memory_used - self.baseline_bytes, AllocatorStats.read(self.device)), "device"
 
@@ -65,6 +66,24 @@ class MemoryLimit:
         if used <= self.size:
             return ""
         return f"the process used {used / 1e9:.2f} GB ({source}), more than the limit of {self.size / 1e9:.2f} GB"
+
+
+def cap_to_free_memory(device_type: str) -> None:
+    """Cap torch's allocator to a GPU's free memory where more would be taken from the host instead of running out.
+
+    In WSL2 memory beyond the GPU's is slow; on a GPU that shares the host's memory the kernel would kill processes.
+    """
+    if device_type != "cuda":
+        return
+    device = torch.device("cuda", torch.cuda.current_device())
+    is_integrated = torch.cuda.get_device_properties(device).is_integrated
+    if not (is_integrated or host.is_wsl()):
+        return
+    free, total = torch.cuda.mem_get_info(device)
+    if is_integrated:  # CUDA counts the page cache as used.
+        free = min(total, host.available_memory())
+    usable = free + torch.cuda.memory_reserved(device)  # An earlier run in this process may have reserved some.
+    torch.cuda.set_per_process_memory_fraction(allocator_share(usable, 0, total), device)
 
 
 def allocator_share(size: int, context: int, total: int) -> float:

@@ -82,7 +82,7 @@ def available_bytes(device: torch.device, read_gpu: Callable[[int], GpuState | N
     if device.type != "cuda":
         return host.total_memory()
     state = read_gpu(device.index or 0)
-    if state and state.process_memory:
+    if state and state.process_memory and state.memory_used is not None:
         return state.memory_total - (state.memory_used - state.process_memory)
     return torch.cuda.get_device_properties(device).total_memory
 

@@ -11,7 +11,16 @@ from infra.device.hardware import DeviceInfo
 from infra.facts import Fact
 from infra.storage.directory import StorageDir
 from pipeline.shards import Manifest
-from train.config import AUTO, Batch, DatasetConfig, OptimizationConfig, ResolvedConfig, Step
+from train.config import (
+    AUTO,
+    Batch,
+    DatasetConfig,
+    Execution,
+    ExecutionConfig,
+    OptimizationConfig,
+    ResolvedConfig,
+    Step,
+)
 from train.data.sources import source_of
 from train.estimate.breakdown import MemoryBreakdown
 from train.estimate.memory import peak_if_known
@@ -26,7 +35,7 @@ def print_header(
 ) -> None:
     """Print the header of a run: its model, data and batch, and its execution settings.
 
-    A warning from ``device_info`` explains why the model is not compiled.
+    Warnings from ``device_info`` explain what the device does not support.
     """
     train = manifest.splits["train"]
     tokens = f"{'' if source_of(config.dataset).has_epoch else 'about '}{train['tokens']:,} training tokens"
@@ -36,11 +45,32 @@ def print_header(
     console.print(config.describe_execution(), markup=False)
     if config.model.summary:
         console.print(f"model: {config.model.summary}", markup=False)
-    chooses_compile = config.requested.execution.compile == AUTO and config.execution.device == "cuda"
-    if device_info and device_info.compile_blocker and chooses_compile:
-        message = "warning: torch.compile is off, so training is slower:"
-        console.print(f"[yellow]{message}[/yellow] {escape(device_info.compile_blocker)}")
+    for line in device_lines(config.requested.execution, config.execution, device_info) if device_info else ():
+        console.print(line, style="yellow", markup=False)
     console.print(f"folder: {run_dir}", markup=False)
+
+
+def device_lines(requested: ExecutionConfig, execution: Execution, device_info: DeviceInfo) -> list[str]:
+    """Return one line for each setting that was chosen because of what the device does not support."""
+    if execution.device == "cpu":
+        is_fallback = requested.device == AUTO and device_info.gpu_absence
+        return [f"device: cpu, because {device_info.gpu_absence}"] if is_fallback else []
+    lines: list[str] = []
+    if device_info.compile_blocker and requested.compile == AUTO:
+        lines.append(f"warning: torch.compile is off, so training is slower: {device_info.compile_blocker}")
+    if requested.precision == AUTO and not device_info.bf16:
+        reason = "with loss scaling, because" if execution.precision == "fp16" else "because"
+        lines.append(f"precision: {execution.precision} {reason} {device_info.name} does not multiply bf16 matrices")
+    if requested.allocator == AUTO and device_info.allocator_blocker:
+        lines.append(f"allocator: torch's default instead of expandable segments: {device_info.allocator_blocker}")
+    if device_info.pinned_blocker:
+        lines.append(f"warning: host memory cannot be pinned, so copies are slower: {device_info.pinned_blocker}")
+    if device_info.memory_cap_reason:
+        cap = f"{device_info.memory / GB:.1f} GB"
+        lines.append(f"memory: at most the free {cap} are used, because {device_info.memory_cap_reason}")
+    if device_info.nvml_failure:
+        lines.append(f"NVML: clocks, power and other processes may be unknown: {device_info.nvml_failure}")
+    return lines
 
 
 def _batch(batch: Batch, micro_batch: str) -> str:

@@ -19,6 +19,7 @@ import torch
 from safetensors.torch import load_file, save_file
 from torch import Tensor, nn
 
+from infra.device.pinned import pinned_like
 from infra.errors import UserError
 from infra.schema import to_json
 from infra.storage.directory import StorageDir
@@ -93,7 +94,7 @@ def _stored_weights(model: nn.Module) -> dict[str, Tensor]:
 
 def to_host(tensor: Tensor) -> Tensor:
     """Copy the small ``tensor`` to the host. Copying from a GPU is queued, and nothing waits for it."""
-    return _copy(tensor, lambda on_gpu: torch.empty_like(on_gpu, device="cpu", pin_memory=True).copy_(on_gpu, True))
+    return _copy(tensor, lambda on_gpu: pinned_like(on_gpu).copy_(on_gpu, True))
 
 
 def _copy(tensor: Tensor, copy_from_gpu: Callable[[Tensor], Tensor]) -> Tensor:

@@ -10,8 +10,8 @@ import psutil
 
 from infra.cli.units import format_size
 from infra.device import host
-from infra.device.gpu import GpuState, read_gpu
-from infra.device.hardware import DeviceInfo, cpu_info, gpu_info
+from infra.device.gpu import GpuState
+from infra.device.hardware import DeviceInfo, cpu_info, examine_device
 from infra.errors import UserError
 from infra.ray.machines import (
     Node,
@@ -33,6 +33,9 @@ from tune.strategy.curves import Prior
 
 RESPONSE_TIMEOUT_SECONDS = 60.0
 """Time limit for the machines of a cluster to describe themselves, by a process on each that has its GPU."""
+
+Examine = Callable[[], tuple[GpuState | None, DeviceInfo]]
+"""Function that returns the state of a machine's GPU and the properties of its device."""
 
 
 @dataclass(frozen=True)
@@ -56,17 +59,17 @@ def describe_machine(
     *,
     cpu: bool,
     own_processes: Sequence[int] = (),
-    read_gpu: Callable[[], GpuState | None] = read_gpu,
+    examine: Examine = examine_device,
 ) -> Machine:
     """Describe this machine and its token shards at ``data``; the processes ``own_processes`` do not count as busy."""
-    state = None if cpu else read_gpu()
+    state, device = (None, cpu_info()) if cpu else examine()
     fingerprint = None
     if data:
         with suppress(UserError):  # The folder may only exist on another machine.
             fingerprint = read_manifest(data).fingerprint
     return Machine(
         socket.gethostname(),
-        cpu_info() if state is None else gpu_info(state),
+        device,
         state.memory_total if state else host.total_memory(),
         tuple(_describe_process(pid) for pid in state.other_processes if pid not in own_processes) if state else (),
         fingerprint,
@@ -80,7 +83,7 @@ def trial_machines(
     *,
     cluster: str | None,
     parallel: int = 1,
-    read_gpu: Callable[[], GpuState | None] = read_gpu,
+    examine: Examine = examine_device,
 ) -> tuple[Machine, ...]:
     """Find the machines for trials: this one, or the machines of the connected Ray with the most resources.
 
@@ -92,7 +95,7 @@ def trial_machines(
     if is_local:
         # A parent, such as a notebook, may hold memory of the GPU, but only waits for this process.
         parents = [process.pid for process in psutil.Process().parents()]
-        machines = [describe_machine(cpu=execution.device == "cpu", own_processes=parents, read_gpu=read_gpu)]
+        machines = [describe_machine(cpu=execution.device == "cpu", own_processes=parents, examine=examine)]
     else:
         machines = _describe_cluster(dataset, execution)
     idle = [machine for machine in machines if not machine.busy]
@@ -102,7 +105,10 @@ def trial_machines(
             "and speed of the trials. Stop that process, or choose another GPU with CUDA_VISIBLE_DEVICES."
         )
     if execution.device == "cuda" and idle[0].device.kind != "cuda":
-        raise UserError("--device cuda: no GPU found. Use --device cpu, or --address of a cluster with a GPU.")
+        absence = idle[0].device.gpu_absence or "there is none"
+        raise UserError(
+            f"--device cuda: no GPU found, because {absence}. Use --device cpu, or --address of a cluster with a GPU."
+        )
     data = StorageDir.of(dataset.data)
     if not is_local:
         without_data = [machine.name for machine in idle if machine.data != fingerprint]

@@ -2,12 +2,15 @@
 
 import re
 import sys
+from dataclasses import replace
 from pathlib import Path
 
 import pytest
 
+from infra.device.cuda import read_driver
 from infra.device.gpu import GpuState
-from infra.device.hardware import DeviceInfo, cpu_info, find_compile_blocker, gpu_info
+from infra.device.hardware import DeviceInfo, cpu_info, examine_device, find_compile_blocker, gpu_info
+from infra.device.torch_support import TorchSupport
 
 
 @pytest.mark.parametrize(
@@ -39,6 +42,38 @@ def test_what_others_use_of_a_gpu_is_not_free() -> None:
     assert info.memory == 60 * 10**9, "what this process holds itself it can use"
     assert info.with_memory_limit(40 * 10**9).memory == 40 * 10**9
     assert info.with_memory_limit(70 * 10**9).memory == info.with_memory_limit(None).memory == 60 * 10**9
+
+
+def test_without_nvml_the_free_memory_is_what_torch_reported() -> None:
+    state = GpuState("a GPU", None, 80 * 10**9, None, None, (), None, None, None, None, nvml_failure="Not Supported")
+    info = gpu_info(state, TorchSupport(free_memory=70 * 10**9))
+    assert (info.memory, info.nvml_failure) == (70 * 10**9, "Not Supported")
+    assert gpu_info(state).memory == 80 * 10**9
+
+
+def test_memory_is_capped_where_it_would_be_taken_from_the_host() -> None:
+    state = GpuState("a GPU", "570", 2**50, 0, None, (), None, None, None, None)
+    assert not gpu_info(state).memory_cap_reason
+    assert "WSL2" in gpu_info(state, is_wsl=True).memory_cap_reason
+    shared = gpu_info(replace(state, is_integrated=True))
+    assert "host" in shared.memory_cap_reason
+    assert shared.memory < 2**50, "what the host has free"
+
+
+@pytest.mark.parametrize(
+    ("visible", "named"), [("", "hides all GPUs"), ("-1", "hides all GPUs"), (None, "NVIDIA driver")]
+)
+def test_a_machine_without_a_gpu_says_why(monkeypatch: pytest.MonkeyPatch, visible: str | None, named: str) -> None:
+    if visible is None:
+        monkeypatch.delenv("CUDA_VISIBLE_DEVICES")
+        if read_driver().devices:
+            pytest.skip("there is a GPU")
+    else:
+        monkeypatch.setenv("CUDA_VISIBLE_DEVICES", visible)
+    state, info = examine_device()
+    assert state is None
+    assert named in info.gpu_absence
+    assert not info.gpu_blocker
 
 
 @pytest.mark.parametrize(

@@ -20,7 +20,9 @@ from mlflow.tracking import MlflowClient
 
 from infra import ceilings
 from infra.device.gpu import GpuState
+from infra.device.hardware import A100, cpu_info, gpu_info
 from infra.device.peaks import peak_flops
+from infra.device.torch_support import TorchSupport
 from infra.doctor import __main__ as doctor
 from infra.doctor import allreduce, checks, nodes
 from infra.storage.directory import StorageDir
@@ -66,11 +68,13 @@ def test_only_problems_that_prevent_training_change_the_exit_code() -> None:
             raise PackageNotFoundError(package)
         return "1.0"
 
-    busy, missing = wrong(checks.check_cpu(4, 9999.0)), wrong(checks.check_software(find_version))
+    busy, missing = wrong(checks.check_cpu(4, 9999.0)), wrong(checks.check_software(find_version=find_version))
     assert "9999.0 of 4 cores" in busy["load"]
     assert "pip install ray" in missing["ray"]
     assert not any(check.prevents_training for check in [*checks.check_cpu(4, 9999.0), *checks.check_software()])
-    assert [check.name for check in checks.check_software(find_version) if check.prevents_training] == ["ray"]
+    assert [check.name for check in checks.check_software(find_version=find_version) if check.prevents_training] == [
+        "ray"
+    ]
 
 
 WITHOUT_RAY = """
@@ -141,24 +145,39 @@ def wrong(checks: list[checks.Check]) -> dict[str, str]:
     return {check.name: check.fix for check in checks if check.fix}
 
 
-def test_a_card_that_torch_does_not_see_is_a_problem() -> None:
-    assert not checks.check_missing_gpu(None).fix
-    unseen = checks.check_missing_gpu(CARD)
-    assert "A100" in unseen.value
-    assert "CUDA build of torch" in unseen.fix
+def test_a_gpu_that_torch_cannot_use_is_fatal_and_none_is_not() -> None:
+    assert not checks.check_missing_gpu(replace(cpu_info(), gpu_absence="no driver")).fix
+    unusable = checks.check_missing_gpu(replace(A100, gpu_blocker="torch is a CPU build. Install torch for cu126"))
+    assert "A100" in unusable.value
+    assert "cu126" in unusable.fix
+    assert unusable.prevents_training
+
+
+def test_what_a_gpu_lacks_is_reported_with_what_is_used_instead() -> None:
+    lacking = gpu_info(
+        replace(CARD, name="Tesla T4", capability=(7, 5)),
+        TorchSupport(allocator_blocker="device not ready", pinned_blocker="cannot pin"),
+        is_wsl=False,
+    )
+    values = {check.name: check.value for check in checks.check_gpu_support(lacking)}
+    assert "fp16" in values["bf16"]
+    assert "device not ready" in values["expandable segments"]
+    assert list(wrong(checks.check_gpu_support(lacking))) == ["pinned memory"]
+    assert not wrong(checks.check_gpu_support(A100))
 
 
 def test_each_problem_has_a_fix() -> None:
-    assert wrong(checks.check_gpu(CARD, CARD.name)) == {}
+    assert wrong(checks.check_gpu(CARD)) == {}
     busy = replace(CARD, other_processes=(4711,), throttle_reasons=0x24)
-    found = wrong(checks.check_gpu(busy, CARD.name))
+    found = wrong(checks.check_gpu(busy))
     assert "kill 4711" in found["other processes on the GPU"]
-    assert "power" in str(checks.check_gpu(busy, CARD.name))
+    assert "power" in str(checks.check_gpu(busy))
     assert "nvidia-smi -pl" in found["throttling"]
     hidden = replace(CARD, memory_used=30 * 2**30)
-    assert "memory in use" in wrong(checks.check_gpu(hidden, CARD.name))
-    assert "MFU" in wrong(checks.check_gpu(CARD, "Mystery 9000"))["GPU"]
-    assert "nvidia-smi" in wrong(checks.check_gpu(None, CARD.name))["NVML"]
+    assert "memory in use" in wrong(checks.check_gpu(hidden))
+    assert "MFU" in wrong(checks.check_gpu(replace(CARD, name="Mystery 9000")))["GPU"]
+    denied = replace(CARD, driver=None, memory_used=None, nvml_failure="Insufficient Permissions")
+    assert "nvidia-smi" in wrong(checks.check_gpu(denied))["NVML"]
 
 
 def test_attention_that_runs_is_reported() -> None:
@@ -200,6 +219,9 @@ def test_every_precision_has_the_rate_of_its_matrix_products() -> None:
     rates = {"fp32": 51e12, "tf32": 378e12, "fp16": 756e12, "bf16": 756e12, "bf16-activations": 756e12}
     assert {name: ceilings.find_matmul_rate(measured, name) for name in rates} == rates
     assert ceilings.find_matmul_rate({"matmul": {}}, "fp32") is None
+    without_bf16 = {"matmul": {"fp16": 65e12, "fp32": 8e12}}
+    assert ceilings.find_matmul_rate(without_bf16, "fp16") == 65e12
+    assert ceilings.find_matmul_rate(without_bf16, "tf32") == 8e12
 
 
 def test_the_peak_of_a_gpu_is_found_by_its_name_and_precision() -> None:

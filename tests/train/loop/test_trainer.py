@@ -370,6 +370,7 @@ def test_memory_that_ran_out_is_known_by_its_words() -> None:
         "CUDA out of memory. Tried to allocate 2.00 GiB.", "CUDA error: out of memory",
         "[enforce fail at alloc_cpu.cpp:127] err == 0. DefaultCPUAllocator: can't allocate memory",
         "CUDA error: CUBLAS_STATUS_ALLOC_FAILED when calling `cublasCreate(handle)`",
+        'NVML_SUCCESS == r INTERNAL ASSERT FAILED at "/pytorch/c10/cuda/CUDACachingAllocator.cpp":1500, please report',
     ):  # fmt: skip
         assert is_oom_error(RuntimeError(text))
     assert not is_oom_error(RuntimeError("mat1 and mat2 shapes cannot be multiplied (2x3 and 4x5)"))

@@ -7,11 +7,11 @@ from pathlib import Path
 import pytest
 
 from infra.cli.units import GB
-from infra.device.hardware import A100
+from infra.device.hardware import A100, cpu_info
 from infra.storage.directory import StorageDir
 from infra.storage.local_directory import LocalDir
 from pipeline.shards import read_manifest
-from train.config import ResolvedConfig, TrainConfig
+from train.config import Execution, ResolvedConfig, TrainConfig
 from train.estimate.memory import predict_peak
 from train.model_config import ModelConfig
 from train.reporting import report
@@ -106,6 +106,31 @@ def test_what_is_about_to_be_trained(
     assert "no C compiler" not in printed, "which a CPU's run does not miss"
     report.print_header(config.replace(device="cuda"), manifest, LocalDir("runs/a name"), cut_off)
     assert "no C compiler" in capfd.readouterr().out
+
+
+def test_each_fallback_of_a_device_has_a_line() -> None:
+    lacking = replace(
+        A100, bf16=False, compile_blocker="no gcc", allocator_blocker="device not ready", pinned_blocker="no memory",
+        memory_cap_reason="WSL2 would spill", nvml_failure="Not Supported",
+    )  # fmt: skip
+    requested = TrainConfig().execution
+    on_gpu = Execution(device="cuda", precision="fp16")
+    lines = report.device_lines(requested, on_gpu, lacking)
+    for line, part in zip(
+        lines, ("no gcc", "loss scaling", "not ready", "pinned", "WSL2 would spill", "Not Supported"), strict=True
+    ):
+        assert part in line
+    explicit = replace(requested, precision="fp16", compile="off", allocator="default")
+    assert len(report.device_lines(explicit, on_gpu, lacking)) == 3
+    assert report.device_lines(requested, on_gpu, A100) == []
+
+
+def test_a_run_on_the_cpu_says_why() -> None:
+    requested, on_cpu = TrainConfig().execution, Execution(device="cpu")
+    without_gpu = replace(cpu_info(), gpu_absence="there is no NVIDIA driver")
+    (line,) = report.device_lines(requested, on_cpu, without_gpu)
+    assert "no NVIDIA driver" in line
+    assert report.device_lines(replace(requested, device="cpu"), on_cpu, without_gpu) == []
 
 
 @pytest.mark.parametrize(

@@ -9,7 +9,7 @@ from dataclasses import replace
 import pytest
 
 from infra.device.gpu import GpuState
-from infra.device.hardware import cpu_info
+from infra.device.hardware import cpu_info, gpu_info
 from infra.errors import UserError
 from train.estimate.memory import predict_peak
 from train.resolved import resolve
@@ -35,7 +35,7 @@ def machines(config: SearchConfig, state: GpuState | None) -> tuple[device.Machi
     """The machines for the trials of ``config`` where NVML reports ``state``."""
     return device.trial_machines(
         config.training.dataset, config.training.execution, "", cluster=config.cluster,
-        parallel=config.max_concurrent_trials, read_gpu=lambda: state,
+        parallel=config.max_concurrent_trials, examine=lambda: (state, gpu_info(state) if state else cpu_info()),
     )  # fmt: skip
 
 
