@@ -14,13 +14,14 @@ from pathlib import Path
 from typing import Any
 
 import ray.train
+import torch
 from ray.exceptions import RayError
 
 from infra.background import repeated
 from infra.device.host import count_oom_kills
 from infra.device.provenance import machine_tags
 from infra.device.telemetry import Telemetry, prefix_node
-from infra.errors import UserError
+from infra.errors import UserError, first_line
 from train.launch.job import RunJob, WorkerResult
 from train.launch.link import (
     POLL_SECONDS,
@@ -110,12 +111,25 @@ def train_function(loop_config: dict[str, Any]) -> WorkerResult:
             link.post(Refusal(str(mistake)))
             link.flush()
             raise
+        except torch.AcceleratorError as failure:
+            if not is_alone:  # Ray restarts the workers, on another machine if this one has lost its GPU.
+                raise
+            return WorkerResult(user_error=format_gpu_failure(failure, folder))
         except Exception:
             if is_alone and node_id:
                 return WorkerResult(traceback=traceback.format_exc())
             raise
         folder.discard_copy()  # All of it has been uploaded.
         return result
+
+
+def format_gpu_failure(failure: Exception, folder: RunFolder) -> str:
+    """Format an error of CUDA after which this process cannot use its GPU, with the way to resume the run."""
+    advice = "resume the run with --resume" if folder.newest_checkpoint()[0] else "start the run again"
+    return (
+        f"The GPU failed ({first_line(failure)}). Check it with nvidia-smi and the kernel's log (dmesg, Xid), then "
+        f"{advice}."
+    )
 
 
 class DriverConnection(Driver):
