@@ -24,8 +24,8 @@ NAMES = ("libcuda.so", "libcuda.so.1", "libnvidia-ml.so.1")
 """The libraries that programs load by name, all of which the device is."""
 GPU = "PRETENDED_GPU"
 """Set to the model in all that runs on the pretended device."""
-MODELS = ("A100", "H100")
-"""Those of device/kernels.cpp, the default first."""
+MODELS = ("A100", "H100", "V100", "T4", "RTX3060", "RTX4090", "GB10", "MIG", "WSL2")
+"""Those of device/kernels.cpp, the default first; MIG is a slice of an A100, and WSL2 an RTX 3060 in Windows."""
 
 
 def environment() -> dict[str, str]:
@@ -33,7 +33,7 @@ def environment() -> dict[str, str]:
     if has_gpu():
         return dict(os.environ)
     if os.environ.get(GPU, MODELS[0]) not in MODELS:
-        sys.exit(f"There is no pretended {os.environ[GPU]}: set {GPU} to {' or '.join(MODELS)}.")
+        sys.exit(f"There is no pretended {os.environ[GPU]}: set {GPU} to {', '.join(MODELS[:-1])} or {MODELS[-1]}.")
     library = build(Path(sys.prefix) / "pretended")
     folder = str(library.parent)
     loaded = {"LD_PRELOAD": str(library), "LD_LIBRARY_PATH": folder, "TRITON_LIBCUDA_PATH": folder}

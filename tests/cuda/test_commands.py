@@ -58,6 +58,7 @@ def test_a_trial_is_judged_by_the_memory_of_its_process(config: ResolvedConfig) 
     assert memory.reserved < memory.process <= LIMIT
     state = read_gpu()
     assert state
+    assert state.memory_used
     assert row.result.device == state.name
     telemetry = row.result.telemetry
     assert telemetry["system/gpu_memory_gb"] == pytest.approx(state.memory_used / 1e9, rel=0.5)

@@ -35,9 +35,28 @@ using Guard = std::lock_guard<std::recursive_mutex>;
 struct Model {
   const char* name;
   size_t memory;  // bytes
-  int major, processors, shared_per_processor, shared_per_block, l2_cache, memory_clock;
+  int major, minor, processors, shared_per_processor, shared_per_block, l2_cache, memory_clock;
+  const char* kind = "GPU";  // or MIG, in NVML's UUID
+  bool integrated = false;   // shares the host's memory
+  bool spills = false;       // WSL2: Windows takes from the host what the card does not have
 };
-const Model& model();  // an A100 of 40 GB, or by PRETENDED_GPU=H100 that
+const Model& model();  // an A100 of 40 GB, or another by PRETENDED_GPU
+bool visible();        // by CUDA_VISIBLE_DEVICES
+std::string uuid();    // with its prefix, as NVML writes it
+constexpr char UUID_BYTES[] = "pretended-device";
+
+// Whether PRETENDED_FAULT, names with commas between, has this one:
+//   nvml-denied, nvml-unsupported, nvml-init   NVML refuses memory and processes, does not know them, does not start
+//   nvml-order     NVML counts a small card first, which is none of CUDA's
+//   expandable     expandable segments cannot be mapped
+//   pinned         no more than 1 MB can be pinned
+//   oom-assertion  NVML refuses what torch asks of it where memory runs out
+//   attention      an attention kernel fails when it runs
+//   attention-nan  the backward pass of attention gives NaN, where compute.py computes it
+//   driver         the driver is older than torch's CUDA
+//   init           CUDA does not start
+//   vanishes       the card is gone after some launches
+bool fault(const char* name);
 int attribute(int number);  // of cudaDeviceAttr, whose numbers the driver's attributes share
 
 constexpr size_t CONTEXT = 450u << 20;  // bytes that a process takes besides its allocations

@@ -14,13 +14,16 @@ static const CUcontext CONTEXT_HANDLE = reinterpret_cast<CUcontext>(8);
 
 // --- the device and its context ------------------------------------------------------------------------------------------
 
-EXPORTED CUresult cuInit(unsigned) { return CUDA_SUCCESS; }
+EXPORTED CUresult cuInit(unsigned) {
+  if (fault("init")) return CUDA_ERROR_SYSTEM_DRIVER_MISMATCH;
+  return visible() ? CUDA_SUCCESS : CUDA_ERROR_NO_DEVICE;
+}
 EXPORTED CUresult cuDriverGetVersion(int* version) {
-  *version = 13000;
+  cudaDriverGetVersion(version);
   return CUDA_SUCCESS;
 }
 EXPORTED CUresult cuDeviceGetCount(int* count) {
-  if (cudaGetDeviceCount(count)) cudaGetLastError();
+  *count = visible();
   return CUDA_SUCCESS;
 }
 EXPORTED CUresult cuDeviceGet(CUdevice* device, int) {
@@ -32,7 +35,7 @@ EXPORTED CUresult cuDeviceGetName(char* name, int length, CUdevice) {
   return CUDA_SUCCESS;
 }
 EXPORTED CUresult cuDeviceGetUuid_v2(CUuuid* uuid, CUdevice) {
-  memcpy(uuid->bytes, "pretended-device", sizeof uuid->bytes);
+  memcpy(uuid->bytes, UUID_BYTES, sizeof uuid->bytes);
   return CUDA_SUCCESS;
 }
 EXPORTED CUresult cuDeviceTotalMem_v2(size_t* total, CUdevice) {
@@ -66,11 +69,15 @@ EXPORTED CUresult cuCtxGetLimit(size_t* value, CUlimit) {
   return CUDA_SUCCESS;
 }
 EXPORTED CUresult cuCtxSetLimit(CUlimit, size_t) { return CUDA_SUCCESS; }
-EXPORTED CUresult cuGetErrorString(CUresult, const char** text) {
-  *text = "an error of the pretended driver";
+EXPORTED CUresult cuGetErrorString(CUresult error, const char** text) {
+  *text = error == CUDA_ERROR_UNKNOWN ? "unknown error" : "an error of the pretended driver";
   return CUDA_SUCCESS;
 }
-EXPORTED CUresult cuGetErrorName(CUresult error, const char** name) { return cuGetErrorString(error, name); }
+EXPORTED CUresult cuGetErrorName(CUresult error, const char** name) {
+  if (error != CUDA_ERROR_SYSTEM_DRIVER_MISMATCH) return cuGetErrorString(error, name);
+  *name = "CUDA_ERROR_SYSTEM_DRIVER_MISMATCH";
+  return CUDA_SUCCESS;
+}
 
 // torch looks the driver's functions up by name, and does without one that is not supported.
 static CUresult unsupported() { return CUDA_ERROR_NOT_SUPPORTED; }
@@ -201,7 +208,9 @@ EXPORTED CUresult cuMemMap(CUdeviceptr pointer, size_t size, size_t, CUmemGeneri
   on_device[pointer] = size;
   return CUDA_SUCCESS;
 }
-EXPORTED CUresult cuMemSetAccess(CUdeviceptr, size_t, const CUmemAccessDesc*, size_t) { return CUDA_SUCCESS; }
+EXPORTED CUresult cuMemSetAccess(CUdeviceptr, size_t, const CUmemAccessDesc*, size_t) {
+  return fault("expandable") || model().spills ? CUDA_ERROR_UNKNOWN : CUDA_SUCCESS;
+}
 EXPORTED CUresult cuMemUnmap(CUdeviceptr pointer, size_t size) {
   Guard guard(mutex);
   wait_for_all();

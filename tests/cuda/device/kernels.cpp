@@ -1,6 +1,8 @@
 // Which device it is, and launches: kernels are known by their names and do nothing.
 #include "device.h"
 
+#include <sys/syscall.h>
+#include <sys/utsname.h>
 #include <unistd.h>
 
 #include <cstdio>
@@ -14,10 +16,41 @@ namespace device {
 std::recursive_mutex mutex;
 
 const Model& model() {
-  static const Model a100{"NVIDIA A100-SXM4-40GB", 42298834944, 8, 108, 167936, 166912, 41943040, 1215000};
-  static const Model h100{"NVIDIA H100 80GB HBM3", 85017755648, 9, 132, 233472, 232448, 52428800, 2619000};
+  static const std::map<std::string, Model> models{
+      {"A100", {"NVIDIA A100-SXM4-40GB", 42298834944, 8, 0, 108, 167936, 166912, 41943040, 1215000}},
+      {"H100", {"NVIDIA H100 80GB HBM3", 85017755648, 9, 0, 132, 233472, 232448, 52428800, 2619000}},
+      {"V100", {"Tesla V100-SXM2-16GB", 16935682048, 7, 0, 80, 98304, 98304, 6291456, 877000}},
+      {"T4", {"Tesla T4", 15642329088, 7, 5, 40, 65536, 65536, 4194304, 5001000}},
+      {"RTX3060", {"NVIDIA GeForce RTX 3060", 12622168064, 8, 6, 28, 102400, 101376, 2359296, 7501000}},
+      {"RTX4090", {"NVIDIA GeForce RTX 4090", 25262096384, 8, 9, 128, 102400, 101376, 75497472, 10501000}},
+      {"GB10", {"NVIDIA GB10", 128527097856, 12, 1, 48, 102400, 101376, 25165824, 0, "GPU", true}},
+      {"MIG", {"NVIDIA A100-SXM4-40GB MIG 1g.5gb", 5100273664, 8, 0, 14, 167936, 166912, 5242880, 1215000, "MIG"}},
+      {"WSL2", {"NVIDIA GeForce RTX 3060", 12622168064, 8, 6, 28, 102400, 101376, 2359296, 7501000, "GPU", false, true}},
+  };
   static const char* wanted = getenv("PRETENDED_GPU");
-  return wanted && std::string(wanted) == "H100" ? h100 : a100;
+  static const Model& chosen = models.at(wanted ? wanted : "A100");
+  return chosen;
+}
+
+std::string uuid() {
+  char text[64];
+  auto b = reinterpret_cast<const unsigned char*>(UUID_BYTES);
+  snprintf(text, sizeof text, "%s-%02x%02x%02x%02x-%02x%02x-%02x%02x-%02x%02x-%02x%02x%02x%02x%02x%02x", model().kind, b[0], b[1],
+           b[2], b[3], b[4], b[5], b[6], b[7], b[8], b[9], b[10], b[11], b[12], b[13], b[14], b[15]);
+  return text;
+}
+
+// CUDA takes the devices up to the first name that it does not know; a UUID may be abbreviated.
+bool visible() {
+  const char* value = getenv("CUDA_VISIBLE_DEVICES");
+  if (!value) return true;
+  std::string first = std::string(value).substr(0, std::string(value).find(','));
+  return first == "0" || (first.size() > 4 && uuid().compare(0, first.size(), first) == 0);
+}
+
+bool fault(const char* name) {
+  const char* value = getenv("PRETENDED_FAULT");
+  return value && ("," + std::string(value) + ",").find("," + std::string(name) + ",") != std::string::npos;
 }
 
 int attribute(int number) {
@@ -46,6 +79,8 @@ int attribute(int number) {
     case cudaDevAttrAsyncEngineCount: return 3;
     case cudaDevAttrUnifiedAddressing: return 1;
     case cudaDevAttrComputeCapabilityMajor: return model().major;
+    case cudaDevAttrComputeCapabilityMinor: return model().minor;
+    case cudaDevAttrIntegrated: return model().integrated;
     case cudaDevAttrStreamPrioritiesSupported: return 1;
     case cudaDevAttrMaxSharedMemoryPerMultiprocessor: return model().shared_per_processor;
     case cudaDevAttrMaxRegistersPerMultiprocessor: return 65536;
@@ -77,7 +112,12 @@ bool launchable(dim3 grid, unsigned threads, size_t shared, const std::string& n
   return possible;
 }
 
+static const int LAUNCHES_BEFORE_IT_VANISHES = 3000;
+
 cudaError_t launch(cudaStream_t handle) {
+  static int launches = 0;
+  static const bool vanishes = fault("vanishes");
+  if (vanishes && ++launches > LAUNCHES_BEFORE_IT_VANISHES) return failed(cudaErrorLaunchFailure);
   Stream* stream = stream_of(handle);
   if (stream->captured) stream->captured->nodes++;
   return cudaSuccess;
@@ -152,6 +192,9 @@ static cudaError_t launched(const void* function, dim3 grid, dim3 block, size_t 
   auto name = names.find(function);
   if (!launchable(grid, block.x * block.y * block.z, shared, name == names.end() ? "?" : name->second))
     return failed(cudaErrorInvalidConfiguration);
+  static const bool attention_fails = fault("attention");
+  if (attention_fails && name != names.end() && (name->second.find("flash") != std::string::npos || name->second.find("fmha") != std::string::npos))
+    return failed(cudaErrorLaunchFailure);
   return launch(stream);
 }
 EXPORTED cudaError_t __cudaLaunchKernel(cudaKernel_t kernel, dim3 grid, dim3 block, void**, size_t shared, cudaStream_t stream) {
@@ -172,7 +215,7 @@ EXPORTED cudaError_t cudaFuncGetAttributes(cudaFuncAttributes* found, const void
   found->maxThreadsPerBlock = 1024;
   found->numRegs = 64;
   found->maxDynamicSharedSizeBytes = model().shared_per_block;
-  found->binaryVersion = found->ptxVersion = model().major * 10;
+  found->binaryVersion = found->ptxVersion = model().major * 10 + model().minor;
   return cudaSuccess;
 }
 EXPORTED cudaError_t cudaFuncSetAttribute(const void*, cudaFuncAttribute, int) { return cudaSuccess; }
@@ -206,9 +249,12 @@ EXPORTED cudaError_t cudaKernelSetAttributeForDevice(cudaKernel_t, cudaFuncAttri
 // --- the device --------------------------------------------------------------------------------------------------------
 
 EXPORTED cudaError_t cudaGetDeviceCount(int* count) {
-  const char* visible = getenv("CUDA_VISIBLE_DEVICES");
-  *count = visible && !*visible ? 0 : 1;
-  return *count ? cudaSuccess : failed(cudaErrorNoDevice);
+  *count = 0;
+  if (fault("driver")) return failed(cudaErrorInsufficientDriver);
+  if (fault("init")) return failed(cudaErrorSystemDriverMismatch);
+  if (!visible()) return failed(cudaErrorNoDevice);
+  *count = 1;
+  return cudaSuccess;
 }
 EXPORTED cudaError_t cudaGetDevice(int* index) {
   *index = 0;
@@ -217,7 +263,7 @@ EXPORTED cudaError_t cudaGetDevice(int* index) {
 EXPORTED cudaError_t cudaSetDevice(int index) { return index ? failed(cudaErrorInvalidDevice) : cudaSuccess; }
 EXPORTED cudaError_t cudaInitDevice(int, unsigned, unsigned) { return cudaSuccess; }
 EXPORTED cudaError_t cudaDriverGetVersion(int* version) {
-  *version = 13000;
+  *version = fault("driver") ? 12020 : 13000;
   return cudaSuccess;
 }
 EXPORTED cudaError_t cudaRuntimeGetVersion(int* version) {
@@ -246,9 +292,11 @@ EXPORTED cudaError_t cudaGetDeviceProperties(cudaDeviceProp* found, int) {
   *found = {};
   const Model& card = model();
   snprintf(found->name, sizeof found->name, "%s", card.name);
-  memcpy(found->uuid.bytes, "pretended-device", sizeof found->uuid.bytes);
+  memcpy(found->uuid.bytes, UUID_BYTES, sizeof found->uuid.bytes);
   found->totalGlobalMem = card.memory;
   found->major = card.major;
+  found->minor = card.minor;
+  found->integrated = card.integrated;
   found->multiProcessorCount = card.processors;
   found->l2CacheSize = card.l2_cache;
   found->sharedMemPerBlock = 49152;
@@ -287,9 +335,20 @@ EXPORTED const char* cudaGetErrorString(cudaError_t error) {
     case cudaErrorInvalidConfiguration: return "invalid configuration argument";
     case cudaErrorInvalidValue: return "invalid argument";
     case cudaErrorNoDevice: return "no CUDA-capable device is detected";
+    case cudaErrorInsufficientDriver: return "CUDA driver version is insufficient for CUDA runtime version";
+    case cudaErrorSystemDriverMismatch: return "system has unsupported display driver / cuda driver combination";
+    case cudaErrorLaunchFailure: return "unspecified launch failure";
     default: return "an error of the pretended device";
   }
 }
 EXPORTED const char* cudaGetErrorName(cudaError_t error) { return cudaGetErrorString(error); }
 EXPORTED cudaError_t cudaProfilerStart() { return cudaSuccess; }
 EXPORTED cudaError_t cudaProfilerStop() { return cudaSuccess; }
+
+// --- the machine around it ---------------------------------------------------------------------------------------------
+
+EXPORTED int uname(utsname* found) {
+  long result = syscall(SYS_uname, found);
+  if (!result && model().spills) snprintf(found->release, sizeof found->release, "6.6.87.2-microsoft-standard-WSL2");
+  return static_cast<int>(result);
+}

@@ -15,7 +15,7 @@ namespace device {
 size_t used = 0;
 Ranges on_device, pinned;
 
-bool fits(size_t size) { return used + size + CONTEXT <= model().memory; }
+bool fits(size_t size) { return model().spills || used + size + CONTEXT <= model().memory; }
 
 bool within(const Ranges& ranges, const void* pointer, uintptr_t* start, size_t* size) {
   auto address = reinterpret_cast<uintptr_t>(pointer);
@@ -33,7 +33,7 @@ bool within(const Ranges& ranges, const void* pointer, uintptr_t* start, size_t*
 using namespace device;
 
 static const unsigned char POISON = 0x5b;  // as fp32 about 6e16, as a token's id far out of the vocabulary
-static const size_t SEGMENT = 2u << 20, PAGE = 4096;
+static const size_t SEGMENT = 2u << 20, PAGE = 4096, MOST_PINNED = 1u << 20;
 
 static size_t rounded(size_t size, size_t unit) { return (size + unit - 1) / unit * unit; }
 
@@ -49,7 +49,7 @@ static void* reserved(size_t size, int protection) {
 EXPORTED cudaError_t cudaMemGetInfo(size_t* free, size_t* total) {
   Guard guard(mutex);
   *total = model().memory;
-  *free = *total - used - CONTEXT;
+  *free = used + CONTEXT < *total ? *total - used - CONTEXT : 0;
   return cudaSuccess;
 }
 EXPORTED cudaError_t cudaMalloc(void** pointer, size_t size) {
@@ -85,6 +85,9 @@ EXPORTED cudaError_t cudaDeviceGetDefaultMemPool(cudaMemPool_t* pool, int) {
 EXPORTED cudaError_t cudaHostAlloc(void** pointer, size_t size, unsigned) {
   Guard guard(mutex);
   size = rounded(size ? size : 1, PAGE);
+  size_t in_use = size;
+  for (auto& range : pinned) in_use += range.second;
+  if (fault("pinned") && in_use > MOST_PINNED) return failed(cudaErrorMemoryAllocation);
   if (posix_memalign(pointer, PAGE, size)) return failed(cudaErrorMemoryAllocation);
   memset(*pointer, POISON, size);
   pinned[reinterpret_cast<uintptr_t>(*pointer)] = size;

@@ -1,0 +1,206 @@
+"""On each device and with each fault a run trains on the GPU, with a line for every fallback, or ends in a sentence.
+
+``DEVICES_TABLE=devices.md make test-cuda TESTS=tests/cuda/test_devices.py`` also writes what each case printed.
+"""
+
+import json
+import os
+import re
+import subprocess
+import sys
+from collections.abc import Iterator
+from dataclasses import dataclass, field
+from pathlib import Path
+
+import pytest
+
+from infra.device.cuda import read_driver
+from infra.device.gpu import read_gpu
+
+pytestmark = [
+    pytest.mark.gpu,
+    pytest.mark.skipif("PRETENDED_GPU" not in os.environ, reason="needs the pretended GPU"),
+]
+
+SMALL = ("--model", "tiny", "--global-batch", "8", "--compile", "off", "--keep-checkpoints", "0")
+"""Flags of a run that takes seconds instead of minutes; without a kernel that computes, the model does not matter."""
+
+
+@dataclass(frozen=True)
+class Case:
+    """A device or a fault, and what the command prints there."""
+
+    name: str
+    expected: str
+    """Regular expression for the line that names the fallback, or for the sentence."""
+    gpu: str = "A100"
+    fault: str = ""
+    exit_code: int = 0
+    flags: tuple[str, ...] = ()
+    variables: dict[str, str] = field(default_factory=dict)
+    is_slow: bool = False
+    """Whether make test-cuda leaves it out, because it takes long and shows what another case shows, too."""
+
+
+def trains(name: str, expected: str, **options) -> Case:
+    return Case(name, expected, **options)
+
+
+def ends(name: str, expected: str, **options) -> Case:
+    return Case(name, expected, exit_code=2, **options)
+
+
+CASES = (
+    trains("A100", r"device cuda \(auto\), precision bf16 \(auto\)", is_slow=True),
+    trains("T4", r"precision: fp16 with loss scaling, because Tesla T4", gpu="T4"),
+    trains("RTX 3060", r"device cuda \(auto\), precision bf16 \(auto\)", gpu="RTX3060", is_slow=True),
+    trains("RTX 4090", r"device cuda \(auto\), precision bf16 \(auto\)", gpu="RTX4090", is_slow=True),
+    trains("GB10", r"memory: at most the free .* because the GPU shares the host's memory", gpu="GB10"),
+    trains("MIG slice", r"NVML: .*Insufficient Permissions", gpu="MIG", is_slow=True),
+    trains("WSL2", r"memory: at most the free .* because WSL2", gpu="WSL2"),
+    trains("NVML denied", r"NVML: .*Insufficient Permissions", fault="nvml-denied", is_slow=True),
+    trains("NVML unsupported", r"NVML: .*Not Supported", fault="nvml-unsupported", is_slow=True),
+    trains("NVML does not start", r"allocator: torch's default .* NVML", fault="nvml-init"),
+    trains("NVML in another order", r"GPU \d+\.\d/42\.3 GB", fault="nvml-order", is_slow=True),
+    trains("expandable segments refused", r"torch's default .* unknown error", fault="expandable", is_slow=True),
+    trains("pinned memory exhausted", r"warning: host memory cannot be pinned", fault="pinned"),
+    trains("NVML's assertion, memory suffices", r"device cuda \(auto\)", fault="oom-assertion", is_slow=True),
+    trains("no compiler", r"warning: torch.compile is off, .*install gcc", variables={"PATH": ""}, is_slow=True),
+    ends("V100, no kernels in torch", r"no kernels .* 7\.0\. Install torch for CUDA 12\.6", gpu="V100"),
+    ends("driver too old", r"needs a driver for CUDA 13\.0, .* Update the NVIDIA driver, or", fault="driver"),
+    ends("CUDA does not start", r"CUDA_ERROR_SYSTEM_DRIVER_MISMATCH \(803\)", fault="init"),
+    ends(
+        "CUDA does not start, --device cuda", r"SYSTEM_DRIVER_MISMATCH", fault="init", flags=("--device", "cuda"),
+        is_slow=True,
+    ),
+    ends("no such GPU", r"CUDA_VISIBLE_DEVICES=7 names no GPU", variables={"CUDA_VISIBLE_DEVICES": "7"}, is_slow=True),
+    ends(
+        "--device cuda, hidden GPU", r"--device cuda: no GPU found, because CUDA_VISIBLE_DEVICES has no value",
+        variables={"CUDA_VISIBLE_DEVICES": ""}, flags=("--device", "cuda"),
+    ),
+    ends(
+        "the GPU vanishes", r"The GPU failed \(CUDA error: unspecified launch failure\)", fault="vanishes",
+        flags=("--steps", "300"),
+    ),
+    ends(
+        "--allocator expandable, refused", r"--allocator expandable does not work on", fault="expandable",
+        flags=("--allocator", "expandable"), is_slow=True,
+    ),
+)  # fmt: skip
+
+ROWS: list[tuple[str, str, str, str]] = []
+"""(device or fault, command, outcome, line) of each case that ran."""
+
+
+@pytest.fixture(scope="module", autouse=True)
+def table() -> Iterator[None]:
+    """Write the table of what ran to the file that DEVICES_TABLE names."""
+    yield
+    if file := os.environ.get("DEVICES_TABLE"):
+        heading = ("device or fault", "command", "outcome", "line")
+        lines = ["| " + " | ".join(row) + " |" for row in (heading, ("---",) * 4, *ROWS)]
+        Path(file).write_text("\n".join([*lines, ""]), encoding="utf-8")
+
+
+def run(case: Case, data: Path, flags: tuple[str, ...], timeout: float) -> subprocess.CompletedProcess[str]:
+    """Run ``python -m train.run`` as ``case`` has it."""
+    variables = {"PRETENDED_GPU": case.gpu, "PRETENDED_FAULT": case.fault, **case.variables}
+    command = [sys.executable, "-m", "train.run", "--data", str(data), "--steps", "2", *flags, *case.flags]
+    return subprocess.run(
+        [*command, "--name", "case"], env=os.environ | variables, capture_output=True, text=True, timeout=timeout
+    )
+
+
+def check(case: Case, done: subprocess.CompletedProcess[str], flags: tuple[str, ...]) -> None:
+    """Check the exit code, the line, and that what trained did so on the GPU."""
+    printed = done.stdout + done.stderr
+    text = " ".join(printed.split())
+    line = re.search(case.expected, text)
+    outcome = f"exit code {done.returncode}"
+    result, found = Path("runs/case/result.json"), None
+    if result.exists():
+        found = json.loads(result.read_text())
+        outcome = f"{found['steps']} steps on {found['device']}"
+    shown = next((part for part in printed.splitlines() if line and line[0][:30] in part), line[0] if line else "")
+    settings = [f"PRETENDED_GPU={case.gpu}"] + [f"PRETENDED_FAULT={case.fault}"] * bool(case.fault)
+    settings += [f"{name}={value}" for name, value in case.variables.items()]
+    command = " ".join([*settings, "python -m train.run --data DIR --steps 2", *flags, *case.flags])
+    ROWS.append((case.name, f"`{command}`", outcome, shown.strip().replace("|", "/")))
+    assert done.returncode == case.exit_code, printed
+    assert line, printed
+    assert "Traceback" not in printed
+    if case.exit_code == 0:
+        assert found
+        assert found["steps"] == 2
+        assert found["device"] != "cpu"
+
+
+@pytest.mark.usefixtures("working_folder")
+@pytest.mark.parametrize(
+    "case", [pytest.param(case, id=case.name, marks=[pytest.mark.slow] * case.is_slow) for case in CASES]
+)
+def test_a_run_trains_on_the_gpu_or_ends_in_a_sentence(case: Case, small_shards: Path) -> None:
+    check(case, run(case, small_shards, SMALL, 300), SMALL)
+
+
+@pytest.mark.slow
+@pytest.mark.usefixtures("working_folder")
+@pytest.mark.parametrize("case", [pytest.param(case, id=case.name) for case in CASES if not case.flags])
+def test_the_bare_command_trains_gpt2_or_ends_in_a_sentence(case: Case, small_shards: Path) -> None:
+    """With --data and --steps alone: GPT-2 124M, compiled, which takes minutes."""
+    check(case, run(case, small_shards, (), 1200), ())
+
+
+@pytest.mark.usefixtures("working_folder")
+@pytest.mark.parametrize(("fault", "expected"), [("", "out of memory"), ("oom-assertion", "NVML_SUCCESS")])
+def test_running_out_of_memory_is_an_outcome(small_shards: Path, fault: str, expected: str) -> None:
+    """Also as the assertion of NVML, by which torch replaces the error where NVML is refused."""
+    case = Case("out of memory", "out of memory while", gpu="MIG", fault=fault, exit_code=1)
+    flags = ("--micro-batch", "40", "--global-batch", "40", "--compile", "off", "--keep-checkpoints", "0")
+    check(case, run(case, small_shards, flags, 300), flags)
+    shortage = json.loads(Path("runs/case/result.json").read_text())["shortage"]
+    assert expected in json.dumps(shortage)
+
+
+def test_nvml_is_asked_for_the_device_of_cuda(monkeypatch: pytest.MonkeyPatch) -> None:
+    """NVML counts a small card first."""
+    monkeypatch.setenv("PRETENDED_FAULT", "nvml-order")
+    state = read_gpu()
+    assert state
+    assert state.memory_used
+    assert state.sm_clock
+    assert state.memory_total > 40e9
+
+
+@pytest.mark.parametrize(
+    ("gpu", "visible", "is_visible"),
+    [
+        ("A100", "0", True),
+        ("A100", "GPU-70726574", True),
+        ("A100", "GPU-70726574-656e-6465-642d-646576696365", True),
+        ("MIG", "MIG-70726574-656e-6465-642d-646576696365", True),
+        ("A100", "GPU-ffff", False),
+        ("A100", "MIG-70726574", False),
+        ("A100", "", False),
+        ("A100", "-1", False),
+        ("A100", "3", False),
+    ],
+)
+def test_cuda_visible_devices_is_what_cuda_makes_of_it(gpu: str, visible: str, *, is_visible: bool) -> None:
+    read = (
+        "from infra.device.gpu import read_gpu; state = read_gpu(); print(state and (state.name, state.nvml_failure))"
+    )
+    variables = {"PRETENDED_GPU": gpu, "CUDA_VISIBLE_DEVICES": visible}
+    done = subprocess.run(
+        [sys.executable, "-c", read], env=os.environ | variables, capture_output=True, text=True, check=True
+    )
+    assert ("A100" in done.stdout) is is_visible
+    if not is_visible:
+        assert done.stdout == "None\n"
+
+
+def test_the_driver_tells_what_the_device_is() -> None:
+    (device,) = read_driver().devices
+    state = read_gpu()
+    assert state
+    assert (device.name, device.memory) == (state.name, state.memory_total)
