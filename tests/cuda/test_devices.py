@@ -64,6 +64,7 @@ CASES = (
     trains("NVML in another order", r"GPU \d+\.\d/42\.3 GB", fault="nvml-order", is_slow=True),
     trains("expandable segments refused", r"torch's default .* unknown error", fault="expandable", is_slow=True),
     trains("pinned memory exhausted", r"warning: host memory cannot be pinned", fault="pinned"),
+    trains("FlashAttention fails", r"attention flash fails .* using efficient instead", fault="attention"),
     trains("NVML's assertion, memory suffices", r"device cuda \(auto\)", fault="oom-assertion", is_slow=True),
     trains("no compiler", r"warning: torch.compile is off, .*install gcc", variables={"PATH": ""}, is_slow=True),
     ends("V100, no kernels in torch", r"no kernels .* 7\.0\. Install torch for CUDA 12\.6", gpu="V100"),

@@ -45,9 +45,15 @@ def print_header(
     console.print(config.describe_execution(), markup=False)
     if config.model.summary:
         console.print(f"model: {config.model.summary}", markup=False)
-    for line in device_lines(config.requested.execution, config.execution, device_info) if device_info else ():
-        console.print(line, style="yellow", markup=False)
+    if device_info:
+        print_device_lines(config, device_info)
     console.print(f"folder: {run_dir}", markup=False)
+
+
+def print_device_lines(config: ResolvedConfig, device_info: DeviceInfo) -> None:
+    """Print what the device does not support, and what ``config`` uses instead."""
+    for line in device_lines(config.requested.execution, config.execution, device_info):
+        console.print(line, style="yellow", markup=False)
 
 
 def device_lines(requested: ExecutionConfig, execution: Execution, device_info: DeviceInfo) -> list[str]:

@@ -14,6 +14,7 @@ from train.config import Cycle
 from train.data.sources import source_of
 from train.estimate.gpu_rates import load_gpu_rates
 from train.estimate.memory import predict_peak
+from train.reporting.report import print_device_lines
 from train.resolved import check_device_support, prepare, resolve
 from train.run_files.run_folder import new_directory
 from tune.config import SearchConfig
@@ -176,6 +177,7 @@ def make_search(config: SearchConfig, machines: tuple[Machine, ...] = ()) -> Sea
         requested = read_record(directory, config.kind).identity.get("memory_limit")
     device_info = replace(machines[0].device, memory=requested or available)
     training = resolve(prepare(config.training, manifest), device_info)
+    print_device_lines(training, device_info)
     source, context_length = source_of(training.dataset), training.model.context_length
     source.check_lengths(context_length, TRIAL_CYCLE, manifest)
     source.check_enough_tokens(training.batch.global_batch, context_length, manifest)

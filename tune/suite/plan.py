@@ -14,6 +14,7 @@ from pipeline.shards import read_manifest
 from train.config import load_config
 from train.data.sources import source_of
 from train.estimate.memory import peak_if_known
+from train.reporting.report import print_device_lines
 from train.resolved import prepare, resolve
 from train.run_files.run_folder import new_directory
 from tune.config import LadderConfig
@@ -59,6 +60,8 @@ def make_ladder(config: LadderConfig) -> Ladder:
         console.print(
             f"[yellow]No GPU is used: the suite runs in a short form,{model} batches one eighth of the size.[/]"
         )
+    else:
+        print_device_lines(training, device_info)
     searched = (
         [search_result_rung(resolve(load_config(config.search_result, "--search-result"), device_info).flat())]
         if config.search_result

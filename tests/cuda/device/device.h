@@ -51,8 +51,7 @@ constexpr char UUID_BYTES[] = "pretended-device";
 //   expandable     expandable segments cannot be mapped
 //   pinned         no more than 1 MB can be pinned
 //   oom-assertion  NVML refuses what torch asks of it where memory runs out
-//   attention      an attention kernel fails when it runs
-//   attention-nan  the backward pass of attention gives NaN, where compute.py computes it
+//   attention      FlashAttention fails when it runs
 //   driver         the driver is older than torch's CUDA
 //   init           CUDA does not start
 //   vanishes       the card is gone after some launches

@@ -193,7 +193,7 @@ static cudaError_t launched(const void* function, dim3 grid, dim3 block, size_t 
   if (!launchable(grid, block.x * block.y * block.z, shared, name == names.end() ? "?" : name->second))
     return failed(cudaErrorInvalidConfiguration);
   static const bool attention_fails = fault("attention");
-  if (attention_fails && name != names.end() && (name->second.find("flash") != std::string::npos || name->second.find("fmha") != std::string::npos))
+  if (attention_fails && name != names.end() && name->second.find("flash") != std::string::npos)
     return failed(cudaErrorLaunchFailure);
   return launch(stream);
 }
