@@ -127,7 +127,7 @@ def resolve_for_plan(config: TrainConfig, device_info: DeviceInfo, memory_limit:
     with suppress(UserError):
         config = prepare(config, read_manifest(config.dataset.data))
     device_info = A100 if config.execution.device == "cuda" and device_info.kind == "cpu" else device_info
-    device_info = replace(device_info, compile_blocker="", allocator_blocker="", gpu_blocker="")
+    device_info = replace(device_info, compile_blocker="", gpu_blocker="")
     return resolve(config, device_info.with_memory_limit(memory_limit))
 
 

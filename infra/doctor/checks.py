@@ -6,6 +6,7 @@ The checks change nothing on the machine.
 import os
 import platform
 import shutil
+import warnings
 from collections.abc import Callable
 from dataclasses import dataclass
 from importlib.metadata import PackageNotFoundError, version
@@ -168,7 +169,8 @@ def check_attention_kernels(device: torch.device, *, bf16: bool = True) -> list[
 def _can_run(kernels: list[SDPBackend], device: torch.device, dtype: torch.dtype) -> bool:
     q = torch.randn(1, 12, 256, 64, device=device, dtype=dtype, requires_grad=True)
     try:
-        with sdpa_kernel(kernels):
+        with warnings.catch_warnings(), sdpa_kernel(kernels):
+            warnings.simplefilter("ignore")  # torch warns of each kernel that it cannot use.
             functional.scaled_dot_product_attention(q, q, q, is_causal=True).sum().backward()
         if device.type == "cuda":
             torch.cuda.synchronize(device)
