@@ -121,7 +121,7 @@ def _computed(name: str, operator: Any, args: tuple[Any, ...], kwargs: dict[str,
     args, kwargs = tree_map_only(Tensor, on_cpu, (args, kwargs))
     if kwargs.get("device") is not None:
         kwargs["device"] = torch.device("cpu")
-    compute = ATTENTION.get(name) or (_product if operator is torch.ops.aten.mm.dtype else operator)
+    compute = ATTENTION.get(name) or PRODUCTS.get(operator) or operator
     results = compute(*args, **kwargs)
     arguments = {id(alias): tensor for alias, tensor in mapped.values()}
     stays = name == "_to_copy" and not mapped  # to the device, with another dtype
@@ -135,6 +135,13 @@ def _computed(name: str, operator: Any, args: tuple[Any, ...], kwargs: dict[str,
 def _product(left: Tensor, right: Tensor, dtype: torch.dtype) -> Tensor:
     """A product of 16-bit matrices in fp32, which the CPU has no operator for."""
     return left.to(dtype) @ right.to(dtype)
+
+
+def _product_into(left: Tensor, right: Tensor, dtype: torch.dtype, *, out: Tensor) -> Tensor:
+    return torch.mm(left.to(dtype), right.to(dtype), out=out)
+
+
+PRODUCTS = {torch.ops.aten.mm.dtype: _product, torch.ops.aten.mm.dtype_out: _product_into}
 
 
 def _over_the_same_memory(tensor: Tensor) -> Tensor:
@@ -170,17 +177,22 @@ def _scores(query: Tensor, key: Tensor, bias: Tensor | None, causal: bool, scale
 def _forward(
     query: Tensor, key: Tensor, value: Tensor, bias: Tensor | None, causal: bool, scale: float | None
 ) -> tuple[Tensor, Tensor]:
-    """The output, in the layout (batch, length, heads, width) that the kernels write, and the log of the sums."""
+    """The output, in the layout that the kernels write, and the log of the sums."""
     scores = _scores(query, key, bias, causal, scale)
     log_sums = torch.logsumexp(scores, -1)
     output = ((scores - log_sums[..., None]).exp() @ value.float()).to(query.dtype)
-    return output.transpose(1, 2).contiguous().transpose(1, 2), log_sums
+    return _as_written(output), log_sums
+
+
+def _as_written(tensor: Tensor) -> Tensor:
+    """``tensor`` (batch, heads, length, width) in the layout (batch, length, heads, width)."""
+    return tensor.transpose(1, 2).contiguous().transpose(1, 2)
 
 
 def _backward(
     gradient: Tensor, query: Tensor, key: Tensor, value: Tensor, bias: Tensor | None, causal: bool, scale: float | None
 ) -> tuple[Tensor, Tensor, Tensor]:
-    """The gradients of query, key and value."""
+    """The gradients of query, key and value, in the layout that the kernels write, as the output is."""
     weights = _scores(query, key, bias, causal, scale).softmax(-1)
     of_weights = gradient.float() @ value.float().transpose(-2, -1)
     of_scores = weights * (of_weights - (of_weights * weights).sum(-1, keepdim=True))
@@ -190,7 +202,7 @@ def _backward(
         of_scores.transpose(-2, -1) @ query.float(),
         weights.transpose(-2, -1) @ gradient.float(),
     )
-    return tuple(found.to(query.dtype).contiguous() for found in gradients)  # type: ignore[return-value]
+    return tuple(_as_written(found.to(query.dtype)) for found in gradients)  # type: ignore[return-value]
 
 
 def _no_dropout(dropout: float) -> None:
