@@ -35,11 +35,6 @@ CPU_TOKENS = 4096
 """Maximum number of tokens in a micro-batch that is chosen automatically for a CPU; its caches do not benefit from
 more."""
 
-SATURATION_TOKENS = 32_768
-"""Number of tokens in a micro-batch that utilizes a GPU fully. Above it the fused loss costs more time than a larger
-micro-batch saves: each chunk adds to the head's gradient in fp32, which moves 4.5 bytes for each logit in addition to
-the plain loss's 6, and takes about 4% of an A100's step (:mod:`train.estimate.roofline`)."""
-
 OVERHEAD_TOKENS = 700
 """Number of tokens that a GPU could process in the time of a micro-batch beyond its arithmetic, which launches and
 partly filled waves take: 3 ms for GPT-2 124M on an A100 (an assumption). By it ``--checkpointing auto`` weighs
@@ -190,7 +185,7 @@ def _choose_by_memory(step: StepConfig, memory: int) -> dict[str, Any]:
         if time >= best_time:
             break
         candidates = _candidates(step.replace(checkpointing=checkpointing))
-        choice = _best_fitting(candidates, memory)
+        choice = next((candidate for candidate in candidates if peak_with_margin(candidate) <= memory), None)
         if choice is None:
             least.append(min(candidates, key=peak_with_margin))
             continue
@@ -217,31 +212,22 @@ def _checkpointing_choices(step: StepConfig) -> list[Checkpointing]:
 
 
 def _candidates(step: StepConfig) -> list[Step]:
-    """Return ``step`` with each micro-batch and loss to choose from, the largest micro-batch first."""
+    """Return ``step`` with each micro-batch and loss to choose from, the best first.
+
+    A larger micro-batch is better. On a GPU the fused loss is as fast as the plain one and needs less memory; on a CPU
+    the plain loss is preferred where it allows the same micro-batch.
+    """
+    on_cpu = step.execution.device == "cpu"
     micro_batch, loss, chunks = step.batch.micro_batch, step.execution.loss, step.execution.loss_chunks
     sizes, length = step.micro_batches if micro_batch == AUTO else [micro_batch], step.model.context_length
-    if step.execution.device == "cpu" and micro_batch == AUTO:
+    if on_cpu and micro_batch == AUTO:
         sizes = [size for size in sizes if size * length <= CPU_TOKENS] or sizes[:1]
-    losses: list[Loss] = [loss] if loss != AUTO else ["fused"] if chunks > 1 else ["plain", "fused"]
+    losses: list[Loss] = [loss] if loss != AUTO else ["plain", "fused"] if on_cpu and chunks == 1 else ["fused"]
+    if loss == AUTO and step.model.unsupported_reason("loss", "fused"):
+        losses = ["plain"]
     return [
         Step.from_resolved(step.replace(micro_batch=size, loss=loss)) for size in reversed(sizes) for loss in losses
     ]
-
-
-def _best_fitting(candidates: list[Step], memory: int) -> Step | None:
-    """Return the candidate with the largest micro-batch that fits ``memory`` bytes, or None.
-
-    The plain loss is preferred where it allows the same, or enough.
-    """
-    from train.estimate.memory import peak_with_margin
-
-    fitting = [candidate for candidate in candidates if peak_with_margin(candidate) <= memory]
-    plain = (candidate for candidate in fitting if candidate.execution.loss == "plain")
-    return next(filter(_utilizes_device, plain), None) or next(iter(fitting), None)
-
-
-def _utilizes_device(step: Step) -> bool:
-    return step.batch.micro_batch * step.model.context_length >= SATURATION_TOKENS
 
 
 def _memory_decisions(requested: StepConfig, saved_settings: Mapping[str, Any]) -> dict[str, Any]:

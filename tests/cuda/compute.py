@@ -141,7 +141,15 @@ def _product_into(left: Tensor, right: Tensor, dtype: torch.dtype, *, out: Tenso
     return torch.mm(left.to(dtype), right.to(dtype), out=out)
 
 
-PRODUCTS = {torch.ops.aten.mm.dtype: _product, torch.ops.aten.mm.dtype_out: _product_into}
+def _sum_into(total: Tensor, left: Tensor, right: Tensor, dtype: torch.dtype, *, out: Tensor) -> Tensor:
+    return torch.addmm(total, left.to(dtype), right.to(dtype), out=out)
+
+
+PRODUCTS = {
+    torch.ops.aten.mm.dtype: _product,
+    torch.ops.aten.mm.dtype_out: _product_into,
+    torch.ops.aten.addmm.dtype_out: _sum_into,
+}
 
 
 def _over_the_same_memory(tensor: Tensor) -> Tensor:

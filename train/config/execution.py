@@ -103,12 +103,12 @@ class ExecutionConfig:
     - budget-75, budget-25: as budget, with 75% or 25% of the activations' memory stored"""
     loss: Literal["auto", Loss] = "auto"
     """Implementation of the cross-entropy loss.
-    - auto: fused if the logits would make the micro-batch smaller, else plain
+    - auto: fused on a GPU; on a CPU plain, unless the logits would make the micro-batch smaller
     - plain: stores the logits of all tokens
     - fused: computed with the output head in chunks, without storing all logits"""
     loss_chunks: int = 1
     """Number of chunks of the fused loss (at least 1); above 1 implies --loss fused.
-    By default a chunk has at most 2,048 tokens."""
+    By default a chunk has at most 8,192 tokens."""
     allocator: Literal["auto", Allocator] = "auto"
     """Segments in which torch's allocator reserves GPU memory.
     - auto: expandable, which leaves the least memory unused

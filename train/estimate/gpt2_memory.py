@@ -111,9 +111,9 @@ def _moments(
     head, head_cast = weight_bytes * head_parameters, cast * head_parameters
     product = 2 if _half(execution.precision) else 4
     logits = tokens * sizes.loss / max(1, chunks)
-    # The fused loss accumulates the head's gradient in fp32; in 16 bits it also has the current chunk's gradient.
+    # The fused loss accumulates the head's gradient in fp32; in 16 bits a CPU also has the current chunk's gradient.
     head_sum = 4 * head_parameters if chunks else 0
-    if chunks and product == 2:
+    if chunks and product == 2 and execution.device == "cpu":
         logits = max(logits, tokens * product * model.padded_vocab_size / chunks + product * head_parameters)
     # A tied head's gradient stays until autograd adds the embedding's, and then adds the sum to the accumulated
     # gradient. The fused loss has the head's gradient in a separate tensor, to which autograd adds the embedding's in

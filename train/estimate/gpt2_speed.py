@@ -9,7 +9,6 @@ from infra.errors import UserError
 from train.config import WHOLE_GRAPH, Batch, Execution, Precision
 from train.estimate.gpu_rates import GpuRates
 from train.model_config import ModelConfig
-from train.models.loss import chunk_count
 
 ATTENTION_EFFICIENCY = 0.4
 """FLOP/s of FlashAttention-2 with heads of width 64, forward and backward, relative to large matrix products: 110 of
@@ -34,13 +33,9 @@ _AUTOCAST = KernelTraffic(130.2, 6.3, 6.2, 32.9)
 KERNEL_TRAFFIC = {
     "bf16": _AUTOCAST, "fp16": _AUTOCAST, "bf16-activations": KernelTraffic(88.5, 6.3, 6.2, 32.3),
 }  # fmt: skip
-"""Bytes by precision, for the plain loss in a whole compiled graph, from the kernels that Inductor generates for GPT-2
-124M (tests/benchmarks/records/kernels.json), except for reads that Inductor only counts for the loss's gather. Autocast
-to fp16 has the sizes of autocast to bf16."""
-
-FUSED_HEAD_BYTES = 12
-"""Bytes that each chunk of the fused loss moves in addition for each weight of the head: its gradient in 16 bits is
-written and read, and added to the sum in fp32."""
+"""Bytes by precision in a whole compiled graph, from the kernels that Inductor generates for GPT-2 124M with the plain
+loss (tests/benchmarks/records/kernels.json), except for reads that Inductor only counts for the loss's gather. The
+fused loss reads and writes the logits as often. Autocast to fp16 has the sizes of autocast to bf16."""
 
 UPDATE_BYTES = 40
 """Bytes that clipping and a fused AdamW move for each parameter: the weight, its gradient and two moments are read, and
@@ -64,9 +59,7 @@ def predict_roofline(model: ModelConfig, batch: Batch, execution: Execution, gpu
     attention = 6 * model.layers * model.context_length * model.width * tokens / (ATTENTION_EFFICIENCY * rate)
     update_bytes = UPDATE_BYTES + UNSCALING_BYTES * (execution.precision == "fp16")
     update = update_bytes * model.parameters / batch.accumulation
-    chunks = chunk_count(execution.loss, execution.loss_chunks, tokens)
-    fused_head = FUSED_HEAD_BYTES * chunks * model.padded_vocab_size * model.width
-    moved = triton_bytes(model, batch.micro_batch, execution.precision) + fused_head + update
+    moved = triton_bytes(model, batch.micro_batch, execution.precision) + update
     return tokens / (products + attention + moved / gpu_rates.bandwidth)
 
 

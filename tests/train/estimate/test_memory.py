@@ -28,7 +28,7 @@ from train.loop.execution import compile_model
 from train.model_config import PRESETS, ModelConfig, parse_model
 from train.models.attention import ATTENTION
 from train.models.gpt2 import GPT
-from train.models.loss import loss_function
+from train.models.loss import CHUNK_TOKENS, loss_function
 from train.models.optimizer import make_optimizer
 
 MODEL = replace(PRESETS["small"], layers=2, context_length=256, vocab_size=8000, padded_vocab_size=8064)
@@ -178,10 +178,10 @@ def test_the_largest_micro_batch_fits_and_the_next_does_not() -> None:
 
 
 def test_a_fused_loss_in_bf16_is_computed_from_a_copy_in_fp32() -> None:
-    """Of a piece of 2,048 tokens; CUDA's kernel for fp16 needs none, nor does compiled code."""
+    """Of a chunk of 8,192 tokens; CUDA's kernel for fp16 needs none, nor does compiled code."""
     step = Step.of(loss="fused", precision="bf16", attention="flash", device="cuda", micro_batch=16, compile="off")
     loss = {precision: predict_peak(step.replace(precision=precision)).logits for precision in ("bf16", "fp16")}
-    assert loss["bf16"] - loss["fp16"] == 2048 * 50304 * 4
+    assert loss["bf16"] - loss["fp16"] == CHUNK_TOKENS * 50304 * 4
     assert predict_peak(step.replace(compile="whole")).logits < loss["fp16"]
 
 

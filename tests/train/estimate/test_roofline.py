@@ -48,8 +48,8 @@ def test_published_speeds_are_in_the_range_that_is_expected() -> None:
         assert 0.9 * low < published < 1.1 * high
 
 
-def test_fp16_and_the_fused_loss_move_more_bytes() -> None:
-    """The unscaling of every gradient, and the head's gradient once for each chunk."""
+def test_fp16_moves_more_bytes_and_the_fused_loss_does_not() -> None:
+    """The unscaling of every gradient."""
     config = resolve(TrainConfig.of(device="cuda", loss="plain", micro_batch=32), replace(KNOWN_GPUS["A100"]))
 
     def seconds_per_token(**settings: object) -> float:
@@ -57,9 +57,8 @@ def test_fp16_and_the_fused_loss_move_more_bytes() -> None:
         return 1 / roofline_speed(changed.model, changed.batch, changed.execution, load_gpu_rates("A100"))
 
     plain, fused, fp16 = seconds_per_token(), seconds_per_token(loss="fused"), seconds_per_token(precision="fp16")
-    assert 1.03 < fused / plain < 1.06, "about 4% of a step on an A100"
+    assert fused == plain
     assert 1 < fp16 / plain < 1.001
-    assert seconds_per_token(loss="fused", loss_chunks=4) < fused < seconds_per_token(loss="fused", loss_chunks=64)
 
 
 def test_what_is_not_compiled_whole_is_not_predicted() -> None:
