@@ -21,8 +21,10 @@ import tempfile
 from collections import Counter
 from collections.abc import Callable
 from dataclasses import replace
+from importlib.machinery import SourceFileLoader
 from importlib.metadata import version
 from pathlib import Path
+from types import CodeType
 from typing import Any
 
 import numpy as np
@@ -103,7 +105,8 @@ def step(settings: dict[str, Any]) -> dict[str, Any]:
 def compare(*, planted: str | None = None, vocab_size: int | None = None, **settings: Any) -> dict[str, Any]:
     """Return the loss, the reference's, the errors of all gradients, and how often each kernel was computed.
 
-    ``planted`` names an error that the product is given, ``vocab_size`` makes it quicker than with GPT-2's. An error is the norm of the difference, relative to the norm of the reference's gradient.
+    ``planted`` names an error that the product is given; ``vocab_size`` makes it quicker than with GPT-2's. An error is
+    the norm of the difference, relative to the norm of the reference's gradient.
     """
     if planted:
         _plant(*PLANTED[planted])
@@ -155,15 +158,27 @@ def compare(*, planted: str | None = None, vocab_size: int | None = None, **sett
     }  # fmt: skip
 
 
+class _Planted(SourceFileLoader):
+    """Imports a module of the product with a piece of its code replaced."""
+
+    def __init__(self, name: str, file: Path, code: str, wrong: str) -> None:
+        super().__init__(name, str(file))
+        self._code, self._wrong = code, wrong
+
+    def get_code(self, fullname: str) -> CodeType:
+        source = Path(self.path).read_text(encoding="utf-8")
+        assert source.count(self._code) == 1, f"{self.path} has {self._code!r} {source.count(self._code)} times"
+        return self.source_to_code(source.replace(self._code, self._wrong).encode(), self.path)
+
+
 def _plant(file: str, code: str, wrong: str) -> None:
     """Import the module of ``file`` with ``wrong`` in place of its ``code``."""
-    source = (ROOT / file).read_text(encoding="utf-8")
-    assert source.count(code) == 1, f"{file} has {code!r} {source.count(code)} times"
     name = file.removesuffix(".py").replace("/", ".")
-    spec = importlib.util.spec_from_file_location(name, ROOT / file)
+    spec = importlib.util.spec_from_loader(name, _Planted(name, ROOT / file, code, wrong))
     assert spec
+    assert spec.loader
     module = sys.modules[name] = importlib.util.module_from_spec(spec)
-    exec(compile(source.replace(code, wrong), file, "exec"), module.__dict__)
+    spec.loader.exec_module(module)
 
 
 def stand_in() -> Counter[str]:

@@ -175,12 +175,12 @@ def test_what_is_compiled(settings: dict[str, Any], facts: DeviceInfo, expected:
         (40, {"micro_batch": 32}, "none"),
         (12, {"micro_batch": 32}, "selective"),
         (8, {"micro_batch": 32}, "budget-25"),
-        (8, {"micro_batch": 16}, "budget-75"),
+        (9, {"micro_batch": 16}, "budget-75"),
         (6, {"micro_batch": 32}, "full"),
         (3, {"micro_batch": 32}, "full"),
         (12, {"micro_batch": 32, "compile": "blocks"}, "alternate"),
         (12, {}, "none"),
-        (4, {}, "selective"),
+        (3, {}, "alternate"),
     ],
 )
 def test_the_least_recomputation_that_fits_is_chosen(limit: int, settings: dict[str, Any], expected: str) -> None:
