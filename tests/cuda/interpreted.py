@@ -184,7 +184,7 @@ def _plant(file: str, code: str, wrong: str) -> None:
 def stand_in() -> Counter[str]:
     """Complete the interpreter, and return the number of times that each kernel is computed, as it grows."""
     import triton.language as tl  # type: ignore[import-not-found]
-    from torch._inductor.runtime.triton_helpers import libdevice
+    from torch._inductor.runtime.triton_helpers import libdevice  # type: ignore[attr-defined]
     from triton.runtime import interpreter  # type: ignore[import-not-found]
 
     convert = interpreter._convert_float
@@ -213,8 +213,8 @@ def stand_in() -> Counter[str]:
 
 
 def _by_numpy(function: Callable[[np.ndarray], np.ndarray]) -> Callable[..., Any]:
-    import triton.language as tl
-    from triton.runtime import interpreter
+    import triton.language as tl  # type: ignore[import-not-found]
+    from triton.runtime import interpreter  # type: ignore[import-not-found]
 
     def compute(x: Any, _semantic: Any = None) -> Any:
         values = x.handle.data

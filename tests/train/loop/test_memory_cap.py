@@ -48,7 +48,7 @@ class Card:
 
     def state(self, device: int = 0) -> GpuState:
         """What NVML says of the whole card."""
-        return replace(IDLE, memory_used=IDLE.memory_used + (self.context + KERNELS if "mm" in self.did else 0))
+        return replace(IDLE, memory_used=(IDLE.memory_used or 0) + (self.context + KERNELS if "mm" in self.did else 0))
 
     def peak(self, device: torch.device) -> Memory:
         """What this process took: NVML's word, or where it hides processes torch's own."""
