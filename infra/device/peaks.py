@@ -74,13 +74,18 @@ _PEAKS: dict[str, tuple[float, float | None, float]] = {
 """Peak FLOP/s by name in 16 bits, in TF32 and in fp32; 16 bits and TF32 run on tensor cores, fp32 does not."""
 
 
+def is_variant(gpu_name: str) -> bool:
+    """Return whether ``gpu_name`` is that of a laptop's GPU or a MIG slice, whose peaks are not published."""
+    return " Laptop " in gpu_name or " MIG " in gpu_name
+
+
 def peak_flops(gpu_name: str | None, precision: str = "bf16") -> float | None:
     """Return the dense peak in FLOP/s in ``precision`` of the GPU with torch's or NVML's ``gpu_name``; None if unknown.
 
     Every precision except fp32 and tf32 has the peak of 16 bits. A GPU without TF32 computes it in fp32.
     """
     padded_name = f" {(gpu_name or '').replace('-', ' ')} "
-    if " Laptop " in padded_name or " MIG " in padded_name:
+    if is_variant(padded_name):
         return None
     for name, (sixteen_bits, tf32, fp32) in _PEAKS.items():
         # What follows an RTX card's number makes it another card: Ti, SUPER, D.

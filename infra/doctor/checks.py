@@ -20,7 +20,7 @@ from infra.cli.units import GB
 from infra.device.gpu import GpuState
 from infra.device.hardware import DeviceInfo
 from infra.device.host import cpu_count
-from infra.device.peaks import peak_flops
+from infra.device.peaks import is_variant, peak_flops
 from infra.device.telemetry import THROTTLE_BITS
 
 MIN_FREE_BYTES = 20 * 10**9
@@ -119,7 +119,8 @@ def check_cpu(cores: int, load: float) -> list[Check]:
 def check_gpu(state: GpuState) -> list[Check]:
     """Check the ``state`` of the GPU, and other processes that use it."""
     peak_fix = "no peak FLOP/s listed in infra/device/peaks.py, so MFU cannot be computed; add the GPU there"
-    results = [Check("GPU", state.name, "" if peak_flops(state.name) else peak_fix)]
+    has_known_peak = peak_flops(state.name) or is_variant(state.name)
+    results = [Check("GPU", state.name, "" if has_known_peak else peak_fix)]
     results.append(Check("GPU memory", f"{state.memory_total / GB:.1f} GB"))
     if state.driver:
         results.append(Check("driver", state.driver))

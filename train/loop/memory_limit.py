@@ -43,7 +43,8 @@ class MemoryLimit:
         torch.mm(square, square)  # loads the libraries, so that their memory is measured
         context = limit.used()[0] - torch.cuda.max_memory_reserved(device)
         total = torch.cuda.get_device_properties(device).total_memory
-        torch.cuda.set_per_process_memory_fraction(allocator_share(size, context, total), device)
+        share = min(allocator_share(size, context, total), free_share(device))
+        torch.cuda.set_per_process_memory_fraction(share, device)
         return limit
 
     @property
@@ -69,21 +70,27 @@ class MemoryLimit:
 
 
 def cap_to_free_memory(device_type: str) -> None:
-    """Cap torch's allocator to a GPU's free memory where more would be taken from the host instead of running out.
+    """Cap torch's allocator to a GPU's free memory where more would be taken from the host instead of running out."""
+    if device_type == "cuda":
+        device = torch.device("cuda", torch.cuda.current_device())
+        share = free_share(device)
+        if share < 1:
+            torch.cuda.set_per_process_memory_fraction(share, device)
 
-    In WSL2 memory beyond the GPU's is slow; on a GPU that shares the host's memory the kernel would kill processes.
+
+def free_share(device: torch.device) -> float:
+    """Return the fraction of a GPU that torch's allocator can use without taking memory from the host; 1 if it cannot.
+
+    In WSL2 memory beyond the GPU's is slow. On a GPU that shares the host's memory the kernel would kill processes.
     """
-    if device_type != "cuda":
-        return
-    device = torch.device("cuda", torch.cuda.current_device())
     is_integrated = torch.cuda.get_device_properties(device).is_integrated
     if not (is_integrated or host.is_wsl()):
-        return
+        return 1.0
     free, total = torch.cuda.mem_get_info(device)
     if is_integrated:  # CUDA counts the page cache as used.
         free = min(total, host.available_memory())
-    usable = free + torch.cuda.memory_reserved(device)  # An earlier run in this process may have reserved some.
-    torch.cuda.set_per_process_memory_fraction(allocator_share(usable, 0, total), device)
+    # An earlier run in this process may have reserved some.
+    return allocator_share(free + torch.cuda.memory_reserved(device), 0, total)
 
 
 def allocator_share(size: int, context: int, total: int) -> float:

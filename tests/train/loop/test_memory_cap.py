@@ -7,9 +7,10 @@ from types import SimpleNamespace
 import pytest
 import torch
 
+from infra.device import host
 from infra.device.gpu import GpuState
 from train.loop import memory, memory_limit
-from train.loop.memory_limit import RESERVED_OUTSIDE_ALLOCATOR, MemoryLimit
+from train.loop.memory_limit import RESERVED_OUTSIDE_ALLOCATOR, MemoryLimit, cap_to_free_memory
 from train.result import Memory
 
 GB = 10**9
@@ -22,7 +23,7 @@ KERNELS = 64 * 2**20
 class Card:
     """A stand-in for CUDA: what was done in which order, and the share of the card that torch may take."""
 
-    def __init__(self, context: int, *, hidden: bool = False) -> None:
+    def __init__(self, context: int, *, hidden: bool = False, integrated: bool = False) -> None:
         self.did: list[str] = []
         self.context = context
         self.hidden = hidden
@@ -31,7 +32,9 @@ class Card:
             init=lambda: self.did.append("init"),
             current_device=lambda: 0,
             max_memory_reserved=lambda device: KERNELS,
-            get_device_properties=lambda device: SimpleNamespace(total_memory=TOTAL),
+            get_device_properties=lambda device: SimpleNamespace(total_memory=TOTAL, is_integrated=integrated),
+            mem_get_info=lambda device: (TOTAL // 4, TOTAL),
+            memory_reserved=lambda device: 0,
             set_per_process_memory_fraction=self.cap,
         )
         self.device = torch.device
@@ -92,6 +95,20 @@ def test_a_limit_below_the_context_or_above_the_card_is_still_a_share(
     insert_card(card)
     MemoryLimit.apply(size, "cuda")
     assert card.fraction == fraction
+
+
+def test_a_gpu_that_shares_the_hosts_memory_is_capped_without_a_limit(insert_card: Callable[[Card], None]) -> None:
+    own = Card(0)
+    insert_card(own)
+    cap_to_free_memory("cuda")
+    assert own.fraction is None
+    shared = Card(0, integrated=True)
+    insert_card(shared)
+    cap_to_free_memory("cuda")
+    assert shared.fraction is not None
+    assert 0 < shared.fraction * TOTAL < host.available_memory() + GB
+    MemoryLimit.apply(TOTAL, "cuda")
+    assert 0 < shared.fraction < 1, "also with a limit that is larger"
 
 
 @pytest.mark.gpu
