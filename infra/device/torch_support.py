@@ -49,8 +49,13 @@ class TorchSupport:
 def torch_support(device: CudaDevice, driver_version: tuple[int, int], *, is_wsl: bool = False) -> TorchSupport:
     """Try the first GPU that this process may use, once, with the installed torch in another process.
 
-    Where a user has configured torch's allocator, that is what is tried.
+    Where a user has configured torch's allocator, that is what is tried. Nothing is tried where torch already uses the
+    GPU in this process, such as in a notebook: it works, and the GPU may be set to allow one process only.
     """
+    torch = sys.modules.get("torch")
+    if torch and torch.cuda.is_initialized():
+        free, _ = torch.cuda.mem_get_info()
+        return TorchSupport(free_memory=free + torch.cuda.memory_reserved())
     allocator_blocker = "WSL2 does not support them on every GPU" if is_wsl else ""
     if not allocator_blocker and not any(name in os.environ for name in ALLOCATOR_VARIABLES):
         report = run_probe({ALLOCATOR_VARIABLES[0]: EXPANDABLE})

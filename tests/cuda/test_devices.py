@@ -12,9 +12,11 @@ from dataclasses import dataclass, field
 from pathlib import Path
 
 import pytest
+import torch
 
 from infra.device.cuda import read_driver
 from infra.device.gpu import read_gpu
+from infra.device.torch_support import torch_support
 
 pytestmark = [
     pytest.mark.gpu,
@@ -167,6 +169,17 @@ def test_running_out_of_memory_is_an_outcome(small_shards: Path, fault: str, exp
     check(case, run(case, small_shards, flags, 300), flags)
     shortage = json.loads(Path("runs/case/result.json").read_text())["shortage"]
     assert expected in json.dumps(shortage)
+
+
+def test_a_gpu_that_torch_uses_in_this_process_is_not_tried_in_another(monkeypatch: pytest.MonkeyPatch) -> None:
+    """It may allow one process only."""
+    torch.cuda.init()
+    monkeypatch.setenv("PRETENDED_FAULT", "expandable")
+    (device,) = read_driver().devices
+    support = torch_support(device, (13, 99))  # of a version that no other test has asked for
+    assert not support.allocator_blocker
+    assert support.free_memory
+    assert 0 < support.free_memory < device.memory
 
 
 def test_nvml_is_asked_for_the_device_of_cuda(monkeypatch: pytest.MonkeyPatch) -> None:
