@@ -32,6 +32,8 @@ class Throughput:
     """Number of steps in the steady state, without warm-up."""
     warmup_steps: int
     """Number of steps before the steady state."""
+    unit: Literal["step", "micro-batch"] = "step"
+    """The unit that ``steps`` and ``warmup_steps`` count: in a run of a few long steps, micro-batches are measured."""
 
     @property
     def estimate(self) -> Estimate:
@@ -126,6 +128,8 @@ class CycleReport:
     """Gradient norm of the cycle's last step, before clipping."""
     step_losses: list[float] = field(default_factory=list)
     """Loss of each of the cycle's steps, in nats/token."""
+    val_windows: int = 0
+    """Number of validation windows, the same in each validation of the run; 0 without validation."""
 
     @property
     def first_loss(self) -> float | None:
@@ -169,6 +173,8 @@ class RunResult:
     """Number of training tokens, over all workers."""
     val_tokens: int
     """Number of validation tokens, over all workers."""
+    val_windows: int = field(default=0, kw_only=True)
+    """Number of windows of each validation; 0 without validation."""
     books_seen: float
     """Number of books trained on, by the mean length of the data's books."""
     train_seconds: float
@@ -209,6 +215,8 @@ class RunResult:
     """Fingerprint of the data."""
     loss_curve: list[tuple[int, float, float | None]]
     """(step, training loss, validation loss) of each cycle of this process."""
+    unreported_losses: list[float] = field(default_factory=list, kw_only=True)
+    """Losses of the steps after the last cycle, in nats/token; empty unless the run was interrupted within a cycle."""
     unigram_loss: float | None = field(default=None, kw_only=True)
     """Minimum loss on the validation windows of a model that ignores its inputs; None without validation."""
     val_perplexity: float | None = None

@@ -141,11 +141,14 @@ def train_and_report(
     from infra.tracking.views import ui_link
     from train.launch.driver import train_and_record
     from train.reporting import report, tracking
+    from train.reporting.duration import duration_lines
 
     run_folder, device_info = run.run_folder, _device_info(run)
     resolved = run.resolved(device_info)
     run_ref, logged = open_mlflow_run(run_folder, tracking_uri, starts=run.progress is None)
     report.print_header(resolved.config, run.manifest, run_folder.location, device_info)
+    for line in duration_lines(resolved.config, run.manifest):
+        console.print(line, markup=False)
     with Tracker(run_ref, logged) as tracker:
         tracking.complete_orphaned_runs(run_ref)
         if file:

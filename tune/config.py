@@ -149,8 +149,8 @@ class SearchConfig(ExperimentConfig):
         return super().to_json() | {"training": training, "config": None}
 
 
-DEFAULT_CYCLE = Cycle()
-"""Cycle of a ladder's rungs by default."""
+DEFAULT_CYCLE = Cycle(200, 20)
+"""Cycle of a ladder's rungs by default. All rungs validate on the same windows, so that their losses are comparable."""
 TIME_BUDGET_SECONDS = 300.0
 """Time per rung of a ladder with neither --steps nor --time-budget."""
 SPEED_TOLERANCE = 0.005
@@ -204,12 +204,13 @@ class LadderConfig(ExperimentConfig):
     steps: int | None = None
     """Optimizer steps per rung (at least 8)."""
     time_budget: SecondsOrNone = None
-    """Time per rung after its first step (above 0). By default 5m, unless --steps is set."""
+    """Time per rung after its first step, including its validation (above 0). By default 5m, unless --steps is set."""
     speed_tolerance: float | None = None
     """Relative half-width of the speed's confidence interval at which a rung ends early, checked after each cycle (0:
     never; below 1). By default 0.005, or 0 with --steps, because losses are compared after equal steps."""
     cycle: CycleText = DEFAULT_CYCLE
-    """Training steps (at least 1), then validation batches, between two reports."""
+    """Training and validation between two reports: a number of steps or a time, then a number of validation batches, as
+    in 200+20 or 20s+20 (+0: no validation), because all rungs validate on the same windows."""
     fit_batch: bool = False
     """Use the largest batch that is predicted to fit --memory-limit in every rung, instead of the suite's batch."""
     memory_limit: BytesOrNone = None
@@ -237,6 +238,11 @@ class LadderConfig(ExperimentConfig):
         if self.steps is not None and self.time_budget is not None:
             raise UserError("--steps and --time-budget both set the length of a rung. Use only one of them.")
         check_minimum(self, steps=MIN_RUNG_STEPS, seeds=1, seed=0)
+        if self.cycle.val_batches is None:
+            raise UserError(
+                f"--cycle {self.cycle} has no number of validation batches, so rungs would validate on different "
+                f"windows. Use --cycle {self.cycle}+20, or another number."
+            )
         if self.speed_tolerance is not None and not 0 <= self.speed_tolerance < 1:
             raise UserError(f"--speed-tolerance {self.speed_tolerance} must be 0, or a fraction below 1.")
         check_numbers(self)

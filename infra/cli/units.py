@@ -78,8 +78,9 @@ def check_numbers(settings: Any) -> None:
 
 
 def format_count(number: int, noun: str) -> str:
-    """Return ``number`` with ``noun``, which gets an s unless the number is 1: ``1 file``, ``2,000 files``."""
-    return f"{number:,} {noun}{'s' * (number != 1)}"
+    """Return ``number`` with ``noun``, in the plural unless the number is 1: ``1 file``, ``2,000 files``."""
+    plural = "es" if noun.endswith("ch") else "s"
+    return f"{number:,} {noun}{plural if number != 1 else ''}"
 
 
 def format_duration(seconds: float) -> str:

@@ -213,7 +213,7 @@ def make_report(
     ]
     sections.append(Table("", ("property", "value"), details))
     if not counts["books_val"]:
-        summary.append(("Validation", "the validation split is empty; train with `--cycle N+0`"))
+        summary.append(("Validation", "the validation split is empty; train with `--cycle 20s+0`"))
     elif extra := counts["extra_validation_books"]:
         examples = ", ".join(f"`{book}`" for book in counts["first_extra_validation_books"])
         summary.append(
@@ -225,6 +225,6 @@ def make_report(
         flags = [f"{n:,} {reason}" for reason, n in counts["books_flagged"].items()]
         flags += (f"{n:,} {label if n == 1 else label.replace('looks', 'look', 1)}" for label, n in suspect.items())
         summary.append(("Flagged", ", ".join(flags)))
-    cycle = "" if counts["books_val"] else " --cycle 200+0"
+    cycle = "" if counts["books_val"] else " --cycle 20s+0"
     summary.append(("Next", f"`python -m train.run --data {shlex.quote(name)}{cycle}`"))
     return Report(summary, sections)

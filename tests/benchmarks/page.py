@@ -34,7 +34,6 @@ from infra.tracking.run_ref import RunRef
 from infra.tracking.saved_views import VIEW_KEY
 from infra.tracking.store import create_run
 from infra.tracking.tracker import Tracker
-from train.config import Cycle
 from train.reporting.tracking import cycle_metrics
 
 PATIENCE = 600_000
@@ -87,7 +86,7 @@ def main() -> None:
 def write_run(store: str, steps: int) -> tuple[RunRef, int]:
     """A run of ``steps`` steps, one each second, in a new store, and the number of its points."""
     key = create_run("train", "long", tracking_uri=store, tags={"kind": "run"})
-    points, length = 0, Cycle().train_steps
+    points, length = 0, 200
     with Tracker(key) as tracker:
 
         def write(values: dict[str, float | None], step: int) -> int:

@@ -181,7 +181,7 @@ def test_what_the_host_reads_later_is_copied_to_pinned_memory(config: TrainConfi
     """A copy to other memory has the host wait, without torch's check noticing."""
     trainer = make_trainer(resolve_local(config))
     trainer.run()
-    cycle = open_cycle(0, 1, config.duration.cycle.train_steps, [1.0], trainer.device)
+    cycle = open_cycle(0, 1, config.duration.cycle, [1.0], trainer.device)
     close_cycle(cycle, trainer.workers, trainer.device)
     assert cycle.host_values
     assert all(value.is_pinned() for value in cycle.host_values if value is not None)

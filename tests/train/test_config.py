@@ -98,7 +98,7 @@ def test_the_batch_arithmetic() -> None:
         ({"global_batch": "8"}, "global_batch is '8'"), ({"mask_books": 1}, "mask_books is 1"),
         ({"ablate": [1]}, "ablate.0 is 1"), ({"compile": None}, "compile is None"),
         ({"stream": "books"}, "stream is 'books'"), ({"model": {"depth": 2}}, "model has an unknown setting"),
-        ({"model": 3}, "model is 3"), ({"cycle": 3}, "--cycle '3'"), ({"cycle": "²+1"}, "--cycle '².1'"),
+        ({"model": 3}, "model is 3"), ({"cycle": -3}, "--cycle '-3'"), ({"cycle": "²+1"}, "--cycle '².1'"),
         ({"cycle": "0+1"}, "--cycle '0.1'"),
         ({"reading": {"languages": "en"}}, "languages is 'en'"), ({"reading": None}, "reading is None"),
         ({"reading": {"languages": ["english"]}}, "--languages 'english'"),
@@ -142,3 +142,22 @@ def test_flags_win_over_a_file_also_with_their_default_values(
     with command_line(*words, str(path)):
         config = parse_flags(RunOptions, "a command", defaults()).training
     assert config == TrainConfig.of(global_batch=14, workers=7, tokens=100_000)
+
+
+@pytest.mark.parametrize(
+    ("text", "cycle"),
+    [
+        ("200+20", Cycle(200, 20)), ("200", Cycle(200)), ("20s", Cycle()), ("5m+0", Cycle(None, 0, 300.0)),
+        ("1m30s+3", Cycle(None, 3, 90.0)),
+    ],
+)  # fmt: skip
+def test_a_cycle_is_steps_or_a_time_with_or_without_a_number_of_batches(text: str, cycle: Cycle) -> None:
+    assert Cycle.parse(text) == cycle
+    assert str(cycle) == text
+    assert cycle.validates == (not text.endswith("+0"))
+
+
+@pytest.mark.parametrize("text", ["", "+1", "0", "0+1", "20s+", "20s+x", "5+-1", "s", "20x", "99999999+1"])
+def test_a_cycle_that_is_neither_is_refused(text: str) -> None:
+    with pytest.raises(UserError, match="--cycle"):
+        Cycle.parse(text)

@@ -19,14 +19,19 @@ def make_trainer(
     *,
     on_cycle: Callable[[CycleReport], object] = lambda report: None,
     should_stop: Callable[[], bool] = lambda: False,
+    callbacks: Callbacks | None = None,
     checkpoints: Path | None = None,
     upload_dir: StorageDir | None = None,
     resume: Path | None = None,
     limit: MemoryLimit | None = None,
 ) -> Trainer:
-    """A trainer as a session makes it: ``checkpoints`` is the folder to save to, unless the config keeps none."""
+    """A trainer as a session makes it: ``checkpoints`` is the folder to save to, unless the config keeps none.
+
+    ``callbacks`` replace ``on_cycle`` and ``should_stop``.
+    """
     data = data or source_of(config.dataset).open(config.model, config.batch, config.duration.cycle)
     saved, keep = None, config.checkpoints.keep_checkpoints
     if checkpoints and keep:
         saved = Checkpoints(checkpoints, keep, upload_dir, data.tokenizer)
-    return Trainer(config, data, Callbacks(on_cycle, should_stop), checkpoints=saved, resume=resume, limit=limit)
+    callbacks = callbacks or Callbacks(on_cycle, should_stop)
+    return Trainer(config, data, callbacks, checkpoints=saved, resume=resume, limit=limit)

@@ -41,7 +41,7 @@ class ShardSource(DataSource):
         return _load_tokenizer(self.dataset, manifest)
 
     def check_lengths(self, context_length: int, cycle: Cycle, manifest: Manifest) -> None:
-        for split in ("train", "val") if cycle.val_batches else ("train",):
+        for split in ("train", "val") if cycle.validates else ("train",):
             lengths = (shard.tokens for shard in manifest.shards if shard.split == split)
             check_window_fits(split, lengths, context_length)
 
@@ -100,7 +100,7 @@ class ShardData:
         self.tokenizer = _load_tokenizer(dataset, self.manifest)
         self.encoded_on: dict[str, int] = {}
         self.validation = None
-        if cycle.val_batches:
+        if cycle.validates:
             self.validation = Windows(shards.streams("val"), length, VALIDATION_SEED, split="val")
         if self.tokenizer is None:  # A tokenizer has been compared with the model's vocabulary already.
             _check_token_ids(

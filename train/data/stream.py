@@ -86,14 +86,14 @@ class StreamData:
         self.encoded_on: Counter[str] = Counter()
         """Number of tokens encoded during the run, by machine."""
         held_out = []
-        if cycle.val_batches:
-            held_out = self.stream.validation_books(cycle.val_batches * batch.global_batch * length + 1)
+        if cycle.validates:
+            held_out = self.stream.validation_books(cycle.max_val_batches * batch.global_batch * length + 1)
             tokens = np.concatenate([book.tokens for book in held_out] or [np.zeros(0, np.uint16)])
             if len(tokens) <= length:
                 raise UserError(
                     f"--stream: the validation books have {len(tokens):,} tokens, but a window needs {length + 1:,}"
                     f"{_format_first_drop(held_out)}. Add more books, or turn validation off with "
-                    f"--cycle {cycle.train_steps}+0."
+                    f"--cycle {cycle.train_part}+0."
                 )
             self.validation = Windows([tokens], length, VALIDATION_SEED, split="val")
         self._held_out = held_out

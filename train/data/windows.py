@@ -67,7 +67,7 @@ def check_window_fits(split: str, lengths: Iterable[int], context_length: int) -
     longest, needed = max(lengths, default=0), context_length + 1
     if longest >= needed:
         return
-    val_advice = "increase --val-fraction of 'python -m pipeline.tokenize', turn validation off with --cycle 200+0, "
+    val_advice = "increase --val-fraction of 'python -m pipeline.tokenize', turn validation off with --cycle 20s+0, "
     raise UserError(
         f"The longest shard of the {split} split has {longest:,} tokens, but a window needs {needed:,}. Tokenize more "
         f"books, {val_advice if split == 'val' else ''}or use a shorter context length."

@@ -60,7 +60,7 @@ def train_and_record(
     Raises:
         UserError: the cluster lacks what the config needs, or the workers do not find the checkpoint or the data.
         WorkerFailure: an unexpected exception in a worker on Ray.
-        KeyboardInterrupt: stopping took too long, or Ray had not placed the workers yet.
+        KeyboardInterrupt: stopping took too long, no step was completed, or Ray had not placed the workers yet.
     """
     listener = prepare(run, tracker, on_cycle)
     if train is None and run.is_local:
@@ -76,6 +76,10 @@ def train_and_record(
         raise UserError(returned.user_error)
     if returned.result is None:
         raise WorkerFailure(returned.traceback)
+    if returned.result.outcome == "interrupted" and not returned.result.steps:
+        reason = returned.result.reason
+        console.print(f"Interrupted: {reason}. No step was completed, so nothing is saved.", markup=False)
+        raise KeyboardInterrupt
     return record_result(run.fitted(returned.result), tracker, returned.result)
 
 

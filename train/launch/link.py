@@ -16,7 +16,7 @@ from typing import TYPE_CHECKING, Any
 if TYPE_CHECKING:
     from train.result import RunResult  # The actor's process need not import it.
 
-STOP_MESSAGE = "Stopping after this step and saving a checkpoint"
+STOP_MESSAGE = "Stopping after this step, or this micro-batch of a long step, and saving a checkpoint"
 """Text that is printed when the driver is interrupted."""
 
 POLL_SECONDS = 0.5
@@ -91,6 +91,10 @@ class Activity:
     """The work as a phrase, such as "loading the data"."""
     step: int
     """Number of steps that the worker has launched."""
+    micro_batch: int = 0
+    """Number of micro-batches that the worker has launched in the step after them."""
+    micro_batches: int = 1
+    """Number of micro-batches per step."""
 
 
 class Order(Enum):

@@ -78,7 +78,11 @@ class Listener:
         if self.workers.is_silent:
             status.update("waiting for the worker to respond")
         elif activity := updates.activity:
-            status.update(*self._progress.describe(activity.description, activity.step))
+            status.update(
+                *self._progress.describe(
+                    activity.description, activity.step, activity.micro_batch, activity.micro_batches
+                )
+            )
 
     def _handle(self, message: Message) -> None:
         match message:

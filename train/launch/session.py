@@ -57,6 +57,10 @@ class Driver:
         """Return whether the session must stop after the step that it has just launched."""
         return False
 
+    def should_discard(self) -> bool:
+        """Return whether the session must stop within a long step."""
+        return False
+
 
 class SmallerBatchRequired(Exception):
     """Several workers must start again with a smaller micro-batch; ``message`` says why."""
@@ -94,7 +98,10 @@ class WorkerSession:
     def activity(self) -> Activity:
         """The work that the session is doing. Any thread may read it."""
         trainer = self._trainer
-        return Activity(trainer.activity, trainer.state.step) if trainer else self._preparing
+        if trainer is None:
+            return self._preparing
+        micro_batches = trainer.config.batch.accumulation
+        return Activity(trainer.activity, trainer.state.step, trainer.micro_batch, micro_batches)
 
     def run(self, resume: Path | None = None, failed_micro_batches: Sequence[int] = ()) -> WorkerResult:
         """Train from the checkpoint ``resume``, with a smaller micro-batch than the ``failed_micro_batches``.
@@ -134,7 +141,7 @@ class WorkerSession:
     def _train(self, resume: Path | None) -> RunResult:
         """Run the loop once. If memory runs out where the loop cannot return, there is a result, but no trainer."""
         folder, driver, config = self.folder, self.driver, self.config
-        self._data = self.job.open_data(lambda text: self._post(PrintLine(text)))
+        self._data = self.job.open_data(self._print_line)
         reported = read_progress(resume).last_reported_step if resume else 0
         if folder and driver:
             folder.truncate_after(reported)
@@ -142,22 +149,29 @@ class WorkerSession:
                 driver.post(CycleDone(cycle))
         self._preparing = Activity("building the model", reported)
         checkpoints, keep = None, config.checkpoints.keep_checkpoints
+        stopping = driver or Driver()
         if folder and keep:
             checkpoints = Checkpoints(folder.checkpoints, keep, folder.copy_of, self._data.tokenizer)
         try:
             self._trainer = Trainer(
                 config,
                 self._data,
-                Callbacks(self._on_cycle, driver.should_stop if driver else lambda: False, self.callbacks),
+                Callbacks(
+                    self._on_cycle,
+                    stopping.should_stop,
+                    self.callbacks,
+                    should_discard=stopping.should_discard,
+                    on_line=self._print_line,
+                ),
                 checkpoints=checkpoints,
                 resume=resume,
                 limit=None if driver and driver.checks_memory else self.limit,
             )
             self.times = self._trainer.times
             if self._trainer.attention_message:
-                self._post(PrintLine(self._trainer.attention_message))
+                self._print_line(self._trainer.attention_message)
             elif self._trainer.attention != config.execution.attention:
-                self._post(PrintLine(f"attention {self._trainer.attention} (auto)"))
+                self._print_line(f"attention {self._trainer.attention} (auto)")
             return self._trainer.run()
         except OutOfMemory as failure:
             self._trainer = None
@@ -199,11 +213,11 @@ class WorkerSession:
         assert trainer is not None, "the trainer reports its cycles while it runs"
         config = trainer.config
         if fault := first_loss_fault(config.model, report.first_loss):
-            self._post(PrintLine(fault))
+            self._print_line(fault)
         if trainer.device.type == "cuda" and len(trainer.times.reports) == 1:
             total = self.limit.size if self.limit else torch.cuda.get_device_properties(trainer.device).total_memory
             used = memory.peak(trainer.device).process
-            self._post(PrintLine(format_gpu_memory(config.batch.micro_batch, config.duration.cycle, used, total)))
+            self._print_line(format_gpu_memory(config.batch.micro_batch, config.duration.cycle, used, total))
 
     def _completed(self, trainer: Trainer, result: RunResult, telemetry: Telemetry, start_step: int) -> RunResult:
         """Return ``result`` with the machine's telemetry, and for a run with a text that the model generates."""
@@ -218,11 +232,14 @@ class WorkerSession:
         try:
             text = closing_sample(trainer, result)
         except UserError as fault:  # The model may fail in evaluation mode, which must not cost the result.
-            self._post(PrintLine(str(fault)))
+            self._print_line(str(fault))
         return replace(result, sample=text)
 
     def _send_metrics(self, second: int, metrics: dict[str, float]) -> None:
         self._post(SystemMetrics(second, metrics))
+
+    def _print_line(self, text: str) -> None:
+        self._post(PrintLine(text))
 
     def _post(self, message: Message) -> None:
         if self.driver:
@@ -244,7 +261,7 @@ def format_gpu_memory(micro_batch: int, cycle: Cycle, used: int, total: int) -> 
     """Return the GPU's memory at the first report, the micro-batch and the cycle, as one line; ``used`` and ``total``
     are in bytes."""
     usage = f"GPU {used / GB:.1f}/{total / GB:.1f} GB ({used / total:.1%})"
-    return f"{usage}; batch size {micro_batch}; cycle {cycle.train_steps} + {cycle.val_batches}"
+    return f"{usage}; batch size {micro_batch}; cycle {cycle}"
 
 
 def energy(telemetry: Telemetry, trainer: Trainer, result: RunResult, start_step: int) -> float | None:

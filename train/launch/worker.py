@@ -178,6 +178,9 @@ class DriverConnection(Driver):
     def should_stop(self) -> bool:
         return self._stop.is_set()
 
+    def should_discard(self) -> bool:
+        return self._stop.is_set()
+
 
 def watch_machine(link: Link, host: str) -> Telemetry:
     """Return the telemetry of a machine without the first worker."""

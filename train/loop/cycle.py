@@ -1,7 +1,6 @@
 """One cycle: steps, then validation, then a report; and the check whether its losses show that the run has diverged.
 
-A cycle's numbers stay on the device until the next cycle has work queued there. Cycles end at multiples of the config's
-length, wherever the run was interrupted, so that a resumed run reports the same as an uninterrupted one.
+A cycle's numbers stay on the device until the next cycle has work queued there.
 """
 
 import itertools
@@ -12,12 +11,15 @@ import torch
 from torch import Tensor
 
 from pipeline.shards import Manifest
-from train.config import Batch
+from train.config import Batch, Cycle
 from train.loop import timing
 from train.loop.validation import mean_loss
 from train.models.parallel import Workers
 from train.result import CycleReport
 from train.run_files.checkpoint import to_host
+
+ROOM = 256
+"""Number of steps for whose losses a cycle has room at first, if its number of steps depends on the time."""
 
 
 @dataclass
@@ -26,8 +28,8 @@ class RunningCycle:
 
     first: int
     """Number of the run's steps before this cycle."""
-    stop: int
-    """The last step that the cycle may have."""
+    stop: int | None
+    """The last step of the cycle; None while it is not known."""
     start: timing.Mark
     """When this process starts the cycle."""
     losses: Tensor
@@ -58,6 +60,32 @@ class RunningCycle:
         """Number of the cycle's steps so far, including those before an interruption."""
         return self.resumed_steps + len(self.step_ends)
 
+    def make_room(self) -> None:
+        """Double the room for the losses and norms of steps if the next step does not fit."""
+        if self.steps == len(self.losses):
+            self.losses = torch.cat([self.losses, torch.zeros_like(self.losses)])
+            self.norms = torch.cat([self.norms, torch.zeros_like(self.norms)])
+
+    def discard_unfinished_step(self, accumulation: int) -> None:
+        """Remove the marks of a step that has not ended, which has ``accumulation`` micro-batches."""
+        del self.batch_waits[accumulation * len(self.step_ends) :]
+
+    @property
+    def micro_batch_seconds(self) -> list[list[float]]:
+        """Seconds of each micro-batch of each step, from the request for its batch; the last step must have ended.
+
+        The marks around these requests serve here, too, so that timing micro-batches needs no others.
+        """
+        starts = [wait[0] for wait in self.batch_waits]
+        per_step = len(starts) // max(1, len(self.step_ends))
+        return [
+            [
+                timing.seconds_between(first, last)
+                for first, last in itertools.pairwise([*starts[index * per_step : (index + 1) * per_step], end])
+            ]
+            for index, end in enumerate(self.backward_ends[: len(self.step_ends)])
+        ]
+
     @property
     def step_norms(self) -> list[float]:
         """Gradient norm of each step; the cycle must be closed, and ``end`` reached."""
@@ -79,12 +107,12 @@ class RunningCycle:
 
 
 def open_cycle(
-    first: int, step: int, length: int, unreported_losses: list[float], device: torch.device
+    first: int, step: int, cycle: Cycle, unreported_losses: list[float], device: torch.device
 ) -> RunningCycle:
     """Return the cycle that continues at ``step`` after a report at ``first``, with the losses of the steps in
     between."""
-    stop = (step // length + 1) * length
-    losses, norms = torch.zeros(2, stop - first, device=device)
+    stop = cycle.last_step(step)
+    losses, norms = torch.zeros(2, (step + ROOM if stop is None else stop) - first, device=device)
     losses[: len(unreported_losses)] = torch.tensor(unreported_losses)
     return RunningCycle(first, stop, timing.mark(device), losses, norms, resumed_steps=len(unreported_losses))
 
@@ -114,7 +142,8 @@ def report(
     losses = step_losses.tolist()
     val_losses = [] if validation is None else validation.tolist()
     process_steps = len(cycle.step_ends)
-    cycle_val_tokens = cycle.val_windows * context_length
+    val_windows = cycle.val_windows if val_losses else 0
+    cycle_val_tokens = val_windows * context_length
     val_tokens += cycle_val_tokens
     train_seconds = timing.seconds_between(cycle.start, cycle.step_ends[-1])
     step = cycle.first + cycle.steps
@@ -139,6 +168,7 @@ def report(
         learning_rate=cycle.learning_rate,
         gradient_norm=norms[-1].item(),
         step_losses=losses,
+        val_windows=val_windows,
     )
 
 

@@ -11,8 +11,9 @@ from pipeline.encoding.tokenizer import Tokenizer
 from train.config import Execution, ResolvedConfig
 from train.data.source import TrainingData
 from train.estimate.flops import utilization
+from train.intervals import MIN_BATCHES
 from train.loop import memory, throughput
-from train.loop.validation import Text, bits_per, id_counts, perplexity, unigram_loss, window_count
+from train.loop.validation import Text, bits_per, id_counts, perplexity, unigram_loss
 from train.model_config import ModelSpec
 from train.result import CycleReport, Outcome, RunResult, Throughput
 from train.run_files.progress import RunState
@@ -32,10 +33,26 @@ class StepTimes:
     """Seconds that each step waited for its batches."""
     optimizer: list[float] = field(default_factory=list)
     """Seconds of clipping and the optimizer in each step."""
+    micro_batches: list[list[float]] = field(default_factory=list)
+    """Seconds of each micro-batch of each step; a step's list is empty if the steps of its cycle are short."""
+    unreported_losses: list[float] = field(default_factory=list)
+    """Losses of the steps after the last cycle, if the run ended before the next cycle did."""
     first_step: float | None = None
     """Seconds from the start of the loop to the end of its first step, which include compilation."""
     reports: list[CycleReport] = field(default_factory=list)
     """Reports of the cycles that ended in this process."""
+
+
+def measure_speed(times: StepTimes, step_tokens: int, workers: int) -> Throughput | None:
+    """Return the throughput of the steady state: of the steps, or of the micro-batches of a few long steps."""
+    of_steps = throughput.steady_state(times.steps, step_tokens)
+    if of_steps and of_steps.steps >= MIN_BATCHES:
+        return of_steps
+    samples = throughput.step_samples(times.micro_batches, times.optimizer, workers)
+    of_micro_batches = throughput.steady_state(samples, step_tokens)
+    if of_micro_batches is None or (of_steps and of_steps.steps >= of_micro_batches.steps):
+        return of_steps
+    return replace(of_micro_batches, unit="micro-batch")
 
 
 def build_result(
@@ -49,7 +66,7 @@ def build_result(
     """Return the result of a run with the ``state`` and ``times`` of its end; ``ending`` is its outcome and the
     reason."""
     manifest = data.manifest
-    steady = throughput.steady_state(times.steps, config.step_tokens)
+    steady = measure_speed(times, config.step_tokens, config.batch.workers)
     formula = config.model.flops_formulas()[0]
     name = torch.cuda.get_device_name(device) if device.type == "cuda" else "cpu"
     implausible_reason = (
@@ -59,7 +76,8 @@ def build_result(
     )
     speed = None if implausible_reason else steady
     last = times.reports[-1] if times.reports else None
-    warmup_steps = speed.warmup_steps if speed else 0
+    warmup_steps = min(1, len(times.steps) - 1) if speed and speed.unit == "micro-batch" else 0
+    warmup_steps = speed.warmup_steps if speed and speed.unit == "step" else warmup_steps
     step = throughput.median_batch_seconds(times.steps[warmup_steps:])
     pauses = [
         seconds - step
@@ -71,8 +89,7 @@ def build_result(
     val_loss = last.val_loss if last else None
     bits_per_byte = bits_per_character = loss_without_inputs = None
     if val_loss is not None and data.validation is not None:
-        count = window_count(data.validation, config.batch.global_batch, config.duration.cycle)
-        counts = id_counts(data.validation, count, config.model.vocab_size)
+        counts = id_counts(data.validation, state.val_windows, config.model.vocab_size)
         loss_without_inputs = unigram_loss(counts)
         bits_per_byte, bits_per_character = _bits_per_unit(val_loss, counts, data.tokenizer)
     result = RunResult(
@@ -87,6 +104,7 @@ def build_result(
         val_loss=val_loss,
         train_tokens=train_tokens,
         val_tokens=state.val_tokens,
+        val_windows=state.val_windows if val_loss is not None else 0,
         books_seen=train_tokens * totals["books"] / totals["tokens"],
         train_seconds=state.train_seconds,
         first_step_seconds=times.first_step,
@@ -101,6 +119,7 @@ def build_result(
         machine=socket.gethostname(),
         checkpoint=None,
         data_fingerprint=manifest.fingerprint,
+        unreported_losses=times.unreported_losses,
         loss_curve=[(r.step, r.train_loss, r.val_loss) for r in times.reports],
         val_perplexity=perplexity(val_loss),
         unigram_loss=loss_without_inputs,

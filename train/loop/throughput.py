@@ -70,3 +70,25 @@ def is_precise(step_seconds: Sequence[float], within: float) -> bool:
     if len(batches) < MIN_BATCHES:
         return False
     return anytime_half_width(batches) <= within * statistics.fmean(batches)
+
+
+def step_samples(
+    micro_batches: Sequence[Sequence[float]], optimizer_seconds: Sequence[float], workers: int
+) -> list[float]:
+    """Return the seconds of a step from those of each of its micro-batches, by step; empty if none were timed.
+
+    A step lasts as long as its micro-batches and the optimizer. With several workers the last micro-batch also
+    exchanges the gradients. It is no sample then, and the additional time that it takes is added.
+    """
+    samples: list[float] = []
+    other_work: list[float] = []
+    accumulation = 1
+    for seconds, optimizer in zip(micro_batches, optimizer_seconds, strict=True):
+        if len(seconds) < 2:
+            continue
+        accumulation = len(seconds)
+        alike = seconds if workers == 1 else seconds[:-1]
+        exchange = 0.0 if workers == 1 else max(0.0, seconds[-1] - statistics.median(alike[1:] or alike))
+        samples += alike
+        other_work.append(optimizer + exchange)
+    return [accumulation * seconds + statistics.median(other_work) for seconds in samples]

@@ -18,6 +18,11 @@ def mark(device: torch.device) -> Mark:
     return event
 
 
+def is_immediate(device: torch.device) -> bool:
+    """Return whether work on ``device`` has ended when the call that starts it returns."""
+    return device.type != "cuda"
+
+
 def wait_for(mark: Mark) -> None:
     """Wait until the device has reached ``mark``."""
     if isinstance(mark, torch.cuda.Event):

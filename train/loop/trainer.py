@@ -6,6 +6,7 @@ collection in the middle of a step would delay the following launches.
 """
 
 import gc
+import statistics
 import time
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, replace
@@ -15,7 +16,7 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
-from infra.cli.units import format_count
+from infra.cli.units import format_count, format_duration
 from infra.device.telemetry import Telemetry
 from infra.errors import UserError
 from train.callbacks import Callback, TrainStep
@@ -25,6 +26,7 @@ from train.data.source import TrainingData
 from train.loop import memory, oom, timing
 from train.loop.attention_check import choose_attention
 from train.loop.cycle import RunningCycle, close_cycle, divergence_reason, open_cycle, report, step_seconds
+from train.loop.epochs import Epochs
 from train.loop.execution import (
     autocast_context,
     build_model,
@@ -38,9 +40,11 @@ from train.loop.execution import (
 from train.loop.gradient_norms import NormCheck
 from train.loop.memory_limit import MemoryLimit
 from train.loop.oom import OutOfMemory
+from train.loop.pace import LONG_STEP_SECONDS, Pace
 from train.loop.result_builder import StepTimes, build_result
 from train.loop.throughput import is_precise
-from train.loop.validation import ValidationPasses, validate, window_count
+from train.loop.validation import window_count
+from train.loop.validator import Validator
 from train.models import parallel
 from train.models.builders import builder_of
 from train.models.custom import raised_in_forward
@@ -53,6 +57,15 @@ from train.run_files.host_copy import PendingCopies
 from train.run_files.progress import Progress, RunState, check_same_run, read_progress
 
 BACKWARD = "running the backward pass"
+FORWARD = "timing a forward pass"
+
+ANNOUNCED_STEP_SECONDS = 10.0
+"""Expected length of a step from which a line says so before the first one."""
+
+END_SECONDS = 1.0
+"""Time from the last checkpoint to the end of a run for its result, its chart and a sample, in addition to the time of
+``END_PASSES`` forward passes for the sample."""
+END_PASSES = 2
 
 
 @dataclass(frozen=True)
@@ -65,6 +78,28 @@ class Callbacks:
     """Called after each step; returns whether the run must stop after it, as interrupted."""
     of_user: Sequence[Callback] = ()
     """Callbacks of a Python program; the run is finished after the step in which one of them stops it."""
+    should_discard: Callable[[], bool] = lambda: False
+    """Called between the micro-batches of a long step; returns whether the run must stop now, without this step."""
+    on_line: Callable[[str], object] = lambda text: None
+    """Called with a line for the user."""
+    clock: Callable[[], float] = time.perf_counter
+    """Called for the time in seconds, by which cycles and the time budget end."""
+
+
+@dataclass(frozen=True)
+class Decision:
+    """What the workers do after a step, which the first worker decides."""
+
+    outcome: Outcome | None
+    """The outcome, if the run ends after this step."""
+    reason: str
+    """The reason why the run ends."""
+    closes: bool
+    """Whether the cycle ends after this step."""
+    validates: bool
+    """Whether a validation follows."""
+    next_closes: bool
+    """Whether the next step is the last one of its cycle by the time."""
 
 
 class Trainer:
@@ -107,6 +142,13 @@ class Trainer:
         self.state = RunState()
         self.times = StepTimes()
         self.elapsed_before = 0.0
+        self.progress = 0.0
+        """Fraction of the run that has passed, if a time budget ends it."""
+        self.micro_batch = 0
+        """Number of micro-batches that were launched in the current step; another thread may read it."""
+        self.interruptible = True
+        """Whether the current step may be discarded between its micro-batches: the first one, and all if they are
+        long."""
         self.unreported_losses: list[float] = []
         self.stopped_by: Callback | None = None
         """The user's callback that has stopped the run; None if there is none."""
@@ -151,6 +193,7 @@ class Trainer:
         if config.execution.compile in CUDA_GRAPHS:
             for parameter in self.model.parameters():
                 parameter.grad = torch.zeros_like(parameter)
+        self.has_buffers = len(self.model.state_dict()) > len(list(self.model.named_parameters(remove_duplicate=False)))
         self.optimizer = make_optimizer(self.model, config.optimization, config.execution.offload_optimizer)
         self.scaler = torch.amp.GradScaler(self.device.type, enabled=config.execution.precision == "fp16")
         self.norm_check = NormCheck(self.attention, skips_steps=self.scaler.is_enabled())
@@ -221,48 +264,102 @@ class Trainer:
             prefetch="prefetch" not in config.execution.ablate,
             threads=config.dataset.loader_threads,
         )
+        self._prepare_pace(total)
         pending: RunningCycle | None = None
-        cycle = open_cycle(
-            self.state.last_reported_step, self.state.step, config.duration.cycle.train_steps, self.unreported_losses,
-            self.device,
-        )  # fmt: skip
-        start_time = time.perf_counter()
+        cycle = self._open_cycle(self.state.last_reported_step, self.unreported_losses)
+        if self._fills_cycle():
+            cycle.stop = self.state.step + 1
         while True:
             cycle.learning_rate = learning_rate(config.optimization, self.state.step, total, self._progress(total))
-            self._train_step(loader, cycle)
+            self.epochs.begin_step(self.state.windows_consumed, self.state.step)
+            if not self._train_step(loader, cycle):
+                return self._discard_step(cycle, pending)
             self._advance(step=self.state.step + 1, windows_consumed=loader.position)
-            cycle.step_ends.append(timing.mark(self.device))
+            self._end_step(cycle)
             self._call_user(cycle)
-            if self.times.first_step is None:
-                timing.wait_for(cycle.step_ends[-1])
-                memory.release_cached_memory(config.execution)
-                start_time = time.perf_counter()  # the time budget does not include compilation
-                self.times.first_step = start_time - self.started
-                self.activity = TRAINING
             if pending and (wrong := self._report(pending)):
                 return "diverged", wrong
             pending = None
-            whole = self.state.step == cycle.stop
-            outcome, ended = self._end(total, time.perf_counter() - start_time, whole)
-            if whole or outcome == "finished":
-                self._validate(cycle)
+            decision = self._decide(total, cycle)
+            if decision.closes:
                 pending = cycle
+                if not self._close(cycle, validates=decision.validates) and not decision.outcome:
+                    decision = replace(decision, outcome="interrupted", reason="stop requested during a validation")
+            outcome = decision.outcome
             saving = self.saves_checkpoints and (
                 bool(outcome) or self.state.step % config.checkpoints.checkpoint_every == 0
             )
-            if pending and (saving or outcome):
+            if pending and (saving or outcome or self.interruptible):  # A long step would delay the report.
                 if wrong := self._report(pending):
                     return "diverged", wrong
                 pending = None
             elif outcome:
-                self._add_step_times(cycle)
+                self._end_within(cycle)
             if saving:
                 self._save(cycle)
             if outcome:
-                return outcome, ended
-            if whole:
+                return outcome, decision.reason
+            if decision.closes:
                 gc.collect(0)
-                cycle = open_cycle(self.state.step, self.state.step, config.duration.cycle.train_steps, [], self.device)
+                cycle = self._open_cycle(self.state.step, [])
+            if decision.next_closes:
+                cycle.stop = self.state.step + 1
+
+    def _prepare_pace(self, total: int | None) -> None:
+        """Time a forward pass, if a time limits validations or the run, and announce steps and data of unusual
+        length."""
+        config, windows = self.config, self.data.validation
+        duration, batch = config.duration, config.batch
+        compiles = config.execution.compile != "off"
+        self.pace = Pace(
+            duration, batch.accumulation, self.callbacks.clock, compiles=compiles, elapsed=self.elapsed_before
+        )
+        self.progress = self.elapsed_before / duration.time_budget if duration.time_budget else 0.0
+        on_line = self.callbacks.on_line if self.workers.is_first else lambda text: None
+        self.epochs = Epochs(
+            self.data.epoch_windows, batch.global_batch, on_line, self.callbacks.clock, self.state.windows_consumed
+        )
+        self.validator = None
+        if windows is not None:
+            max_windows = window_count(windows, batch.global_batch, duration.cycle)
+            threads = config.dataset.loader_threads
+            self.validator = Validator(windows, max_windows, batch, self.workers.rank, self.device, threads)
+            if duration.cycle.val_batches is not None:
+                self._advance(val_windows=max_windows)
+            if duration.cycle.val_batches is None or duration.time_budget is not None:
+                first_step, self.activity = self.activity, FORWARD
+                self.stage = FORWARD
+                self.pace.pass_seconds = self.validator.pass_seconds(
+                    self.model, self._loss, self.callbacks.clock, compiles=compiles
+                )
+                self.activity = first_step
+        seconds = self.pace.step_seconds
+        if not compiles and seconds >= ANNOUNCED_STEP_SECONDS:
+            on_line(f"A step takes about {format_duration(round(seconds))}. {_interrupt_hint(batch.accumulation)}")
+        if seconds and total is None and duration.time_budget:
+            self.epochs.announce_budget(duration.time_budget / seconds)
+
+    def _open_cycle(self, first: int, unreported_losses: list[float]) -> RunningCycle:
+        """Return the cycle that continues after a report at step ``first``."""
+        self.pace.begin_cycle()
+        return open_cycle(first, self.state.step, self.config.duration.cycle, unreported_losses, self.device)
+
+    def _fills_cycle(self) -> bool:
+        """Return whether the first step is expected to take as long as a cycle whose length is a time."""
+        by_time = self.config.duration.cycle.train_steps is None
+        fills = by_time and self.workers.is_first and self.pace.next_step_ends_cycle(is_new=True)
+        return bool(self.workers.all_max(fills)[0])
+
+    def _end_step(self, cycle: RunningCycle) -> None:
+        """Mark the end of a step, and wait for that of the first one, because the run's time starts there."""
+        cycle.step_ends.append(timing.mark(self.device))
+        if self.times.first_step is None:
+            timing.wait_for(cycle.step_ends[-1])
+            memory.release_cached_memory(self.config.execution)
+            self.times.first_step = time.perf_counter() - self.started
+            self.activity = TRAINING
+            self.state_bytes = checkpoint.state_bytes(self.model, self.optimizer)
+        self.pace.end_step()
 
     def _call_user(self, cycle: RunningCycle) -> None:
         """Call the user's callbacks after a step of ``cycle``."""
@@ -277,13 +374,25 @@ class Trainer:
     def _advance(self, **changes: Any) -> None:
         self.state = replace(self.state, **changes)
 
-    def _train_step(self, loader: BatchLoader, cycle: RunningCycle) -> None:
-        """Train one optimizer step, and leave its loss and gradient norm on the device."""
+    def _train_step(self, loader: BatchLoader, cycle: RunningCycle) -> bool:
+        """Train one optimizer step, and leave its loss and gradient norm on the device.
+
+        Returns whether the step was completed; False if the run must stop without it.
+        """
         config, index, step = self.config, cycle.steps, self.state.step + 1
+        accumulation = config.batch.accumulation
+        self.pace.begin_step()
+        cycle.make_room()
         if self.workers.rank:  # dropout must differ between workers, and be the same when the run is resumed here
             torch.manual_seed(hash((config.dataset.seed, self.state.step, self.workers.rank)))
         set_learning_rate(self.optimizer, cycle.learning_rate)
-        for micro in range(config.batch.accumulation):
+        interruptible = self.interruptible and accumulation > 1 and not self.has_buffers
+        random_state = checkpoint.random_state() if interruptible else None
+        for micro in range(accumulation):
+            self.micro_batch = micro
+            if micro and random_state is not None and self._must_discard():
+                checkpoint.restore_random_state(random_state)
+                return False
             self.stage = f"loading a batch for step {step}"
             batch_requested_at = timing.mark(self.device)
             inputs, targets = loader.next()
@@ -294,11 +403,11 @@ class Trainer:
             if config.execution.compile in CUDA_GRAPHS:
                 torch.compiler.cudagraph_mark_step_begin()
             self.stage = f"running the forward pass of step {step}"
-            with parallel.gradient_sync(self.forward, self.model, micro == config.batch.accumulation - 1):
+            with parallel.gradient_sync(self.forward, self.model, micro == accumulation - 1):
                 loss = self._loss(inputs, targets)
                 self.stage = f"{BACKWARD} of step {step}"
-                self.scaler.scale(loss / config.batch.accumulation).backward()
-            cycle.losses[index] += loss.detach() / config.batch.accumulation
+                self.scaler.scale(loss / accumulation).backward()
+            cycle.losses[index] += loss.detach() / accumulation
             if "async-loss" in config.execution.ablate:
                 loss.item()
         self.stage = f"running the optimizer in step {step}"
@@ -313,56 +422,119 @@ class Trainer:
         self.scaler.step(self.optimizer)
         self.scaler.update()
         self.optimizer.zero_grad(set_to_none=not self.keep_gradients)
+        self.micro_batch = 0
+        return True
+
+    def _must_discard(self) -> bool:
+        """Return whether the workers stop before the next micro-batch; the first one decides."""
+        return bool(self.workers.all_max(self.workers.is_first and self.callbacks.should_discard())[0])
+
+    def _discard_step(self, cycle: RunningCycle, pending: RunningCycle | None) -> tuple[Outcome, str]:
+        """End the run in a step of ``cycle`` without its gradients, and save the last whole step."""
+        accumulation, step = self.config.batch.accumulation, self.state.step + 1
+        cycle.discard_unfinished_step(accumulation)
+        if pending and (wrong := self._report(pending)):
+            return "diverged", wrong
+        self._end_within(cycle)
+        if self.saves_checkpoints and self.times.first_step is not None:
+            self._save(cycle)
+        done = f"{self.micro_batch} of {accumulation} micro-batches"
+        return "interrupted", f"stop requested in step {step:,}, of which {done} are lost"
 
     def _loss(self, inputs: Tensor, targets: Tensor) -> Tensor:
         with autocast_context(self.config.execution):
             return self.forward(inputs, targets)
 
-    def _end(self, total: int | None, seconds: float, whole: bool) -> tuple[Outcome | None, str]:
-        """Return whether and why the run ends after this step; the first worker decides, or one over its memory
-        limit."""
-        config, step = self.config, self.state.step
-        outcome: Outcome | None = None
-        ended = ""
-        elapsed = self.elapsed_before + seconds
-        if total is not None and step >= total:
-            outcome, ended = "finished", f"reached {format_count(step, 'step')}"
-        elif config.duration.time_budget is not None and elapsed >= config.duration.time_budget:
-            outcome, ended = "finished", "time budget reached"
-        elif (
-            config.duration.speed_tolerance
-            and step == self.state.last_reported_step + 1
-            and is_precise(self.times.steps, config.duration.speed_tolerance)
-        ):
-            outcome, ended = "finished", f"speed measured to within {config.duration.speed_tolerance:.1%}"
-        elif self.stopped_by:
-            outcome, ended = "finished", f"stopped by the callback {type(self.stopped_by).__name__}"
-        elif self.workers.is_first and self.callbacks.should_stop():
-            outcome, ended = "interrupted", "stop requested"
-        if not self.workers.is_first:
-            outcome, elapsed = None, 0.0
+    def _decide(self, total: int | None, cycle: RunningCycle) -> Decision:
+        """Return what follows after this step; the first worker decides, or one over its memory limit."""
+        duration, is_first = self.config.duration, self.workers.is_first
+        outcome, reason = self._outcome(total) if is_first else (None, "")
+        whole = self.state.step == cycle.stop
         if (whole or self.device.type == "cpu") and (excess := self._excess()):  # NVML takes milliseconds
-            outcome, ended = "over_limit", excess
-        known: list[Outcome | None] = [None, "finished", "interrupted", "over_limit"]
-        code, elapsed = self.workers.all_max(known.index(outcome), elapsed)
+            outcome, reason = "over_limit", excess
+        closes = whole or outcome == "finished"
+        validates = closes and self._may_validate(outcome)
+        next_closes = duration.cycle.train_steps is None and self.pace.next_step_ends_cycle(is_new=closes)
+        outcomes: list[Outcome | None] = [None, "finished", "interrupted", "over_limit"]
+        budget = self.pace.train_budget
+        decided = (self.pace.elapsed, self.pace.elapsed / budget if budget else 0.0, self.pace.has_long_steps, closes)
+        decided = (*decided, validates, next_closes) if is_first else (0.0,) * 6
+        code, elapsed, self.progress, long, closes, validates, next_closes = self.workers.all_max(
+            outcomes.index(outcome), *decided
+        )
+        self.interruptible = bool(long)
         self._advance(train_seconds=elapsed)
-        return known[int(code)], ended or "ended by another worker"
+        return Decision(
+            outcomes[int(code)], reason or "ended by another worker", bool(closes), bool(validates), bool(next_closes)
+        )
+
+    def _outcome(self, total: int | None) -> tuple[Outcome | None, str]:
+        """Return whether and why the run ends after this step, for the first worker."""
+        duration, step = self.config.duration, self.state.step
+        if total is not None and step >= total:
+            return "finished", f"reached {format_count(step, 'step')}"
+        if duration.time_budget is not None:
+            self.pace.reserve(self._passes(), self._closing_seconds())
+            if self.pace.is_budget_used():
+                return "finished", "time budget reached"
+        if (
+            duration.speed_tolerance
+            and step == self.state.last_reported_step + 1
+            and is_precise(self.times.steps, duration.speed_tolerance)
+        ):
+            return "finished", f"speed measured to within {duration.speed_tolerance:.1%}"
+        if self.stopped_by:
+            return "finished", f"stopped by the callback {type(self.stopped_by).__name__}"
+        return ("interrupted", "stop requested") if self.callbacks.should_stop() else (None, "")
+
+    def _closing_seconds(self) -> float:
+        """Estimate the seconds from the last step to the end of the run, without the validation."""
+        if not (self.saves_checkpoints and self.checkpoints):
+            return 0.0
+        sample = END_PASSES * (self.pace.pass_seconds or 0.0)
+        return self.checkpoints.seconds(self.state_bytes) + sample + END_SECONDS
+
+    def _passes(self) -> int | None:
+        """Return the number of forward passes of a validation; None if it will be chosen."""
+        if self.validator is None:
+            return 0
+        return self.validator.passes(self.state.val_windows) if self.state.val_windows else None
+
+    def _may_validate(self, outcome: Outcome | None) -> bool:
+        """Return whether a validation may follow; one that the user has sized always may, and so may the last one."""
+        if self.validator is None:
+            return False
+        if outcome == "finished" or self.config.duration.cycle.val_batches is not None:
+            return True
+        passes = self._passes()
+        return self.pace.may_validate(self.pace.val_passes() if passes is None else passes)
 
     def _excess(self) -> str:
         return self.limit.excess_message() if self.limit else ""
 
-    def _validate(self, cycle: RunningCycle) -> None:
-        """Queue the validation after ``cycle``'s steps, and close the cycle."""
-        windows = self.data.validation
-        if windows is not None:
+    def _close(self, cycle: RunningCycle, *, validates: bool) -> bool:
+        """Queue the validation after ``cycle``'s steps, if there is one, and close the cycle.
+
+        Returns whether the validation was completed; False if the run must stop without it.
+        """
+        completed = True
+        if self.validator is not None and validates:
             self.stage = f"running the validation after step {self.state.step}"
-            batch = self.config.batch
-            cycle.val_windows = window_count(windows, batch.global_batch, self.config.duration.cycle)
-            passes = ValidationPasses(windows, cycle.val_windows, batch.micro_batch, batch.workers)
-            share = WorkerShare(passes.batch, rank=self.workers.rank)
-            loader = BatchLoader(passes, share, self.device, threads=self.config.dataset.loader_threads)
-            cycle.val_losses = validate(passes, loader, self.model, self._loss)
+            if not self.state.val_windows:
+                (passes,) = self.workers.all_max(self.pace.val_passes() if self.workers.is_first else 0)
+                self._advance(val_windows=self.validator.windows_of(int(passes)))
+            cycle.val_windows = self.state.val_windows
+            self.pace.end_training()
+            start = self.callbacks.clock()
+            must_stop = self._must_discard if self.interruptible else lambda: False
+            cycle.val_losses = self.validator.run(cycle.val_windows, self.model, self._loss, must_stop)
+            completed = cycle.val_losses is not None
+            seconds = self.callbacks.clock() - start if timing.is_immediate(self.device) and completed else None
+            self.pace.end_validation(self.validator.passes(cycle.val_windows), seconds)
+        else:
+            self.pace.end_training()
         close_cycle(cycle, self.workers, self.device)
+        return completed
 
     def _report(self, cycle: RunningCycle) -> str | None:
         """Read a finished cycle's numbers and report them; returns the reason to stop if they contain one."""
@@ -388,9 +560,17 @@ class Trainer:
                     self.stopped_by = callback
         return wrong
 
+    def _end_within(self, cycle: RunningCycle) -> None:
+        """Keep the times and losses of ``cycle``'s steps, because the run ends before the cycle does."""
+        self._add_step_times(cycle)
+        self.times.unreported_losses = self.workers.mean(cycle.losses[: cycle.steps]).tolist()
+
     def _add_step_times(self, cycle: RunningCycle) -> None:
         """Add the times of ``cycle``'s steps to the totals; waits for the last of them."""
-        self.times.steps += step_seconds(cycle)
+        seconds = step_seconds(cycle)
+        is_long = bool(seconds) and statistics.median(seconds) >= LONG_STEP_SECONDS
+        self.times.micro_batches += cycle.micro_batch_seconds if is_long else [[]] * len(seconds)
+        self.times.steps += seconds
         self.times.data_wait += cycle.data_wait
         self.times.optimizer += cycle.optimizer_seconds
 
@@ -406,8 +586,7 @@ class Trainer:
         """Return the fraction of the run that has passed, by steps or by the time budget."""
         if total is not None:
             return self.state.step / total
-        assert self.config.duration.time_budget is not None
-        return min(1.0, self.state.train_seconds / self.config.duration.time_budget)
+        return min(1.0, self.progress)
 
     def _save(self, cycle: RunningCycle) -> None:
         """Take a snapshot of this step and have it written while training continues."""
@@ -447,3 +626,10 @@ class Trainer:
         self.state = progress.state
         self.data.load_state_dict(progress.data_state)
         self.elapsed_before = progress.train_seconds
+
+
+def _interrupt_hint(micro_batches: int) -> str:
+    """Describe what Ctrl-C does in a long step of this number of micro-batches."""
+    if micro_batches == 1:
+        return "Ctrl-C ends the run after the current step."
+    return f"Ctrl-C discards the current step after one of its {micro_batches:,} micro-batches."

@@ -21,8 +21,9 @@ _COUNTED_WINDOWS = 1024
 
 
 def window_count(windows: Windows, global_batch: int, cycle: Cycle) -> int:
-    """Return the windows of a validation: ``cycle.val_batches`` global batches, or the whole split if it is smaller."""
-    return min(cycle.val_batches * global_batch, windows.count)
+    """Return the maximum number of windows of a validation: ``cycle.max_val_batches`` global batches, or the whole
+    split if it is smaller."""
+    return min(cycle.max_val_batches * global_batch, windows.count)
 
 
 class ValidationPasses:
@@ -77,15 +78,23 @@ class ValidationPasses:
 
 @torch.no_grad()
 def validate(
-    passes: ValidationPasses, loader: BatchLoader, model: nn.Module, loss: Callable[[Tensor, Tensor], Tensor]
-) -> Tensor:
+    passes: ValidationPasses,
+    loader: BatchLoader,
+    model: nn.Module,
+    loss: Callable[[Tensor, Tensor], Tensor],
+    must_stop: Callable[[], bool] = lambda: False,
+) -> Tensor | None:
     """Return this worker's losses by pass, each weighted by its share of a micro-batch: see :func:`mean_loss`.
 
-    ``loader`` reads this worker's share of ``passes``, and ``loss`` is that of ``model`` on a batch.
+    ``loader`` reads this worker's share of ``passes``, and ``loss`` is that of ``model`` on a batch. Returns None if
+    ``must_stop``, which is called before each pass, returns True.
     """
     losses = torch.zeros(len(passes), device=loader.device)
     model.eval()
     for index, weight in enumerate(passes.weights(loader.share.rank)):
+        if must_stop():
+            model.train()
+            return None
         losses[index] = loss(*loader.next())
         losses[index] *= weight
     model.train()

@@ -11,10 +11,11 @@ from typing import Any
 
 from infra.cli.units import format_duration
 from pipeline.shards import Manifest
+from train.loop.pace import LONG_STEP_SECONDS
 from train.result import TRAINING
 
 SPEED_WINDOW_SECONDS = 15.0
-"""Time over which the speed is averaged; the time of three steps if they take longer."""
+"""Time over which the speed is averaged; the time of three steps or micro-batches if they take longer."""
 
 
 class ProgressMeter:
@@ -33,7 +34,9 @@ class ProgressMeter:
         self._step_tokens, self._time_budget = step_tokens, time_budget
         self._clock = clock
         self._trained_seconds = trained_seconds
-        self._steps: deque[tuple[float, int]] = deque()
+        self._activity = ""
+        self._positions: deque[tuple[float, float]] = deque()
+        """(time of the clock, number of steps launched by then, with the launched fraction of the current one)."""
         self._loss: float | None = None
         self._elapsed: tuple[float, float] | None = None
         """(time of the clock, seconds of training by then)."""
@@ -47,39 +50,55 @@ class ProgressMeter:
         self._loss = cycle["train_loss"]
         self._elapsed = self._clock(), cycle["elapsed"]
 
-    def describe(self, activity: str, step: int) -> tuple[str, str]:
-        """Format the progress of a worker that has launched ``step`` steps.
+    def describe(self, activity: str, step: int, micro_batch: int = 0, micro_batches: int = 1) -> tuple[str, str]:
+        """Format the progress of a worker that has launched ``step`` steps, and then ``micro_batch`` of the next
+        step's ``micro_batches``.
 
         Returns: (activity, its progress; empty unless the worker is training).
         """
-        if activity != TRAINING:
-            self._steps.clear()
+        if activity != self._activity:
+            self._activity = activity
+            self._positions.clear()
+        if activity != TRAINING and not micro_batch:
             return activity, ""
         time_now = self._clock()
+        position = step + micro_batch / micro_batches
+        if not self._positions or position > self._positions[-1][1]:
+            self._positions.append((time_now, position))
+        while len(self._positions) > 3 and time_now - self._positions[0][0] > SPEED_WINDOW_SECONDS:
+            self._positions.popleft()
+        step_seconds = self._step_seconds()
+        if activity != TRAINING:
+            return activity, self._micro_batch_text(micro_batch, micro_batches, step_seconds)
         self._elapsed = self._elapsed or (time_now, self._trained_seconds)
-        if not self._steps or step > self._steps[-1][1]:
-            self._steps.append((time_now, step))
-        while len(self._steps) > 3 and time_now - self._steps[0][0] > SPEED_WINDOW_SECONDS:
-            self._steps.popleft()
         texts = [f"step {step:,}" + (f" of {self.total:,}" if self.total else "")]
-        if step_seconds := self._step_seconds():
+        if micro_batches > 1 and step_seconds and step_seconds >= LONG_STEP_SECONDS:
+            texts.append(self._micro_batch_text(micro_batch, micro_batches, step_seconds))
+        if step_seconds:
             texts.append(f"{self._step_tokens / step_seconds:,.0f} tokens/s")
         if self._loss is not None:
             texts.append(f"loss {self._loss:.3f}")
-        seconds_left = self._seconds_left(step, step_seconds, time_now)
+        seconds_left = self._seconds_left(position, step_seconds, time_now)
         if seconds_left is not None:
             texts.append(f"{format_duration(round(seconds_left))} left")
         return activity, " | ".join(texts)
 
-    def _step_seconds(self) -> float | None:
-        """Return the seconds per recent step; None until two steps were launched."""
-        if len(self._steps) < 2:
-            return None
-        (start_time, start_step), (end_time, end_step) = self._steps[0], self._steps[-1]
-        return (end_time - start_time) / (end_step - start_step)
+    def _micro_batch_text(self, micro_batch: int, micro_batches: int, step_seconds: float | None) -> str:
+        """Format the micro-batch that runs, and the time until its step ends, if that is known."""
+        text = f"micro-batch {micro_batch + 1:,} of {micro_batches:,}"
+        if step_seconds is None:
+            return text
+        return f"{text}, {format_duration(round((1 - micro_batch / micro_batches) * step_seconds))} left in the step"
 
-    def _seconds_left(self, step: int, step_seconds: float | None, time_now: float) -> float | None:
+    def _step_seconds(self) -> float | None:
+        """Return the seconds per recent step; None until two steps or micro-batches were launched."""
+        if len(self._positions) < 2:
+            return None
+        (start_time, start), (end_time, end) = self._positions[0], self._positions[-1]
+        return (end_time - start_time) / (end - start)
+
+    def _seconds_left(self, position: float, step_seconds: float | None, time_now: float) -> float | None:
         if self._time_budget is not None and self._elapsed:
             cycle_time, trained_seconds = self._elapsed
             return max(0.0, self._time_budget - trained_seconds - (time_now - cycle_time))
-        return step_seconds and self.total and max(0, self.total - step) * step_seconds
+        return step_seconds and self.total and max(0.0, self.total - position) * step_seconds

@@ -198,8 +198,8 @@ def detail_rows(model: ModelSpec, batch: Batch, result: RunResult) -> list[tuple
         sizes = ", ".join(map(str, result.failed_micro_batches))
         rows.append(("micro-batch", f"{batch.micro_batch}; {sizes} did not fit"))
     if speed := result.throughput:
-        steps = format_count(speed.steps, "step")
-        rows.append(("measurement", f"median of {steps} after a warm-up of {format_count(speed.warmup_steps, 'step')}"))
+        counts = [format_count(number, speed.unit) for number in (speed.steps, speed.warmup_steps)]
+        rows.append(("measurement", f"median of {counts[0]} after a warm-up of {counts[1]}"))
         flops = (result.flops_per_second or 0.0) / 1e12
         rows.append(("utilization", Fact.joined(
             Fact.of("result/tflops_per_second", flops, "{:,.3f} TFLOP/s"),
@@ -217,6 +217,7 @@ def detail_rows(model: ModelSpec, batch: Batch, result: RunResult) -> list[tuple
             Fact.of("result/val_perplexity", result.val_perplexity, perplexity),
             Fact.of("result/val_bits_per_byte", result.val_bits_per_byte, "{:.3f} bits per byte"),
             Fact.of("result/val_bits_per_character", result.val_bits_per_character, "{:.3f} bits per character"),
+            _validation_size(result.val_windows, batch.global_batch),
         )))  # fmt: skip
     total = result.train_tokens + result.val_tokens
     tokens = f"{result.train_tokens:,} training + {result.val_tokens:,} validation = {total:,} in total"
@@ -245,6 +246,11 @@ def detail_rows(model: ModelSpec, batch: Batch, result: RunResult) -> list[tuple
     if result.sample:
         rows.append(("sample", " ".join(result.sample.split())))
     return rows
+
+
+def _validation_size(windows: int, global_batch: int) -> str:
+    """Format the number of windows of a validation, also in batches; empty without validation."""
+    return f"{format_count(windows, 'window')} ({windows / global_batch:.3g} x the global batch)" if windows else ""
 
 
 def memory_table(breakdown: MemoryBreakdown, result: RunResult) -> Table:

@@ -9,6 +9,7 @@ import json
 import os
 import shutil
 import threading
+import time
 from collections.abc import Callable
 from concurrent.futures import Future, ThreadPoolExecutor
 from dataclasses import dataclass, replace
@@ -92,6 +93,17 @@ def _stored_weights(model: nn.Module) -> dict[str, Tensor]:
     return {name: value for name, value in model.state_dict().items() if name not in shared}
 
 
+def state_bytes(model: nn.Module, optimizer: torch.optim.Optimizer) -> int:
+    """Return the bytes of a checkpoint's weights and optimizer state."""
+    sizes: list[int] = []
+
+    def add(tensor: Tensor) -> None:
+        sizes.append(tensor.numel() * tensor.element_size())
+
+    _map_tensors([model.state_dict(), optimizer.state_dict()], add)
+    return sum(sizes)
+
+
 def to_host(tensor: Tensor) -> Tensor:
     """Copy the small ``tensor`` to the host. Copying from a GPU is queued, and nothing waits for it."""
     return _copy(tensor, lambda on_gpu: pinned_like(on_gpu).copy_(on_gpu, True))
@@ -116,13 +128,17 @@ def _copy(tensor: Tensor, copy_from_gpu: Callable[[Tensor], Tensor]) -> Tensor:
     return target
 
 
-def _map_tensors(value: Any, change: Callable[[Tensor], Tensor]) -> Any:
+def _map_tensors(value: Any, change: Callable[[Tensor], Any]) -> Any:
     """Apply ``change`` to every tensor in nested dicts and lists."""
     if isinstance(value, Tensor):
         return change(value)
     if isinstance(value, dict):
         return {name: _map_tensors(inner, change) for name, inner in value.items()}
     return [_map_tensors(inner, change) for inner in value] if isinstance(value, list) else value
+
+
+EXPECTED_WRITE_SECONDS, EXPECTED_BYTES_PER_SECOND = 0.2, 200e6
+"""Time for a checkpoint of any size, and speed of writing it, of a slow disk, before one has been written."""
 
 
 class Checkpoints:
@@ -142,6 +158,8 @@ class Checkpoints:
         self.latest: Path | None = None
         self._thread: threading.Thread | None = None
         self._failure: BaseException | None = None
+        self._write_seconds: float | None = None
+        self._upload_seconds = 0.0
         self._uploads = ThreadPoolExecutor(1, "uploads")
         self._last_upload: Future[None] | None = None
         self._uploading: Path | None = None
@@ -165,6 +183,13 @@ class Checkpoints:
         self.wait_for_write()
         self._thread = threading.Thread(target=self._write, args=(snapshot, progress, is_valid), name="checkpoint")
         self._thread.start()
+
+    def seconds(self, size: int) -> float:
+        """Return the time that the last checkpoint took until it was complete; before the first one, an estimate for
+        ``size`` bytes without an upload."""
+        if self._write_seconds is None:
+            return EXPECTED_WRITE_SECONDS + size / EXPECTED_BYTES_PER_SECOND
+        return self._write_seconds + self._upload_seconds
 
     def wait(self) -> Path | None:
         """Wait until all is written and uploaded, and return the newest checkpoint of this run."""
@@ -195,6 +220,7 @@ class Checkpoints:
         return str(self.upload_dir / f"{CHECKPOINTS}/{checkpoint.name}") if self.upload_dir else str(checkpoint)
 
     def _write(self, snapshot: Snapshot, progress: Progress, is_valid: Callable[[list[float]], bool]) -> None:
+        start = time.perf_counter()
         try:
             snapshot.copies.run()
             if all(map(_is_finite, snapshot.weights.values())) and is_valid(snapshot.state["losses"].tolist()):
@@ -203,6 +229,7 @@ class Checkpoints:
                     if checkpoint.name > self.latest.name:  # An intact one would have been resumed, so it is damaged.
                         shutil.rmtree(checkpoint, ignore_errors=True)
                 self._remove_old()
+                self._write_seconds = time.perf_counter() - start
                 if self.upload_dir:
                     self._last_upload = self._uploads.submit(self._upload, self.latest, self.upload_dir)
         except Exception as failure:  # noqa: BLE001 raised in the training thread
@@ -222,11 +249,12 @@ class Checkpoints:
             if self._failure or not checkpoint.exists():
                 return
             self._uploading = checkpoint
-        failure = None
+        failure, start = None, time.perf_counter()
         try:
             upload(checkpoint, self.folder.parent / CYCLES, directory, self.keep)
         except Exception as error:  # noqa: BLE001 raised in the training thread
             failure = error
+        self._upload_seconds = time.perf_counter() - start
         self._uploading = None
         self._remove_old()
         self._failure = self._failure or failure

@@ -34,6 +34,8 @@ class RunState:
     """Mean loss of the last reported cycle, the reference for spike detection."""
     val_tokens: int = 0
     """Number of validation tokens processed."""
+    val_windows: int = 0
+    """Number of windows of each validation; 0 before the first one."""
     train_seconds: float = 0.0
     """Seconds of training since the end of the first step."""
 
@@ -168,7 +170,9 @@ def check_not_finished(path: Path | str, progress: Progress, duration: DurationC
         raise UserError(f"{path} is at the end of its epoch. Set --steps to resume training.")
     if total_steps is not None and progress.step >= total_steps:
         raise UserError(f"{path} is at step {progress.step:,} of {total_steps:,}. Set a larger --steps to resume it.")
-    if duration.time_budget is not None and progress.train_seconds >= duration.time_budget:
+    if duration.time_budget is not None and duration.time_budget <= max(
+        progress.train_seconds, progress.config.get("time_budget") or 0.0
+    ):
         raise UserError(f"{path} has trained for its --time-budget. Set a longer --time-budget to resume it.")
 
 

@@ -114,7 +114,7 @@ MISTAKES = {
         (["--compile", "well"], "--compile well max-autotune"),
         (["--ablate", "async-loss", "x"], "--ablate x prefetch"),
         (["--micro-batch", "0"], "--micro-batch 0"), (["--micro-batch", "7"], "--micro-batch 7 480"),
-        (["--cycle", "3"], "--cycle 3"), (["--languages", "en"], "--languages --stream"),
+        (["--cycle", "3x"], "--cycle 3x"), (["--languages", "en"], "--languages --stream"),
         (["--model", "huge"], "--model huge gpt2-124m"), (["--steps", "3", "--tokens", "70000000"], "--steps --tokens"),
         (["--stream", "books", "--steps", "3", "--doc-separator", ""], "--doc-separator"),
         (["--config", "none.json"], "--config none.json"), (["--config="], "--config"), (["--config"], "--config"),

@@ -186,7 +186,7 @@ def test_energy_is_told_for_the_steps_after_the_first(
 def test_a_result_has_what_the_machine_did_after_the_first_step(home: RunFolder, config: ResolvedConfig) -> None:
     """Once a second: of a run of seconds."""
     driver = DriverDouble()
-    result = train(home, config.replace(steps=None, time_budget=2.5, cycle=Cycle(5, 0)), driver=driver)
+    result = train(home, config.replace(steps=None, time_budget=5.0, cycle=Cycle(5, 0)), driver=driver)
     assert result.telemetry["system/worker_memory_gb"] > 0.05
     assert any(isinstance(message, SystemMetrics) for message in driver.messages)
 

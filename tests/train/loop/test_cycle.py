@@ -81,6 +81,24 @@ def test_cycles_end_at_multiples_of_their_length() -> None:
     """Also those of a run that was interrupted, or whose length was changed."""
     for first, step, stop in ((0, 0, 5), (5, 5, 10), (5, 7, 10), (12, 12, 15), (10, 12, 15), (0, 4, 5)):
         earlier = [9.0] * (step - first)
-        made = open_cycle(first, step, 5, earlier, CPU)
+        made = open_cycle(first, step, Cycle(5), earlier, CPU)
         assert (made.first, made.stop, made.steps) == (first, stop, len(earlier))
         assert made.losses.tolist() == earlier + [0.0] * (stop - step)
+
+
+def test_micro_batches_are_timed_by_the_marks_that_a_step_has(cycle: RunningCycle) -> None:
+    """From one request for a batch to the next, or to the end of the backward pass."""
+    cycle.batch_waits = [
+        (float(start), start + 0.1) for start in (100.0, 100.5, 101.0, 102.0, 103.0, 103.25, 104.0, 104.5)
+    ]
+    assert cycle.micro_batch_seconds == [[0.5, 0.25], [1.0, 0.5], [0.25, 0.25], [0.5, 0.25]]
+
+
+def test_a_cycle_by_time_has_room_for_any_number_of_steps() -> None:
+    made = open_cycle(3, 4, Cycle(), [7.0], CPU)
+    assert made.stop is None
+    size = len(made.losses)
+    made.step_ends = [0.0] * (size - 1)
+    made.make_room()
+    assert len(made.losses) == len(made.norms) == 2 * size
+    assert made.losses[0] == 7.0

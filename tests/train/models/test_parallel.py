@@ -23,6 +23,7 @@ import json, os, sys
 from pathlib import Path
 import torch.distributed as dist
 from train.config import ResolvedConfig, config_from_json
+from train.loop.trainer import Callbacks
 from trainers import make_trainer
 
 dist.init_process_group("gloo")
@@ -30,10 +31,14 @@ for line in sys.stdin:
     job = json.loads(line)
     reports = []
     path = lambda name: Path(job[name]) if job[name] else None
-    calls = iter(range(10**9))
+    calls, discards, moments = iter(range(10**9)), iter(range(10**9)), iter(range(10**9))
+    callbacks = Callbacks(
+        reports.append, should_stop=lambda: next(calls) + 1 >= job["stop"],
+        should_discard=lambda: next(discards) + 1 >= job["discard"], clock=lambda: next(moments) * job["clock"],
+    )
     trainer = make_trainer(
-        ResolvedConfig.from_resolved(config_from_json(job["config"], "test")), on_cycle=reports.append,
-        checkpoints=path("checkpoints"), resume=path("resume"), should_stop=lambda: next(calls) + 1 >= job["stop"],
+        ResolvedConfig.from_resolved(config_from_json(job["config"], "test")), callbacks=callbacks,
+        checkpoints=path("checkpoints"), resume=path("resume"),
     )
     result = trainer.run()
     assert not (dist.get_rank() and reports), "only the first worker reports"
@@ -71,7 +76,8 @@ def train_together(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Togethe
 
         def train(config: ResolvedConfig, **options: Any) -> tuple[str, int, str | None, list[Any]]:
             assert config.batch.workers == WORKERS
-            job = {"config": config.to_json(), "checkpoints": None, "resume": None, "stop": 10**9} | options
+            job = {"config": config.to_json(), "checkpoints": None, "resume": None} | options
+            job = {"stop": 10**9, "discard": 10**9, "clock": 0.0} | job
             for worker in workers:
                 print(json.dumps(job), file=worker.stdin, flush=True)
             ended = [worker.stdout.readline() for worker in workers if worker.stdout]
@@ -138,3 +144,29 @@ def test_sharded_and_alone_continue_each_other(
     assert middle.checkpoint
     _, _, _, after = train_together(together, checkpoints=str(tmp_path), resume=middle.checkpoint)
     same([*initial, *([r.step, r.step_losses, r.val_loss] for r in reports), *after], train_alone(config))
+
+
+@pytest.mark.parametrize("fsdp", [False, True])
+def test_workers_agree_on_what_a_clock_decides(
+    config: ResolvedConfig, train_together: Together, tmp_path: Path, fsdp: bool
+) -> None:
+    """By a clock that is three seconds later at each reading: cycles by time, and a long step that is discarded."""
+    alone = [loss for _, losses, _ in train_alone(config) for loss in losses]
+    together = config.replace(workers=WORKERS, micro_batch=2, fsdp=fsdp, cycle=Cycle())
+    outcome, steps, saved, first = train_together(together, checkpoints=str(tmp_path), clock=3.0, discard=6)
+    assert outcome == "interrupted"
+    assert 0 < steps < 14
+    assert saved
+    outcome, _, _, second = train_together(together, checkpoints=str(tmp_path), resume=saved, clock=3.0)
+    assert outcome == "finished"
+    losses = [loss for _, losses, _ in (*first, *second) for loss in losses]
+    assert losses == pytest.approx(alone, rel=1e-4)
+    assert len(first) > 0
+    assert [val_loss for _, _, val_loss in second][-1] is not None
+
+
+def test_workers_end_a_time_budget_together(config: ResolvedConfig, train_together: Together) -> None:
+    together = config.replace(workers=WORKERS, micro_batch=2, cycle=Cycle(), steps=None, time_budget=300.0)
+    outcome, steps, _, cycles = train_together(together, clock=3.0)
+    assert outcome == "finished"
+    assert 1 < steps == cycles[-1][0]

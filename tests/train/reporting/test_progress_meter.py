@@ -81,3 +81,29 @@ def test_without_an_end_the_run_is_an_epoch(config: TrainConfig, manifest: Manif
     assert ProgressMeter(large.step_tokens, large.total_steps, large.duration.time_budget, manifest).total == 1, (
         "a step that is larger than an epoch is one all the same"
     )
+
+
+def test_a_long_step_shows_its_micro_batches_and_the_time_left(config: TrainConfig, manifest: Manifest) -> None:
+    """Already in the first step, which ends before the run's time begins."""
+    first = "running the first step"
+    pace = ProgressMeter(320, 10, None, manifest, clock := Clock())
+    assert pace.describe(first, 0, 0, 120) == (first, "")
+    texts: list[str] = []
+    for micro_batch in range(1, 4):
+        clock.now += 5.0
+        texts.append(pace.describe(first, 0, micro_batch, 120)[1])
+    assert texts[-1] == "micro-batch 4 of 120, 9m45s left in the step"
+    pace.describe(TRAINING, 1, 0, 120)
+    clock.now += 10.0
+    text = pace.describe(TRAINING, 1, 2, 120)[1]
+    assert text == "step 1 of 10 | micro-batch 3 of 120, 9m50s left in the step | 1 tokens/s | 1h29m50s left"
+
+
+def test_short_steps_show_no_micro_batches(config: TrainConfig, manifest: Manifest) -> None:
+    pace = ProgressMeter(320, 10, None, manifest, clock := Clock())
+    texts: list[str] = []
+    for micro_batch in range(4):
+        clock.now += 0.25
+        texts.append(pace.describe(TRAINING, 3, micro_batch, 4)[1])
+    assert "micro-batch" not in " ".join(texts)
+    assert "| 320 tokens/s |" in texts[-1]

@@ -39,7 +39,7 @@ def test_what_a_model_has_learned_to_write_is_text_in_mlflow(config: ResolvedCon
 
 
 def test_the_result_as_rows(config: ResolvedConfig, make_result: Make) -> None:
-    result = make_result(val_bits_per_character=1.25, sample="so\n it  goes", predicted_memory=3 * GB)
+    result = make_result(val_bits_per_character=1.25, sample="so\n it  goes", predicted_memory=3 * GB, val_windows=6)
     *first, (name, command) = report.run_report(config.step, config.dataset, result, HOME, 2 * GB).summary
     assert first == [
         ("Run", f"{config.model.text} on `tokens`; finished: reached 10 steps"),
@@ -52,7 +52,8 @@ def test_the_result_as_rows(config: ResolvedConfig, make_result: Make) -> None:
     assert dict(report.detail_rows(config.model, config.batch, result)) == {
         "measurement": "median of 7 steps after a warm-up of 3 steps",
         "utilization": "0.002 TFLOP/s; MFU unknown: no peak FLOP/s listed for 'cpu'",
-        "validation": "perplexity 33.1 over 257 token ids; 1.500 bits per byte; 1.250 bits per character",
+        "validation": "perplexity 33.1 over 257 token ids; 1.500 bits per byte; 1.250 bits per character; "
+        "6 windows (0.75 x the global batch)",
         "tokens seen": "320 training + 64 validation = 384 in total",
         "books seen": "0.5",
         "time": "2s; first step after 1.5 s",
