@@ -118,7 +118,10 @@ def record_result(run: ResolvedRun, tracker: Tracker, result: RunResult) -> tupl
     report = run_report(config.step, config.dataset, result, run_folder.location, run.memory_limit)
     tracking.write_summary(run_folder, report, config.dataset, tracker.run_ref.store)
     title = f"Loss and speed of {config.model.text} on {Path(config.dataset.source).name}"
-    draw_curves(run_folder, title, describe_conditions(result.device, run.memory_limit), result.steps)
+    draw_curves(
+        run_folder, title, describe_conditions(result.device, run.memory_limit), result.steps,
+        step_tokens=config.step_tokens, unreported_losses=result.unreported_losses,
+    )  # fmt: skip
     run_folder.push(run_folder.cycles, run_folder.stream, run_folder.result, run_folder.summary, run_folder.curves)
     tracking.fill(tracker, run_folder)
     tracker.status = tracking.STATUS.get(result.outcome, "FAILED")

@@ -212,12 +212,14 @@ def detail_rows(model: ModelSpec, batch: Batch, result: RunResult) -> list[tuple
         energy = "{:,.3g} kJ per million tokens (GPU only)"
         rows.append(("energy", Fact.of("result/kilojoules_per_million_tokens", joules / 1e3, energy)))
     if result.val_perplexity is not None:
+        val_batches = result.val_windows / batch.global_batch
         perplexity = f"perplexity {{:,.1f}} over {model.vocab_size:,} token ids"
         rows.append(("validation", Fact.joined(
             Fact.of("result/val_perplexity", result.val_perplexity, perplexity),
             Fact.of("result/val_bits_per_byte", result.val_bits_per_byte, "{:.3f} bits per byte"),
             Fact.of("result/val_bits_per_character", result.val_bits_per_character, "{:.3f} bits per character"),
-            _validation_size(result.val_windows, batch.global_batch),
+            Fact.of("result/val_windows", result.val_windows or None,
+                    f"{{:,}} windows ({val_batches:.3g} global batches)"),
         )))  # fmt: skip
     total = result.train_tokens + result.val_tokens
     tokens = f"{result.train_tokens:,} training + {result.val_tokens:,} validation = {total:,} in total"
@@ -246,11 +248,6 @@ def detail_rows(model: ModelSpec, batch: Batch, result: RunResult) -> list[tuple
     if result.sample:
         rows.append(("sample", " ".join(result.sample.split())))
     return rows
-
-
-def _validation_size(windows: int, global_batch: int) -> str:
-    """Format the number of windows of a validation, also in batches; empty without validation."""
-    return f"{format_count(windows, 'window')} ({windows / global_batch:.3g} x the global batch)" if windows else ""
 
 
 def memory_table(breakdown: MemoryBreakdown, result: RunResult) -> Table:

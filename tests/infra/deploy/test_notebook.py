@@ -129,7 +129,7 @@ def test_a_training_at_an_a100s_speed_has_lines_and_a_picture(
     for step in range(train_steps, steps + 1, train_steps):
         folder.append_cycle(cycle | {"step": step, "train_tokens": step * config.step_tokens})
     assert len(list(folder.cycles_until(steps))) >= 4
-    draw_curves(folder, "run", "NVIDIA A100", steps)
+    draw_curves(folder, "run", "NVIDIA A100", steps, step_tokens=config.step_tokens)
     assert folder.curves.read_bytes().startswith(b"\x89PNG")
 
 

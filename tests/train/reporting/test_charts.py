@@ -35,8 +35,18 @@ def test_a_run_of_two_steps_has_a_picture(
     tmp_path: Path, cycles: list[tuple[int, int, float | None]], is_drawn: bool
 ) -> None:
     folder = folder_with(tmp_path, cycles)
-    draw_curves(folder, "Loss and speed of tiny", "cpu", 1000)
+    draw_curves(folder, "Loss and speed of tiny", "cpu", 1000, step_tokens=1024)
     assert folder.curves.exists() == is_drawn
     if is_drawn:
         height, width, _ = imread(folder.curves).shape
         assert width > height > 500
+
+
+@pytest.mark.parametrize("cycles", [[], [(10, 10, 5.5)]])
+def test_an_interrupted_run_shows_the_steps_after_its_last_cycle(
+    tmp_path: Path, cycles: list[tuple[int, int, float | None]]
+) -> None:
+    """Also if it has no cycle."""
+    folder = folder_with(tmp_path, cycles)
+    draw_curves(folder, "Loss of tiny", "cpu", 12, step_tokens=1024, unreported_losses=[5.5, 5.4])
+    assert folder.curves.exists()

@@ -53,7 +53,7 @@ def test_the_result_as_rows(config: ResolvedConfig, make_result: Make) -> None:
         "measurement": "median of 7 steps after a warm-up of 3 steps",
         "utilization": "0.002 TFLOP/s; MFU unknown: no peak FLOP/s listed for 'cpu'",
         "validation": "perplexity 33.1 over 257 token ids; 1.500 bits per byte; 1.250 bits per character; "
-        "6 windows (0.75 x the global batch)",
+        "6 windows (0.75 global batches)",
         "tokens seen": "320 training + 64 validation = 384 in total",
         "books seen": "0.5",
         "time": "2s; first step after 1.5 s",
