@@ -238,11 +238,7 @@ class LadderConfig(ExperimentConfig):
         if self.steps is not None and self.time_budget is not None:
             raise UserError("--steps and --time-budget both set the length of a rung. Use only one of them.")
         check_minimum(self, steps=MIN_RUNG_STEPS, seeds=1, seed=0)
-        if self.cycle.val_batches is None:
-            raise UserError(
-                f"--cycle {self.cycle} has no number of validation batches, so rungs would validate on different "
-                f"windows. Use --cycle {self.cycle}+20, or another number."
-            )
+        check_same_windows(self.cycle)
         if self.speed_tolerance is not None and not 0 <= self.speed_tolerance < 1:
             raise UserError(f"--speed-tolerance {self.speed_tolerance} must be 0, or a fraction below 1.")
         check_numbers(self)
@@ -281,6 +277,15 @@ class LadderConfig(ExperimentConfig):
             cycle=self.cycle, keep_checkpoints=0, speed_tolerance=self.speed_tolerance or None, steps=self.steps,
             time_budget=self.time_budget,
         )  # fmt: skip
+
+
+def check_same_windows(cycle: Cycle) -> None:
+    """Raise ``UserError`` if each rung of a ladder would choose its number of validation windows by its own speed."""
+    if cycle.val_batches is None:
+        raise UserError(
+            f"--cycle {cycle} has no number of validation batches, so rungs would validate on different windows. "
+            f"Use {cycle}+20, or another number."
+        )
 
 
 def check_minimum(config: ExperimentConfig, **minimums: int) -> None:

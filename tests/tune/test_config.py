@@ -101,6 +101,6 @@ def test_what_gives_no_ladder_is_refused_where_it_is_read(settings: dict[str, An
 
 def test_rungs_validate_on_the_same_windows() -> None:
     """A number of batches that each rung chose by its own speed would make losses incomparable."""
-    with pytest.raises(UserError, match=r"--cycle 20s\+20"):
+    with pytest.raises(UserError, match=r"20s\+20"):
         LadderConfig(cycle=Cycle())
     assert LadderConfig(cycle=Cycle(None, 5)).cycle.val_batches == 5

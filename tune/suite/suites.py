@@ -14,7 +14,7 @@ from infra.errors import UserError, suggest_nearest
 from infra.schema import to_json
 from train.config import SETTING_TYPES, BatchConfig, TrainConfig, config_from_json
 from train.model_config import ModelConfig, ModelSpec, parse_model
-from tune.config import BATCH
+from tune.config import BATCH, check_same_windows
 
 Changes = Mapping[str, Any]
 """Values of settings of TrainConfig and, with the prefix ``model.``, of ModelConfig. Two more names are ``batch``,
@@ -235,10 +235,20 @@ def check_applicable(suite: Suite, start: TrainConfig, file: str) -> None:
 
     A rung that only this machine cannot run is skipped, with its reason in the report.
     """
+
+    def apply(state: TrainConfig, changes: Mapping[str, Any], name: str) -> TrainConfig:
+        config = apply_changes(state, changes, f"--suite {file}, {name}")
+        if "cycle" in changes:
+            try:
+                check_same_windows(config.duration.cycle)
+            except UserError as mistake:
+                raise UserError(f"--suite {file}, {name}: {mistake}") from None
+        return config
+
     # With the device cuda, no setting is rejected only because of the device.
-    state = apply_changes(start.replace(device="cuda"), suite.base, f"--suite {file}, the base")
+    state = apply(start.replace(device="cuda"), suite.base, "the base")
     for rung in suite.rungs:
-        config = apply_changes(state, rung.changes, f"--suite {file}, rung {rung.name!r}")
+        config = apply(state, rung.changes, f"rung {rung.name!r}")
         state = config if suite.cumulative else state
 
 
