@@ -34,10 +34,10 @@ class RunState:
     """Mean loss of the last reported cycle, the reference for spike detection."""
     val_tokens: int = 0
     """Number of validation tokens processed."""
-    val_windows: int = 0
-    """Number of windows of each validation; 0 before the first one."""
     train_seconds: float = 0.0
     """Seconds of training since the end of the first step."""
+    val_windows: int = 0
+    """Number of windows of each validation; 0 before the first one."""
 
 
 @strict

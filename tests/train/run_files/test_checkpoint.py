@@ -195,6 +195,16 @@ def test_a_finished_run_continues_only_for_longer(
     check_not_finished("one", progress, longer_config.duration, longer_config.total_steps)
 
 
+def test_a_run_that_left_time_for_its_end_has_used_its_budget(config: ResolvedConfig) -> None:
+    """It trained for 50 of 60 s; the rest was its last validation and checkpoint."""
+    progress = Progress(
+        20, 80, 20, None, 0, 50.0, data_fingerprint="", tokenizer_sha256="", config={"time_budget": 60.0}
+    )
+    with pytest.raises(UserError, match="--time-budget"):
+        check_not_finished("one", progress, config.replace(steps=None, time_budget=60.0).duration, None)
+    check_not_finished("one", progress, config.replace(steps=None, time_budget=61.0).duration, None)
+
+
 @pytest.mark.parametrize("wrong", ["", "weights", "losses"])
 def test_an_unsound_state_is_not_written(tmp_path: Path, taken: tuple[Snapshot, Progress], wrong: str) -> None:
     """The last good one stays: infinite weights whose loss is not yet known, or a loss that is a spike."""
