@@ -56,17 +56,11 @@ def resolve(
     ``saved_settings`` are the settings of the run that is resumed; its settings in ``BY_MEMORY`` are kept. Raises
     ``UserError`` if the device lacks a requested feature, or if a resolved value contradicts the rest of the config.
     """
-    if requested.execution.device != "cpu" and device_info.gpu_blocker:
-        gpu = device_info.name if device_info.kind == "cuda" else "The GPU"
-        raise UserError(f"{gpu} cannot be used: {device_info.gpu_blocker}, or use --device cpu.")
+    check_device_available(requested.execution, device_info)
     decisions = _memory_decisions(requested.step, saved_settings) if saved_settings else {}
     config = requested.replace(**decisions).with_model(inspect_model(requested.model))
     execution = config.execution
     device = device_info.kind if execution.device == AUTO else execution.device
-    if device == "cuda" and device_info.kind != "cuda":
-        raise UserError(
-            f"--device cuda: no GPU found, because {device_info.gpu_absence or 'there is none'}. Use --device cpu."
-        )
     cuda = device == "cuda"
     precision, attention, allocator = execution.precision, execution.attention, execution.allocator
     if precision == AUTO:
@@ -124,6 +118,17 @@ def resolve_for_plan(config: TrainConfig, device_info: DeviceInfo, memory_limit:
     device_info = A100 if config.execution.device == "cuda" and device_info.kind == "cpu" else device_info
     device_info = replace(device_info, compile_blocker="", gpu_blocker="")
     return resolve(config, device_info.with_memory_limit(memory_limit))
+
+
+def check_device_available(execution: ExecutionConfig, device_info: DeviceInfo) -> None:
+    """Raise ``UserError`` if ``execution`` requests a GPU that there is not, or would use one that does not work."""
+    if execution.device != "cpu" and device_info.gpu_blocker:
+        gpu = device_info.name if device_info.kind == "cuda" else "The GPU"
+        raise UserError(f"{gpu} cannot be used: {device_info.gpu_blocker}, or use --device cpu.")
+    if execution.device == "cuda" and device_info.kind != "cuda":
+        raise UserError(
+            f"--device cuda: no GPU found, because {device_info.gpu_absence or 'there is none'}. Use --device cpu."
+        )
 
 
 def check_device_support(execution: ExecutionConfig, device_info: DeviceInfo) -> None:
@@ -242,9 +247,10 @@ def _memory_decisions(requested: StepConfig, saved_settings: Mapping[str, Any]) 
 
 
 def local_device_info(execution: ExecutionConfig) -> DeviceInfo:
-    """Return the device of this machine on which ``config`` would train. Raises ``UserError`` without its
-    accelerator."""
+    """Return the device of this machine on which ``execution`` would train. Raises ``UserError`` without the device or
+    the accelerator that it requests."""
     info = cpu_info() if execution.device == "cpu" else device_info()
+    check_device_available(execution, info)
     if execution.accelerator and execution.accelerator not in info.name:
         raise UserError(
             f"This machine has no {execution.accelerator} (--accelerator), but {info.name}. Remove the flag, or join "

@@ -130,6 +130,8 @@ def check(case: Case, done: subprocess.CompletedProcess[str], flags: tuple[str, 
     assert done.returncode == case.exit_code, printed
     assert line, printed
     assert "Traceback" not in printed
+    if case.exit_code == 2 and case.fault in ("", "driver", "init"):
+        assert not Path("runs/case").exists()
     if case.exit_code == 0:
         assert found
         assert found["steps"] == 2
