@@ -19,12 +19,14 @@ from infra.cli import command
 from infra.cli.console import console, errors
 from infra.cli.options import Switch
 from infra.cli.progress import status
-from infra.cli.table import Table
+from infra.cli.table import Report, Table
 from infra.cli.units import format_count, format_duration
+from infra.device.hardware import device_info
 from infra.device.host import cpu_count
 from infra.errors import UserError
 from infra.storage.directory import StorageDir
 from pipeline.encoding.tokenizer import GPT2_SHA256, EncodingMismatch, Tokenizer, load_from
+from pipeline.next_command import next_command
 from pipeline.shards import MANIFEST_FILE, SPLITS, TOKENIZER_FILE, Manifest, Shard, ShardInfo, read_manifest
 
 
@@ -80,6 +82,8 @@ def main(config: InspectConfig) -> int:
         return 1
     for title, text in decode_passages(data_dir, manifest, config.passages, config.passage_tokens):
         console.print(f"\n[bold]{escape(title)}[/bold]\n{escape(text)}")
+    console.print()
+    Report([("Next", next_command(config.data, manifest, device_info()))]).show()
     return 0
 
 

@@ -19,6 +19,7 @@ from infra.cli.console import console
 from infra.cli.progress import status
 from infra.cli.units import format_count, format_duration
 from infra.device import provenance
+from infra.device.hardware import device_info
 from infra.errors import UserError
 from infra.ray.cluster import ray_session
 from infra.ray.machines import check_shared, report_lost_nodes, run_on_other_nodes
@@ -30,6 +31,7 @@ from pipeline.job import output, processes, ray_data, report
 from pipeline.job.crash_guard import remove_notes
 from pipeline.job.embedded_files import embed_local_files, machines_without_files
 from pipeline.job.plan import Job, Partition
+from pipeline.next_command import next_command
 from pipeline.shards import MANIFEST_FILE, QUARANTINE_FILE, TRACKING_FILE, Manifest
 
 if TYPE_CHECKING:
@@ -123,8 +125,9 @@ def _run_job(job: Job, todo: list[Partition], progress: report.JobStats, *, is_r
                 with phase("ray stop"), status("stopping Ray"):
                     ray_stop.result()
             job_report = report.make_report(
-                str(config.out), manifest.report, progress, manifest.fingerprint, manifest.inputs
-            )
+                str(config.out), manifest.report, progress, manifest.fingerprint, manifest.inputs,
+                next_command(str(config.out), manifest, device_info()),
+            )  # fmt: skip
             tracker.set_description(job_report.markdown())
             tracker.log_metrics(group_under_detail(progress.metrics() | _count_metrics(manifest), report.METRICS))
             tracker.set_tags({"dropped": report.format_dropped(manifest.report)})

@@ -5,10 +5,11 @@ books and settings give the same file, because books are read in a fixed order, 
 """
 
 import re
+import shlex
 from collections.abc import Iterator
 from dataclasses import dataclass, fields
 from functools import partial
-from typing import Annotated
+from typing import Annotated, ClassVar
 
 import tyro
 import xxhash
@@ -16,7 +17,9 @@ import xxhash
 from infra.cli import command
 from infra.cli.console import console
 from infra.cli.progress import Status, status
+from infra.cli.table import Report
 from infra.cli.units import Bytes
+from infra.device.first_run import NextCommand
 from infra.errors import UserError
 from infra.storage.directory import StorageDir
 from pipeline.books.readers import DroppedBook
@@ -25,6 +28,7 @@ from pipeline.config import SAMPLE, CleaningConfig, TokenizeConfig
 from pipeline.encoding.formats import END_OF_TEXT
 from pipeline.encoding.tokenizer import Tokenizer, gpt2
 from pipeline.job.plan import Partition, make_partitions
+from pipeline.job.report import BYTES_PER_SECOND, START_SECONDS
 from pipeline.job.task import clean_and_filter, drop_on_error, read_or_drop
 
 BYTE_TOKENS = 256
@@ -45,6 +49,11 @@ CHUNK_BYTES = 100_000
 @dataclass(frozen=True)
 class VocabularyConfig(CleaningConfig):
     """Train a byte-level BPE tokenizer with GPT-2's split pattern on a sample of books."""
+
+    main_flags: ClassVar[tuple[str, ...]] = ("sources", "size", "sample", "out", "languages")
+    flag_groups: ClassVar[dict[str, tuple[str, ...]]] = {
+        "book reading": ("min_chars", "join_lines", "text_field", "text_column", "doc_separator"),
+    }
 
     sources: Annotated[tuple[str, ...], tyro.conf.Positional] = (SAMPLE,)
     """Sources of books, as for pipeline.tokenize."""
@@ -77,12 +86,21 @@ def main(config: VocabularyConfig) -> int:
         content = train(config, live_status)
     file.parent.write(file.name, content)
     tokenizer = Tokenizer(content, config.out)
-    console.print(
-        f"{config.out}: {len(tokenizer):,} token ids, sha256 {tokenizer.sha256[:12]}; encode books with "
-        f"'python -m pipeline.tokenize ... --tokenizer {config.out}'",
-        markup=False,
-    )
+    console.print(f"{config.out}: {len(tokenizer):,} token ids, sha256 {tokenizer.sha256[:12]}", markup=False)
+    Report([("Next", str(next_command(config)))]).show()
     return 0
+
+
+def next_command(config: VocabularyConfig) -> NextCommand:
+    """Return the command that tokenizes the same books with the new tokenizer, to a folder of its own."""
+    words = [*config.sources, "--tokenizer", config.out, "--out", f"data/tokens-{config.size}"]
+    for setting in fields(CleaningConfig):  # Books must be read as the tokenizer has read them.
+        if (value := getattr(config, setting.name)) != setting.default:
+            words.append(f"--{setting.name.replace('_', '-')}")
+            words += [] if value is True else map(str, value if isinstance(value, tuple) else (value,))
+    command = f"python -m pipeline.tokenize {shlex.join(words)}"
+    size = build_inventory(config.sources).summary()["bytes"]
+    return NextCommand(command, START_SECONDS + size / BYTES_PER_SECOND)
 
 
 def train(config: VocabularyConfig, live_status: Status) -> bytes:

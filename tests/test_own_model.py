@@ -236,7 +236,9 @@ def test_a_loss_that_is_no_mean_and_an_evaluation_without_numbers_are_told(
         summary = Path(f"runs/{name}/summary.md").read_text()
         assert part in summary
         assert text in summary
-        assert (json.loads(Path(f"runs/{name}/result.json").read_text())["sample"] is None) == (name == "Spoiled")
+        result = json.loads(Path(f"runs/{name}/result.json").read_text())
+        assert result["sample"] is None
+        assert bool(result["no_sample_reason"]) == (name == "Summed"), "the other is described by its error"
 
 
 @pytest.mark.usefixtures("working_folder")

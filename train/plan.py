@@ -1,5 +1,6 @@
 """Entry: ``python -m train.plan`` predicts the memory, arithmetic, time and cost of a run."""
 
+import shlex
 from collections.abc import Iterable
 from dataclasses import dataclass, field
 from typing import Annotated, ClassVar
@@ -9,9 +10,13 @@ from rich.table import Table
 
 from infra.cli import command
 from infra.cli.console import console
+from infra.cli.table import Report
 from infra.cli.units import BytesOrNone
+from infra.device.first_run import SAMPLE_SECONDS, NextCommand
 from infra.device.hardware import device_info
 from infra.errors import UserError
+from pipeline.next_command import next_command
+from pipeline.shards import read_manifest
 from train.config import TrainConfig
 from train.resolved import resolve_for_plan
 
@@ -99,6 +104,17 @@ def plan(options: PlanOptions) -> None:
     tokens = None if config.total_steps is None else config.total_steps * config.step_tokens
     price = options.price_per_hour and options.price_per_hour * config.batch.workers
     print_rows("Data, time and cost", forecast.time_rows(model, config.dataset.data, tokens, speeds, price))
+    Report([("Next", next_step(training.dataset.data))]).show()
+
+
+def next_step(data: str) -> str:
+    """Format the next command that this machine can execute: a first run on the shards in ``data``, or their
+    creation."""
+    try:
+        manifest = read_manifest(data)
+    except UserError:
+        return str(NextCommand(f"python -m pipeline.tokenize sample --out {shlex.quote(data)}", SAMPLE_SECONDS))
+    return next_command(data, manifest, device_info())
 
 
 def print_rows(title: str, rows: Iterable[tuple[str, str]]) -> None:

@@ -181,7 +181,7 @@ def _choose_by_memory(step: StepConfig, memory: int) -> dict[str, Any]:
     """
     if not any(step.setting(name) == AUTO for name in BY_MEMORY):
         return {}
-    from train.estimate.memory import peak_with_margin
+    from train.estimate.memory import fits, peak_with_margin
 
     best, best_time = None, math.inf
     least: list[Step] = []
@@ -190,7 +190,7 @@ def _choose_by_memory(step: StepConfig, memory: int) -> dict[str, Any]:
         if time >= best_time:
             break
         candidates = _candidates(step.replace(checkpointing=checkpointing))
-        choice = next((candidate for candidate in candidates if peak_with_margin(candidate) <= memory), None)
+        choice = next((candidate for candidate in candidates if fits(candidate, memory)), None)
         if choice is None:
             least.append(min(candidates, key=peak_with_margin))
             continue

@@ -57,6 +57,8 @@ class Memory:
     memory) in a trial; ``rss``; or ``rss-of-process`` if the system cannot reset the peak before the run."""
     allocator_retries: int = 0
     """Number of times that the allocator freed its cache to continue, which slows a run with too little memory."""
+    capacity: int | None = None
+    """Bytes of memory that the GPU has; None on a CPU."""
 
 
 @strict
@@ -106,8 +108,8 @@ class CycleReport:
     """Number of training tokens since the start of the run, over all workers."""
     val_tokens: int
     """Number of validation tokens since the start of the run, over all workers."""
-    books_seen: float
-    """Number of books trained on since the start of the run, by the mean length of the data's books."""
+    books_seen: int
+    """Number of whole books trained on since the start of the run, by the mean length of the data's books."""
     cycle_seconds: float
     """Duration of the cycle, including validation."""
     train_seconds: float
@@ -175,8 +177,8 @@ class RunResult:
     """Number of validation tokens, over all workers."""
     val_windows: int = field(default=0, kw_only=True)
     """Number of windows of each validation; 0 without validation."""
-    books_seen: float
-    """Number of books trained on, by the mean length of the data's books."""
+    books_seen: int
+    """Number of whole books trained on, by the mean length of the data's books."""
     train_seconds: float
     """Training time since the end of the first step."""
     first_step_seconds: float | None
@@ -226,7 +228,10 @@ class RunResult:
     val_bits_per_character: float | None = None
     """Validation loss in bits per character of the validation windows' text; None without a tokenizer."""
     sample: str | None = None
-    """Text that the model generated at the end; None if it was not asked for one."""
+    """Text that the model generated at the end; None if it did not generate one."""
+    no_sample_reason: str = ""
+    """Why a finished run of a model that can generate text has no sample, as a part of a sentence; empty if it has
+    one."""
     telemetry: dict[str, float] = field(default_factory=dict)
     """Averages of the first worker's machine after the first step, by metric; empty if the run was too short."""
     shortage: MemoryShortage | None = None

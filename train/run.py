@@ -39,10 +39,12 @@ class RunOptions:
     """Train a GPT-2 on token shards or directly on books, measure it, and record the results in MLflow."""
 
     main_flags: ClassVar[tuple[str, ...]] = (
-        "data", "stream", "model", "steps", "global_batch", "learning_rate", "memory_limit", "device", "name", "out",
-        "config", "resume",
+        "data", "model", "time_budget", "steps", "global_batch", "micro_batch", "memory_limit", "learning_rate", "name",
+        "resume", "config", "device",
     )  # fmt: skip
-    flag_groups: ClassVar[dict[str, tuple[str, ...]]] = {"output and cluster": ("tracking_uri", "address")}
+    flag_groups: ClassVar[dict[str, tuple[str, ...]]] = {
+        **TrainConfig.flag_groups, "output and cluster": ("out", "tracking_uri", "address"),
+    }  # fmt: skip
 
     training: TrainConfig = field(default_factory=TrainConfig)
     name: str | None = None

@@ -45,18 +45,21 @@ class Table:
 
 @dataclass(frozen=True)
 class Report:
-    """Results of a command, printed on the terminal and written to ``summary.md`` and MLflow."""
+    """Results of a command: the summary and the sections are printed, and everything is written to ``summary.md`` and
+    MLflow."""
 
     summary: Sequence[tuple[str, str]]
     """Most important results as (name, text), the next step last. A text may contain Markdown."""
     sections: Sequence[str | Table] = ()
     """Paragraphs in Markdown, and tables."""
     details: Sequence[Fact] = ()
-    """Quantities that become metrics without being printed."""
+    """Quantities that become metrics without being printed or written."""
+    appendix: Sequence[str | Table] = ()
+    """Sections that are not printed on the terminal."""
 
     def metrics(self) -> dict[str, float]:
         """Return the report's quantities by the names of their MLflow metrics."""
-        tables = [section for section in self.sections if isinstance(section, Table)]
+        tables = [section for section in (*self.sections, *self.appendix) if isinstance(section, Table)]
         cells = (cell for table in tables for row in table.rows for cell in row)
         return dict(Fact.joined(*(text for _, text in self.summary), *cells, *self.details).metrics)
 
@@ -73,8 +76,9 @@ class Report:
             console.print(f"[bold]{escape(name):{width}}[/bold]  {escape(text.replace('`', ''))}")
 
     def markdown(self) -> str:
-        """Return the report as Markdown: the summary first, then the sections."""
-        sections = [section.markdown() if isinstance(section, Table) else section for section in self.sections]
+        """Return the report as Markdown: the summary first, then the sections and the appendix."""
+        all_sections = (*self.sections, *self.appendix)
+        sections = [section.markdown() if isinstance(section, Table) else section for section in all_sections]
         return "\n\n".join([format_summary(self.summary), *sections] if self.summary else sections) + "\n"
 
 

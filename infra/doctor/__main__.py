@@ -8,6 +8,7 @@ import socket
 import time
 from dataclasses import asdict, dataclass
 from operator import itemgetter
+from pathlib import Path
 from typing import TYPE_CHECKING, Annotated
 
 import tyro
@@ -17,6 +18,7 @@ from infra.cli.console import console
 from infra.cli.options import Switch, TrackingUri
 from infra.cli.progress import IMPORTING_ACTIVITY, status
 from infra.cli.table import Report, Table
+from infra.device.first_run import SAMPLE_SECONDS, NextCommand
 from infra.device.hardware import examine_device
 from infra.doctor import allreduce
 from infra.errors import UserError
@@ -31,14 +33,14 @@ if TYPE_CHECKING:
 class DoctorOptions:
     """Check whether this machine is ready to train, and measure its maximum rates."""
 
+    quick: Switch = False
+    """Only check whether the machine is ready, without measurements."""
     workers: int = 1
     """Number of Ray Train workers between which to measure all-reduce, on GPUs if available (1: not measured)."""
     out: Annotated[str, tyro.conf.arg(metavar="DIR")] = "runs"
     """Folder for doctor.json, local or in object storage (s3://bucket/runs, gs://, az://).
     The disk of this folder is measured. With object storage, the disk of temporary files is measured instead and, with
     --address, the speed between each machine and the storage."""
-    quick: Switch = False
-    """Only check whether the machine is ready, without measurements."""
     tracking_uri: TrackingUri = None
     address: str | None = None
     """Address of a Ray cluster; its machines are checked and measured, too, and the all-reduce runs there.
@@ -131,7 +133,19 @@ def examine(options: DoctorOptions) -> int:
         tracker.set_description(Report((), [*(f"✗ {problem}" for problem in problems), *tables]).markdown())
         tracker.finish()
     console.print(f"{outcome} ({time.perf_counter() - started_at:.0f} s)", markup=False)
+    if not has_fatal_problem:
+        Report([("Next", str(next_command()))]).show()
     return int(has_fatal_problem)
+
+
+def next_command(data: Path = Path("data/tokens")) -> NextCommand:
+    """Return the command for a machine that is ready: create the default data set, or show it if it exists.
+
+    Showing it prints the command of a first run.
+    """
+    if data.exists():
+        return NextCommand(f"python -m pipeline.inspect {data}", 5)
+    return NextCommand(f"python -m pipeline.tokenize sample --out {data}", SAMPLE_SECONDS)
 
 
 def print_problems(problems: list[str]) -> None:

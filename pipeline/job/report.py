@@ -1,6 +1,5 @@
 """Report of a tokenizing job for the terminal and MLflow; the manifest stores its counts, which are reproducible."""
 
-import shlex
 import time
 from bisect import bisect_left
 from collections import Counter
@@ -167,7 +166,7 @@ def format_named_splits(inputs: dict[str, Any]) -> str:
 
 
 def make_report(
-    name: str, counts: dict[str, Any], progress: JobStats, fingerprint: str, inputs: dict[str, Any]
+    name: str, counts: dict[str, Any], progress: JobStats, fingerprint: str, inputs: dict[str, Any], next_command: str
 ) -> Report:
     """Make the report about the contents of the data set ``name`` and the work of this command."""
     ratio = counts["chars"] / counts["tokens"] if counts["tokens"] else 0.0
@@ -225,6 +224,5 @@ def make_report(
         flags = [f"{n:,} {reason}" for reason, n in counts["books_flagged"].items()]
         flags += (f"{n:,} {label if n == 1 else label.replace('looks', 'look', 1)}" for label, n in suspect.items())
         summary.append(("Flagged", ", ".join(flags)))
-    cycle = "" if counts["books_val"] else " --cycle 20s+0"
-    summary.append(("Next", f"`python -m train.run --data {shlex.quote(name)}{cycle}`"))
+    summary.append(("Next", next_command))
     return Report(summary, sections)

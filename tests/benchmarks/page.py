@@ -98,7 +98,7 @@ def write_run(store: str, steps: int) -> tuple[RunRef, int]:
                 "step": step, "step_losses": [11 - number / steps for number in range(step - length, step)],
                 "train_loss": 11 - step / steps, "val_loss": 11 - step / steps, "cycle_tokens": 1,
                 "cycle_seconds": length,
-                "train_tokens": step * 1024, "books_seen": step / 100, "elapsed": step, "train_seconds": 1,
+                "train_tokens": step * 1024, "books_seen": step // 100, "elapsed": step, "train_seconds": 1,
                 "data_wait_seconds": 0, "optimizer_seconds": 0, "learning_rate": 6e-4, "gradient_norm": 1,
             }  # fmt: skip
             points += sum(write(values, position) for position, values in cycle_metrics(cycle))

@@ -9,7 +9,7 @@ from train.intervals import Estimate
 from train.result import CycleReport, RunResult, Throughput
 
 REPORT = CycleReport(
-    step=10, batches=12, train_loss=4.0, val_loss=0.0, train_tokens=10_000, val_tokens=2_345, books_seen=1.0,
+    step=10, batches=12, train_loss=4.0, val_loss=0.0, train_tokens=10_000, val_tokens=2_345, books_seen=1,
     cycle_seconds=8.0, train_seconds=4.0, data_wait_seconds=0.1, optimizer_seconds=0.2, elapsed=9.0,
     cycle_tokens=10_000,
     epoch_seconds=5400.0, learning_rate=1e-3, gradient_norm=1.0,

@@ -9,6 +9,7 @@ from typing import Any
 
 import pytest
 
+from infra.cli.table import Table
 from infra.errors import UserError
 from infra.schema import to_json
 from infra.storage.directory import StorageDir
@@ -16,7 +17,7 @@ from pipeline.shards import read_manifest
 from train.config import ResolvedConfig
 from train.launch.driver import diagnose
 from train.launch.job import ResolvedRun
-from train.reporting.report import detail_rows
+from train.reporting.report import run_report
 from train.result import Memory, MemoryShortage, RunResult, Throughput
 from train.run import RunOptions, plan_run
 from train.run_files.run_folder import RunFolder
@@ -183,7 +184,10 @@ def test_it_is_in_the_result_of_the_run_and_after_memory(make_result: Make, smal
     diagnosis = diagnose(run, result)
     assert diagnosis == diagnose_slowdown(result, CONFIRMED, EAGER.execution.compile)
     assert diagnosis
-    assert diagnosis.rows[1] in detail_rows(config.model, config.batch, replace(result, diagnosis=diagnosis))
+    diagnosed = replace(result, diagnosis=diagnosis)
+    findings, *_ = run_report(config.step, config.dataset, config.duration, diagnosed, run_folder.location).sections
+    assert isinstance(findings, Table)
+    assert diagnosis.rows[1] in findings.rows
     assert diagnose(replace(run, confirmed=None), result) is None
     over = replace(
         result, outcome="over_limit", shortage=MemoryShortage("checking memory after step 1", None, 10**9, {})

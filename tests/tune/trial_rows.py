@@ -8,7 +8,7 @@ from tune.trial.row import TrialRow
 
 RESULT = RunResult(
     outcome="finished", reason="reached 10 steps", steps=10, throughput=None, memory=Memory(None, None, 0, "rss"),
-    train_loss=None, val_loss=None, train_tokens=320, val_tokens=64, books_seen=0.5, train_seconds=2.0,
+    train_loss=None, val_loss=None, train_tokens=320, val_tokens=64, books_seen=2, train_seconds=2.0,
     first_step_seconds=1.5, data_wait_fraction=None, flops_per_token=2e6, flops_formula="PaLM", flops_per_second=None,
     mfu=None, device="cpu",
     machine="w1", checkpoint=None, data_fingerprint="0" * 64, loss_curve=[],

@@ -24,7 +24,9 @@ class TrainConfig(StepConfig):
     """All settings of one training run: its steps, its data, its length and its checkpoints."""
 
     flag_groups: ClassVar[dict[str, tuple[str, ...]]] = {
-        "data": ("data", "stream"),
+        "length and checkpoints": (
+            "steps", "tokens", "time_budget", "cycle", "checkpoint_every", "keep_checkpoints", "speed_tolerance",
+        ),
         "model and optimizer": (
             "model", "global_batch", "seed", "learning_rate", "schedule", "warmup_steps", "weight_decay", "optimizer",
             "beta1", "beta2", "clip_norm", "mask_books", "max_loss_spike",
@@ -32,9 +34,7 @@ class TrainConfig(StepConfig):
         "memory": ("micro_batch", "checkpointing", "loss", "loss_chunks", "allocator", "offload_optimizer"),
         "speed": ("precision", "attention", "compile", "fp8", "loader_threads", "ablate", "deterministic"),
         "device": ("device", "workers", "fsdp", "accelerator"),
-        "length and checkpoints": (
-            "steps", "tokens", "time_budget", "speed_tolerance", "cycle", "checkpoint_every", "keep_checkpoints",
-        ),
+        "data": ("data", "stream"),
     }  # fmt: skip
 
     sections: ClassVar[dict[str, type[Any]]] = {

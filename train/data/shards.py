@@ -15,7 +15,7 @@ from pipeline.encoding.tokenizer import Tokenizer, load_from
 from pipeline.shards import MANIFEST_FILE, TOKENIZER_FILE, Manifest, TokenShards, find_producing_run, read_manifest
 from train.config import BatchConfig, Cycle, DatasetConfig
 from train.data.source import DataSource
-from train.data.windows import VALIDATION_SEED, Windows, check_window_fits
+from train.data.windows import VALIDATION_SEED, Windows, check_window_fits, count_ids
 from train.model_config import ModelSpec
 
 
@@ -108,6 +108,10 @@ class ShardData:
                 model.vocab_size,
                 [*self.windows.streams, *(self.validation.streams if self.validation else ())],
             )
+
+    def count_ids(self, vocab_size: int) -> np.ndarray:
+        """Return how often each of ``vocab_size`` ids occurs in the training tokens, or in blocks of every part."""
+        return count_ids(self.windows.streams, vocab_size)
 
     def state_dict(self, position: int) -> None:
         """Return None, because the position is the whole state."""

@@ -10,6 +10,8 @@ from collections.abc import Callable, Mapping
 from functools import cached_property
 from typing import Any, ClassVar, Protocol, Self
 
+import numpy as np
+
 from infra.tracking.run_ref import RunRef
 from pipeline.encoding.tokenizer import Tokenizer
 from pipeline.shards import Manifest
@@ -54,6 +56,10 @@ class TrainingData(Protocol):
     @property
     def first_batch_activity(self) -> str:
         """What the loop does until its first batch, as a phrase."""
+        ...
+
+    def count_ids(self, vocab_size: int) -> np.ndarray:
+        """Return how often each of ``vocab_size`` ids occurs in the training tokens, or in a sample of them."""
         ...
 
     def state_dict(self, position: int) -> dict[str, Any] | None:

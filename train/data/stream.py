@@ -17,7 +17,7 @@ from pipeline.stream import BYTES_PER_TOKEN, EncodedBook, Stream
 from train.config import BatchConfig, Cycle
 from train.data.source import DataSource
 from train.data.stream_windows import StreamPosition, StreamWindows
-from train.data.windows import VALIDATION_SEED, Windows
+from train.data.windows import VALIDATION_SEED, Windows, count_ids
 from train.model_config import ModelSpec
 
 
@@ -125,6 +125,10 @@ class StreamData:
     def manifest(self) -> Manifest:
         """The stream's manifest, with the mean length of the books that were read so far."""
         return estimate_manifest(self.stream, self.tokens / self.books if self.books else None, self._held_out)
+
+    def count_ids(self, vocab_size: int) -> np.ndarray:
+        """Return how often each of ``vocab_size`` ids occurs in the current block."""
+        return count_ids([self.windows.block], vocab_size)
 
     def summary(self) -> dict[str, Any]:
         """Return counts of the books that were read, including a last block that has not been trained on."""

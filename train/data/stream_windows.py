@@ -84,6 +84,11 @@ class StreamWindows:
             offset = self._order[window_id - self._start] * self.context_length
             out[row] = self._block[offset : offset + self.context_length + 1]
 
+    @property
+    def block(self) -> np.ndarray:
+        """The tokens of the current block."""
+        return self._block
+
     def _next_block(self) -> None:
         position = self.block_positions[-1]
         if self._books is None:

@@ -19,6 +19,14 @@ _ROUNDS = 4
 """Number of rounds of the Feistel network in :func:`permute`."""
 
 
+MAX_COUNTED_TOKENS = 1 << 22
+"""Maximum number of tokens whose frequencies are counted: with 50,000 ids, the entropy of so many is 0.006 nats below
+that of all (Miller 1955: (ids - 1) / 2 tokens), and counting them takes 20 ms."""
+
+COUNTED_BLOCK = 1 << 14
+"""Number of consecutive tokens that are counted together."""
+
+
 class OrderedWindows(Protocol):
     """Windows of tokens in an endless order."""
 
@@ -60,6 +68,17 @@ class Windows:
         offsets = (window_ids - self._first_ids[shards]) * self.context_length
         for row, (shard, offset) in enumerate(zip(shards.tolist(), offsets.tolist(), strict=True)):
             out[row] = self.streams[shard][offset : offset + self.context_length + 1]
+
+
+def count_ids(streams: Sequence[np.ndarray], vocab_size: int) -> np.ndarray:
+    """Count each of ``vocab_size`` ids in the token ``streams``, or in evenly spaced blocks of longer ones."""
+    total = sum(map(len, streams))
+    stride = COUNTED_BLOCK * max(1, -(-total // MAX_COUNTED_TOKENS))
+    counts = np.zeros(vocab_size, np.int64)
+    for stream in streams:
+        for start in range(0, len(stream), stride):
+            counts += np.bincount(stream[start : start + COUNTED_BLOCK], minlength=vocab_size)
+    return counts
 
 
 def check_window_fits(split: str, lengths: Iterable[int], context_length: int) -> None:

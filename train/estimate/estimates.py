@@ -19,6 +19,11 @@ class ModelEstimates(Protocol):
         """Return whether :meth:`predict_peak` needs no measurement."""
         ...
 
+    def peak_bound(self, step: Step) -> float:
+        """Return a generous bound on the peak of ``step`` in bytes, without a measurement; infinite if there is
+        none."""
+        ...
+
     def predict_peak(self, step: Step) -> MemoryBreakdown:
         """Return the peak of ``step`` on one worker by part."""
         ...

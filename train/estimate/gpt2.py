@@ -1,5 +1,6 @@
 """The estimates of GPT-2, by formulas alone, without using a device."""
 
+import math
 from dataclasses import dataclass
 
 from train.config import HALF_PRECISIONS, Batch, Execution, Precision, Step
@@ -19,6 +20,10 @@ class GPT2Estimates:
     def is_memory_known(self, step: Step) -> bool:
         """Return True, because formulas predict the memory."""
         return True
+
+    def peak_bound(self, step: Step) -> float:
+        """Return infinity, because the prediction needs no measurement."""
+        return math.inf
 
     def predict_peak(self, step: Step) -> MemoryBreakdown:
         """Return the peak of ``step`` on one worker by part; see :func:`predict_breakdown`."""

@@ -56,6 +56,16 @@ def peak_with_margin(step: Step) -> int:
     return peak.total + round(margin(step.execution) * peak.reserved)
 
 
+def fits(step: Step, memory: int) -> bool:
+    """Return whether ``step`` is predicted to need at most ``memory`` bytes with the margin.
+
+    The memory of a model without formulas is only measured if a generous bound on it exceeds ``memory``.
+    """
+    estimates = estimates_of(step.model)
+    is_small = not estimates.is_memory_known(step) and estimates.peak_bound(step) <= memory
+    return is_small or peak_with_margin(step) <= memory
+
+
 def margin(execution: Execution) -> float:
     """Return the safety margin of a predicted peak, as a fraction of the reserved memory."""
     has_fixed_segments = execution.device == "cuda" and execution.allocator in ("default", "split")
@@ -68,7 +78,7 @@ def largest_micro_batch(step: Step, limit: int) -> int | None:
 
     None if not even one sequence fits.
     """
-    fitting = (n for n in reversed(step.micro_batches) if peak_with_margin(step.replace(micro_batch=n)) <= limit)
+    fitting = (n for n in reversed(step.micro_batches) if fits(step.replace(micro_batch=n), limit))
     return next(fitting, None)
 
 

@@ -115,7 +115,8 @@ def record_result(run: ResolvedRun, tracker: Tracker, result: RunResult) -> tupl
     expected = peak_if_known(config.step)
     result = replace(result, diagnosis=diagnose(run, result), predicted_memory=expected.total if expected else None)
     write_json(run_folder.result, to_json(result))
-    report = run_report(config.step, config.dataset, result, run_folder.location, run.memory_limit)
+    step, dataset, duration = config.step, config.dataset, config.duration
+    report = run_report(step, dataset, duration, result, run_folder.location, run.memory_limit)
     tracking.write_summary(run_folder, report, config.dataset, tracker.run_ref.store)
     title = f"Loss and speed of {config.model.text} on {Path(config.dataset.source).name}"
     draw_curves(

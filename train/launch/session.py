@@ -9,13 +9,11 @@ from contextlib import ExitStack, contextmanager
 from dataclasses import replace
 from pathlib import Path
 
-import torch
-
 from infra.cli.units import GB
 from infra.device.telemetry import Telemetry
 from infra.errors import UserError
 from train.callbacks import Callback
-from train.config import Cycle, ResolvedConfig
+from train.config import ResolvedConfig
 from train.data.source import TrainingData
 from train.launch.job import WorkerJob, WorkerResult
 from train.launch.link import Activity, CycleDone, Message, MicroBatchTooLarge, PrintLine, SystemMetrics
@@ -215,9 +213,14 @@ class WorkerSession:
         if fault := first_loss_fault(config.model, report.first_loss):
             self._print_line(fault)
         if trainer.device.type == "cuda" and len(trainer.times.reports) == 1:
-            total = self.limit.size if self.limit else torch.cuda.get_device_properties(trainer.device).total_memory
-            used = memory.peak(trainer.device).process
-            self._print_line(format_gpu_memory(config.batch.micro_batch, config.duration.cycle, used, total))
+            line = f"{self._gpu_memory(trainer)}; batch size {config.batch.micro_batch}; cycle {config.duration.cycle}"
+            self._print_line(line)
+
+    def _gpu_memory(self, trainer: Trainer) -> str:
+        """Format the peak memory of this process and the memory that it may use, as the published study prints it."""
+        peak = memory.peak(trainer.device)
+        total = self.limit.size if self.limit else peak.capacity or peak.process
+        return f"GPU {peak.process / GB:.1f}/{total / GB:.1f} GB ({peak.process / total:.1%})"
 
     def _completed(self, trainer: Trainer, result: RunResult, telemetry: Telemetry, start_step: int) -> RunResult:
         """Return ``result`` with the machine's telemetry, and for a run with a text that the model generates."""
@@ -228,12 +231,13 @@ class WorkerSession:
         )  # fmt: skip
         if self.folder is None:
             return result
-        text = None
+        if trainer.device.type == "cuda" and len(trainer.times.reports) > 1:
+            self._print_line(self._gpu_memory(trainer))
         try:
-            text = closing_sample(trainer, result)
+            return closing_sample(trainer, result)
         except UserError as fault:  # The model may fail in evaluation mode, which must not cost the result.
             self._print_line(str(fault))
-        return replace(result, sample=text)
+            return result
 
     def _send_metrics(self, second: int, metrics: dict[str, float]) -> None:
         self._post(SystemMetrics(second, metrics))
@@ -255,13 +259,6 @@ def did_not_fit(result: RunResult, start_step: int) -> bool:
     """Return whether a run from step ``start_step`` needed too much memory in its first steps or before them."""
     failed_step = result.steps - start_step + (result.outcome == "oom")  # An oom is raised before its step counts.
     return result.outcome in ("oom", "over_limit") and failed_step <= FIRST_STEPS
-
-
-def format_gpu_memory(micro_batch: int, cycle: Cycle, used: int, total: int) -> str:
-    """Return the GPU's memory at the first report, the micro-batch and the cycle, as one line; ``used`` and ``total``
-    are in bytes."""
-    usage = f"GPU {used / GB:.1f}/{total / GB:.1f} GB ({used / total:.1%})"
-    return f"{usage}; batch size {micro_batch}; cycle {cycle}"
 
 
 def energy(telemetry: Telemetry, trainer: Trainer, result: RunResult, start_step: int) -> float | None:

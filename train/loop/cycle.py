@@ -157,7 +157,7 @@ def report(
         val_loss=mean_loss(val_losses, cycle.val_windows, batch) if val_losses else None,
         train_tokens=train_tokens,
         val_tokens=val_tokens,
-        books_seen=train_tokens * totals["books"] / totals["tokens"],
+        books_seen=train_tokens * totals["books"] // totals["tokens"],
         cycle_seconds=timing.seconds_between(cycle.start, cycle.end),
         train_seconds=train_seconds,
         data_wait_seconds=sum(cycle.data_wait),

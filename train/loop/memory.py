@@ -2,7 +2,7 @@
 
 import gc
 from contextlib import suppress
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from pathlib import Path
 
 import torch
@@ -63,7 +63,8 @@ def peak(device: torch.device) -> Memory:
     """Return the peak memory of this process on ``device`` in bytes, measured in three ways."""
     if device.type != "cuda":
         return Memory(None, None, peak_rss(), "rss")
-    return gpu_peak(AllocatorStats.read(device), read_gpu(device.index or 0))
+    capacity = torch.cuda.get_device_properties(device).total_memory
+    return replace(gpu_peak(AllocatorStats.read(device), read_gpu(device.index or 0)), capacity=capacity)
 
 
 @dataclass(frozen=True)

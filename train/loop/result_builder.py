@@ -105,7 +105,7 @@ def build_result(
         train_tokens=train_tokens,
         val_tokens=state.val_tokens,
         val_windows=state.val_windows if val_loss is not None else 0,
-        books_seen=train_tokens * totals["books"] / totals["tokens"],
+        books_seen=train_tokens * totals["books"] // totals["tokens"],
         train_seconds=state.train_seconds,
         first_step_seconds=times.first_step,
         data_wait_fraction=throughput.median_batch_seconds(times.data_wait[warmup_steps:]) / step if step else None,

@@ -32,6 +32,8 @@ class ModelInfo:
     """Whether the model returns logits if there are no targets."""
     idle: bool = False
     """Whether a parameter does not contribute to the loss, so that workers must not wait for its gradient."""
+    tensor_bytes: int = 0
+    """Bytes of all tensors that a forward pass of one sequence creates or saves for the backward pass; 0 if unknown."""
 
 
 _NOT_CUSTOM = {

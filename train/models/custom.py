@@ -122,7 +122,8 @@ def _inspect_on_device(model: CustomModel, device: torch.device) -> ModelInfo:
     tokens = torch.zeros(1, model.context_length, dtype=torch.int64, device=device)
     state_names = module.state_dict().keys()
     # The FLOP counter supports matrix products, but not the fused attention kernels of every device.
-    with sdpa_kernel(SDPBackend.MATH), FlopCounterMode(display=False) as counter, _Calls(tokens.shape) as calls:
+    calls = _Calls(tokens.shape, module)
+    with sdpa_kernel(SDPBackend.MATH), FlopCounterMode(display=False) as counter, calls, calls.count_saved():
         loss = module(tokens, tokens)
     if not (isinstance(loss, Tensor) and loss.dim() == 0 and not loss.is_complex()):
         kind = type(loss).__name__
@@ -156,6 +157,7 @@ def _inspect_on_device(model: CustomModel, device: torch.device) -> ModelInfo:
         attention=calls.attention,
         logits=logits is not None,
         idle=any(gradient is None for gradient in gradients),
+        tensor_bytes=calls.tensor_bytes,
     )
 
 
@@ -199,15 +201,28 @@ def _check_trainable(user_module: nn.Module, flag: str) -> None:
 
 
 class _Calls(TorchFunctionMode):
-    """Records whether attention is torch's ``scaled_dot_product_attention``, and the number of token ids.
+    """Records whether attention is torch's ``scaled_dot_product_attention``, the number of token ids, and tensors.
 
     Calls by ``nn.MultiheadAttention`` count as well. ``ids`` is the number of rows of the largest embedding in which
-    tokens of this ``shape`` are looked up; 0 if there is none.
+    tokens of this ``shape`` are looked up; 0 if there is none. ``tensor_bytes`` counts the results of all functions,
+    and again those that are saved for the backward pass, because functions also save tensors that they do not return.
     """
 
-    def __init__(self, shape: torch.Size) -> None:
+    def __init__(self, shape: torch.Size, module: nn.Module) -> None:
         super().__init__()
-        self.shape, self.attention, self.ids = shape, False, 0
+        self.shape, self.attention, self.ids, self.tensor_bytes = shape, False, 0, 0
+        # Storages are compared by their Python objects, because on the meta device they have no addresses.
+        self._weights = {id(storage): storage for storage in (p.untyped_storage() for p in module.parameters())}
+
+    def count_saved(self) -> AbstractContextManager[Any]:
+        """Count the tensors that the block saves for the backward pass, except for parameters."""
+
+        def pack(tensor: Tensor) -> Tensor:
+            if id(tensor.untyped_storage()) not in self._weights:
+                self.tensor_bytes += tensor.nbytes
+            return tensor
+
+        return torch.autograd.graph.saved_tensors_hooks(pack, lambda tensor: tensor)
 
     def __torch_function__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
         kwargs = kwargs or {}
@@ -215,7 +230,11 @@ class _Calls(TorchFunctionMode):
         self.attention = self.attention or by_module or func is F.scaled_dot_product_attention
         if func is F.embedding and args[0].shape == self.shape:
             self.ids = max(self.ids, args[1].size(0))
-        return func(*args, **kwargs)
+        result = func(*args, **kwargs)
+        for value in result if isinstance(result, tuple | list) else (result,):
+            if isinstance(value, Tensor):
+                self.tensor_bytes += value.nbytes
+        return result
 
 
 def with_execution_switches(

@@ -1,5 +1,6 @@
 """The header of a run, and its report for the terminal, ``summary.md`` and MLflow."""
 
+import textwrap
 from pathlib import Path
 
 from rich.markup import escape
@@ -15,9 +16,9 @@ from train.config import (
     AUTO,
     Batch,
     DatasetConfig,
+    DurationConfig,
     Execution,
     ExecutionConfig,
-    OptimizationConfig,
     ResolvedConfig,
     Step,
 )
@@ -26,8 +27,11 @@ from train.estimate.breakdown import MemoryBreakdown
 from train.estimate.memory import peak_if_known
 from train.intervals import Estimate
 from train.model_config import ModelSpec
+from train.reporting import next_steps
 from train.result import Memory, RunResult
-from train.run_files.lookup import format_resume_command, format_run_argument, format_run_command
+
+SAMPLE_CHARS = 160
+"""Characters of a sample on the terminal, two lines; ``summary.md`` has all of it."""
 
 
 def print_header(
@@ -87,7 +91,12 @@ def _batch(batch: Batch, micro_batch: str) -> str:
 
 
 def run_report(
-    step: Step, dataset: DatasetConfig, result: RunResult, run_dir: StorageDir, memory_limit: int | None = None
+    step: Step,
+    dataset: DatasetConfig,
+    duration: DurationConfig,
+    result: RunResult,
+    run_dir: StorageDir,
+    memory_limit: int | None = None,
 ) -> Report:
     """Build the report of the run in ``run_dir`` for the terminal, ``summary.md`` and MLflow."""
     model, batch, execution = step.model, step.batch, step.execution
@@ -99,10 +108,25 @@ def run_report(
     summary = [
         ("Run", f"{model.text} on `{Path(dataset.source).name}`; {result.outcome}: {result.reason}"),
         *result_rows(result, memory_limit),
-        ("Next", next_step(step.optimization, result, run_dir)),
+        ("Time", time_fact(result)),
+        ("Next", next_steps.after_run(step, duration, result, run_dir)),
     ]
-    rows, peak = Table("", ("result", "value"), detail_rows(model, batch, result)), peak_if_known(step)
-    return Report(summary, [rows, *([memory_table(peak, result)] if peak else []), settings], unprinted(model, result))
+    details, peak = Table("", ("result", "value"), detail_rows(model, batch, result)), peak_if_known(step)
+    findings = [Table("", ("finding", "value"), result.diagnosis.rows)] if result.diagnosis else []
+    memory = [memory_table(peak, result)] if peak else []
+    # On a CPU the table of a run that fits teaches nothing, because most parts cannot be measured.
+    printed = memory if result.shortage or result.memory.capacity else []
+    appendix = [details, *(table for table in memory if table not in printed), settings]
+    return Report(summary, [*findings, *printed], unprinted(model, result), appendix)
+
+
+def time_fact(result: RunResult) -> Fact:
+    """Return the time by the clock from the start of the loop to its end, and how much of it the first step took."""
+    first = result.first_step_seconds
+    return Fact.joined(
+        format_duration(round(result.train_seconds + (first or 0.0), 1)),
+        Fact.of("time/first_step_seconds", first, "first step after {:.1f} s"),
+    )
 
 
 def speed_fact(speed: Estimate | None, name: str = "result/tokens_per_second") -> Fact:
@@ -119,10 +143,15 @@ def memory_fact(peak_bytes: float | None, limit_bytes: float | None = None) -> F
 
 
 def peak_text(result: RunResult, memory_limit: int | None = None) -> Fact:
-    """Return the peak memory of a run's process with its limit (``memory_limit`` in bytes) and the predicted peak."""
+    """Return the peak memory of a run's process with the predicted peak and the memory that it could use: its limit
+    (``memory_limit`` in bytes), or all memory of a GPU."""
     predicted = result.predicted_memory
     prediction = Fact.of("memory/predicted_gb", predicted and predicted / GB, "(predicted {:.2f} GB)")
-    return Fact.joined(memory_fact(result.memory.process, memory_limit), prediction, separator=" ")
+    available = memory_limit or result.memory.capacity
+    measured = memory_fact(result.memory.process, available)
+    if available:
+        measured = Fact.joined(measured, f"{result.memory.process / available:.1%}", separator=", ")
+    return Fact.joined(measured, prediction, separator=" ")
 
 
 def allocator_facts(memory: Memory) -> dict[str, Fact]:
@@ -164,33 +193,6 @@ def unprinted(model: ModelSpec, result: RunResult) -> list[Fact]:
     ]
 
 
-def next_step(optimization: OptimizationConfig, result: RunResult, run_dir: StorageDir) -> str:
-    """Return the next step after a run: a command, or a sentence."""
-    if result.diagnosis and result.diagnosis.advice:
-        command = result.diagnosis.command
-        return result.diagnosis.advice + (f"`{command}`" if command else "")
-    match result.outcome, bool(result.checkpoint):
-        case "interrupted", True:
-            return f"resume with: `{format_resume_command(run_dir)}`"
-        case "interrupted", False:
-            return "no checkpoint was saved; start again with another --name, and with --keep-checkpoints above 0"
-        case "diverged", True:
-            return (
-                "resume from the last checkpoint before the divergence with a lower learning rate: "
-                f"`{format_resume_command(run_dir)} --learning-rate ...`"
-            )
-        case "diverged", False:
-            return (
-                "no checkpoint was saved; start again with another --name, and with --learning-rate below "
-                f"{optimization.learning_rate:g} or, in a long run, --warmup-steps above {optimization.warmup_steps}"
-            )
-        case _, False:
-            return f"run it again with `{format_run_command(run_dir / 'config.json')}`"
-    if result.sample is not None:
-        return f'`python -m train.generate --checkpoint {format_run_argument(run_dir)} --prompt "In the beginning"`'
-    return f"`python -m train.export --checkpoint {format_run_argument(run_dir)} --to exported`"
-
-
 def detail_rows(model: ModelSpec, batch: Batch, result: RunResult) -> list[tuple[str, str]]:
     """Return the details of a run's result as rows of a name and a value with its unit."""
     rows: list[tuple[str, str]] = []
@@ -223,7 +225,7 @@ def detail_rows(model: ModelSpec, batch: Batch, result: RunResult) -> list[tuple
         )))  # fmt: skip
     total = result.train_tokens + result.val_tokens
     tokens = f"{result.train_tokens:,} training + {result.val_tokens:,} validation = {total:,} in total"
-    rows += [("tokens seen", tokens), ("books seen", f"{result.books_seen:,.1f}")]
+    rows += [("tokens seen", tokens), ("books seen", f"{result.books_seen:,}")]
     first_step = Fact.of("time/first_step_seconds", result.first_step_seconds, "first step after {:.1f} s")
     rows.append(("time", Fact.joined(format_duration(round(result.train_seconds, 1)), first_step)))
     if result.data_wait_fraction is not None and result.optimizer_fraction is not None:
@@ -241,12 +243,10 @@ def detail_rows(model: ModelSpec, batch: Batch, result: RunResult) -> list[tuple
     if result.paused_seconds:
         pause = format_duration(round(result.paused_seconds))
         rows.append(("pause", f"the process was paused for {pause}, which is excluded from speed and step time"))
-    if result.diagnosis:
-        rows += result.diagnosis.rows
     if result.checkpoint:
         rows.append(("checkpoint", result.checkpoint))
-    if result.sample:
-        rows.append(("sample", " ".join(result.sample.split())))
+    if result.sample or result.no_sample_reason:
+        rows.append(("sample", " ".join((result.sample or f"none: {result.no_sample_reason}").split())))
     return rows
 
 
@@ -281,9 +281,10 @@ def _gigabytes(size: int | None) -> str:
 
 
 def print_result(report: Report, result: RunResult, in_mlflow: str) -> None:
-    """Print the report of a run, and the text ``in_mlflow`` with its link."""
+    """Print the sample and the report of a run, and the text ``in_mlflow`` with its link."""
+    if result.sample:
+        console.print(f"Sample: {textwrap.shorten(result.sample, SAMPLE_CHARS)}", markup=False)
+    elif result.no_sample_reason:
+        console.print(f"No sample: {result.no_sample_reason}", markup=False)
     report.show()
-    if result.outcome == "finished":
-        minutes = (result.train_seconds + (result.first_step_seconds or 0.0)) / 60
-        console.print(f"Training completed in {minutes:.2f} minutes")
     console.print(in_mlflow, markup=False)

@@ -84,7 +84,8 @@ def fill(tracker: Tracker, run_folder: RunFolder, *, until: int | None = None) -
     config = config.with_smaller_micro_batch(result.failed_micro_batches) or config
     if result.failed_micro_batches:
         tracker.log_json(config.to_json(), "config.json")  # The micro-batch has changed since the start.
-    report = run_report(config.step, config.dataset, result, run_folder.location, start.memory_limit)
+    step, dataset, duration = config.step, config.dataset, config.duration
+    report = run_report(step, dataset, duration, result, run_folder.location, start.memory_limit)
     _log_result(tracker, report, result, run_folder)
     return result
 

@@ -19,8 +19,8 @@ from infra.tracking.names import group_under_detail
 from train.estimate.gpu_rates import GpuRates, load_gpu_rates
 from train.estimate.roofline import SOURCE, format_expected_range, roofline_speed
 from train.intervals import Difference
+from train.reporting.next_steps import after_comparison
 from train.reporting.report import memory_fact, speed_fact
-from train.run_files.lookup import format_run_command
 from train.search_reference import SearchReference
 from tune.experiment.folder import ExperimentResult
 from tune.experiment.search_plan import Search
@@ -295,8 +295,11 @@ def summary_fields(
         ("Tokens/s", speed_fact(best.speed)),
         ("Peak memory", memory_fact(best.memory, search.limit)),
         ("Speedup", gain),
-        ("Next", f"`{format_run_command(search.directory / 'best.json')}`"),
-    ]
+        ("Next", str(after_comparison(
+            space.config(best.candidate), search.training.execution.device, search.manifest, best.speed.middle,
+            search.directory / "best.json",
+        ))),
+    ]  # fmt: skip
 
 
 def write_files(search: Search, rows: Sequence[TrialRow]) -> list[str]:

@@ -16,6 +16,7 @@ from infra.storage.files import write_json
 from train.config import TrainConfig
 from train.data.sources import source_of
 from train.intervals import Estimate
+from train.reporting.next_steps import after_comparison
 from train.search_reference import SearchReference
 from tune.experiment.folder import ExperimentResult
 from tune.reporting.charts import SpeedRow
@@ -41,7 +42,8 @@ def publish(ladder: Ladder, rows: Sequence[TrialRow], *, reference: dict[str, An
         "controls": control_speeds, "rows": list(map(rung_json, results)),
     }  # fmt: skip
     write_json(folder / "rungs.json", record)
-    write_json(folder / "best.json", best_json(ladder.directory.name, *fastest))
+    best_config = trainable_config(fastest[0])
+    write_json(folder / "best.json", best_json(ladder.directory.name, best_config, *fastest[1:]))
     sections = [
         results_table(suite, results),
         bullet_list(legend(suite, results, control_speeds)),
@@ -74,7 +76,12 @@ def publish(ladder: Ladder, rows: Sequence[TrialRow], *, reference: dict[str, An
     gains = [(speed.middle, rung.total.ratio) for rung, _, speed in runs if rung.total]
     best, gain = max(gains, default=(None, None))
     details = [Fact.of("result/best_tokens_per_second", best), Fact.of("result/speedup_over_baseline", gain)]
-    report = Report(summary_fields(suite, results, device, ladder.directory / "best.json"), sections, details)
+    next_command = after_comparison(
+        best_config, ladder.training.execution.device, ladder.manifest, fastest[2].middle,
+        ladder.directory / "best.json",
+    )  # fmt: skip
+    summary = [*summary_fields(suite, results, device), ("Next", str(next_command))]
+    report = Report(summary, sections, details)
     # A ladder whose baseline has no speed has ended with an error before.
     result = ExperimentResult(True, [*report.metrics().items()], ["rungs.json", "best.json"])
     ladder.publish(report, figures, result)
@@ -87,16 +94,20 @@ def rung_json(rung: RungResult) -> dict[str, Any]:
     return (flatten_row(rung.row) if rung.row else {}) | values
 
 
-def best_json(name: str, rung: RungResult, row: TrialRow, speed: Estimate) -> dict[str, Any]:
-    """Create best.json as for a search's winner: the config without the ladder's length, and the measurements."""
+def trainable_config(rung: RungResult) -> TrainConfig:
+    """Return the config of a rung that has run, with the default length, cycle and checkpoints of a run."""
     defaults, config = TrainConfig(), rung.config
     assert config is not None, "a rung with a speed has run"
-    assert row.result is not None, "a rung with a speed has a result"
     length = {"steps": None, "time_budget": None} if source_of(config.dataset).has_epoch else {}
-    config = config.replace(
+    return config.replace(
         speed_tolerance=None, cycle=defaults.duration.cycle, keep_checkpoints=defaults.checkpoints.keep_checkpoints,
         **length,
     )  # fmt: skip
+
+
+def best_json(name: str, config: TrainConfig, row: TrialRow, speed: Estimate) -> dict[str, Any]:
+    """Create best.json as for a search's winner: the ``config`` of the fastest rung, and its measurements."""
+    assert row.result is not None, "a rung with a speed has a result"
     reference = SearchReference.of(name, speed, row.memory, [row.result])
     return {"config": config.to_json(), "measured": to_json(reference)}
 

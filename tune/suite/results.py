@@ -12,7 +12,6 @@ from infra.storage.directory import StorageDir
 from train.estimate.flops import read_matmul_rate
 from train.intervals import Difference, t_quantile
 from train.reporting.report import speed_fact
-from train.run_files.lookup import format_run_command
 from tune.suite.runs import SAME_BATCH, RungResult
 from tune.suite.suites import Suite
 from tune.trial.compare import InterleavedRuns, difference_fact
@@ -209,10 +208,8 @@ def detail_tables(suite: Suite, rungs: Sequence[RungResult]) -> list[Table]:
     return [table for table in tables if table.rows]
 
 
-def summary_fields(
-    suite: Suite, rungs: Sequence[RungResult], device: str, best_file: StorageDir
-) -> list[tuple[str, str]]:
-    """Return the first lines of a ladder's report: (name, text)."""
+def summary_fields(suite: Suite, rungs: Sequence[RungResult], device: str) -> list[tuple[str, str]]:
+    """Return the first lines of a ladder's report, without the next command: (name, text)."""
     runs = [(rung.speed, rung) for rung in rungs if rung.speed]
     (base_speed, base), (speed, best) = runs[0], max(runs, key=lambda run: run[0].middle)
     memory, gain = f"{(best.memory or 0) / GB:.2f} GB", "none; no rung is faster than the baseline"
@@ -230,5 +227,4 @@ def summary_fields(
         ("Tokens/s", speeds),
         ("Peak memory", memory),
         ("Speedup", gain),
-        ("Next", f"`{format_run_command(best_file)}`"),
     ]

@@ -89,7 +89,7 @@ def result(memory: int, speed: Throughput | None = None) -> RunResult:
     """What a trial measured, as far as a search looks at it: its peak memory in bytes, and its speed."""
     return RunResult(
         outcome="finished", reason="", steps=0, throughput=speed, memory=Memory(None, None, memory, "rss"),
-        train_loss=None, val_loss=None, train_tokens=0, val_tokens=0, books_seen=0.0, train_seconds=0.0,
+        train_loss=None, val_loss=None, train_tokens=0, val_tokens=0, books_seen=0, train_seconds=0.0,
         first_step_seconds=None, data_wait_fraction=None, flops_per_token=0.0, flops_formula="",
         flops_per_second=None, mfu=None, device="",
         machine="", checkpoint=None, data_fingerprint="", loss_curve=[],

@@ -72,7 +72,7 @@ def page(browser: Browser) -> Iterator[Page]:
 def cycle(step: int) -> CycleReport:
     return CycleReport(
         step=step, batches=step, train_loss=8.0 - step / 10, val_loss=8.5 - step / 10, train_tokens=step * 128,
-        val_tokens=64, books_seen=0.5, cycle_seconds=2.0, train_seconds=1.5, data_wait_seconds=0.1,
+        val_tokens=64, books_seen=2, cycle_seconds=2.0, train_seconds=1.5, data_wait_seconds=0.1,
         optimizer_seconds=0.2, elapsed=2.0 * step, cycle_tokens=1280, epoch_seconds=1.0, learning_rate=1e-3,
         gradient_norm=1.0,
         step_losses=[8.0 - number / 10 for number in range(step - 9, step + 1)],
@@ -83,7 +83,7 @@ def result(speed: float) -> RunResult:
     return RunResult(
         outcome="finished", reason="reached 20 steps", steps=20,
         throughput=Throughput(speed, speed - 10, speed + 20, 17, 3), memory=Memory(None, None, 10**9, "rss"),
-        train_loss=6.25, val_loss=6.5, train_tokens=2560, val_tokens=64, books_seen=0.5, train_seconds=40.0,
+        train_loss=6.25, val_loss=6.5, train_tokens=2560, val_tokens=64, books_seen=2, train_seconds=40.0,
         first_step_seconds=1.5, data_wait_fraction=0.01, optimizer_fraction=0.09, flops_per_token=2e6,
         flops_formula="PaLM", flops_per_second=2e9, mfu=None, device="cpu", machine="w1", checkpoint=None,
         data_fingerprint="0" * 64, loss_curve=[(10, 7.0, None), (20, 6.25, 6.5)], val_perplexity=665.1,
@@ -101,7 +101,7 @@ def trained(name: str, config: ResolvedConfig, speed: float) -> RunRef:
     for step in (10, 20):
         home.append_report(cycle(step))
     write_json(home.result, to_json(run))
-    report = run_report(config.step, config.dataset, run, home.location, 8 * 10**9)
+    report = run_report(config.step, config.dataset, config.duration, run, home.location, 8 * 10**9)
     tracking.write_summary(home, report, config.dataset, key.store)
     with Tracker(key) as tracker:
         tracking.fill(tracker, home)

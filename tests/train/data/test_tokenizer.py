@@ -54,7 +54,7 @@ def test_it_is_trained_generated_from_and_exported_without_its_data(
     data = Path(shutil.copytree(own.dataset.data, tmp_path / "tokens"))
     trainer = make_trainer(resolve_local(own.replace(data=str(data))), checkpoints=tmp_path / "run" / "checkpoints")
     result = trainer.run()
-    assert closing_sample(trainer, result)
+    assert closing_sample(trainer, replace(result, val_loss=0.0)).sample
     assert result.val_bits_per_byte
     assert result.checkpoint
     shutil.rmtree(data)

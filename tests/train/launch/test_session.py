@@ -20,6 +20,7 @@ from train.launch import session
 from train.launch.job import WorkerJob
 from train.launch.link import Activity, CycleDone, Message, MicroBatchTooLarge, SystemMetrics
 from train.launch.session import Driver, WorkerSession, did_not_fit, energy
+from train.loop.trainer import Trainer
 from train.models.gpt2 import GPT
 from train.result import RunResult
 from train.run_files import progress
@@ -67,7 +68,10 @@ def cycles(home: RunFolder) -> list[dict[str, Any]]:
 def test_a_worker_trains_into_its_folder(
     home: RunFolder, config: ResolvedConfig, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr(session, "closing_sample", lambda trainer, result: f"a text after {trainer.state.step} steps")
+    def write_step(trainer: Trainer, result: RunResult) -> RunResult:
+        return replace(result, sample=f"a text after {trainer.state.step} steps")
+
+    monkeypatch.setattr(session, "closing_sample", write_step)
     result = train(home, config)
     assert (result.outcome, result.steps, result.sample) == ("finished", 12, "a text after 12 steps")
     assert [cycle["step"] for cycle in cycles(home)] == [5, 10, 12]

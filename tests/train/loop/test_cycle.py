@@ -50,7 +50,7 @@ def test_a_report_counts_what_it_names(cycle: RunningCycle) -> None:
     assert made.train_tokens == 15 * 40
     assert made.val_tokens == 240 + 11 * 10
     assert made.batches == 15 + 350 // 40, "validation batches count in batches of a step's size"
-    assert made.books_seen == 600 * 6 / 2400
+    assert made.books_seen == 600 * 6 // 2400
     assert made.gradient_norm == pytest.approx(0.4)
     assert (made.learning_rate, made.elapsed) == (0.02, 77.0)
 

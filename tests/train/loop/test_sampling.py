@@ -1,20 +1,28 @@
 """Text from a model: what is sampled, and the sample that closes a run."""
 
 import dataclasses
+import math
 import shutil
+from collections.abc import Callable
+from dataclasses import replace
 from pathlib import Path
 
+import numpy as np
 import pytest
 import torch
 from trainers import make_trainer
 
 from infra.errors import UserError
 from pipeline.encoding.tokenizer import GPT2_SHA256, gpt2
+from pipeline.shards import Shard
 from train.config import Cycle, ResolvedConfig
+from train.data.windows import MAX_COUNTED_TOKENS, count_ids
 from train.loop.execution import build_inference_model
-from train.loop.sampling import SAMPLE_TOKENS, SamplingParams, closing_sample, load_model, sample
+from train.loop.sampling import SAMPLE_TOKENS, SamplingParams, closing_sample, load_model, noise_reason, sample
+from train.loop.validation import unigram_loss
 from train.model_config import ModelConfig
 from train.models.gpt2 import GPT
+from train.result import RunResult
 
 
 @pytest.fixture(scope="module")
@@ -42,7 +50,8 @@ def test_a_finished_run_writes_the_beginning_of_a_book(config: ResolvedConfig, t
     trainer = make_trainer(config, checkpoints=tmp_path)
     result = trainer.run()
     initial_weights = {name: value.data_ptr() for name, value in trainer.model.state_dict().items()}
-    written = closing_sample(trainer, result)
+    result = replace(result, train_loss=0.0)
+    written = closing_sample(trainer, result).sample
     assert result.checkpoint
     model, _ = load_model(Path(result.checkpoint))
     assert written == gpt2().decode(
@@ -70,20 +79,54 @@ def test_a_model_that_has_learnt_a_sentence_closes_with_it(config: ResolvedConfi
         trainer.model.position_embedding.weight.copy_(torch.eye(64))
         for position, token in enumerate(ids):
             trainer.model.head.weight[token, position] += 10.0
-    assert closing_sample(trainer, result) == gpt2().decode(ids)
+    assert closing_sample(trainer, replace(result, train_loss=0.0)).sample == gpt2().decode(ids)
 
 
 def test_a_run_that_cannot_write_has_no_sample(
     config: ResolvedConfig, small_shards: Path, small_model: ModelConfig
 ) -> None:
     stopped = make_trainer(config, should_stop=lambda: True)
-    assert closing_sample(stopped, stopped.run()) is None
+    result = stopped.run()
+    assert closing_sample(stopped, result) == result
     foreign = make_trainer(config.replace(data=str(small_shards), model=small_model))
-    assert closing_sample(foreign, foreign.run()) is None
+    result = foreign.run()
+    assert closing_sample(foreign, result) == result
     sharded = make_trainer(config)
     result = sharded.run()
     sharded.config = config.replace(workers=2, micro_batch=1, fsdp=True)
-    assert closing_sample(sharded, result) is None
+    assert closing_sample(sharded, result) == result
+
+
+@pytest.mark.parametrize("ids", [2, 50, 256])
+def test_text_is_only_shown_once_the_loss_is_well_below_that_of_frequencies(
+    config: ResolvedConfig, make_result: Callable[..., RunResult], ids: int
+) -> None:
+    """Whatever the number of ids; equally frequent ones have the logarithm of their number as loss."""
+    frequency_loss = unigram_loss(count_ids([np.arange(ids).repeat(10)], 257))
+    assert frequency_loss == pytest.approx(math.log(ids))
+    assert noise_reason(make_result(val_loss=0.84 * frequency_loss), frequency_loss) == ""
+    reason = noise_reason(make_result(val_loss=0.87 * frequency_loss), frequency_loss)
+    assert f"{0.85 * frequency_loss:.2f}" in reason
+    assert f"{frequency_loss:.2f}" in reason
+    assert noise_reason(make_result(val_loss=None, train_loss=0.84 * frequency_loss), frequency_loss) == ""
+    assert noise_reason(make_result(val_loss=None, train_loss=0.87 * frequency_loss), frequency_loss)
+    trainer = make_trainer(config)
+    result = trainer.run()
+    tokens = [shard.tokens for shard in map(Shard, Path(config.dataset.data).glob("train/*.arrow"))]
+    expected = unigram_loss(np.bincount(np.concatenate(tokens)))
+    noise = closing_sample(trainer, replace(result, train_loss=0.9 * expected))
+    assert noise.sample is None
+    assert f"{expected:.2f}" in noise.no_sample_reason
+    assert closing_sample(trainer, replace(result, train_loss=0.8 * expected)).sample
+
+
+def test_frequencies_of_large_data_are_those_of_blocks_of_every_part() -> None:
+    """Each of the four quarters has an id of its own, and more tokens than are counted in all."""
+    quarter = MAX_COUNTED_TOKENS // 2
+    streams = [np.full(quarter, number, np.uint16) for number in range(4)]
+    counts = count_ids([np.concatenate(streams[:2]), *streams[2:]], 5)
+    assert counts.sum() <= MAX_COUNTED_TOKENS
+    assert counts.tolist() == [quarter // 2] * 4 + [0]
 
 
 @pytest.fixture

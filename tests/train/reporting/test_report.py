@@ -6,6 +6,7 @@ from pathlib import Path
 
 import pytest
 
+from infra.cli.table import Report
 from infra.cli.units import GB
 from infra.device.hardware import A100, cpu_info
 from infra.storage.directory import StorageDir
@@ -22,6 +23,12 @@ Make = Callable[..., RunResult]
 HOME = StorageDir.of("runs/one")
 
 
+def make_report(
+    config: ResolvedConfig, result: RunResult, run_dir: StorageDir = HOME, memory_limit: int | None = None
+) -> Report:
+    return report.run_report(config.step, config.dataset, config.duration, result, run_dir, memory_limit)
+
+
 @pytest.fixture
 def config(small_model: ModelConfig) -> ResolvedConfig:
     return ResolvedConfig.of(
@@ -33,19 +40,22 @@ def config(small_model: ModelConfig) -> ResolvedConfig:
 def test_what_a_model_has_learned_to_write_is_text_in_mlflow(config: ResolvedConfig, make_result: Make) -> None:
     """Books may contain Markdown, and a model that was trained on them writes it."""
     result = make_result(sample="<script>a</script> ![x](http://a/b.png) | [y](javascript:z)")
-    page = report.run_report(config.step, config.dataset, result, HOME).markdown()
+    page = make_report(config, result, HOME).markdown()
     row = r"| sample | &lt;script>a&lt;/script> !\[x](http://a/b.png) \| \[y](javascript:z) |"
     assert row in page.splitlines()
 
 
 def test_the_result_as_rows(config: ResolvedConfig, make_result: Make) -> None:
     result = make_result(val_bits_per_character=1.25, sample="so\n it  goes", predicted_memory=3 * GB, val_windows=6)
-    *first, (name, command) = report.run_report(config.step, config.dataset, result, HOME, 2 * GB).summary
+    *first, (name, command) = report.run_report(
+        config.step, config.dataset, config.duration, result, HOME, 2 * GB
+    ).summary
     assert first == [
         ("Run", f"{config.model.text} on `tokens`; finished: reached 10 steps"),
         ("Tokens/s", "1,000 (95% CI 990 to 1,020)"),
-        ("Peak memory", "1.00 GB of 2.00 GB (predicted 3.00 GB)"),
+        ("Peak memory", "1.00 GB of 2.00 GB, 50.0% (predicted 3.00 GB)"),
         ("Loss", "training 3.250, validation 3.500 nats/token"),
+        ("Time", "3.5s; first step after 1.5 s"),
     ]
     assert name == "Next"
     assert "train.generate --checkpoint one" in command
@@ -55,7 +65,7 @@ def test_the_result_as_rows(config: ResolvedConfig, make_result: Make) -> None:
         "validation": "perplexity 33.1 over 257 token ids; 1.500 bits per byte; 1.250 bits per character; "
         "6 windows (0.75 global batches)",
         "tokens seen": "320 training + 64 validation = 384 in total",
-        "books seen": "0.5",
+        "books seen": "2",
         "time": "2s; first step after 1.5 s",
         "step time": "90.0% compute, 9.0% optimizer, 1.00% waiting for data",
         "checkpoint": "runs/one/checkpoints/step-00000010",
@@ -68,11 +78,9 @@ def test_the_result_as_rows(config: ResolvedConfig, make_result: Make) -> None:
     on_gpu = make_result(device="NVIDIA H100", mfu=0.5, throughput=None, val_loss=None)
     rows = dict(report.detail_rows(config.model, config.batch, replace(on_gpu, joules_per_million_tokens=1754.0)))
     assert rows["energy"].startswith("1.75 kJ")
-    assert dict(report.run_report(config.step, config.dataset, on_gpu, HOME).summary)["Tokens/s"].startswith(
-        "not measured"
-    )
+    assert dict(make_report(config, on_gpu, HOME).summary)["Tokens/s"].startswith("not measured")
     measured = replace(on_gpu, throughput=Throughput(1.0, 1.0, 1.0, 3, 1), matmul_utilization=0.625)
-    assert "50.0%" in dict(report.run_report(config.step, config.dataset, measured, HOME).summary)["Tokens/s"]
+    assert "50.0%" in dict(make_report(config, measured, HOME).summary)["Tokens/s"]
     rows = dict(report.detail_rows(config.model, config.batch, replace(measured, hfu=0.75, paused_seconds=60.0)))
     assert all(number in rows["utilization"] for number in ("0.002", "62.5%", "HFU 75.0%"))
     assert "1m" in rows["pause"]
@@ -154,8 +162,32 @@ def test_the_last_fact_says_what_to_do_next(
     advice = "try again: ", "python -m train.run --config runs/one/config.json --loss fused"
     diagnosis = Diagnosis([("logits", "19.78 GB predicted")], *advice) if outcome == "oom" else None
     result = make_result(outcome=outcome, checkpoint=checkpoint, diagnosis=diagnosis)
-    text = report.run_report(config.step, config.dataset, result, StorageDir.of(Path("runs/one").resolve()))
+    text = report.run_report(
+        config.step, config.dataset, config.duration, result, StorageDir.of(Path("runs/one").resolve())
+    )
     report.print_result(text, result, "the link")
     printed = " ".join(capfd.readouterr().out.split())
     assert ("logits 19.78 GB predicted" in printed) == (outcome == "oom")
     assert expected_text in printed.partition("Next")[2].partition("the link")[0]
+
+
+@pytest.mark.parametrize("is_gpu", [False, True])
+def test_what_a_run_prints_at_its_end_is_at_most_ten_lines(
+    config: ResolvedConfig, make_result: Make, capfd: pytest.CaptureFixture[str], is_gpu: bool
+) -> None:
+    """Besides the table of a GPU's memory, which a CPU cannot measure. The description in MLflow has all of it."""
+    memory = Memory(2 * GB, 3 * GB, 4 * GB, "nvml", capacity=8 * GB) if is_gpu else Memory(None, None, GB, "rss")
+    result = make_result(memory=memory, no_sample_reason="the loss of 3.50 is not yet below 3.00")
+    text = make_report(config, result)
+    report.print_result(text, result, "mlflow ui\nhttp://127.0.0.1:5000")
+    printed = capfd.readouterr().out
+    table = "weights" in printed
+    assert table == is_gpu
+    lines = printed.rpartition("\n\n")[2].splitlines() if is_gpu else printed.splitlines()
+    assert len(lines) <= 10
+    for expected in ("1,000 (95% CI 990 to 1,020)", "3.500", "3.5s", "train longer", "http"):
+        assert expected in printed
+    assert ("4.00 GB of 8.00 GB, 50.0%" in printed) == is_gpu
+    assert "not yet below 3.00" in printed
+    for expected in ("| books seen | 2 |", "weights", "median of 7 steps", "not yet below 3.00"):
+        assert expected in text.markdown()

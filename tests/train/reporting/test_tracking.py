@@ -38,7 +38,7 @@ from train.run_files.run_folder import RunFolder
 HOME = RunFolder(Path("runs/one"))
 
 CYCLE = CycleReport(
-    step=3, batches=4, train_loss=4.0, val_loss=3.5, train_tokens=384, val_tokens=128, books_seen=0.5,
+    step=3, batches=4, train_loss=4.0, val_loss=3.5, train_tokens=384, val_tokens=128, books_seen=2,
     cycle_seconds=4.0, train_seconds=3.0, data_wait_seconds=0.25, optimizer_seconds=0.5, elapsed=9.0,
     cycle_tokens=384, epoch_seconds=1.0,
     learning_rate=1e-3, gradient_norm=2.0, step_losses=[5.0, 4.0, 3.0],
@@ -83,7 +83,10 @@ def ended(home: RunFolder, config: ResolvedConfig, result: RunResult, store: str
     """What that command adds at the end."""
     write_json(home.result, to_json(result))
     tracking.write_summary(
-        home, run_report(config.step, config.dataset, result, home.location, 8 * 10**9), config.dataset, store
+        home,
+        run_report(config.step, config.dataset, config.duration, result, home.location, 8 * 10**9),
+        config.dataset,
+        store,
     )
 
 
@@ -281,7 +284,7 @@ def test_a_cycle_in_mlflow_has_each_steps_loss_at_its_step() -> None:
     assert last == 12
     assert actual == {
         "loss/train": 4.0, "loss/val": 0.0, "detail/loss/val_perplexity": 1.0, "throughput/tokens_per_second": 250.0,
-        "progress/train_tokens": 4000, "detail/progress/books": 0.5, "detail/time/elapsed_seconds": 9.0,
+        "progress/train_tokens": 4000, "detail/progress/books": 2, "detail/time/elapsed_seconds": 9.0,
         "detail/time/cycle_seconds": 4.0, "detail/time/train_seconds": 3.0, "detail/time/data_wait_seconds": 0.25,
         "detail/time/optimizer_seconds": 0.5, "optimizer/learning_rate": 1e-3, "optimizer/gradient_norm": 2.0,
     }  # fmt: skip
@@ -315,7 +318,7 @@ def test_a_result_in_mlflow(config: ResolvedConfig, make_result: Callable[..., R
         memory=memory, mfu=0.4, matmul_utilization=0.5, flops_per_token=cast(ModelConfig, config.model).palm_flops,
         predicted_memory=5 * GB,
     )  # fmt: skip
-    metrics = run_report(config.step, config.dataset, result, HOME.location).metrics()
+    metrics = run_report(config.step, config.dataset, config.duration, result, HOME.location).metrics()
     formulas = {name: metrics.pop(name) for name in [*metrics] if "flops_per_token" in name}
     assert len(formulas) == 4
     causal = 0.4 * cast(ModelConfig, config.model).causal_flops / cast(ModelConfig, config.model).palm_flops
@@ -338,7 +341,7 @@ def test_a_result_in_mlflow(config: ResolvedConfig, make_result: Callable[..., R
 
 NO_METRIC = {
     "steps", "warmup_steps", "implausible_reason", "train_loss", "train_tokens", "val_tokens", "books_seen",
-    "train_seconds", "paused_seconds", "flops_per_token", "first_loss", "unigram_loss",
+    "train_seconds", "paused_seconds", "flops_per_token", "first_loss", "unigram_loss", "capacity",
 }  # fmt: skip
 """Numbers of a result that its cycles have as well, that another function records, or that are in result.json alone."""
 
@@ -352,7 +355,7 @@ def test_every_number_of_a_result_is_a_metric_of_its_run_in_the_unit_of_its_name
     numbers = vars(result) | vars(speed) | vars(memory)
     numbers = {name for name, value in numbers.items() if isinstance(value, int | float)} - NO_METRIC
     formulas = ("result/mfu_causal", "result/flops_per_token")
-    metrics = run_report(config.step, config.dataset, result, HOME.location).metrics()
+    metrics = run_report(config.step, config.dataset, config.duration, result, HOME.location).metrics()
     actual = {name: value for name, value in metrics.items() if not name.startswith(formulas)}
     same = ("tokens_per_second", "mfu", "hfu", "val_loss", "val_perplexity", "val_bits_per_byte",
             "val_bits_per_character", "val_windows")  # fmt: skip

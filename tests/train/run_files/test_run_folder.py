@@ -23,7 +23,7 @@ from train.run_files.run_folder import RunFolder, new_directory, new_run, resume
 def report(step: int, loss: float = 3.0) -> CycleReport:
     """A cycle of ten steps that ended at ``step``."""
     return CycleReport(
-        step=step, batches=step, train_loss=loss, val_loss=None, train_tokens=step, val_tokens=0, books_seen=1.0,
+        step=step, batches=step, train_loss=loss, val_loss=None, train_tokens=step, val_tokens=0, books_seen=1,
         cycle_seconds=1.0, train_seconds=1.0, data_wait_seconds=0.0, optimizer_seconds=0.1, elapsed=1.0,
         cycle_tokens=10, epoch_seconds=1.0, learning_rate=1e-3, gradient_norm=1.0, step_losses=[loss] * 10,
     )  # fmt: skip

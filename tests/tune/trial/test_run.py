@@ -168,7 +168,7 @@ def test_the_first_step_which_compiles_does_not_count_against_the_trials_time() 
     watch = watched([], retries=[])
     assert not watch.should_stop(), "no step has ended"
     began = CycleReport(
-        step=1, batches=1, train_loss=5.0, val_loss=None, train_tokens=100, val_tokens=0, books_seen=0.1,
+        step=1, batches=1, train_loss=5.0, val_loss=None, train_tokens=100, val_tokens=0, books_seen=0,
         cycle_seconds=900.0, train_seconds=900.0, data_wait_seconds=0.0, optimizer_seconds=0.0, elapsed=900.0,
         cycle_tokens=100,
         epoch_seconds=1.0, learning_rate=1e-3, gradient_norm=1.0,

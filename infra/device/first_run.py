@@ -1,0 +1,90 @@
+"""What to train first on a device, and how commands print the next command with the time to expect.
+
+A next command must give a result in minutes on the device that the command saw. A run with a time budget takes as long
+on a slow device as on a fast one, so its time is known without knowing the device's speed.
+"""
+
+from collections.abc import Mapping
+from dataclasses import dataclass
+from typing import Literal
+
+from infra.cli.units import format_duration
+from infra.device.hardware import DeviceInfo
+
+TRAINING_SECONDS: Mapping[str, float] = {"cpu": 120.0, "cuda": 300.0}
+"""Time budget of a first run by kind of device: on a CPU enough for the small model to learn common words."""
+
+START_SECONDS: Mapping[str, float] = {"cpu": 10.0, "cuda": 60.0}
+"""Typical time before the first step ends and after the last one: imports, the data, MLflow and, on a GPU, the
+compiler."""
+
+SAMPLE_SECONDS = 10.0
+"""Typical time in which pipeline.tokenize tokenizes the installed sample."""
+
+LARGE_GPU_BYTES = 30e9
+"""Memory from which a GPU is assumed to be as fast as an A100; a smaller one gets a smaller batch, so that its first
+minutes also have dozens of steps."""
+
+
+@dataclass(frozen=True)
+class _Size:
+    """A model and a batch for a first run."""
+
+    flags: str
+    """Flags of train.run."""
+    context_length: int
+    """Tokens of a sequence of the model."""
+    global_batch: int
+    """Sequences of a step."""
+
+
+_SMALL = (_Size("--model tiny --global-batch 8", 128, 8), _Size("--model tiny --global-batch 1", 128, 1))
+_ON_GPU = (_Size("", 1024, 480), _Size("--global-batch 96", 1024, 96), _Size("--global-batch 8", 1024, 8))
+"""Sizes for a GPU, largest first; without flags train.run trains GPT-2 124M with 480 sequences."""
+
+
+@dataclass(frozen=True)
+class NextCommand:
+    """A command that can be executed on this machine, with the time that it will take."""
+
+    command: str
+    seconds: float
+    """Seconds to expect, including the start of the command."""
+
+    def __str__(self) -> str:
+        """Format the command in Markdown, after the time to expect: a shell can execute what follows the colon."""
+        return f"{format_about(self.seconds)}: `{self.command}`"
+
+
+def format_about(seconds: float) -> str:
+    """Format an estimated time: ``about 40 s``, ``about 3 min``, ``about 2 h``."""
+    if seconds < 50:
+        return f"about {max(5, 5 * round(seconds / 5))} s"
+    return f"about {round(seconds / 60)} min" if seconds < 5400 else f"about {seconds / 3600:.0f} h"
+
+
+def first_run(device_info: DeviceInfo, data: str, train_tokens: int, longest_val: int) -> NextCommand | None:
+    """Return the command of a first run on the token shards ``data``; None if they are too few for any.
+
+    Args:
+        device_info: the device that will train.
+        data: the folder of the shards, as an argument of a shell.
+        train_tokens: number of training tokens.
+        longest_val: number of tokens of the longest validation shard; a shorter one than a sequence disables
+            validation.
+    """
+    sizes = _SMALL
+    if device_info.kind == "cuda":
+        sizes = _ON_GPU[device_info.memory < LARGE_GPU_BYTES :] + _SMALL
+    for size in sizes:
+        if train_tokens > size.context_length * size.global_batch:
+            cycle = "" if longest_val > size.context_length else "--cycle 200+0"
+            flags = " ".join(filter(None, (size.flags, time_budget(device_info.kind), cycle)))
+            command = f"python -m train.run --data {data} {flags}"
+            return NextCommand(command, START_SECONDS[device_info.kind] + TRAINING_SECONDS[device_info.kind])
+    return None
+
+
+def time_budget(kind: Literal["cuda", "cpu"]) -> str:
+    """Return the flag that ends a run on a device of this ``kind`` within minutes."""
+    return f"--time-budget {format_duration(TRAINING_SECONDS[kind])}"
