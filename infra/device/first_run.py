@@ -73,15 +73,16 @@ def first_run(device_info: DeviceInfo, data: str, train_tokens: int, longest_val
         longest_val: number of tokens of the longest validation shard; a shorter one than a sequence disables
             validation.
     """
-    sizes = _SMALL
-    if device_info.kind == "cuda":
-        sizes = _ON_GPU[device_info.memory < LARGE_GPU_BYTES :] + _SMALL
+    kind = "cpu" if device_info.gpu_blocker else device_info.kind
+    device = "--device cpu" if device_info.gpu_blocker else ""
+    sizes = _SMALL if kind == "cpu" else _ON_GPU[device_info.memory < LARGE_GPU_BYTES :] + _SMALL
     for size in sizes:
         if train_tokens > size.context_length * size.global_batch:
             cycle = "" if longest_val > size.context_length else "--cycle 200+0"
-            flags = " ".join(filter(None, (size.flags, time_budget(device_info.kind), cycle)))
-            command = f"python -m train.run --data {data} {flags}"
-            return NextCommand(command, START_SECONDS[device_info.kind] + TRAINING_SECONDS[device_info.kind])
+            flags = " ".join(filter(None, (size.flags, time_budget(kind), cycle, device)))
+            return NextCommand(
+                f"python -m train.run --data {data} {flags}", START_SECONDS[kind] + TRAINING_SECONDS[kind]
+            )
     return None
 
 

@@ -40,6 +40,11 @@ def test_the_model_suits_the_device() -> None:
     assert flags_of(first_run(cpu_info(), "d", 10**9, 10**6))["--model"] == "tiny"
 
 
+def test_a_gpu_that_torch_cannot_use_is_replaced_by_the_cpu() -> None:
+    flags = flags_of(first_run(replace(KNOWN_GPUS["A100"], gpu_blocker="the driver is too old"), "d", 10**9, 10**6))
+    assert (flags["--device"], flags["--model"]) == ("cpu", "tiny")
+
+
 def test_a_validation_split_shorter_than_a_sequence_is_not_used() -> None:
     assert flags_of(first_run(cpu_info(), "d", 10**9, 128))["--cycle"].endswith("+0")
     assert first_run(cpu_info(), "d", 100, 0) is None, "not even for a sequence"
