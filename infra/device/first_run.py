@@ -78,7 +78,7 @@ def first_run(device_info: DeviceInfo, data: str, train_tokens: int, longest_val
     sizes = _SMALL if kind == "cpu" else _ON_GPU[device_info.memory < LARGE_GPU_BYTES :] + _SMALL
     for size in sizes:
         if train_tokens > size.context_length * size.global_batch:
-            cycle = "" if longest_val > size.context_length else "--cycle 200+0"
+            cycle = "" if longest_val > size.context_length else "--cycle 20s+0"
             flags = " ".join(filter(None, (size.flags, time_budget(kind), cycle, device)))
             return NextCommand(
                 f"python -m train.run --data {data} {flags}", START_SECONDS[kind] + TRAINING_SECONDS[kind]
