@@ -121,6 +121,7 @@ def test_a_training_at_an_a100s_speed_has_lines_and_a_picture(
     assert duration.time_budget
     steps = int(duration.time_budget * speed / config.step_tokens)
     folder, train_steps = RunFolder(tmp_path), duration.cycle.train_steps
+    assert train_steps, "the notebook sets its cycle in steps"
     tokens = train_steps * config.step_tokens
     cycle = {
         "train_loss": 5.0, "step_losses": [5.0] * train_steps, "val_loss": 5.1, "cycle_tokens": tokens,
