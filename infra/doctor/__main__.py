@@ -18,6 +18,7 @@ from infra.cli.console import console
 from infra.cli.options import Switch, TrackingUri
 from infra.cli.progress import IMPORTING_ACTIVITY, status
 from infra.cli.table import Report, Table
+from infra.cli.units import GB
 from infra.device.first_run import SAMPLE_SECONDS, NextCommand
 from infra.device.hardware import examine_device
 from infra.doctor import allreduce
@@ -60,7 +61,7 @@ def examine(options: DoctorOptions) -> int:
     with status(IMPORTING_ACTIVITY):  # inside the function, so that invalid flags are reported before the slow imports
         from infra import ceilings
         from infra.device import provenance
-        from infra.doctor import checks, nodes
+        from infra.doctor import checks, memory, nodes
         from infra.tracking.store import create_run
         from infra.tracking.tracker import Tracker
 
@@ -110,6 +111,11 @@ def examine(options: DoctorOptions) -> int:
         record |= rates
         tables.append(rates_table(rates))
         tables[-1].show()
+        with status("measuring the memory of a CUDA context"):
+            record["memory"] = memory.measure_memory(device)
+        if record["memory"]:
+            tables.append(memory_table(record["memory"]))
+            tables[-1].show()
         metrics = {f"{group}/{run_ref}": rate for group, values in rates.items() for run_ref, rate in values.items()}
     if options.workers > 1:
         with status(f"measuring all-reduce between {options.workers} workers"):
@@ -191,6 +197,14 @@ def rates_table(rates: dict[str, dict[str, float]]) -> Table:
             text = f"{rate / 1e12:,.2f} TFLOP/s" if "matmul" in group else f"{rate / 1e9:,.2f} GB/s"
             rows.append((f"{group}, {key}".replace("_", " "), text))
     return Table("Measured ceilings", ("operation", "rate"), rows)
+
+
+def memory_table(sizes: dict[str, int]) -> Table:
+    """Return the table of a process's memory on the GPU outside PyTorch's allocator."""
+    names = {"context": "CUDA context", "kernels": "kernels of a step and their libraries"}
+    rows = [(names[part], f"{size / GB:.2f}") for part, size in sizes.items()]
+    total = ("total, which each process on the GPU needs", f"{sum(sizes.values()) / GB:.2f}")
+    return Table("Memory outside PyTorch's allocator", ("part", "memory (GB)"), [*rows, total])
 
 
 def allreduce_table(all_reduce: allreduce.AllReduceResult) -> Table:

@@ -24,7 +24,7 @@ from infra.device.hardware import A100, cpu_info, gpu_info
 from infra.device.peaks import peak_flops
 from infra.device.torch_support import TorchSupport
 from infra.doctor import __main__ as doctor
-from infra.doctor import allreduce, checks, nodes
+from infra.doctor import allreduce, checks, memory, nodes
 from infra.storage.directory import StorageDir
 from infra.tracking.store import store_uri
 
@@ -99,6 +99,22 @@ def test_a_problem_that_prevents_training_ends_the_command_with_code_1(tmp_path:
     process = subprocess.run(command, cwd=tmp_path, env=environment, capture_output=True, text=True, check=False)
     assert process.returncode == 1, process.stderr
     assert "ray: run 'pip install ray'" in process.stdout
+
+
+def test_the_memory_of_a_context_is_what_is_used_beside_the_allocator() -> None:
+    free, reserved = iter([100, 58, 40]), iter([2, 10])
+    assert memory.subtract(lambda: next(free), lambda: next(reserved)) == {"context": 40, "kernels": 10}
+    free, reserved = iter([100, 100, 100]), iter([2, 10])
+    assert memory.subtract(lambda: next(free), lambda: next(reserved)) == {}, "the GPU does not show other processes"
+    table = doctor.memory_table({"context": 400_000_000, "kernels": 110_000_000}).markdown()
+    assert all(size in table for size in ("0.40", "0.11", "0.51"))
+    assert memory.measure_memory(torch.device("cpu")) == {}
+
+
+@pytest.mark.gpu
+def test_the_memory_of_a_context_is_measured() -> None:
+    sizes = memory.measure_memory(torch.device("cuda"))
+    assert not sizes or 50e6 < sizes["context"] < 2e9
 
 
 @pytest.mark.parametrize(("load", "busy"), [(2.0, False), (2.1, True)])
