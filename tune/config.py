@@ -173,13 +173,13 @@ class LadderConfig(ExperimentConfig):
     """
 
     kind = "ladder"
-    resumable_changes = ("data", "compare")
+    resumable_changes = ("data", "compare", "profile")
     main_flags = (
         "suite", "rungs", "data", "model", "steps", "time_budget", "memory_limit", "device", "compare", "name",
         "resume", "dry_run",
     )  # fmt: skip
     flag_groups: ClassVar[dict[str, tuple[str, ...]]] = {
-        "measurement": ("speed_tolerance", "cycle", "seed", "seeds", "fit_batch", "search_result", "stream"),
+        "measurement": ("speed_tolerance", "cycle", "seed", "seeds", "fit_batch", "search_result", "stream", "profile"),
         "output and cluster": ("out", "tracking_uri", "address", "accelerator"),
     }
 
@@ -230,6 +230,9 @@ class LadderConfig(ExperimentConfig):
     stream: Annotated[tuple[str, ...], tyro.conf.arg(metavar="[SOURCE ...]")] = ()
     """Books, given as sources of pipeline.tokenize.
     The additional last rung "streaming" trains directly from them instead of from --data."""
+    profile: Annotated[tuple[str, ...], tyro.conf.arg(metavar="[RUNG RUNG]")] = ()
+    """Names of two rungs, or "baseline" and a rung, whose time and memory to show side by side.
+    At the end of the ladder, or with --resume of a finished one, two steps of each are recorded as by train.profile."""
     compare: Annotated[str | None, tyro.conf.arg(metavar="NAME|DIR|study")] = None
     """Ladder to compare with, by name or folder; or "study", the published study that the suite repeats (a100, loop and
     memory only)."""
@@ -237,6 +240,9 @@ class LadderConfig(ExperimentConfig):
     def __post_init__(self) -> None:
         if self.steps is not None and self.time_budget is not None:
             raise UserError("--steps and --time-budget both set the length of a rung. Use only one of them.")
+        if self.profile and len(set(self.profile)) != 2:
+            names = " ".join(map(repr, self.profile))
+            raise UserError(f"--profile {names} must name two rungs, such as --profile baseline compile.")
         check_minimum(self, steps=MIN_RUNG_STEPS, seeds=1, seed=0)
         check_same_windows(self.cycle)
         if self.speed_tolerance is not None and not 0 <= self.speed_tolerance < 1:

@@ -14,6 +14,8 @@ from matplotlib.figure import Figure
 
 from infra import charts
 
+POINTS = "memory.json"
+"""File with the points of the chart: the times in microseconds, and the bytes by category after a total at each."""
 VIEWER = "https://pytorch.org/memory_viz"
 """torch's viewer for the file that :func:`dump` writes; the page does not send the file anywhere."""
 
@@ -32,14 +34,15 @@ def draw(recorder: torch.profiler.profile, device: str, path: Path, title: str, 
     Raises the error of torch if its method does not support the model or has been removed. The method is deprecated in
     favor of the allocator's history, which only exists for CUDA.
     """
-    points = path.with_suffix(".json")
+    points = path.with_name(POINTS)
     try:
         with warnings.catch_warnings():
             warnings.simplefilter("ignore", FutureWarning)
             recorder.export_memory_timeline(str(points), device)
         times, sizes = json.loads(points.read_text(encoding="utf-8"))
-    finally:
+    except BaseException:
         points.unlink(missing_ok=True)
+        raise
     # The first entry of each row is a total of 0.
     layers = [[row[number] for row in sizes] for number in range(1, len(CATEGORIES) + 1)]
     charts.save(draw_layers(times, layers, title, conditions), path)

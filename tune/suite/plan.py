@@ -21,7 +21,8 @@ from tune.config import LadderConfig
 from tune.experiment.folder import TRIALS
 from tune.experiment.machines import trial_machines
 from tune.suite import study
-from tune.suite.replay import Ladder, SuiteReplay
+from tune.suite.profiles import check_profiled_rungs
+from tune.suite.replay import BASELINE, Ladder, SuiteReplay
 from tune.suite.suites import (
     STREAMING,
     SUITES,
@@ -72,6 +73,10 @@ def make_ladder(config: LadderConfig) -> Ladder:
     if config.model:
         suite = replace_model(suite, start.model)
     training = training.replace(stream=config.stream)  # Every trial then leaves cores for reading the books.
+    if config.profile:
+        check_profiled_rungs(config.profile, [BASELINE, *(rung.name for rung in suite.rungs)])
+        if config.cluster:
+            raise UserError("--profile records on this machine, not on a cluster. Remove --profile or --address.")
     ladder = Ladder(config, directory, machines, manifest, training, config.memory_limit, suite)
     ladder.request(machines[0].name, 1, [], [])  # A baseline that cannot run is rejected before anything is created.
     return ladder

@@ -25,6 +25,9 @@ from tune.suite.suites import Changes, Rung, Suite, apply_changes
 from tune.trial.row import Proposal, TrialRow
 from tune.trial.run import TrialRequest
 
+BASELINE = "baseline"
+"""Name of the first control in reports."""
+
 
 @dataclass(frozen=True)
 class Ladder(Experiment):
@@ -100,7 +103,7 @@ class SuiteReplay:
         """Replay the suite; see :meth:`Ladder.replay_results`."""
         suite, memory = self.ladder.suite, self._memory_for_fit()
         config = self._resolve(self.ladder.training.requested, suite.base, memory)
-        run = SuiteRun("control-00", "baseline", config, "baseline")
+        run = SuiteRun("control-00", BASELINE, config, "baseline")
         baseline, first, memory = self._run_with_smaller_batches(run, memory)
         if first.row:
             check_baseline_speed(first.row, first.reason, fitted=bool(memory))

@@ -21,6 +21,7 @@ from train.search_reference import SearchReference
 from tune.experiment.folder import ExperimentResult
 from tune.reporting.charts import SpeedRow
 from tune.suite import charts, study
+from tune.suite.profiles import draw_timelines, profile_rungs, profile_tables
 from tune.suite.replay import Ladder
 from tune.suite.results import compare_rungs, detail_tables, legend, results_table, summary_fields
 from tune.suite.runs import RungResult
@@ -54,6 +55,9 @@ def publish(ladder: Ladder, rows: Sequence[TrialRow], *, reference: dict[str, An
         sections += [*tables, *notes]
     elif isinstance(reference, dict):
         sections.append(comparison(reference, record))
+    profiles = profile_rungs(ladder, results) if ladder.config.profile else []
+    if profiles:
+        sections += profile_tables(profiles)
     conditions = describe_conditions(device, ladder.limit)
     cumulative = [base[2].middle * (rung.total.ratio if rung.total else 1.0) for rung, *_ in runs] * suite.cumulative
     figures = {
@@ -72,6 +76,8 @@ def publish(ladder: Ladder, rows: Sequence[TrialRow], *, reference: dict[str, An
     }
     if reference == study.NAME and suite.name not in study.EFFECTS:
         figures["study"] = study.draw_study()
+    if profiles and (timelines := draw_timelines(profiles)):
+        figures["profiles"] = timelines
     # If no rung is faster than the baseline, the summary does not name the fastest one.
     gains = [(speed.middle, rung.total.ratio) for rung, _, speed in runs if rung.total]
     best, gain = max(gains, default=(None, None))

@@ -1,0 +1,140 @@
+"""Profiles of two rungs side by side: the time by class of kernel, the memory by part, and both memory timelines."""
+
+import json
+import os
+import re
+import subprocess
+import sys
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+from matplotlib.figure import Figure
+
+from infra.cli.progress import status
+from infra.cli.table import Table
+from infra.errors import UserError
+from infra.storage.files import write_json
+from train.estimate.memory import peak_if_known
+from train.profile.memory_timeline import CATEGORIES, COLORS, POINTS
+from tune.suite.replay import Ladder
+from tune.suite.runs import RungResult
+
+PROFILES = "profiles"
+"""Folder of the profiles in the folder of a ladder."""
+
+
+@dataclass(frozen=True)
+class RungProfile:
+    """A recorded rung."""
+
+    rung: RungResult
+    """The rung with its measurement."""
+    profile: dict[str, Any]
+    """The fields of its :class:`train.profile.trace.Profile`."""
+    timeline: tuple[list[float], list[list[int]]] | None
+    """(microseconds, bytes by category after a total at each); None if torch could not draw it."""
+
+
+def check_profiled_rungs(names: Sequence[str], known: Sequence[str]) -> None:
+    """Raise ``UserError`` unless all ``names`` are ``known``."""
+    for name in names:
+        if name not in known:
+            raise UserError(f"--profile {name!r} is not a rung of this ladder. Choose from {', '.join(known)}.")
+
+
+def profile_rungs(
+    ladder: Ladder, rungs: Sequence[RungResult], record: Callable[[Ladder, RungResult, Path], None] | None = None
+) -> list[RungProfile]:
+    """Record the profiles of the rungs that ``--profile`` names, each in a fresh process, unless they exist.
+
+    A rung without a speed is rejected with its reason. ``record`` writes the profile of a rung to a folder.
+    """
+    by_name = {rung.name: rung for rung in rungs}
+    profiles = []
+    for name in ladder.config.profile:
+        rung = by_name[name]
+        if rung.config is None or rung.row is None:
+            raise UserError(f"--profile {name!r} was not measured: {rung.reason}. Choose another rung.")
+        folder = ladder.folder / PROFILES / re.sub(r"\W+", "-", name).strip("-")
+        if not (folder / "profile.json").exists():
+            (record or record_rung)(ladder, rung, folder)
+        points = folder / POINTS
+        timeline = json.loads(points.read_text(encoding="utf-8")) if points.exists() else None
+        profile = json.loads((folder / "profile.json").read_text(encoding="utf-8"))
+        profiles.append(RungProfile(rung, profile, timeline))
+    return profiles
+
+
+def record_rung(ladder: Ladder, rung: RungResult, folder: Path) -> None:
+    """Record a rung with ``python -m train.profile``, as a run of its own in MLflow."""
+    assert rung.config is not None
+    folder.parent.mkdir(exist_ok=True)
+    config = folder.with_suffix(".json")
+    write_json(config, rung.config.to_json())
+    store = ["--tracking-uri", ladder.config.tracking_uri] if ladder.config.tracking_uri else []
+    with status(f"recording the profile of {rung.name}"):
+        process = subprocess.run(
+            [
+                sys.executable, "-P", "-m", "train.profile", "--config", str(config), "--name", folder.name,
+                "--out", str(folder.parent), *store,
+            ],
+            env=os.environ | {"PYTHONPATH": os.pathsep.join(sys.path)}, capture_output=True, text=True,
+        )  # fmt: skip
+    if process.returncode:
+        last_line = (process.stderr.strip().splitlines() or ["it printed nothing"])[-1]
+        raise UserError(
+            f"--profile {rung.name!r} failed: {last_line.rstrip('.')}. Run 'python -m train.profile --config {config}' "
+            "to see its output."
+        )
+
+
+def profile_tables(profiles: Sequence[RungProfile]) -> list[Table]:
+    """Build the tables of time and memory of two profiles side by side."""
+    first, second = profiles
+    names = first.rung.name, second.rung.name
+    times = [
+        (label, *(profile.profile[name] for profile in profiles))
+        for label, name in (("step", "step"), ("forward pass", "forward"), ("backward pass", "backward"))
+    ]
+    classes = dict.fromkeys([*first.profile["by_class"], *second.profile["by_class"]])
+    times += [(f"kernels: {kind}", *(p.profile["by_class"].get(kind, 0.0) for p in profiles)) for kind in classes]
+    causes = dict.fromkeys([*first.profile["gaps"], *second.profile["gaps"]])
+    times += [(f"idle: {cause}", *(p.profile["gaps"].get(cause, 0.0) for p in profiles)) for cause in causes]
+    time_rows = [
+        (label, f"{a:.2f}", f"{b:.2f}", f"{b - a:+.2f}", f"x{b / a:.2f}" if a else "-") for label, a, b in times
+    ]
+    tables = [Table("Time of two rungs (ms/step)", ("part", *names, "difference", "ratio"), time_rows)]
+    breakdowns = [peak_if_known(profile.rung.config.step) if profile.rung.config else None for profile in profiles]
+    memory: list[tuple[str, float, float]] = []
+    if all(breakdowns):
+        parts = [breakdown.parts() for breakdown in breakdowns if breakdown]
+        memory += [(f"predicted {part}", parts[0][part], parts[1][part]) for part in parts[0]]
+    peaks = [profile.rung.memory or 0 for profile in profiles]
+    memory.append(("measured peak of the process", peaks[0], peaks[1]))
+    memory_rows = [
+        (label, f"{a / 1e9:.3f}", f"{b / 1e9:.3f}", f"{(b - a) / 1e9:+.3f}") for label, a, b in memory if a or b
+    ]
+    tables.append(Table("Memory of two rungs (GB)", ("part", *names, "difference"), memory_rows))
+    return tables
+
+
+def draw_timelines(profiles: Sequence[RungProfile]) -> Figure | None:
+    """Draw the memory over time of two profiles with equal axes; None if one has no timeline."""
+    timelines = [profile.timeline for profile in profiles if profile.timeline]
+    if len(timelines) < len(profiles):
+        return None
+    figure = Figure(figsize=(12, 4.5), layout="constrained")
+    panels = figure.subplots(1, len(profiles), sharey=True, sharex=True)
+    for axes, profile, (times, sizes) in zip(panels, profiles, timelines, strict=True):
+        milliseconds = [(time - min(times)) / 1e3 for time in times]
+        layers = [[row[number + 1] / 1e9 for row in sizes] for number in range(len(CATEGORIES))]
+        axes.stackplot(milliseconds, layers, labels=CATEGORIES, colors=COLORS, linewidth=0, step="post")
+        axes.set_title(profile.rung.name, loc="left")
+        axes.set_xlabel("time (ms)")
+        axes.spines[["top", "right"]].set_visible(False)
+    panels[0].set_ylabel("memory (GB)")
+    handles, labels = panels[0].get_legend_handles_labels()
+    figure.legend(handles, labels, loc="outside lower center", ncols=len(CATEGORIES), frameon=False, fontsize="small")
+    return figure
