@@ -18,7 +18,6 @@ from infra.errors import UserError
 from infra.storage.files import write_json
 from train.estimate.memory import peak_if_known
 from train.profile.memory_timeline import CATEGORIES, COLORS, POINTS
-from tune.suite.replay import Ladder
 from tune.suite.runs import RungResult
 
 PROFILES = "profiles"
@@ -45,35 +44,36 @@ def check_profiled_rungs(names: Sequence[str], known: Sequence[str]) -> None:
 
 
 def profile_rungs(
-    ladder: Ladder, rungs: Sequence[RungResult], record: Callable[[Ladder, RungResult, Path], None] | None = None
+    names: Sequence[str], rungs: Sequence[RungResult], folder: Path, record: Callable[[RungResult, Path], None]
 ) -> list[RungProfile]:
-    """Record the profiles of the rungs that ``--profile`` names, each in a fresh process, unless they exist.
+    """Return the profiles of the rungs with these ``names``.
 
-    A rung without a speed is rejected with its reason. ``record`` writes the profile of a rung to a folder.
+    Those that are not in ``folder`` yet are recorded by ``record``, which writes the profile of a rung to a folder.
+    Raises ``UserError`` for a rung without a speed.
     """
     by_name = {rung.name: rung for rung in rungs}
     profiles = []
-    for name in ladder.config.profile:
+    for name in names:
         rung = by_name[name]
-        if rung.config is None or rung.row is None:
+        if rung.row is None:
             raise UserError(f"--profile {name!r} was not measured: {rung.reason}. Choose another rung.")
-        folder = ladder.folder / PROFILES / re.sub(r"\W+", "-", name).strip("-")
-        if not (folder / "profile.json").exists():
-            (record or record_rung)(ladder, rung, folder)
-        points = folder / POINTS
+        rung_folder = folder / re.sub(r"\W+", "-", name).strip("-")
+        if not (rung_folder / "profile.json").exists():
+            record(rung, rung_folder)
+        points = rung_folder / POINTS
         timeline = json.loads(points.read_text(encoding="utf-8")) if points.exists() else None
-        profile = json.loads((folder / "profile.json").read_text(encoding="utf-8"))
+        profile = json.loads((rung_folder / "profile.json").read_text(encoding="utf-8"))
         profiles.append(RungProfile(rung, profile, timeline))
     return profiles
 
 
-def record_rung(ladder: Ladder, rung: RungResult, folder: Path) -> None:
-    """Record a rung with ``python -m train.profile``, as a run of its own in MLflow."""
-    assert rung.config is not None
+def record_rung(rung: RungResult, folder: Path, *, tracking_uri: str | None) -> None:
+    """Record a rung in a fresh process with ``python -m train.profile``, as a run of its own in MLflow."""
+    assert rung.config is not None, "a rung with a row has run"
     folder.parent.mkdir(exist_ok=True)
     config = folder.with_suffix(".json")
     write_json(config, rung.config.to_json())
-    store = ["--tracking-uri", ladder.config.tracking_uri] if ladder.config.tracking_uri else []
+    store = ["--tracking-uri", tracking_uri] if tracking_uri else []
     with status(f"recording the profile of {rung.name}"):
         process = subprocess.run(
             [

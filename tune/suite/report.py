@@ -3,6 +3,7 @@
 import json
 from collections.abc import Sequence
 from dataclasses import asdict
+from functools import partial
 from typing import Any
 
 from infra.charts import describe_conditions
@@ -21,7 +22,7 @@ from train.search_reference import SearchReference
 from tune.experiment.folder import ExperimentResult
 from tune.reporting.charts import SpeedRow
 from tune.suite import charts, study
-from tune.suite.profiles import draw_timelines, profile_rungs, profile_tables
+from tune.suite.profiles import PROFILES, draw_timelines, profile_rungs, profile_tables, record_rung
 from tune.suite.replay import Ladder
 from tune.suite.results import compare_rungs, detail_tables, legend, results_table, summary_fields
 from tune.suite.runs import RungResult
@@ -55,7 +56,8 @@ def publish(ladder: Ladder, rows: Sequence[TrialRow], *, reference: dict[str, An
         sections += [*tables, *notes]
     elif isinstance(reference, dict):
         sections.append(comparison(reference, record))
-    profiles = profile_rungs(ladder, results) if ladder.config.profile else []
+    record = partial(record_rung, tracking_uri=ladder.config.tracking_uri)
+    profiles = profile_rungs(ladder.config.profile, results, folder / PROFILES, record)
     if profiles:
         sections += profile_tables(profiles)
     conditions = describe_conditions(device, ladder.limit)
