@@ -58,13 +58,13 @@ def probe(step: Step, larger: int, on_start: Callable[[int], object]) -> list[Me
     make_optimizer(
         build_model(step.model, step.execution, step.optimization.optimizer, SEED, device),
         step.optimization,
-        step.execution.offload_optimizer,
+        offload=step.execution.offload_optimizer,
     )  # what these import is not the model's
     memory.reset_after_oom(replace(step.execution, compile="off"))
     baseline_peak = _peak(device)
     model = build_model(step.model, step.execution, step.optimization.optimizer, SEED, device)
     forward = compile_model(model, step.execution)
-    optimizer = make_optimizer(model, step.optimization, step.execution.offload_optimizer)
+    optimizer = make_optimizer(model, step.optimization, offload=step.execution.offload_optimizer)
     peaks: dict[int, list[int]] = {accumulation: [] for accumulation in ACCUMULATIONS}
     held = dict[str, int]()
     sizes = (step.batch.micro_batch, larger)

@@ -76,7 +76,7 @@ class Callbacks:
     """Called with each cycle's report."""
     should_stop: Callable[[], bool] = lambda: False
     """Called after each step; returns whether the run must stop after it, as interrupted."""
-    of_user: Sequence[Callback] = ()
+    user_callbacks: Sequence[Callback] = ()
     """Callbacks of a Python program; the run is finished after the step in which one of them stops it."""
     should_discard: Callable[[], bool] = lambda: False
     """Called between the micro-batches of a long step; returns whether the run must stop now, without this step."""
@@ -194,7 +194,7 @@ class Trainer:
             for parameter in self.model.parameters():
                 parameter.grad = torch.zeros_like(parameter)
         self.has_buffers = len(self.model.state_dict()) > len(list(self.model.named_parameters(remove_duplicate=False)))
-        self.optimizer = make_optimizer(self.model, config.optimization, config.execution.offload_optimizer)
+        self.optimizer = make_optimizer(self.model, config.optimization, offload=config.execution.offload_optimizer)
         self.scaler = torch.amp.GradScaler(self.device.type, enabled=config.execution.precision == "fp16")
         self.norm_check = NormCheck(self.attention, skips_steps=self.scaler.is_enabled())
         if self.resume_checkpoint is not None:
@@ -363,11 +363,11 @@ class Trainer:
 
     def _call_user(self, cycle: RunningCycle) -> None:
         """Call the user's callbacks after a step of ``cycle``."""
-        if not self.callbacks.of_user or not self.workers.is_first:
+        if not self.callbacks.user_callbacks or not self.workers.is_first:
             return
         self.stage = f"running the callbacks after step {self.state.step}"
         step = TrainStep(self.state.step, cycle.losses[cycle.steps - 1].clone(), cycle.learning_rate, self.model)
-        for callback in self.callbacks.of_user:
+        for callback in self.callbacks.user_callbacks:
             if callback.on_step_end(step):
                 self.stopped_by = callback
 
@@ -555,7 +555,7 @@ class Trainer:
         self.times.reports.append(made)
         if self.workers.is_first:
             self.callbacks.on_cycle(made)
-            for callback in self.callbacks.of_user:
+            for callback in self.callbacks.user_callbacks:
                 if callback.on_cycle_end(made):
                     self.stopped_by = callback
         return wrong

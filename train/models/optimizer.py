@@ -12,7 +12,9 @@ from train.config import OptimizationConfig, Optimizer
 from train.models.blocks import repeated_blocks
 
 
-def make_optimizer(model: nn.Module, optimization: OptimizationConfig, offload: bool = False) -> torch.optim.Optimizer:
+def make_optimizer(
+    model: nn.Module, optimization: OptimizationConfig, *, offload: bool = False
+) -> torch.optim.Optimizer:
     """Create the optimizer, with one parameter group for matrices and one without weight decay for biases and norms.
 
     If ``offload``, its state is in the host's memory. The papers are arXiv 1711.05101 (AdamW), 2110.02861 (8-bit
