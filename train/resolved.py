@@ -186,19 +186,22 @@ def _choose_by_memory(step: StepConfig, memory: int) -> dict[str, Any]:
     best, best_time = None, math.inf
     least: list[Step] = []
     for checkpointing in _checkpointing_choices(step):
-        time = 1 + recomputation_time(checkpointing)
-        if time >= best_time:
-            break
         candidates = _candidates(step.replace(checkpointing=checkpointing))
+        if _relative_time(candidates[0]) >= best_time:  # Predicting memory takes seconds for a custom model.
+            break
         choice = next((candidate for candidate in candidates if fits(candidate, memory)), None)
         if choice is None:
             least.append(min(candidates, key=peak_with_margin))
-            continue
-        time *= 1 + OVERHEAD_TOKENS / (choice.batch.micro_batch * choice.model.context_length)
-        if time < best_time:
+        elif (time := _relative_time(choice)) < best_time:
             best, best_time = choice, time
     choice = best or min(least, key=peak_with_margin)
     return {name: choice.setting(name) for name in BY_MEMORY}
+
+
+def _relative_time(step: Step) -> float:
+    """Return the predicted time per token, relative to a large micro-batch without recomputation."""
+    tokens = step.batch.micro_batch * step.model.context_length
+    return (1 + recomputation_time(step.execution.checkpointing)) * (1 + OVERHEAD_TOKENS / tokens)
 
 
 def _checkpointing_choices(step: StepConfig) -> list[Checkpointing]:

@@ -76,7 +76,7 @@ def test_transformers_gives_the_same_logits(
 
 
 def test_a_registered_model_has_a_signature_and_the_same_logits(
-    saved: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+    saved: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capfd: pytest.CaptureFixture[str]
 ) -> None:
     monkeypatch.chdir(tmp_path)
     requested = ExportConfig(checkpoint=str(saved), to=tmp_path / "exported", register="books")
@@ -86,7 +86,10 @@ def test_a_registered_model_has_a_signature_and_the_same_logits(
     RunFolder(tmp_path / "runs" / "one").save_run_ref(key)
     with Tracker(key) as tracker:
         tracker.finish("KILLED")
+    capfd.readouterr()
     assert export(requested) == 0
+    printed = capfd.readouterr().err.splitlines()
+    assert not [line for line in printed if not line.startswith("... ")], "the libraries' messages are not printed"
     run = MlflowClient(key.store).get_run(key.run_id)
     assert run.info.status == "KILLED"
     assert run.outputs is not None
