@@ -17,6 +17,7 @@ from infra.cli.progress import status
 from infra.errors import UserError
 from infra.tracking.run_ref import RunRef
 from train.config import config_from_json
+from train.reporting.hub import check_can_push, push
 from train.run_files.lookup import find_checkpoint
 from train.run_files.progress import read_progress
 from train.run_files.run_folder import RunFolder
@@ -61,8 +62,6 @@ def export(config: ExportConfig) -> int:
         raise UserError(f"--register {config.register} only supports GPT-2 models, not {kind.text}. Remove --register.")
     run_ref = find_run_ref(run, config.register)
     if config.push:
-        from train.reporting.hub import check_can_push
-
         check_can_push(config.push)
     name = run.location.name
     with status("writing the model"):
@@ -70,10 +69,9 @@ def export(config: ExportConfig) -> int:
 
         loading = write_model(checkpoint, config.to, f"{name}, MLflow run {run_ref.run_id}" if run_ref else "")
     console.print(f"{config.to}: {loading}")
+    url = None
     if config.push:
         with status(f"pushing the model to {config.push}"):
-            from train.reporting.hub import push
-
             url = push(config.to, config.push, is_private=not config.public)
         console.print(f"pushed: {url}", markup=False)
     if run_ref is None:
@@ -90,7 +88,7 @@ def export(config: ExportConfig) -> int:
     with status("recording the export in MLflow"):
         from train.reporting.tracking import link_export
 
-        link_export(run_ref, progress.step, config.to.resolve(), model)
+        link_export(run_ref, progress.step, config.to.resolve(), model, url)
     return 0
 
 

@@ -151,13 +151,16 @@ def link_search(tracker: Tracker, name: str, config_file: str) -> None:
     add_to_description(search, f"Trained with its winner: {link}", {"trained.run": tracker.run_ref.run_id})
 
 
-def link_export(run_ref: RunRef, step: int, folder: Path, model: tuple[str, str] | None) -> None:
+def link_export(
+    run_ref: RunRef, step: int, folder: Path, model: tuple[str, str] | None, hub_url: str | None = None
+) -> None:
     """Add to the description of a model's run that it was exported after ``step`` steps to ``folder``.
 
-    ``model`` is its name and version in the registry, if it is registered.
+    ``model`` is its name and version in the registry, if it is registered, and ``hub_url`` its address on a hub.
     """
+    pushed = f", pushed to {hub_url}" if hub_url else ""
     registered = f" and registered as {model_link(*model)}" if model else ""
-    paragraph = f"Exported after {step:,} steps to `{folder}`{registered}"
+    paragraph = f"Exported after {step:,} steps to `{folder}`{pushed}{registered}"
     add_to_description(run_ref, paragraph, {"exported.to": str(folder)})
 
 
