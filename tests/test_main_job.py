@@ -169,7 +169,7 @@ def test_no_secret_of_the_environment_is_kept_or_printed(used: Path) -> None:
 def test_the_python_of_the_guides_works(used: Path) -> None:
     """All blocks in one program: later ones use what earlier ones have made."""
     blocks = re.findall(r"^```python\n(.*?)^```", GUIDES, re.MULTILINE | re.DOTALL)
-    assert len(blocks) == 5
+    assert len(blocks) == 6
     done = subprocess.run(
         [sys.executable, "-c", "\n".join(blocks)],
         cwd=used, env=environment(**NO_GPU), capture_output=True, text=True, check=False,
@@ -179,6 +179,7 @@ def test_the_python_of_the_guides_works(used: Path) -> None:
     assert f"{manifest.splits['train']['tokens']} {manifest.fingerprint}" in done.stdout
     result = json.loads((used / "runs/notebook/result.json").read_text())
     assert f"\n{result['train_loss']} Throughput(" in done.stdout
+    assert "stopped by the callback StopAtLoss\n" in done.stdout
     best = json.loads((used / "runs/from-python/best.json").read_text())["config"]
     micro, accumulation = best["micro_batch"], best["global_batch"] // best["micro_batch"]
     assert f"\n{micro} {accumulation}\n" in done.stdout

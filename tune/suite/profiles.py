@@ -125,16 +125,18 @@ def draw_timelines(profiles: Sequence[RungProfile]) -> Figure | None:
     timelines = [profile.timeline for profile in profiles if profile.timeline]
     if len(timelines) < len(profiles):
         return None
+    peak = max(sum(row[1:]) for _, sizes in timelines for row in sizes)
+    divisor, unit = (1e9, "GB") if peak >= 1e9 else (1e6, "MB")
     figure = Figure(figsize=(12, 4.5), layout="constrained")
     panels = figure.subplots(1, len(profiles), sharey=True, sharex=True)
     for axes, profile, (times, sizes) in zip(panels, profiles, timelines, strict=True):
         milliseconds = [(time - min(times)) / 1e3 for time in times]
-        layers = [[row[number + 1] / 1e9 for row in sizes] for number in range(len(CATEGORIES))]
+        layers = [[row[number + 1] / divisor for row in sizes] for number in range(len(CATEGORIES))]
         axes.stackplot(milliseconds, layers, labels=CATEGORIES, colors=COLORS, linewidth=0, step="post")
         axes.set_title(profile.rung.name, loc="left")
         axes.set_xlabel("time (ms)")
         axes.spines[["top", "right"]].set_visible(False)
-    panels[0].set_ylabel("memory (GB)")
+    panels[0].set_ylabel(f"memory ({unit})")
     handles, labels = panels[0].get_legend_handles_labels()
     figure.legend(handles, labels, loc="outside lower center", ncols=len(CATEGORIES), frameon=False, fontsize="small")
     return figure

@@ -59,7 +59,7 @@ def publish(ladder: Ladder, rows: Sequence[TrialRow], *, reference: dict[str, An
     record = partial(record_rung, tracking_uri=ladder.config.tracking_uri)
     profiles = profile_rungs(ladder.config.profile, results, folder / PROFILES, record)
     if profiles:
-        sections += profile_tables(profiles)
+        sections += [*profile_tables(profiles), f"Traces: `{PROFILES}/*/trace.json.gz`, for ui.perfetto.dev"]
     conditions = describe_conditions(device, ladder.limit)
     cumulative = [base[2].middle * (rung.total.ratio if rung.total else 1.0) for rung, *_ in runs] * suite.cumulative
     figures = {
