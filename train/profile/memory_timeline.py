@@ -10,6 +10,7 @@ from contextlib import contextmanager
 from pathlib import Path
 
 import torch
+from matplotlib.axes import Axes
 from matplotlib.figure import Figure
 
 from infra import charts
@@ -56,16 +57,25 @@ def draw_layers(times: Sequence[float], layers: Sequence[Sequence[int]], title: 
     Memory changes at once when a block is allocated or freed, so the areas are drawn in steps.
     """
     figure, (axes,) = charts.new_figure(title, conditions)
+    peak = max((sum(sizes) for sizes in zip(*layers, strict=True)), default=0)
+    stack_layers(axes, times, layers, peak)
+    axes.set_xlabel("time (ms)")
+    charts.add_legend(axes)
+    return figure
+
+
+def stack_layers(axes: Axes, times: Sequence[float], layers: Sequence[Sequence[int]], highest: int) -> None:
+    """Draw ``layers`` over ``times`` on ``axes``, which reach up to ``highest`` bytes, and mark their peak."""
     milliseconds = [(time - min(times)) / 1e3 for time in times]
     totals = [sum(sizes) for sizes in zip(*layers, strict=True)]
     peak = max(totals, default=0)
-    divisor, unit = (1e9, "GB") if peak >= 1e9 else (1e6, "MB")
+    divisor, unit = (1e9, "GB") if highest >= 1e9 else (1e6, "MB")
     used = [number for number, sizes in enumerate(layers) if any(sizes)]
     axes.stackplot(
         milliseconds, [[size / divisor for size in layers[number]] for number in used], step="post", linewidth=0,
         labels=[CATEGORIES[number] for number in used], colors=[COLORS[number] for number in used],
     )  # fmt: skip
-    axes.set(xlabel="time (ms)", ylabel=f"memory ({unit})", xlim=(0, max(milliseconds, default=1)))
+    axes.set(ylabel=f"memory ({unit})", xlim=(0, max(milliseconds, default=1)))
     if peak:
         moment = milliseconds[totals.index(peak)]
         axes.axhline(peak / divisor, color=charts.GRAY, linestyle=":", linewidth=1)
@@ -73,10 +83,8 @@ def draw_layers(times: Sequence[float], layers: Sequence[Sequence[int]], title: 
             f"peak {peak / divisor:,.1f} {unit}", (moment, peak / divisor), (0, 3), textcoords="offset points",
             ha="center", fontsize="small",
         )  # fmt: skip
-    axes.set_ylim(0, 1.12 * peak / divisor or 1)
+    axes.set_ylim(0, 1.12 * highest / divisor or 1)
     charts.format_thousands(axes.xaxis, axes.yaxis)
-    charts.add_legend(axes)
-    return figure
 
 
 @contextmanager

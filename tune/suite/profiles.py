@@ -12,12 +12,13 @@ from typing import Any
 
 from matplotlib.figure import Figure
 
+from infra import charts
 from infra.cli.progress import status
 from infra.cli.table import Table
 from infra.errors import UserError
 from infra.storage.files import write_json
 from train.estimate.memory import peak_if_known
-from train.profile.memory_timeline import CATEGORIES, COLORS, POINTS
+from train.profile.memory_timeline import CATEGORIES, POINTS, stack_layers
 from tune.suite.runs import RungResult
 
 PROFILES = "profiles"
@@ -120,23 +121,24 @@ def profile_tables(profiles: Sequence[RungProfile]) -> list[Table]:
     return tables
 
 
-def draw_timelines(profiles: Sequence[RungProfile]) -> Figure | None:
-    """Draw the memory over time of two profiles with equal axes; None if one has no timeline."""
+@charts.styled
+def draw_timelines(profiles: Sequence[RungProfile], conditions: str) -> Figure | None:
+    """Draw the memory over time of two profiles with equal axes; None if one has no timeline.
+
+    The ``conditions`` are the line below the title.
+    """
     timelines = [profile.timeline for profile in profiles if profile.timeline]
     if len(timelines) < len(profiles):
         return None
-    peak = max(sum(row[1:]) for _, sizes in timelines for row in sizes)
-    divisor, unit = (1e9, "GB") if peak >= 1e9 else (1e6, "MB")
-    figure = Figure(figsize=(12, 4.5), layout="constrained")
-    panels = figure.subplots(1, len(profiles), sharey=True, sharex=True)
+    title = f"Memory over {profiles[0].profile['steps']} steps: {' and '.join(p.rung.name for p in profiles)}"
+    highest = max(sum(row[1:]) for _, sizes in timelines for row in sizes)
+    longest = max(max(times) - min(times) for times, _ in timelines) / 1e3
+    figure, panels = charts.new_figure(title, conditions, height=6.0, nrows=len(profiles), sharex=True, sharey=True)
     for axes, profile, (times, sizes) in zip(panels, profiles, timelines, strict=True):
-        milliseconds = [(time - min(times)) / 1e3 for time in times]
-        layers = [[row[number + 1] / divisor for row in sizes] for number in range(len(CATEGORIES))]
-        axes.stackplot(milliseconds, layers, labels=CATEGORIES, colors=COLORS, linewidth=0, step="post")
-        axes.set_title(profile.rung.name, loc="left")
-        axes.set_xlabel("time (ms)")
-        axes.spines[["top", "right"]].set_visible(False)
-    panels[0].set_ylabel(f"memory ({unit})")
-    handles, labels = panels[0].get_legend_handles_labels()
-    figure.legend(handles, labels, loc="outside lower center", ncols=len(CATEGORIES), frameon=False, fontsize="small")
+        layers = [[row[number] for row in sizes] for number in range(1, len(CATEGORIES) + 1)]
+        stack_layers(axes, times, layers, highest)
+        axes.annotate(profile.rung.name, (0.99, 0.95), xycoords="axes fraction", ha="right", va="top", weight="bold")
+    panels[0].set_xlim(0, longest)
+    panels[-1].set_xlabel("time (ms)")
+    charts.add_legend(panels[0])
     return figure

@@ -78,7 +78,7 @@ def publish(ladder: Ladder, rows: Sequence[TrialRow], *, reference: dict[str, An
     }
     if reference == study.NAME and suite.name not in study.EFFECTS:
         figures["study"] = study.draw_study()
-    if profiles and (timelines := draw_timelines(profiles)):
+    if profiles and (timelines := draw_timelines(profiles, conditions)):
         figures["profiles"] = timelines
     # If no rung is faster than the baseline, the summary does not name the fastest one.
     gains = [(speed.middle, rung.total.ratio) for rung, _, speed in runs if rung.total]
