@@ -137,7 +137,7 @@ def draw_timelines(profiles: Sequence[RungProfile], conditions: str) -> Figure |
     for axes, profile, (times, sizes) in zip(panels, profiles, timelines, strict=True):
         layers = [[row[number] for row in sizes] for number in range(1, len(CATEGORIES) + 1)]
         stack_layers(axes, times, layers, highest)
-        axes.annotate(profile.rung.name, (0.99, 0.95), xycoords="axes fraction", ha="right", va="top", weight="bold")
+        axes.annotate(profile.rung.name, (1, 1.01), xycoords="axes fraction", ha="right", va="bottom", weight="bold")
     panels[0].set_xlim(0, longest)
     panels[-1].set_xlabel("time (ms)")
     charts.add_legend(panels[0])
