@@ -52,8 +52,11 @@ def torch_support(device: CudaDevice, driver_version: tuple[int, int], *, is_wsl
     Where a user has configured torch's allocator, that is what is tried. Nothing is tried where torch already uses the
     GPU in this process, such as in a notebook: it works, and the GPU may be set to allow one process only.
     """
-    torch = sys.modules.get("torch")
-    if torch and torch.cuda.is_initialized():
+    # Another thread may be importing torch, which cannot use the GPU yet.
+    is_initialized = getattr(sys.modules.get("torch.cuda"), "is_initialized", None)
+    if is_initialized and is_initialized():
+        import torch
+
         free, _ = torch.cuda.mem_get_info()
         return TorchSupport(free_memory=free + torch.cuda.memory_reserved())
     allocator_blocker = "WSL2 does not support them on every GPU" if is_wsl else ""
