@@ -15,12 +15,12 @@ from matplotlib.ticker import LogLocator, NullLocator
 
 from infra import charts
 from infra.cli.units import GB
-from train.intervals import Estimate
+from train.intervals import Difference, Estimate
 from tune.space import Candidate, KnobValues
 from tune.strategy.curves import FittedCurves
 from tune.strategy.memory_aware import MemorySearcher
-from tune.strategy.ranking import DOES_NOT_FIT, rank
-from tune.trial.row import TrialRow, rows_with_speed
+from tune.strategy.ranking import DOES_NOT_FIT, candidate_speeds, rank
+from tune.trial.row import TrialRow
 
 MAX_LEADERBOARD_ROWS = 20
 """Maximum number of candidates in the chart of the leaderboard."""
@@ -161,15 +161,13 @@ def _speed(rows: Sequence[TrialRow], curves: FittedCurves, conditions: str) -> F
     title = f"Speed of {curves.space.base.model.text} by micro-batch"
     figure, (axes,) = charts.new_figure(title, conditions)
     axes.set(xlabel="micro-batch (sequences)", ylabel="tokens/s (95% CI)", xscale="log")
-    combinations = [*_combinations(rows, curves)]
+    combinations, measured = [*_combinations(rows, curves)], candidate_speeds(rows)
     for knobs, label, color, marker in combinations:
         predictions = [(size, curves.speed(Candidate(size, knobs))) for size in curves.space.micro_batches_for(knobs)]
         line = [(size, speed) for size, speed in predictions if speed]
         axes.plot([size for size, _ in line], [speed for _, speed in line], color=color, alpha=0.7, linewidth=1)
-        points = [
-            (row.candidate.micro_batch, row.speed) for row in rows_with_speed(rows) if row.candidate.knobs == knobs
-        ]
-        sizes, speeds = [size for size, _ in points], [speed for _, speed in points if speed]
+        points = {point.micro_batch: speed for point, speed in measured.items() if point.knobs == knobs}
+        sizes, speeds = [*points], [*points.values()]
         middles = [speed.middle for speed in speeds]
         axes.errorbar(sizes, middles, yerr=error_lengths(speeds), fmt=marker, color=color, markersize=5, label=label)
     for winner in rank(rows)[:1]:
@@ -237,22 +235,27 @@ def _progress(rows: Sequence[TrialRow], memory: MemorySearcher, conditions: str)
 
 def _knob_effects(rows: Sequence[TrialRow], memory: MemorySearcher, conditions: str) -> Figure | None:
     """Draw the effect of each knob alone: the best speed of each neighbor of the control, relative to the control."""
-    best: dict[KnobValues, float] = {}
-    for row in rows_with_speed(rows):
-        best[row.candidate.knobs] = max(best.get(row.candidate.knobs, 0.0), row.tokens_per_second)
+    best: dict[KnobValues, Estimate] = {}
+    for candidate, speed in candidate_speeds(rows).items():
+        best[candidate.knobs] = max(best.get(candidate.knobs, speed), speed, key=lambda speed: speed.middle)
     control = memory.space.control.knobs
     neighbors = [knobs for knobs in memory.space.neighbors(control) if knobs in best]
     if control not in best or not neighbors:
         return None
     title = f"One knob of {memory.space.base.model.text} changed, at its fastest micro-batch"
-    changes = [100 * (best[knobs] / best[control] - 1) for knobs in neighbors]
+    differences = [Difference.between(best[knobs], best[control]) for knobs in neighbors]
+    changes = [100 * (difference.ratio - 1) for difference in differences]
+    texts = [
+        f"{change:+.1f}%" if difference.is_significant else f"({change:+.1f}%)"
+        for change, difference in zip(changes, differences, strict=True)
+    ]
     colors = [charts.BLUE if change >= 0 else charts.ORANGE for change in changes]
     names = [memory.space.knobs_label(knobs) for knobs in neighbors]
     figure, (axes,) = charts.new_figure(title, conditions, height=height_of(names))
     bars = axes.barh(range(len(names)), changes, height=0.6, color=colors)
-    axes.bar_label(bars, [f"{change:+.1f}%" for change in changes], padding=4, fontsize="small")
+    axes.bar_label(bars, texts, padding=4, fontsize="small")
     axes.axvline(0, color=charts.GRAY, linewidth=0.8)
-    axes.set_xlabel("speed vs control settings")
+    axes.set_xlabel("speed vs control settings (in brackets: not significant)")
     axes.xaxis.set_major_formatter("{x:+g}%")
     axes.margins(x=0.18)
     name_rows(axes, names, "changed knob")

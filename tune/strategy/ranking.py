@@ -126,6 +126,13 @@ def rank(rows: Sequence[TrialRow]) -> list[Ranked]:
     return [winner, *by_speed, *beaten]
 
 
+def candidate_speeds(rows: Sequence[TrialRow]) -> dict[Candidate, Estimate]:
+    """Return the speed of each candidate that fits: as in the ranking or, if all its trials were pruned, of the last
+    one."""
+    pruned = {row.candidate: row.speed for row in rows if row.outcome == "pruned" and row.speed}
+    return pruned | {entry.candidate: entry.speed for entry in rank(rows)}
+
+
 def _pooled(runs: list[TrialRow], scatter: Scatter | None) -> Ranked:
     """Pool a candidate's runs: its confirmations, if there are any, because an exploration may have been lucky."""
     confirmations = [row for row in runs if row.stage == "confirm"]

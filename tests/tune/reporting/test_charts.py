@@ -18,7 +18,7 @@ from train.resolved import resolve
 from tune.reporting.charts import draw
 from tune.space import make_space
 from tune.strategy.memory_aware import MemorySearcher
-from tune.strategy.ranking import rank
+from tune.strategy.ranking import candidate_speeds, rank
 from tune.trial.row import Stage, TrialOutcome, TrialRow, rows_with_speed
 
 BASE = TrainConfig.of(model=PRESETS["gpt2-124m"], global_batch=480, micro_batch=16, compile="whole", attention="sdpa")
@@ -106,7 +106,7 @@ def test_speeds_stand_with_their_intervals_and_the_zone_that_does_not_fit(
     rows, _ = search
     figure = charts["speed_by_micro_batch"]
     heights = {round(y, 2) for line in figure.axes[0].lines for _, y in path(line)}
-    assert {round(row.tokens_per_second or 0, 2) for row in rows_with_speed(rows)} <= heights
+    assert {round(speed.middle, 2) for speed in candidate_speeds(rows).values()} <= heights
     assert "does not fit" in {text.get_text() for text in figure.axes[0].texts}
 
 
