@@ -18,7 +18,7 @@ import pytest
 from mlflow.tracking import MlflowClient
 
 from pipeline.shards import read_manifest
-from tune.suite.suites import SUITES
+from tune.suite.catalog import SUITES
 
 ROOT = Path(__file__).parent.parent
 README = (ROOT / "README.md").read_text(encoding="utf-8")

@@ -33,7 +33,8 @@ from infra.storage.files import write_json
 from train.config import Cycle, ResolvedConfig, TrainConfig, divisors, load_config
 from train.model_config import ModelConfig, parse_model
 from train.resolved import resolve_local
-from tune.suite.suites import A100, apply_changes
+from tune.suite.catalog import A100
+from tune.suite.suites import apply_changes
 
 RAN_OUT = "out of memory"
 SIDES = ("ours", "ladder", "huggingface", "nanogpt", "build-nanogpt")

@@ -9,6 +9,6 @@ from pathlib import Path
 sys.path.insert(0, str(Path(__file__).parents[2]))
 
 from infra.charts import save
-from tune.suite.study import draw_study
+from tune.suite.textbook import draw_predictions
 
-save(draw_study(), Path(sys.argv[1]), "svg")
+save(draw_predictions(), Path(sys.argv[1]), "svg")

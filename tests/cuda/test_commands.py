@@ -17,7 +17,8 @@ from train.config import Cycle, ResolvedConfig
 from train.model_config import ModelConfig
 from train.resolved import resolve_local
 from tune.space import Candidate
-from tune.suite.suites import LOOP, Rung, apply_changes
+from tune.suite.catalog import LOOP
+from tune.suite.suites import Rung, apply_changes
 from tune.trial.row import Proposal, TrialRow
 from tune.trial.run import StopRule, TrialRequest, run
 

@@ -194,7 +194,7 @@ def ours(name: str, counted: "StepTime") -> dict[str, Any]:
     from train.config import Cycle
     from train.data.sources import source_of
     from train.loop.trainer import Callbacks, Trainer
-    from tune.suite.study import study_rungs
+    from tune.suite.textbook import study_rungs
 
     steps: list[float] = []
 

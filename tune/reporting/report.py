@@ -285,10 +285,9 @@ def summary_fields(
     tied = [space.long_label(entry.candidate) for entry in ranked[1:] if entry.tied]
     gain: str = "unknown, because the control has no speed"
     if control:
-        name = "result/speedup_over_control"
-        gain = difference_fact(name, Difference.between(best.speed, control.speed), "control")
-        if best is control:
-            gain = Fact.of(name, 1.0, "none; the control is the fastest")
+        difference = Difference.between(best.speed, control.speed)
+        text = f"{difference.ratio_text} vs control" if best is not control else "none; the control is the fastest"
+        gain = difference_fact("result/speedup_over_control", difference, text)
         gain = Fact.joined(gain, f"tied with {', '.join(tied)}" if tied else "")
     return [
         ("Search", Fact.joined(f"{goal}: {space.long_label(best.candidate)}", trials)),

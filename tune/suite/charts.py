@@ -68,22 +68,24 @@ def band(controls: Sequence[Curve]) -> list[tuple[int, float, float]]:
 
 @charts.styled
 def grouped_bars(
-    title: str, conditions: str, rungs: Sequence[str], panels: Mapping[str, Mapping[str, Sequence[float]]], source: str
-) -> Figure:
+    title: str, conditions: str, rungs: Sequence[str],
+    panels: Mapping[str, Mapping[str, Sequence[float | None]]], source: str,
+) -> Figure:  # fmt: skip
     """Draw grouped bars for the ``rungs``, the first rung at the top, with a panel per quantity and a bar per series.
 
-    ``panels`` has the values of the rungs by the quantity with its unit, and by the label of the bars. The ``source``
-    is a text below the chart.
+    ``panels`` has the values of the rungs by the quantity with its unit, and by the label of the bars; None is shown as
+    a dash. The ``source`` is a text below the chart.
     """
     height = 1.2 + sum(0.6 + 0.19 * len(bars) * len(rungs) for bars in panels.values())
     figure, all_axes = charts.new_figure(title, conditions, height=height, nrows=len(panels))
     for axes, (quantity, bars) in zip(all_axes, panels.items(), strict=True):
         thickness = 0.84 / len(bars)
         for number, (label, values) in enumerate(bars.items()):
-            color = (charts.BLACK, charts.SKY, charts.BLUE)[number % 3]
+            color = (charts.BLACK, charts.SKY, charts.BLUE, charts.ORANGE)[number % 4]
             positions = [rung + (number - (len(bars) - 1) / 2) * thickness for rung in range(len(rungs))]
-            group = axes.barh(positions, values, 0.9 * thickness, color=color, label=label)
-            texts = [f"{value:,.{1 if value < 100 else 0}f}" for value in values]
+            lengths = [value or 0.0 for value in values]
+            group = axes.barh(positions, lengths, 0.9 * thickness, color=color, label=label)
+            texts = ["–" if v is None else f"{v:,.{2 if v < 10 else 1 if v < 100 else 0}f}" for v in values]
             background = {"facecolor": "white", "edgecolor": "none", "pad": 0.5}
             axes.bar_label(group, texts, padding=3, fontsize=8, color=charts.GRAY, bbox=background)
         axes.set_yticks(range(len(rungs)), rungs, color=charts.BLACK)

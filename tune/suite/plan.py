@@ -21,15 +21,13 @@ from tune.config import LadderConfig
 from tune.experiment.folder import TRIALS
 from tune.experiment.machines import trial_machines
 from tune.suite import study
+from tune.suite.catalog import SUITES, check_applicable, find_suite
 from tune.suite.profiles import check_profiled_rungs
 from tune.suite.replay import BASELINE, Ladder, SuiteReplay
 from tune.suite.suites import (
     STREAMING,
-    SUITES,
     Suite,
-    check_applicable,
     choose,
-    find_suite,
     replace_model,
     search_result_rung,
     shorten_for_cpu,
@@ -104,13 +102,8 @@ def introduce(ladder: Ladder, reference: dict[str, Any] | str | None) -> None:
     the suite.
     """
     suite = ladder.suite
-    if reference == study.NAME and suite.name not in (suites := ("a100", *study.EFFECTS)):
-        raise UserError(
-            f"--compare study is only available for the suites {', '.join(suites)}, not for {suite.name}. "
-            "Remove --compare."
-        )
-    if reference == study.NAME and ladder.training.model.title != study.MODEL:
-        raise UserError("--compare study is only available for GPT-2. Remove --compare or --model.")
+    if reference == study.NAME:
+        study.check_has_study(suite, ladder.training.model)
     heading = f"[bold]{escape(suite.name)}[/bold]: {escape(suite.title)}; {len(suite.rungs)} rungs in"
     console.print(heading, escape(str(ladder.directory)))
     if not ladder.config.dry_run:
@@ -124,8 +117,6 @@ def introduce(ladder: Ladder, reference: dict[str, Any] | str | None) -> None:
         else:
             console.print(f"{rung.name}: skipped; {rung.reason}.", markup=False)
     Table("", ("rung", "batch (sequences)", "predicted peak memory (GB)"), rows).show()
-    if reference == study.NAME and suite.name in study.EFFECTS:
-        Report([], [study.effects_table(suite.name, []), study.STUDY_NOTES[suite.name]]).show()
-    elif reference == study.NAME:
-        Report([], [study.memory_table({}), study.MEMORY, study.rooflines_table(), study.ROOFLINES]).show()
+    if reference == study.NAME:
+        Report([], study.predict(suite)).show()
     console.print("dry run: nothing was run")

@@ -52,8 +52,7 @@ def publish(ladder: Ladder, rows: Sequence[TrialRow], *, reference: dict[str, An
         *detail_tables(suite, results),
     ]
     if reference == study.NAME:
-        tables, notes = study.compare(suite.name, results)
-        sections += [*tables, *notes]
+        sections += study.compare(suite, results)
     elif isinstance(reference, dict):
         sections.append(comparison(reference, record))
     record = partial(record_rung, tracking_uri=ladder.config.tracking_uri)
@@ -76,8 +75,8 @@ def publish(ladder: Ladder, rows: Sequence[TrialRow], *, reference: dict[str, An
             f"{suite.title}: loss", conditions, [(rung.name, row) for rung, row, _ in runs], control_rows
         ),
     }
-    if reference == study.NAME and suite.name not in study.EFFECTS:
-        figures["study"] = study.draw_study()
+    if reference == study.NAME and (comparison_chart := study.draw(suite, results, conditions)):
+        figures["study"] = comparison_chart
     if profiles and (timelines := draw_timelines(profiles, conditions)):
         figures["profiles"] = timelines
     # If no rung is faster than the baseline, the summary does not name the fastest one.

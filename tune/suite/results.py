@@ -221,7 +221,7 @@ def summary_fields(suite: Suite, rungs: Sequence[RungResult], device: str) -> li
         )
         memory = f"{best.name} {memory}; baseline {(base.memory or 0) / GB:.2f} GB"
     if best.total:
-        gain = difference_fact("result/speedup_over_baseline", best.total, "baseline")
+        gain = difference_fact("result/speedup_over_baseline", best.total, f"{best.total} vs baseline")
     return [
         ("Ladder", f"{suite.title}; {len(runs) - 1} of {len(rungs) - 1} rungs ran on {device}"),
         ("Tokens/s", speeds),

@@ -14,10 +14,9 @@ from infra.facts import Fact
 from train.intervals import Difference, Estimate, Scatter, power_product
 
 
-def difference_fact(name: str, difference: Difference, reference: str) -> Fact:
-    """Create the fact of a speedup over the ``reference``, with the metric ``name`` and the ends of its interval."""
-    metrics = {name: difference.ratio, f"{name}_low": difference.low, f"{name}_high": difference.high}
-    return Fact(f"{difference} vs {reference}", metrics)
+def difference_fact(name: str, difference: Difference, text: str) -> Fact:
+    """Create the fact of a speedup with its ``text``, the metric ``name`` and the ends of its interval."""
+    return Fact(text, {name: difference.ratio, f"{name}_low": difference.low, f"{name}_high": difference.high})
 
 
 @dataclass(frozen=True)

@@ -16,7 +16,8 @@ from train.data.shards import ShardData
 from train.model_config import ModelConfig
 from train.models.gpt2 import GPT
 from train.models.optimizer import make_optimizer, set_learning_rate
-from tune.suite.suites import SUITES, Rung, Suite, apply_changes
+from tune.suite.catalog import SUITES
+from tune.suite.suites import Rung, Suite, apply_changes
 
 STEPS = 12
 TOLERANCE = 2e-4

@@ -20,10 +20,11 @@ from train.resolved import resolve
 from tune.config import LadderConfig
 from tune.experiment.machines import Machine
 from tune.suite.batches import largest_batch
+from tune.suite.catalog import AA, SUITES
 from tune.suite.checks import check_baseline_speed, check_suits_device
 from tune.suite.replay import Ladder
 from tune.suite.runs import RungResult
-from tune.suite.suites import AA, STREAMING, SUITES, Rung, Suite, shorten_for_cpu, streaming_rung
+from tune.suite.suites import STREAMING, Rung, Suite, shorten_for_cpu, streaming_rung
 from tune.trial.row import TrialRow
 from tune.trial.run import TrialRequest, unmeasured_row
 
@@ -127,14 +128,17 @@ BF16 = {
 REFUSED = {
     "a100": {"tensor cores", "mixed precision fp16", "the GPU's attention", "max-autotune"},
     "loop": {"tensor cores", "max-autotune", "all together"},
-    "memory": {"fp16", "TF32", "optimizer on the CPU"},
+    "memory": {
+        "fp16", "TF32", "optimizer on the CPU", "accumulation, checkpointing, fp16",
+        "accumulation, checkpointing, fp16, Adafactor", "accumulation, checkpointing, fp16, 8-bit AdamW",
+    },
     "precision": {"fp16", "TF32"},
     "kernels": {"coordinate descent", "max-autotune", "max-autotune with CUDA graphs"},
     "accumulation": {"max-autotune"},
     "loader": set[str](),
     "sizes": {"batch 31"},
     "aa": set[str](),
-}
+}  # fmt: skip
 """What no CPU can run and, of ``sizes``, what is the baseline again once it is an eighth the size and rounded up."""
 
 

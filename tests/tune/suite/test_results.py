@@ -13,6 +13,7 @@ from infra.storage.directory import StorageDir
 from train.config import ResolvedConfig
 from train.intervals import Difference
 from tune.space import Candidate
+from tune.suite.catalog import AA, SUITES
 from tune.suite.charts import band
 from tune.suite.results import (
     compare_rungs,
@@ -27,7 +28,7 @@ from tune.suite.results import (
     utilization,
 )
 from tune.suite.runs import RungResult
-from tune.suite.suites import AA, SUITES, Rung, Suite
+from tune.suite.suites import Rung, Suite
 
 CUMULATIVE = Suite("mine", "Mine", {}, (Rung("first", {"batch": 2}), Rung("second", {"batch": 4})), cumulative=True)
 FLAT = replace(CUMULATIVE, cumulative=False)

@@ -12,18 +12,8 @@ from train.config import Cycle, TrainConfig
 from train.estimate.memory import predict_peak
 from train.model_config import PRESETS, ModelConfig
 from train.resolved import resolve
-from tune.suite.suites import (
-    A100,
-    SUITES,
-    Rung,
-    Suite,
-    apply_changes,
-    check_applicable,
-    choose,
-    find_suite,
-    search_result_rung,
-    shorten_for_cpu,
-)
+from tune.suite.catalog import A100, SUITES, check_applicable, find_suite
+from tune.suite.suites import Rung, Suite, apply_changes, choose, search_result_rung, shorten_for_cpu
 
 START = TrainConfig.of(device="cuda", micro_batch=32, compile="off", loss="plain", steps=10)
 
