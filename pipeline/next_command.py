@@ -9,9 +9,8 @@ from pipeline.shards import Manifest
 
 def next_command(data: str, manifest: Manifest, device_info: DeviceInfo) -> str:
     """Format the command that trains on the data set in ``data``, or the advice for one that is too small."""
-    longest_val = max((shard.tokens for shard in manifest.shards if shard.split == "val"), default=0)
     train_tokens = manifest.splits["train"]["tokens"]
-    command = first_run(device_info, shlex.quote(data), train_tokens, longest_val)
+    command = first_run(device_info, shlex.quote(data), train_tokens, manifest.longest_shard("val"))
     if command is None:
         return f"tokenize more books, because {train_tokens:,} training tokens are too few for a run"
     return str(command)

@@ -144,6 +144,10 @@ class Manifest:
         fingerprint = hashlib.sha256(identity.encode()).hexdigest()
         return cls(config, tokenizer_sha256, ordered, inputs, report, fingerprint, splits=splits)
 
+    def longest_shard(self, split: str) -> int:
+        """Return the number of tokens of the longest shard of ``split``; 0 without one."""
+        return max((shard.tokens for shard in self.shards if shard.split == split), default=0)
+
     def write(self, data_dir: StorageDir | Path) -> None:
         """Write the manifest to ``data_dir``, which finishes the data set."""
         StorageDir.of(data_dir).write_json(MANIFEST_FILE, to_json(self))
