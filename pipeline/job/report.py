@@ -225,4 +225,4 @@ def make_report(
         flags += (f"{n:,} {label if n == 1 else label.replace('looks', 'look', 1)}" for label, n in suspect.items())
         summary.append(("Flagged", ", ".join(flags)))
     summary.append(("Next", next_command))
-    return Report(summary, sections)
+    return Report(summary, appendix=sections)
