@@ -85,7 +85,7 @@ def run_probe(variables: Mapping[str, str]) -> dict[str, Any]:
 
 def interpret(report: Mapping[str, Any], device: CudaDevice, driver_version: tuple[int, int]) -> TorchSupport:
     """Return what the probe's ``report`` means for ``device`` with a driver for CUDA ``driver_version``."""
-    blocker = ""
+    blocker, alternative = "", ""
     if "torch" in report:
         version, cuda, architectures = report["torch"], report["cuda"], report["architectures"]
         if not cuda:
@@ -93,11 +93,13 @@ def interpret(report: Mapping[str, Any], device: CudaDevice, driver_version: tup
         elif driver_version[0] < int(cuda.split(".")[0]):
             supported = ".".join(map(str, driver_version))
             blocker = f"torch {version} needs a driver for CUDA {cuda}, and this one supports CUDA {supported}"
+            alternative = "update the NVIDIA driver, or "
         elif not has_kernels(architectures, device.capability):
             capability = ".".join(map(str, device.capability))
             blocker = f"torch {version} has no kernels for its compute capability {capability}"
     if blocker:
-        return TorchSupport(f"{blocker}. {build_advice(device.capability, driver_version)}")
+        advice = alternative + build_advice(device.capability, driver_version)
+        return TorchSupport(f"{blocker}. {advice[0].upper()}{advice[1:]}")
     failed_step, failure, free = report.get("failed_step"), report.get("failure", ""), report.get("free")
     if failed_step == "pinned":
         return TorchSupport(pinned_blocker=failure, free_memory=free)
