@@ -163,14 +163,13 @@ def test_the_bare_command_trains_gpt2_or_ends_in_a_sentence(case: Case, small_sh
 
 
 @pytest.mark.usefixtures("working_folder")
-@pytest.mark.parametrize(("fault", "expected"), [("", "out of memory"), ("oom-assertion", "NVML_SUCCESS")])
-def test_running_out_of_memory_is_an_outcome(small_shards: Path, fault: str, expected: str) -> None:
-    """Also as the assertion of NVML, by which torch replaces the error where NVML is refused."""
+@pytest.mark.parametrize("fault", ["", pytest.param("oom-assertion", marks=pytest.mark.slow)])
+def test_running_out_of_memory_is_an_outcome(small_shards: Path, fault: str) -> None:
+    """Also where NVML is refused, which torch before 2.14 reports instead of the memory that ran out."""
     case = Case("out of memory", "out of memory while", gpu="MIG", fault=fault, exit_code=1)
     flags = ("--micro-batch", "40", "--global-batch", "40", "--compile", "off", "--keep-checkpoints", "0")
     check(case, run(case, small_shards, flags, 300), flags)
-    shortage = json.loads(Path("runs/case/result.json").read_text())["shortage"]
-    assert expected in json.dumps(shortage)
+    assert json.loads(Path("runs/case/result.json").read_text())["outcome"] == "oom"
 
 
 def test_a_gpu_that_torch_uses_in_this_process_is_not_tried_in_another(monkeypatch: pytest.MonkeyPatch) -> None:

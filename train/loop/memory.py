@@ -51,12 +51,13 @@ def is_oom_error(failure: Exception) -> bool:
     """Return whether ``failure`` means that memory ran out; only torch's allocator on the GPU has an exception for
     that.
 
-    It describes the GPU's memory by NVML, and its assertion that NVML responds hides the exception on a MIG slice or a
-    Jetson (pytorch issue 197312).
+    Before version 2.14 torch describes the GPU's memory by NVML there, and its assertion that NVML responds hides the
+    exception on a MIG slice or a Jetson (pytorch issue 197312).
     """
     text = str(failure).lower()
-    phrases = ("out of memory", "can't allocate memory", "cublas_status_alloc_failed", "nvml_success == r")
-    return isinstance(failure, RuntimeError) and any(phrase in text for phrase in phrases)
+    phrases = ("out of memory", "can't allocate memory", "cublas_status_alloc_failed")
+    is_hidden = "nvml_success ==" in text and "cudacachingallocator" in text
+    return isinstance(failure, RuntimeError) and (is_hidden or any(phrase in text for phrase in phrases))
 
 
 def peak(device: torch.device) -> Memory:

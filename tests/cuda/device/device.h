@@ -50,7 +50,7 @@ constexpr char UUID_BYTES[] = "pretended-device";
 //   nvml-order     NVML counts a small card first, which is none of CUDA's
 //   expandable     expandable segments cannot be mapped
 //   pinned         no more than 1 MB can be pinned
-//   oom-assertion  NVML refuses what torch asks of it where memory runs out
+//   oom-assertion  NVML refuses what torch asks of it where memory runs out, which is an assertion before torch 2.14
 //   attention      FlashAttention fails when it runs
 //   driver         the driver is older than torch's CUDA
 //   init           CUDA does not start

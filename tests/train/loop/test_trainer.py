@@ -373,6 +373,10 @@ def test_memory_that_ran_out_is_known_by_its_words() -> None:
         'NVML_SUCCESS == r INTERNAL ASSERT FAILED at "/pytorch/c10/cuda/CUDACachingAllocator.cpp":1500, please report',
     ):  # fmt: skip
         assert is_oom_error(RuntimeError(text))
+    of_peers = (
+        'NVML_SUCCESS == DriverAPI::get()->nvmlInit_v2_() INTERNAL ASSERT FAILED at "c10/cuda/PeerToPeerAccess.cpp"'
+    )
+    assert not is_oom_error(RuntimeError(of_peers))
     assert not is_oom_error(RuntimeError("mat1 and mat2 shapes cannot be multiplied (2x3 and 4x5)"))
 
 
