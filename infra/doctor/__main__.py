@@ -42,6 +42,9 @@ class DoctorOptions:
     """Folder for doctor.json, local or in object storage (s3://bucket/runs, gs://, az://).
     The disk of this folder is measured. With object storage, the disk of temporary files is measured instead and, with
     --address, the speed between each machine and the storage."""
+    gpu: Switch = False
+    """Test this machine's GPU in about five minutes instead, and write gpu-report.json to --out: the driver and the
+    memory, each attention kernel, compiled code, ten training steps, and the same steps of nanoGPT's model."""
     tracking_uri: TrackingUri = None
     address: str | None = None
     """Address of a Ray cluster; its machines are checked and measured, too, and the all-reduce runs there.
@@ -50,6 +53,9 @@ class DoctorOptions:
     def __post_init__(self) -> None:
         if self.workers < 1:
             raise UserError(f"--workers {self.workers} must be at least 1.")
+        if self.gpu and (self.quick or self.address or self.workers > 1):
+            flag = "--quick" if self.quick else "--address" if self.address else "--workers"
+            raise UserError(f"--gpu tests the GPU of this machine alone. Remove {flag}, or run it without --gpu.")
 
 
 def main() -> None:
@@ -65,6 +71,8 @@ def examine(options: DoctorOptions) -> int:
         from infra.tracking.store import create_run
         from infra.tracking.tracker import Tracker
 
+    if options.gpu:
+        return test_gpu(options)
     started_at = time.perf_counter()
     state, info = examine_device()
     device, name = ceilings.select_device(use_gpu=not info.gpu_blocker)
@@ -152,6 +160,23 @@ def next_command(data: Path = Path("data/tokens")) -> NextCommand:
     if data.exists():
         return NextCommand(f"python -m pipeline.inspect {data}", 5)
     return NextCommand(f"python -m pipeline.tokenize sample --out {data}", SAMPLE_SECONDS)
+
+
+def test_gpu(options: DoctorOptions) -> int:
+    """Test this machine's GPU, and write its report; return 1 if a step failed."""
+    from infra.device.gpu_report import REPORT_FILE
+    from infra.doctor.gpu_test import run_test, verdict
+
+    out = StorageDir.of(options.out)
+    out.check_writable("--out")
+    report = run_test(out)
+    console.print(verdict(report), markup=False)
+    console.print(
+        f"Report in {out / REPORT_FILE}: paste it into an issue, or plan from it with 'python -m train.plan --gpu "
+        f"{out / REPORT_FILE}'",
+        markup=False,
+    )
+    return int(not report.passed)
 
 
 def print_problems(problems: list[str]) -> None:

@@ -4,6 +4,7 @@ from collections.abc import Mapping
 from dataclasses import dataclass
 
 from infra.ceilings import find_matmul_rate, read_record
+from infra.device.gpu_report import is_gpu_report, parse_report
 from infra.device.hardware import KNOWN_GPUS, DeviceInfo
 from infra.device.peaks import peak_flops
 from infra.errors import UserError
@@ -53,6 +54,10 @@ def load_gpu_rates(gpu: str) -> GpuRates:
         raise UserError(
             f"--gpu {gpu} is neither a file nor a known GPU. Use {', '.join(KNOWN_GPUS)}, or the runs/doctor.json that "
             "'python -m infra.doctor' writes on a machine with the GPU."
+        )
+    if is_gpu_report(record) and parse_report(record, f"--gpu {gpu}").simulated:
+        raise UserError(
+            f"--gpu {gpu} is the report of a simulated GPU, which has no rates. Use the report of a real one."
         )
     try:
         device_info = from_json(DeviceInfo, record["facts"], f"--gpu {gpu}")

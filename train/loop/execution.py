@@ -87,7 +87,7 @@ def compile_model(model: nn.Module, execution: Execution) -> Callable[..., Tenso
     """Return a function that runs the model's forward pass, compiled as configured, for shapes that never change."""
     if execution.compile == "off":
         return model
-    os.environ.setdefault("TORCHINDUCTOR_CACHE_DIR", str(INDUCTOR_CACHE.expanduser()))
+    use_kernel_cache()
     # Before 2.13, torch's key has whether autocast is on and not its type: fp16 would run what was compiled for bf16
     # (pytorch issue 181564).
     torch.compiler.config.cache_key_tag = execution.precision
@@ -102,6 +102,11 @@ def compile_model(model: nn.Module, execution: Execution) -> Callable[..., Tenso
         return torch.compile(model, dynamic=False, backend=execution.compile)
     mode, options = MODES.get(execution.compile), OPTIONS.get(execution.compile)
     return torch.compile(model, dynamic=False, mode=mode, options=options)
+
+
+def use_kernel_cache() -> None:
+    """Have kernels that are compiled from now on be stored where the next process finds them."""
+    os.environ.setdefault("TORCHINDUCTOR_CACHE_DIR", str(INDUCTOR_CACHE.expanduser()))
 
 
 def keep_compiled_attention() -> None:

@@ -1,0 +1,1 @@
+"""The steps of ``python -m infra.doctor --gpu``, each run in a process of its own."""
