@@ -17,7 +17,7 @@ from infra.cli.progress import status
 from infra.device.gpu_report import REPORT_FILE, REPORT_VERSION, GpuReport, StepResult
 from infra.device.hardware import DeviceInfo, device_info
 from infra.errors import UserError
-from infra.schema import from_json, to_json
+from infra.schema import to_json
 from infra.storage.directory import StorageDir
 
 MODULE = "train.gpu_test"
@@ -86,13 +86,12 @@ def run_test(
 
     Raises ``UserError`` if this process has no GPU.
     """
-    info = info or device_info()
-    if info.kind != "cuda":
-        raise UserError(
-            "--gpu needs a CUDA GPU, and none was found. Check nvidia-smi and CUDA_VISIBLE_DEVICES, and install a CUDA "
-            "build of torch."
-        )
     started_at = clock()
+    if info is None:
+        with status("examining the GPU"):
+            info = device_info()
+    if info.kind != "cuda" or info.gpu_blocker:
+        raise UserError(f"--gpu needs a CUDA GPU: {info.gpu_blocker or info.gpu_absence}.")
     report = GpuReport(REPORT_VERSION, False, info, {}, {}, {}, [])
     values: dict[str, Any] = {}
     for step in STEPS:
@@ -100,7 +99,7 @@ def run_test(
         step_started_at = clock()
         with status(step.activity):
             if remaining > 0:
-                request = {"step": step.name, "model": model, "values": values}
+                request = {"step": step.name, "model": model, "facts": to_json(info), "values": values}
                 fields = run_step(step, request, min(step.seconds, remaining))
             else:
                 fields = _failure("no time was left", "stop other work on this machine, and run it again")
@@ -134,7 +133,6 @@ def _with_result(report: GpuReport, result: StepResult) -> GpuReport:
         report = replace(
             report, simulated=values.pop("simulated", False), matmul=values.pop("matmul", {}),
             copy=values.pop("copy", {}), software=values.pop("software", {}),
-            facts=from_json(DeviceInfo, values.pop("facts"), MODULE),
         )  # fmt: skip
         result = replace(result, values=values)
     return replace(report, steps=[*report.steps, result])

@@ -7,16 +7,19 @@ take the others with it. It is no command for users.
 import json
 import sys
 
+from infra.device.hardware import DeviceInfo
 from infra.errors import UserError, first_line
+from infra.schema import from_json
 
 
 def main() -> None:
     """Run the step of the request."""
     request = json.load(sys.stdin)
     try:
-        from train.gpu_test.steps import STEPS
+        from train.gpu_test.steps import STEPS, Setup
 
-        result = STEPS[request["step"]](request["model"], request["values"])
+        info = from_json(DeviceInfo, request["facts"], "the request")
+        result = STEPS[request["step"]](Setup(request["model"], info, request["values"]))
     except UserError as mistake:
         result = {"outcome": "failed", "summary": str(mistake), "advice": "", "values": None}
     except Exception as failure:  # noqa: BLE001 every failure of a GPU is a result of the test

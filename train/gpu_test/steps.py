@@ -5,10 +5,10 @@ found, advice on a failure, and the measured values. On a CPU the steps run, too
 """
 
 import math
-import os
+import platform
 import tempfile
 from collections.abc import Callable
-from dataclasses import replace
+from dataclasses import dataclass, field, replace
 from pathlib import Path
 from typing import Any
 
@@ -18,9 +18,9 @@ from torch import Tensor
 from infra import ceilings
 from infra.cli.units import GB
 from infra.device.gpu import read_gpu
-from infra.device.hardware import device_info
+from infra.device.hardware import DeviceInfo
+from infra.device.host import is_wsl
 from infra.errors import UserError, first_line
-from infra.schema import to_json
 from train.config import Cycle, ResolvedConfig, TrainConfig
 from train.estimate.memory import predict_peak
 from train.gpu_test.data import open_random_data
@@ -36,6 +36,42 @@ from train.resolved import resolve
 Values = dict[str, Any]
 Result = dict[str, Any]
 
+
+@dataclass(frozen=True)
+class Setup:
+    """What the steps have in common."""
+
+    model: str
+    """Name of the model, as in ``--model``."""
+    info: DeviceInfo
+    """Description of the GPU, or of the CPU for a rehearsal."""
+    values: Values = field(default_factory=dict)
+    """Values of the earlier steps, by the name of the step."""
+
+    @property
+    def device(self) -> torch.device:
+        """The device to test."""
+        return torch.device("cuda", 0) if self.info.kind == "cuda" else torch.device("cpu")
+
+    @property
+    def device_name(self) -> str:
+        """Name of the device that the step runs on."""
+        return torch.cuda.get_device_name(0) if self.info.kind == "cuda" else self.info.name
+
+    @property
+    def is_simulated(self) -> bool:
+        """Whether the GPU computes nothing."""
+        return bool(self.values.get("device", {}).get("simulated"))
+
+    def automatic_config(self) -> ResolvedConfig:
+        """Return ten steps of what ``train.run`` would do here, with one micro-batch per step to be short."""
+        requested = TrainConfig.of(
+            data="", model=parse_model(self.model), steps=TRAIN_STEPS, cycle=Cycle(TRAIN_STEPS, 0), keep_checkpoints=0
+        )
+        config = resolve(requested, self.info)
+        return config.replace(global_batch=config.batch.micro_batch)
+
+
 TRAIN_STEPS = 10
 COMPARED_LAYERS, COMPARED_SEQUENCES = 2, 4
 MAX_LOSS_DIFFERENCE = 0.03
@@ -46,39 +82,38 @@ CAP_BYTES = 2**28
 """Bytes of the cap that is tried, and half of what is then allocated."""
 
 
-def examine_gpu(model: str, values: Values) -> Result:
-    """Check driver, build of torch, NVML, both kinds of host memory and the cap, and measure the maximum rates."""
-    device, name = ceilings.select_device()
-    info, state = device_info(), read_gpu()
-    configure_allocator("expandable")
-    measured: Values = {"device": name, "facts": to_json(info), "software": _software(state.driver if state else None)}
-    problems, on_gpu = [], device.type == "cuda"
-    if on_gpu:
-        arch, built_for = f"sm_{info.capability[0]}{info.capability[1]}", torch.cuda.get_arch_list()
-        if built_for and not any(known.startswith(arch[:-1]) and known <= arch for known in built_for):
-            problems.append(f"torch is built for {', '.join(built_for)}, not for {arch}; install a build for this GPU")
-        if state is None:
-            problems.append("NVML does not respond, so memory by process and clocks are unknown; check nvidia-smi")
-        if problem := _expandable_problem():  # Then this process cannot use the GPU any more.
-            return _result(
-                "failed", f"{name}, {info.memory / GB:.1f} GB: the first allocation fails", problem, measured
-            )
-        problems += [text for text in (_pinned_problem(), _cap_problem(device)) if text]
-    measured["simulated"] = on_gpu and not _computes(device)
-    measured["matmul"] = ceilings.measure_matmul_rates(device)
-    measured["copy"] = ceilings.measure_copy_rates(device)
-    best = max(measured["matmul"].items(), key=lambda item: item[1])
-    rates = f"{best[1] / 1e12:,.1f} TFLOP/s ({best[0]}), {measured['copy']['device_to_device'] / 1e9:,.0f} GB/s"
+def examine_gpu(setup: Setup) -> Result:
+    """Measure the maximum rates, try the cap on memory, and name what does not work on the GPU and is done without.
+
+    The driver, the build of torch, NVML by UUID, and one expandable and one pinned allocation have been tried when the
+    GPU was described.
+    """
+    info, device = setup.info, setup.device
+    configure_allocator("default" if info.allocator_blocker else "expandable")
+    measured: Values = {"device": setup.device_name, "software": _software()}
+    notes = {
+        "no expandable segments": info.allocator_blocker, "no pinned memory": info.pinned_blocker,
+        "NVML": info.nvml_failure, "memory is capped": info.memory_cap_reason, "no torch.compile": info.compile_blocker,
+    }  # fmt: skip
+    problem = _cap_problem(device) if device.type == "cuda" else ""
+    measured["notes"] = {name: reason for name, reason in notes.items() if reason}
+    measured["simulated"] = device.type == "cuda" and not _computes(device)
     if measured["simulated"]:
-        rates, measured["matmul"], measured["copy"] = "it computes nothing, so it is simulated", {}, {}
+        rates = "it computes nothing, so it is simulated"
+    else:
+        measured["matmul"] = ceilings.measure_matmul_rates(device)
+        measured["copy"] = ceilings.measure_copy_rates(device)
+        kind, best = max(measured["matmul"].items(), key=lambda item: item[1])
+        rates = f"{best / 1e12:,.1f} TFLOP/s ({kind}), {measured['copy']['device_to_device'] / 1e9:,.0f} GB/s"
     capability = ".".join(map(str, info.capability))
-    summary = f"{name}, {info.memory / GB:.1f} GB, capability {capability}; {rates}"
-    return _result("failed" if problems else "passed", summary, "; ".join(problems), measured)
+    summary = f"{info.name}, {info.memory / GB:.1f} GB, capability {capability}; {rates}"
+    advice = "; ".join(filter(None, [problem, *(f"{name}: {reason}" for name, reason in measured["notes"].items())]))
+    return _result("failed" if problem else "passed", summary, advice, measured)
 
 
-def check_attention(model: str, values: Values) -> Result:
+def check_attention(setup: Setup) -> Result:
     """Compare each attention kernel with plain attention, and time it at the micro-batch of the automatic config."""
-    config, device = automatic_config(model), _device()
+    config, device = setup.automatic_config(), setup.device
     builder, execution = builder_of(config.model), replace(config.execution, attention="sdpa")
     inputs = builder.attention_inputs(execution, device)
     shape = config.model
@@ -106,15 +141,15 @@ def check_attention(model: str, values: Values) -> Result:
     advice = f"do not use --attention {' or '.join(wrong)} here; auto leaves it out" if wrong else ""
     if not working:
         advice = "no fused attention works: install another build of torch; until then auto uses plain operations"
-    measured = {"device": _name(device), "micro_batch": config.batch.micro_batch, "kernels": rows}
-    if _is_simulated(values):
+    measured = {"device": setup.device_name, "micro_batch": config.batch.micro_batch, "kernels": rows}
+    if setup.is_simulated:
         return _result("not compared", f"{', '.join(rows)} ran; a simulated GPU computes no attention", "", measured)
     return _result("failed" if advice else "passed", "; ".join(texts), advice, measured)
 
 
-def check_compiled(model: str, values: Values) -> Result:
+def check_compiled(setup: Setup) -> Result:
     """Compare two compiled layers with the same layers in eager execution: the loss, and all gradients."""
-    config, device = automatic_config(model), _device()
+    config, device = setup.automatic_config(), setup.device
     config = config.replace(
         model=replace(config.model, layers=COMPARED_LAYERS), micro_batch=COMPARED_SEQUENCES,
         global_batch=COMPARED_SEQUENCES,
@@ -128,21 +163,21 @@ def check_compiled(model: str, values: Values) -> Result:
     }
     name, worst = max(errors.items(), key=lambda item: math.inf if math.isnan(item[1]) else item[1])
     measured = {
-        "device": _name(device), "compile": mode, "eager_loss": eager, "compiled_loss": compiled,
+        "device": setup.device_name, "compile": mode, "eager_loss": eager, "compiled_loss": compiled,
         "largest_gradient_error": worst, "parameter": name,
     }  # fmt: skip
     losses = f"loss {compiled:.4f}, eager {eager:.4f}"
     summary = f"compile {mode}: {losses}; gradients differ by at most {worst:.1%} ({name})"
-    if _is_simulated(values):
+    if setup.is_simulated:
         return _result("not compared", f"compile {mode} ran; a simulated GPU computes no loss", "", measured)
     is_equal = abs(compiled - eager) <= MAX_LOSS_DIFFERENCE and worst <= MAX_GRADIENT_ERROR
     advice = "" if is_equal else "use --compile off, and report this with the JSON"
     return _result("passed" if is_equal else "failed", summary, advice, measured)
 
 
-def train_automatic(model: str, values: Values) -> Result:
+def train_automatic(setup: Setup) -> Result:
     """Train ten steps of the automatic config, and compare its memory with the prediction."""
-    config: ResolvedConfig | None = automatic_config(model)
+    config: ResolvedConfig | None = setup.automatic_config()
     assert config
     with tempfile.TemporaryDirectory() as folder:
         failed: list[int] = []
@@ -158,18 +193,18 @@ def train_automatic(model: str, values: Values) -> Result:
             torch.cuda.empty_cache()
     predicted, process = predict_peak(config.step).total, result.memory.process
     speed = result.throughput.tokens_per_second if result.throughput else None
-    rates = values.get("device", {}).get("matmul", {})
+    rates = setup.values.get("device", {}).get("matmul", {})
     ceiling = ceilings.find_matmul_rate({"matmul": rates}, config.execution.precision)
     share = result.flops_per_second / ceiling if result.flops_per_second and ceiling else None
     losses = [loss for report in trainer.times.reports for loss in report.step_losses]
     measured = {
-        "device": _name(_device()), "outcome": result.outcome, "reason": result.reason, "config": _settings(config),
+        "device": setup.device_name, "outcome": result.outcome, "reason": result.reason, "config": _settings(config),
         "failed_micro_batches": failed, "attention": result.attention, "tokens_per_second": speed,
         "share_of_ceiling": share, "predicted_bytes": predicted, "process_bytes": process,
         "allocated_bytes": result.memory.allocated, "reserved_bytes": result.memory.reserved,
         "first_step_seconds": result.first_step_seconds, "losses": losses,
     }  # fmt: skip
-    simulated = _is_simulated(values)
+    simulated = setup.is_simulated
     speed_text = f"{speed:,.0f} tokens/s" if speed else "no speed"
     if share:
         speed_text += f", {share:.0%} of the measured matmul rate"
@@ -185,13 +220,13 @@ def train_automatic(model: str, values: Values) -> Result:
     return _result("passed", summary, "", measured)
 
 
-def compare_with_nanogpt(model: str, values: Values) -> Result:
+def compare_with_nanogpt(setup: Setup) -> Result:
     """Train nanoGPT's model from the same weights on the same batches, and compare speed and losses."""
-    ours = values.get("train")
+    ours = setup.values.get("train")
     if not ours or ours.get("outcome") != "finished":
         raise UserError("There is nothing to compare nanoGPT with, because the ten steps did not finish.")
     settings = ours["config"]
-    config = automatic_config(model).replace(
+    config = setup.automatic_config().replace(
         micro_batch=settings["micro_batch"], global_batch=settings["micro_batch"], precision=settings["precision"]
     )
     size, shortage = config.batch.micro_batch, ""
@@ -200,10 +235,10 @@ def compare_with_nanogpt(model: str, values: Values) -> Result:
         config = config.replace(data=folder)
         data = open_random_data(Path(folder), config)
         try:
-            seconds, losses = train_nanogpt(config, data, _device())
+            seconds, losses = train_nanogpt(config, data, setup.device)
         except torch.OutOfMemoryError as failure:
             shortage = first_line(failure)
-    measured: Values = {"device": _name(_device()), "step_seconds": seconds, "losses": losses}
+    measured: Values = {"device": setup.device_name, "step_seconds": seconds, "losses": losses}
     if shortage:
         text = f"nanoGPT's model runs out of memory at micro-batch {size}, which fits here"
         return _result("passed", text, "", measured | {"reason": shortage})
@@ -212,7 +247,7 @@ def compare_with_nanogpt(model: str, values: Values) -> Result:
     ratio = ours["tokens_per_second"] / peer_speed if ours["tokens_per_second"] else None
     difference = max(abs(a - b) for a, b in zip(ours["losses"], losses, strict=True))
     measured |= {"tokens_per_second": peer_speed, "ratio": ratio, "largest_loss_difference": difference}
-    if _is_simulated(values):
+    if setup.is_simulated:
         return _result(
             "not compared", "nanoGPT's model ran; a simulated GPU has neither speeds nor losses", "", measured
         )
@@ -223,22 +258,13 @@ def compare_with_nanogpt(model: str, values: Values) -> Result:
     return _result("passed" if is_equal else "failed", summary, advice, measured)
 
 
-STEPS: dict[str, Callable[[str, Values], Result]] = {
+STEPS: dict[str, Callable[[Setup], Result]] = {
     "device": examine_gpu,
     "attention": check_attention,
     "compile": check_compiled,
     "train": train_automatic,
     "nanogpt": compare_with_nanogpt,
 }
-
-
-def automatic_config(model: str) -> ResolvedConfig:
-    """Return ten steps of what ``train.run`` would do on this device, with one micro-batch per step to be short."""
-    requested = TrainConfig.of(
-        data="", model=parse_model(model), steps=TRAIN_STEPS, cycle=Cycle(TRAIN_STEPS, 0), keep_checkpoints=0
-    )
-    config = resolve(requested, device_info())
-    return config.replace(global_batch=config.batch.micro_batch)
 
 
 def _smaller(config: ResolvedConfig) -> ResolvedConfig | None:
@@ -264,22 +290,6 @@ def _loss_and_gradients(config: ResolvedConfig, device: torch.device) -> tuple[f
     return loss.item(), {name: p.grad.float() for name, p in module.named_parameters() if p.grad is not None}
 
 
-def _expandable_problem() -> str:
-    try:
-        torch.empty(2**26, dtype=torch.uint8, device="cuda")
-    except RuntimeError as failure:
-        return f"expandable segments fail ({first_line(failure)}); use --allocator default"
-    return ""
-
-
-def _pinned_problem() -> str:
-    try:
-        torch.empty(2**26, dtype=torch.uint8, pin_memory=True)
-    except RuntimeError as failure:
-        return f"pinned memory fails ({first_line(failure)}); raise ulimit -l, or in WSL2 the memory in .wslconfig"
-    return ""
-
-
 def _cap_problem(device: torch.device) -> str:
     """Return why a cap on this process's memory does not hold; empty if it does."""
     total = torch.cuda.get_device_properties(device).total_memory
@@ -300,11 +310,12 @@ def _computes(device: torch.device) -> bool:
     return (ones @ ones).tolist() == [[64.0] * 64] * 64
 
 
-def _software(driver: str | None) -> dict[str, str]:
-    cudnn = torch.backends.cudnn.version()
+def _software() -> dict[str, str]:
+    cudnn, state = torch.backends.cudnn.version(), read_gpu()
     versions = {
-        "torch": torch.__version__, "CUDA": torch.version.cuda, "cuDNN": cudnn and str(cudnn), "driver": driver,
-        "system": "WSL2" if "microsoft" in os.uname().release.lower() else os.uname().sysname,
+        "torch": torch.__version__, "CUDA": torch.version.cuda, "cuDNN": cudnn and str(cudnn),
+        "driver": state and state.driver,
+        "system": "WSL2" if is_wsl() else platform.system(),
     }  # fmt: skip
     return {name: value for name, value in versions.items() if value}
 
@@ -320,15 +331,3 @@ def _settings(config: ResolvedConfig) -> Values:
 
 def _result(outcome: str, summary: str, advice: str, values: Values) -> Result:
     return {"outcome": outcome, "summary": summary, "advice": advice, "values": values}
-
-
-def _is_simulated(values: Values) -> bool:
-    return bool(values.get("device", {}).get("simulated"))
-
-
-def _device() -> torch.device:
-    return ceilings.select_device()[0]
-
-
-def _name(device: torch.device) -> str:
-    return torch.cuda.get_device_name(device) if device.type == "cuda" else "cpu"

@@ -17,10 +17,9 @@ from infra.storage.directory import StorageDir
 from train.estimate.gpu_rates import load_gpu_rates
 
 REPORTS = Path(doctor.__file__).parents[1] / "device" / "reports"
-FACTS = to_json(A100)
 VALUES: dict[str, dict[str, Any]] = {
     "device": {
-        "device": A100.name, "facts": FACTS, "simulated": False, "software": {"torch": "2.14"},
+        "device": A100.name, "simulated": False, "software": {"torch": "2.14"},
         "matmul": {"bf16": 250e12, "fp32": 19e12, "tf32": 120e12}, "copy": {"device_to_device": 1.3e12},
     },
     "attention": {"device": A100.name}, "compile": {"device": A100.name},

@@ -6,12 +6,13 @@ from typing import Any
 import pytest
 import torch
 
-from infra.device.hardware import A100
+from infra.device.hardware import A100, cpu_info
 from train.config import Cycle, TrainConfig
 from train.gpu_test import steps
 from train.gpu_test.data import open_random_data
 from train.gpu_test.nanogpt import NanoGPT, load_initial_weights
 from train.gpu_test.peer import train_nanogpt
+from train.gpu_test.steps import Setup
 from train.loop.trainer import Trainer
 from train.model_config import parse_model
 from train.models.builders import builder_of
@@ -23,8 +24,6 @@ CPU = torch.device("cpu")
 
 @pytest.fixture(scope="module")
 def config(tmp_path_factory: pytest.TempPathFactory) -> Any:
-    from infra.device.hardware import cpu_info
-
     requested = TrainConfig.of(
         data=str(tmp_path_factory.mktemp("random")), model=parse_model(SMALL), steps=5, cycle=Cycle(5, 0),
         micro_batch=4, global_batch=4, keep_checkpoints=0, device="cpu", learning_rate=3e-3, warmup_steps=1,
@@ -61,7 +60,7 @@ def test_the_steps_run_on_a_cpu(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr("infra.ceilings.MEASUREMENT_SECONDS", 0.0)
     values: dict[str, Any] = {}
     for name, step in steps.STEPS.items():
-        result = step(SMALL, values)
+        result = step(Setup(SMALL, cpu_info(), values))
         assert result["outcome"] == "passed", result
         values[name] = result["values"]
     assert values["attention"]["kernels"]["sdpa"]["error"] < 1e-4
@@ -74,14 +73,15 @@ def test_the_steps_run_on_a_cpu(monkeypatch: pytest.MonkeyPatch) -> None:
     assert "/tmp" not in texts, "a report can be published"  # noqa: S108
 
 
-def test_other_losses_than_nanogpts_fail(monkeypatch: pytest.MonkeyPatch) -> None:
-    config = steps.automatic_config(SMALL)
+def test_other_losses_than_nanogpts_fail() -> None:
+    config = Setup(SMALL, cpu_info()).automatic_config()
     settings = {"micro_batch": 4, "precision": config.execution.precision}
     ours = {"outcome": "finished", "config": settings, "losses": [1.0] * steps.TRAIN_STEPS, "tokens_per_second": None}
-    result = steps.compare_with_nanogpt(SMALL, {"train": ours})
+    result = steps.compare_with_nanogpt(Setup(SMALL, cpu_info(), {"train": ours}))
     assert result["outcome"] == "failed"
     assert "losses" in result["advice"]
-    simulated = steps.compare_with_nanogpt(SMALL, {"train": ours, "device": {"simulated": True}})
+    values = {"train": ours, "device": {"simulated": True}}
+    simulated = steps.compare_with_nanogpt(Setup(SMALL, cpu_info(), values))
     assert simulated["outcome"] == "not compared"
 
 
@@ -95,15 +95,14 @@ def test_a_compiled_gradient_with_another_sign_fails(monkeypatch: pytest.MonkeyP
         return loss, gradients | ({name: -gradients[name]} if len(calls) == 2 else {})
 
     monkeypatch.setattr(steps, "_loss_and_gradients", wrong)
-    result = steps.check_compiled(SMALL, {})
+    result = steps.check_compiled(Setup(SMALL, cpu_info()))
     assert result["outcome"] == "failed"
     assert "blocks.0.norm_1.bias" in result["summary"]
     assert "--compile off" in result["advice"]
 
 
-def test_the_config_is_what_a_run_would_choose(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(steps, "device_info", lambda: A100)
-    config = steps.automatic_config("gpt2-124m")
+def test_the_config_is_what_a_run_would_choose() -> None:
+    config = Setup("gpt2-124m", A100).automatic_config()
     assert (config.execution.precision, config.execution.compile) == ("bf16", "whole")
     assert config.batch.accumulation == 1
     assert config.batch.micro_batch >= 32
