@@ -126,12 +126,12 @@ campaign-train: install
 campaign-cluster: install
 	RECORD=$(RECORDS)/campaign-cluster.json $(BIN)/pytest tests/cluster/campaign.py
 
-# On a CUDA machine of your own; for a borrowed one see campaign_gpu.py. NANOGPT and BUILD_NANOGPT are checkouts to
-# compare with.
+# On a CUDA machine of your own; for a borrowed one see campaign_gpu.py. It begins with the five-minute test and
+# ends where that fails. BUILD_NANOGPT and LLM_C are checkouts to compare with.
 campaign-gpu: install
 	test -e campaign/tokens/manifest.json || $(BIN)/python -m pipeline.tokenize --out campaign/tokens
 	$(BIN)/python -P tests/benchmarks/campaign_gpu.py run --minutes 600 \
-		$(if $(NANOGPT),--nanogpt $(NANOGPT)) $(if $(BUILD_NANOGPT),--build-nanogpt $(BUILD_NANOGPT))
+		$(if $(LLM_C),--llm-c $(LLM_C)) $(if $(BUILD_NANOGPT),--build-nanogpt $(BUILD_NANOGPT))
 	$(BIN)/python -P tests/benchmarks/campaign_gpu.py record --records $(RECORDS)
 
 # A grid that bench-search replays; it is run in parts, each of at most nine minutes, until it says complete.

@@ -7,9 +7,10 @@
 
 In: ``--bring``, a folder with packages, token shards and, from the second call on, the archive of the calls before.
 Out: in ``--out`` one archive, in parts that are small enough to take home, and the verdict so far. Every step is a
-process of its own that takes less than four minutes and leaves one row. They are in the order of their worth, so that a
-call may end anywhere. The archive holds the rows and Inductor's cache; what no longer fits of the cache, the oldest
-first, is compiled again.
+process of its own and leaves one row. The first is the five-minute test, ``infra.doctor --gpu``; the others take less
+than four minutes each. Where the first or the tests fail, the campaign ends, because what follows would mean nothing.
+The other steps are in the order of their worth, so that a call may end anywhere. Sizes follow the memory of the card.
+The archive holds the rows and Inductor's cache; what no longer fits of the cache, the oldest first, is compiled again.
 
 This file needs nothing but Python, so that it runs before the packages are unpacked. Only the last steps need Ray and
 MLflow: they wait for a machine to which ``prepare --site`` brought an archive with both.
@@ -37,9 +38,12 @@ from typing import Any
 REPOSITORY = Path(__file__).parents[2]
 STEP = str(Path(__file__).with_name("gpu_step.py"))
 PEERS = str(Path(__file__).with_name("peers.py"))
+LLM_C = str(Path(__file__).with_name("llm_c.py"))
 
 STEP_SECONDS = 230.0
 """Most time of a step, its start included; a longer one is stopped and tried once more with a warmer cache."""
+GPU_TEST_SECONDS = 500.0
+"""Most time of the five-minute test, which bounds its own steps."""
 SLICES = 16
 """Times that one of the product's own commands may be stopped, and continued."""
 GRACE_SECONDS = 10.0
@@ -79,6 +83,8 @@ class Step:
     """A command's last file, in the campaign's folder: it is continued until that exists."""
     run: str = ""
     """What ``--resume`` continues."""
+    limit: float = STEP_SECONDS
+    """Most seconds, its start included."""
 
     @property
     def needs_ray(self) -> bool:
@@ -91,12 +97,54 @@ class Step:
         return 4 * GRACE_SECONDS if self.needs_ray else GRACE_SECONDS
 
 
+@dataclass(frozen=True)
+class Card:
+    """What decides the sizes on a GPU."""
+
+    memory: float = 40e9
+    """Bytes, as the five-minute test has found them."""
+    bf16: bool = True
+
+    @classmethod
+    def of(cls, rows: list[Row]) -> "Card":
+        """The card that ``rows`` are of; before the test has run, one of 40 GB."""
+        facts = next((row["facts"] for row in rows if row.get("facts")), {})
+        return cls(facts.get("memory", cls.memory), facts.get("bf16", cls.bf16))
+
+    @property
+    def sizes(self) -> list[int]:
+        """Micro-batches of GPT-2 124M to try, the largest that may fit first: 80 on 40 GB and more, 24 on a T4."""
+        most = min(80.0, (self.memory - 3e9) / 0.45e9)
+        return [size for size in (80, 60, 48, 40, 32, 30, 24, 20, 16, 15, 12, 10, 8, 6, 5, 4, 3, 2, 1) if size <= most]
+
+    @property
+    def order(self) -> list[int]:
+        """Four of them in the order of their worth: the best guess is the second largest."""
+        largest = self.sizes[:5]
+        return [size for index in (1, 4, 0, 2) for size in largest[index : index + 1]] or [1]
+
+    @property
+    def precisions(self) -> tuple[str, ...]:
+        """Precisions to try, the best guess first."""
+        return ("bf16-activations", "bf16") if self.bf16 else ("fp16",)
+
+    @property
+    def limit(self) -> str:
+        """The memory limit of searches and ladders: that of the published study, or what a smaller card has."""
+        return f"{min(40e9, 0.9 * self.memory) / 1e9:.1f}GB"
+
+    @property
+    def first(self) -> Settings:
+        """The best guess: its row comes first, and the others differ from it."""
+        return FIRST | {"precision": self.precisions[0], "micro_batch": self.order[0]}
+
+
 # --- What to do next, given what is known ---------------------------------------------------------------------------
 
 FIRST: Settings = {
     "precision": "bf16-activations", "compile": "whole", "attention": "auto", "loss": "plain", "micro_batch": 60,
 }  # fmt: skip
-"""The best guess: its row comes first, and the others differ from it."""
+"""The best guess on a card of 40 GB with bf16."""
 
 TESTS = (
     "tests/infra/device/test_gpu.py", "tests/train/models",
@@ -106,14 +154,32 @@ TESTS = (
 """Files with tests for a GPU that need no Ray and no MLflow."""
 
 
+GATES = (
+    Step("gpu test", "gpu test", seconds=300, command=("-m", "infra.doctor", "--gpu", "--out"), limit=GPU_TEST_SECONDS),
+    Step("tests", "tests", seconds=150, command=("tests/cuda/run.py", "-q", *TESTS)),
+)
+"""What must pass before anything is measured: on a GPU that computes wrong numbers no speed means anything."""
+
+
+def gate_failure(rows: list[Row]) -> str:
+    """Why the campaign ends early: the gate that failed, and what it said; empty if none did."""
+    names = {gate.name for gate in GATES}
+    failed = next((row for row in rows if row["step"] in names and row["outcome"] == "failed"), None)
+    return f"{failed['step']} failed: {failed.get('reason') or failed.get('said', '')}" if failed else ""
+
+
 def plan(rows: list[Row], sides: tuple[str, ...], rounds: int = 3) -> Iterator[Step]:
     """The steps in the order of their worth, without those that ``rows`` make pointless; done ones are among them."""
+    card = Card.of(rows)
+    for gate in GATES:
+        yield gate
+        if gate_failure(rows):
+            return
     yield Step("versions", "versions", seconds=30)
     yield Step("ceilings", "ceilings", seconds=110)
-    yield Step("tests", "tests", seconds=150, command=("tests/cuda/run.py", "-q", *TESTS))
-    for size in (60, 32, 80, 48):
-        for precision in ("bf16-activations", "bf16"):
-            yield from _trainer(rows, FIRST | {"precision": precision, "micro_batch": size})
+    for size in card.order:
+        for precision in card.precisions:
+            yield from _trainer(rows, card.first | {"precision": precision, "micro_batch": size})
     known: dict[str, set[Any]] = {"attention": {"auto"}, "loss": {"plain"}, "compile": {"whole"}, "fp8": {None}}
     for knob, value in (
         ("attention", "flash"), ("attention", "cudnn"), ("loss", "fused"), ("compile", "blocks"),
@@ -129,13 +195,13 @@ def plan(rows: list[Row], sides: tuple[str, ...], rounds: int = 3) -> Iterator[S
     yield from _trainer(rows, ours | {"compile": "coordinate-descent"}, seconds=150)
     yield from _trainer(rows, ours | {"fp8": True}, seconds=90)
     yield from _trainer(rows, ours | {"compile": "max-autotune"}, seconds=STEP_SECONDS)
-    yield from _commands(ours)
+    yield from _commands(ours, card.limit)
 
 
 def _chosen(rows: list[Row], known: dict[str, set[Any]]) -> Settings:
     """The best settings with ``known`` values only, so that a later row does not change what came before it."""
     top = best([row for row in rows if all(row["settings"].get(knob) in values for knob, values in known.items())])
-    return top["settings"] if top else FIRST
+    return top["settings"] if top else Card.of(rows).first
 
 
 def _trainer(rows: list[Row], settings: Settings, seconds: float = 50) -> Iterator[Step]:
@@ -190,15 +256,18 @@ def _peer(rows: list[Row], side: str, turn: int, ours: Settings) -> Step:
     tried = [
         row["settings"]["micro_batch"] for row in rows if row["kind"] == f"peer {side}" and row["outcome"] == "oom"
     ]
-    sizes = [size for size in (80, 60, 48, 40, 32, 24, 20, 16) if size < min(tried, default=81)]
-    settings = ours if side == "ours" else {"micro_batch": sizes[0] if sizes else 8}
+    sizes = [size for size in Card.of(rows).sizes if size < min(tried, default=81)]
+    settings = ours if side == "ours" else {"micro_batch": sizes[0] if sizes else 1}
     return Step(f"peer {side} {turn} at {settings['micro_batch']}", f"peer {side}", settings)
 
 
-def _commands(ours: Settings) -> Iterator[Step]:
+def _commands(ours: Settings, memory_limit: str) -> Iterator[Step]:
     """The product's own commands, which need Ray and MLflow."""
     shared = ("--data", "tokens", "--config", "best.json")
-    limit, trial = ("--memory-limit", "40GB"), ("--trial-steps", "12", "--trial-time", "20s", "--confirm-rounds", "0")
+    limit, trial = (
+        ("--memory-limit", memory_limit),
+        ("--trial-steps", "12", "--trial-time", "20s", "--confirm-rounds", "0"),
+    )
     rung = (
         "--time-budget",
         "15s",
@@ -230,7 +299,7 @@ def next_step(rows: list[Row], sides: tuple[str, ...], *, ray: bool) -> Step | N
     """The first step that is worth another attempt; None when nothing is left to do here."""
     for step in plan(rows, sides):
         attempts = [row["outcome"] for row in rows if row["step"] == step.name]
-        most = {"command": SLICES, "tests": 1}.get(step.kind, 2)
+        most = {"command": SLICES, "tests": 1, "gpu test": 1}.get(step.kind, 2)
         if not attempts or (attempts[-1] == "timeout" and len(attempts) < most):
             return step if ray or not step.needs_ray else None
     return None
@@ -274,11 +343,11 @@ class Campaign:
         self._choose()
         while step := next_step(self.rows, self.sides, ray=self.ray):
             left = until - self.clock()
-            if left < min(step.seconds + step.grace, STEP_SECONDS):
+            if left < min(step.seconds + step.grace, step.limit):
                 return False
             began = self.clock()
             print(f"{step.name} ...", flush=True)
-            found = self.execute(step, min(STEP_SECONDS, left) - step.grace)
+            found = self.execute(step, min(step.limit, left) - step.grace)
             row = {"step": step.name, "kind": step.kind, "settings": step.settings, "seconds": self.clock() - began}
             self.keep(found | row)  # whatever a step calls what it found: its name tells that it is done
         return True
@@ -321,12 +390,18 @@ def real(step: Step, seconds: float, *, folder: Path, options: argparse.Namespac
             command = [*step.command[:2], "--resume", step.run]
         else:
             shutil.rmtree(made, ignore_errors=True)  # there is nothing to continue
+    elif step.kind == "peer llm.c":
+        command = ["-P", LLM_C, "--checkout", str(folder / "peers" / "llm.c"), "--data", str(folder / "tokens"),
+                   "--micro-batch", str(step.settings["micro_batch"])]  # fmt: skip
+    elif step.kind == "gpu test":
+        command.append(str(folder))
     elif step.kind.startswith("peer"):
         settings = step.settings
+        card = Card.of(Campaign(folder, folder, (), False, lambda step, seconds: {}).rows)
+        limit = options.memory_limit or f"{0.9 * card.memory / 1e9:.1f}GB"
         command = ["-P", PEERS, "--side", step.kind.removeprefix("peer "), "--size", str(settings["micro_batch"]),
-                   *shared, "--memory-limit", options.memory_limit]  # fmt: skip
-        for side in ("nanogpt", "build-nanogpt"):
-            command += [f"--{side}", str(folder / "peers" / side)]
+                   *shared, "--memory-limit", limit,
+                   "--build-nanogpt", str(folder / "peers" / "build-nanogpt")]  # fmt: skip
         command += ["--config", str(folder / "best.json")] if step.kind == "peer ours" else []
     elif not command:
         command = ["-P", STEP, step.kind, *shared, "--settings", json.dumps(step.settings)]
@@ -356,6 +431,8 @@ def real(step: Step, seconds: float, *, folder: Path, options: argparse.Namespac
             os.killpg(process.pid, signal.SIGKILL)
             raise
     said = output.read_text()
+    if step.kind == "gpu test":
+        return ran | gpu_test_row(folder, process.returncode, said or log.read_text())
     if process.returncode and step.kind != "tests":
         return ran | {"outcome": "failed", "reason": log.read_text()[-600:]}
     if step.kind == "tests":
@@ -365,6 +442,15 @@ def real(step: Step, seconds: float, *, folder: Path, options: argparse.Namespac
     found = json.loads(said.strip().splitlines()[-1])
     names = {"ok": "finished", "out of memory": "oom"}
     return ran | found | {"outcome": names.get(found.get("outcome"), found.get("outcome", "finished"))}
+
+
+def gpu_test_row(folder: Path, code: int, said: str) -> Row:
+    """What the five-minute test has found: the card, and which of its steps failed."""
+    path = folder / "gpu-report.json"
+    report = json.loads(path.read_text(encoding="utf-8")) if path.exists() else {}
+    facts = report.get("facts", {})
+    found: Row = {"facts": facts, "device": facts.get("name"), "report": report}
+    return found | ({"outcome": "failed", "reason": said[-1500:]} if code else {"outcome": "finished"})
 
 
 def command_result(folder: Path, step: Step) -> Any:
@@ -387,7 +473,7 @@ def verdict(rows: list[Row]) -> dict[str, tuple[float | None, float, bool]]:
     top = best(rows)
     speed = top["tokens_per_second"] if top else None
     ceiling = max(by_step.get("ceilings", {}).get("matmul", {}).values(), default=None)
-    turns = {side: middle(rows, side) for side in ("ours", "nanogpt", "build-nanogpt", "huggingface")}
+    turns = {side: middle(rows, side) for side in ("ours", "nanogpt", "build-nanogpt", "huggingface", "llm.c")}
     mine, ladder = turns["ours"], by_step.get("ladder", {}).get("found") or {}
     climbed = [row["speed"] for row in ladder.get("rows", ()) if row["speed"]]
     wanted = next((goal for name, goal in GOALS.items() if name in device), max(GOALS.values()))
@@ -397,6 +483,8 @@ def verdict(rows: list[Row]) -> dict[str, tuple[float | None, float, bool]]:
         "times nanoGPT": (_over(mine, turns["nanogpt"]), 1.35, True),
         "times build-nanogpt": (_over(mine, turns["build-nanogpt"]), 1.0, True),
         "times Hugging Face": (_over(mine, turns["huggingface"]), 1.0, True),
+        "times llm.c": (_over(mine, turns["llm.c"]), 1.0, True),
+        "losses beside nanoGPT's, nats": (loss_difference(rows, "ours", "nanogpt"), 0.03, False),
         "tokens/s": (speed, wanted, True),
         "of the measured matmul ceiling": (_over(flops, ceiling), 0.6, True),
         "error of predicted memory": (memory_error(rows), 0.03, False),
@@ -428,19 +516,18 @@ def middle(rows: list[Row], side: str) -> float | None:
 
 
 def memory_error(rows: list[Row]) -> float | None:
-    """How far predicted memory was off at most, between the smallest and the largest batch that correct it."""
-    worst = None
-    groups: dict[str, list[Row]] = {}
-    for row in speeds(rows):
-        others = {knob: value for knob, value in row["settings"].items() if knob != "micro_batch"}
-        groups.setdefault(json.dumps(others, sort_keys=True), []).append(row)
-    for group in groups.values():
-        low, *between, high = sorted(group, key=lambda row: row["predicted"]) if len(group) > 2 else [{}, {}]
-        for row in between:
-            slope = (high["process"] - low["process"]) / (high["predicted"] - low["predicted"])
-            expected = low["process"] + slope * (row["predicted"] - low["predicted"])
-            worst = max(worst or 0.0, abs(expected / row["process"] - 1))
-    return worst
+    """How far the predicted memory of a trainer's process was off at most, as it was predicted."""
+    trained = [row for row in rows if row["kind"] == "train" and row["outcome"] == "finished" and row.get("process")]
+    return max((abs(row["predicted"] / row["process"] - 1) for row in trained), default=None)
+
+
+def loss_difference(rows: list[Row], side: str, other: str) -> float | None:
+    """The largest difference of two sides' losses in the same step; None before both have trained."""
+    kinds = {row["kind"]: row["losses"] for row in rows if row["outcome"] == "finished" and row.get("losses")}
+    one, another = kinds.get(f"peer {side}"), kinds.get(f"peer {other}")
+    if one is None or another is None:
+        return None
+    return max((abs(first - second) for first, second in zip(one, another, strict=False)), default=None)
 
 
 def _over(one: float | None, other: float | None) -> float | None:
@@ -550,8 +637,8 @@ def prepare(options: argparse.Namespace) -> None:
 def sources(options: argparse.Namespace) -> dict[str, Path]:
     """The files of the peers whose checkouts are given, by their names in the folder of peers."""
     found = {}
-    if options.nanogpt:
-        found["nanogpt/model.py"] = options.nanogpt / "model.py"
+    if options.llm_c:
+        found["llm.c"] = options.llm_c
     if options.build_nanogpt:
         found["build-nanogpt/train_gpt2.py"] = options.build_nanogpt / "train_gpt2.py"
     return found
@@ -609,7 +696,7 @@ def rehearse(machines: int = 12, minutes: float = 28) -> list[list[Row]]:
             folder = Path(scratch, f"machine-{number}")
             restore(bring, folder)
             step = Campaign(
-                folder, bring, ("ours", "nanogpt", "huggingface", "build-nanogpt"), number > 0,
+                folder, bring, ("ours", "nanogpt", "huggingface", "build-nanogpt", "llm.c"), number > 0,
                 partial(pretend, now, folder), clock=lambda: now[0],
             )  # fmt: skip
             before = len(step.rows)
@@ -634,17 +721,23 @@ def pretend(now: list[float], folder: Path, step: Step, seconds: float) -> Row:
         long = {"run": 1, "search": 3, "grid": 4, "ladder": 8}
         return {"outcome": "finished" if slices >= long.get(step.name, 4) else "timeout"}
     now[0] += took
+    if step.kind == "gpu test":
+        facts = {"name": "NVIDIA H100 80GB HBM3", "memory": 85e9, "bf16": True}
+        return {"outcome": "finished", "device": facts["name"], "facts": facts}
     if step.kind in ("versions", "ceilings"):
         return {"outcome": "finished", "device": "NVIDIA H100 80GB HBM3", "matmul": {"bf16": 790e12}}
     if step.kind in ("tests", "profile"):
         return {"outcome": "finished", "step": "a name of its own"}
     size = settings["micro_batch"]
     if step.kind != "train":
-        factor = {"peer ours": 1.0, "peer nanogpt": 0.8, "peer huggingface": 0.78, "peer build-nanogpt": 0.82}[
-            step.kind
-        ]
+        factor = {"peer ours": 1.0, "peer nanogpt": 0.8, "peer huggingface": 0.78, "peer build-nanogpt": 0.82,
+                  "peer llm.c": 0.95}[step.kind]  # fmt: skip
         small = size <= 60 or step.kind == "peer ours"
-        return {"outcome": "oom"} if not small else {"outcome": "finished", "tokens_per_second": 430_000 * factor}
+        return (
+            {"outcome": "oom"}
+            if not small
+            else {"outcome": "finished", "tokens_per_second": 430_000 * factor, "losses": [10.9 + 0.01 * factor]}
+        )
     factor = {"bf16": 0.93}.get(settings["precision"], 1.0) * {"blocks": 0.7, "max-autotune": 1.02}.get(
         settings["compile"], 1.0
     )
@@ -672,14 +765,14 @@ def main() -> None:
     parser.add_argument("--minutes", type=float, default=9.5, help="of a call of run")
     parser.add_argument("--model", default="gpt2-124m")
     parser.add_argument("--global-batch", type=int, default=480, help="sequences per step")
-    parser.add_argument("--memory-limit", default="70GB", help="of every side of the peers")
+    parser.add_argument("--memory-limit", help="of every side of the peers; by default nine tenths of the card's")
     parser.add_argument(
         "--archive-mib", type=float, default=32, help="most that it may take; prepare says what is left"
     )
     parser.add_argument("--site", type=Path, help="packages with Ray and MLflow, instead of the few that come first")
     parser.add_argument("--records", type=Path, default=REPOSITORY / "tests/benchmarks/records")
     parser.add_argument("--python", default="3.12", help="of the machine")
-    parser.add_argument("--nanogpt", type=Path, help="a checkout of nanoGPT, to bring along")
+    parser.add_argument("--llm-c", type=Path, help="a checkout of llm.c, to bring along; it needs nvcc on the machine")
     parser.add_argument("--build-nanogpt", type=Path, help="a checkout of build-nanogpt, to bring along")
     options = parser.parse_args()
     if options.what == "prepare":
@@ -699,9 +792,15 @@ def main() -> None:
     restore(options.bring, folder)
     for name, source in sources(options).items():
         (folder / "peers" / name).parent.mkdir(parents=True, exist_ok=True)
-        shutil.copy(source, folder / "peers" / name)
-    brought = [side for side in ("nanogpt", "build-nanogpt") if (folder / "peers" / side).exists()]
-    sides = ("ours", *brought, "huggingface")
+        if source.is_dir():
+            shutil.copytree(source, folder / "peers" / name, dirs_exist_ok=True)
+        else:
+            shutil.copy(source, folder / "peers" / name)
+    brought = [side for side in ("build-nanogpt", "llm.c") if (folder / "peers" / side).exists()]
+    if "llm.c" in brought and not shutil.which("nvcc"):
+        print("llm.c is left out: NVIDIA's compiler, nvcc, is missing.")
+        brought.remove("llm.c")
+    sides = ("ours", "nanogpt", *brought, "huggingface")
     ray = (folder / "site" / "ray").exists() or importlib.util.find_spec("ray") is not None
     campaign = Campaign(
         folder, options.out.resolve(), sides, ray, partial(real, folder=folder, options=options),
@@ -709,6 +808,8 @@ def main() -> None:
     )  # fmt: skip
     done = campaign.work(60 * options.minutes)
     print("\n".join(sentences(campaign.rows)) if campaign.rows else "There was no time for a step.")
+    if reason := gate_failure(campaign.rows):
+        sys.exit(f"The campaign ends: {reason}")
     if done and not ray:
         sys.exit("The remaining steps need Ray and MLflow: bring an archive of packages with both, by prepare --site.")
     if not done:

@@ -148,7 +148,11 @@ def train(options: argparse.Namespace) -> Found:
         found |= vars(result.throughput)
     state = read_gpu()
     if state:
-        found["sm_clock"], found["throttle_reasons"] = state.sm_clock, state.throttle_reasons
+        found |= {
+            "sm_clock": state.sm_clock,
+            "temperature": state.temperature,
+            "throttle_reasons": state.throttle_reasons,
+        }
     if result.outcome == "finished":
         inputs = torch.zeros(
             config.batch.micro_batch, config.model.context_length, dtype=torch.int64, device=trainer.device

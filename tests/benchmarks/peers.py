@@ -1,15 +1,16 @@
 """Ours beside what a user would pick instead: one model, one batch, one card, fresh processes that take turns.
 
     python -P tests/benchmarks/peers.py --data data/tokens --global-batch 480 --config runs/SEARCH/best.json \
-        --nanogpt ../nanoGPT --build-nanogpt ../build-nanogpt [--memory-limit 40GB] [--record FILE.json]
+        [--build-nanogpt ../build-nanogpt] [--memory-limit 40GB] [--record FILE.json]
 
 Every side trains the standard GPT-2 of ``--model`` (biases, tied head, vocabulary 50,304, no dropout) with
 AdamW, betas 0.9 and 0.95, decay 0.1 on matrices, gradients clipped at 1. The peers get bf16 autocast, SDPA,
 ``torch.compile``, fused AdamW, TF32 elsewhere, and our data loader, which flatters them. Each side uses the
 largest micro-batch up to its own ``--micro-batch`` that stays within the limit: a side that runs out of
 memory, or lives off freed cache as no trial of the search may, is tried again with the next smaller divisor.
-nanoGPT and build-nanogpt are read from local checkouts; none of their code is kept here. A run
-that was interrupted continues from the rows beside its record.
+nanoGPT's model is the one that the GPU test trains, written from its published description, with our initial weights,
+so that its losses are compared with ours. build-nanogpt is read from a local checkout; none of its code is kept here. A
+run that was interrupted continues from the rows beside its record.
 """
 
 import argparse
@@ -29,6 +30,7 @@ from typing import Any, cast
 
 from infra.cli.units import parse_size
 from infra.device import provenance
+from infra.device.gpu import read_gpu
 from infra.storage.files import write_json
 from train.config import Cycle, ResolvedConfig, TrainConfig, divisors, load_config
 from train.model_config import ModelConfig, parse_model
@@ -53,6 +55,10 @@ class Peer:
     optimizer: Any
 
 
+MakePeer = Callable[[argparse.Namespace, ResolvedConfig, Any], Peer]
+"""Function of the options, the run and the device that builds a peer."""
+
+
 def main() -> None:
     """Take turns, print a table, and record. As a child: measure one side and print what it found."""
     parser = argparse.ArgumentParser(description=(__doc__ or "").splitlines()[0])
@@ -61,7 +67,6 @@ def main() -> None:
     parser.add_argument("--global-batch", type=int, default=480, help="sequences per step")
     parser.add_argument("--micro-batch", type=int, default=60, help="largest to try for every side but 'ours'")
     parser.add_argument("--config", type=Path, help="the search's best.json, for the side 'ours'")
-    parser.add_argument("--nanogpt", type=Path, help="a checkout of nanoGPT")
     parser.add_argument("--build-nanogpt", type=Path, help="a checkout of build-nanogpt")
     parser.add_argument("--memory-limit", default="40GB")
     parser.add_argument("--steps", type=int, default=10)
@@ -74,8 +79,7 @@ def main() -> None:
     if options.side:
         print(json.dumps(measure(options)))
         return
-    given = {"nanogpt": options.nanogpt, "build-nanogpt": options.build_nanogpt}
-    sides = [side for side in SIDES if side not in given or given[side]]
+    sides = [side for side in SIDES if side != "build-nanogpt" or options.build_nanogpt]
     sizes = dict.fromkeys(sides, largest(options.global_batch, options.micro_batch))
     if options.config:
         sizes["ours"] = ResolvedConfig.from_resolved(load_config(options.config)).batch.micro_batch
@@ -103,13 +107,25 @@ def main() -> None:
     middle = {side: statistics.median(found) for side, found in speeds.items()}
     for side, found in middle.items():
         print(f"{side:14} {found:12,.0f} tokens/s   ours is {middle['ours'] / found:5.2f} times as fast")
+    difference = loss_difference(rows, "ours", "nanogpt")
+    if difference is not None:
+        print(f"losses of ours and nanoGPT's model differ by at most {difference:.4f} nats")
     if options.record:
         about = {"where": provenance.collect_tags(), "memory_limit": options.memory_limit, "rounds": options.rounds}
         about["versions"] = {name: version(name) for name in ("torch", "transformers")}
         about["command"] = " ".join(["python", "-P", *sys.argv])
         ratios = {side: middle["ours"] / found for side, found in middle.items()}
-        record = about | {"tokens_per_second": middle, "ours_over": ratios, "rows": rows}
+        record = about | {"tokens_per_second": middle, "ours_over": ratios, "loss_difference": difference, "rows": rows}
         write_json(options.record, record)
+
+
+def loss_difference(rows: list[dict[str, Any]], side: str, other: str) -> float | None:
+    """The largest difference of the losses of two sides in the same step; None before both have trained."""
+    losses = [next((row["losses"] for row in rows if row["side"] == name and row.get("losses")), None)
+              for name in (side, other)]  # fmt: skip
+    if None in losses:
+        return None
+    return max(abs(one - another) for one, another in zip(*losses, strict=True))
 
 
 def largest(global_batch: int, most: int) -> int:
@@ -131,10 +147,12 @@ def measure(options: argparse.Namespace) -> dict[str, Any]:
     import torch
 
     from train.loop import memory
+    from train.loop.execution import configure_allocator
     from train.loop.memory_limit import MemoryLimit
     from tune.trial.run import THRASHING_STEPS
 
     config = config_of(options)
+    configure_allocator(config.execution.allocator)  # as a trial does, before anything is allocated
     kind = "cuda" if torch.cuda.is_available() else "cpu"
     limit = MemoryLimit.apply(parse_size(options.memory_limit), kind)
     torch.set_float32_matmul_precision("high")
@@ -152,7 +170,7 @@ def measure(options: argparse.Namespace) -> dict[str, Any]:
     if options.side not in ("ours", "ladder") and memory.peak(limit.device).allocator_retries > THRASHING_STEPS:
         return {"outcome": RAN_OUT}
     steady = seconds[max(1, len(seconds) // 3) :]
-    return {
+    return clocks() | {
         "outcome": "ok",
         "micro_batch": config.batch.micro_batch,
         "tokens_per_second": config.step_tokens / statistics.median(steady),
@@ -160,6 +178,13 @@ def measure(options: argparse.Namespace) -> dict[str, Any]:
         "step_seconds": seconds,
         "losses": losses,
     }
+
+
+def clocks() -> dict[str, Any]:
+    """The clock of the GPU and why it is lowered, right after the steps."""
+    state = read_gpu()
+    names = ("sm_clock", "temperature", "throttle_reasons")
+    return {name: getattr(state, name) for name in names} if state else {}
 
 
 def config_of(options: argparse.Namespace) -> ResolvedConfig:
@@ -192,7 +217,10 @@ def train_ours(config: ResolvedConfig) -> tuple[list[float], list[float]]:
 
 
 def train_peer(
-    make: Callable[[argparse.Namespace, Any], Peer], config: ResolvedConfig, options: argparse.Namespace, device: Any
+    make: Callable[[argparse.Namespace, ResolvedConfig, Any], Peer],
+    config: ResolvedConfig,
+    options: argparse.Namespace,
+    device: Any,
 ) -> tuple[list[float], list[float]]:
     """Seconds and losses of a peer's steps: autocast, accumulation, clipping, step, as all of them train."""
     import torch
@@ -201,29 +229,34 @@ def train_peer(
     from train.data.loader import BatchLoader, WorkerShare
     from train.data.windows import Windows
     from train.loop.timing import mark, seconds_between, wait_for
+    from train.models.optimizer import learning_rate, set_learning_rate
 
     torch.manual_seed(config.dataset.seed)
-    peer = make(options, device)
+    peer = make(options, config, device)
     windows = Windows(
         TokenShards(Path(config.dataset.data)).streams("train"), config.model.context_length, config.dataset.seed
     )
     loader = BatchLoader(windows, WorkerShare(config.batch), device)
     # On a CPU, where bf16 is emulated, all sides compute in fp32; it is a trial of this program, no comparison.
-    cast = torch.autocast(device.type, torch.bfloat16, enabled=device.type == "cuda")
+    # A card without bf16 computes in fp16 with loss scaling, as ours does there.
+    is_fp16 = config.execution.precision == "fp16"
+    cast = torch.autocast(device.type, torch.float16 if is_fp16 else torch.bfloat16, enabled=device.type == "cuda")
+    scaler = torch.amp.GradScaler(device.type, enabled=is_fp16)
     marks, losses = [mark(device)], []
-    for step in range(config.duration.steps or 0):
-        rate = config.optimization.learning_rate * min(1.0, (step + 1) / max(1, config.optimization.warmup_steps))
-        for group in peer.optimizer.param_groups:
-            group["lr"] = rate
+    steps = config.duration.steps or 0
+    for step in range(steps):
+        set_learning_rate(peer.optimizer, learning_rate(config.optimization, step, steps, step / steps))
         total = torch.zeros((), device=device)
         for _ in range(config.batch.accumulation):
             inputs, targets = (half.contiguous() for half in loader.next())  # which nanoGPT's view() needs
             with cast:
                 loss = peer.loss(inputs, targets) / config.batch.accumulation
-            loss.backward()
+            scaler.scale(loss).backward()
             total += loss.detach()
+        scaler.unscale_(peer.optimizer)
         torch.nn.utils.clip_grad_norm_(peer.model.parameters(), config.optimization.clip_norm)
-        peer.optimizer.step()
+        scaler.step(peer.optimizer)
+        scaler.update()
         peer.optimizer.zero_grad(set_to_none=True)
         losses.append(total)
         marks.append(mark(device))
@@ -232,7 +265,7 @@ def train_peer(
     return seconds, [loss.item() for loss in losses]
 
 
-def huggingface(options: argparse.Namespace, device: Any) -> Peer:
+def huggingface(options: argparse.Namespace, config: ResolvedConfig, device: Any) -> Peer:
     """``transformers``' GPT-2 at its best: SDPA, the loss inside the compiled graph, no logits returned.
 
     Under compilation its own "sdpa" makes a mask of all positions, with which no flash kernel runs. An attention
@@ -264,21 +297,19 @@ def huggingface(options: argparse.Namespace, device: Any) -> Peer:
     return Peer(model, compiled(loss, options), optimizer)
 
 
-def nanogpt(options: argparse.Namespace, device: Any) -> Peer:
-    """nanoGPT's model and optimizer, compiled as its ``train.py`` does."""
-    theirs = definitions(options.nanogpt / "model.py")
-    shape = cast(ModelConfig, parse_model(options.model))
-    config = theirs.GPTConfig(
-        block_size=shape.context_length, vocab_size=shape.padded_vocab_size, n_layer=shape.layers,
-        n_head=shape.heads, n_embd=shape.width, dropout=0.0, bias=True,
-    )  # fmt: skip
-    model = theirs.GPT(config).to(device)
-    optimizer = model.configure_optimizers(0.1, 6e-4, (0.9, 0.95), device.type)
-    forward = compiled(model, options)
-    return Peer(model, lambda inputs, targets: forward(inputs, targets)[1], optimizer)
+def nanogpt(options: argparse.Namespace, config: ResolvedConfig, device: Any) -> Peer:
+    """nanoGPT's model and optimizer, compiled as its ``train.py`` does, with our initial weights."""
+    from train.gpu_test.nanogpt import NanoGPT, load_initial_weights, make_optimizer
+    from train.loop.execution import build_model
+
+    model = NanoGPT(cast(ModelConfig, config.model)).to(device)
+    ours = build_model(config.model, config.execution, config.optimization.optimizer, config.dataset.seed, device)
+    load_initial_weights(model, ours)
+    optimizer = make_optimizer(model, learning_rate=6e-4, betas=(0.9, 0.95), decay=0.1, fused=device.type == "cuda")
+    return Peer(model, compiled(model, options), optimizer)
 
 
-def build_nanogpt(options: argparse.Namespace, device: Any) -> Peer:
+def build_nanogpt(options: argparse.Namespace, config: ResolvedConfig, device: Any) -> Peer:
     """build-nanogpt's model and optimizer, compiled, as its author's lecture does."""
     theirs = definitions(options.build_nanogpt / "train_gpt2.py", master_process=False)
     shape = cast(ModelConfig, parse_model(options.model))

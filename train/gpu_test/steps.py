@@ -24,7 +24,8 @@ from infra.errors import UserError, first_line
 from train.config import Cycle, ResolvedConfig, TrainConfig
 from train.estimate.memory import predict_peak
 from train.gpu_test.data import open_random_data
-from train.gpu_test.peer import train_nanogpt
+from train.gpu_test.peer import largest_fitting, train_nanogpt
+from train.loop import memory
 from train.loop.attention_check import MAX_ERROR, compare_results, compute_results
 from train.loop.execution import autocast_context, build_model, compile_model, configure_allocator
 from train.loop.trainer import Trainer
@@ -229,19 +230,23 @@ def compare_with_nanogpt(setup: Setup) -> Result:
     config = setup.automatic_config().replace(
         micro_batch=settings["micro_batch"], global_batch=settings["micro_batch"], precision=settings["precision"]
     )
-    size, shortage = config.batch.micro_batch, ""
-    seconds, losses = [], []
+    device = setup.device
     with tempfile.TemporaryDirectory() as folder:
-        config = config.replace(data=folder)
-        data = open_random_data(Path(folder), config)
-        try:
-            seconds, losses = train_nanogpt(config, data, setup.device)
-        except torch.OutOfMemoryError as failure:
-            shortage = first_line(failure)
-    measured: Values = {"device": setup.device_name, "step_seconds": seconds, "losses": losses}
-    if shortage:
-        text = f"nanoGPT's model runs out of memory at micro-batch {size}, which fits here"
-        return _result("passed", text, "", measured | {"reason": shortage})
+        config = largest_fitting(config.replace(data=folder), setup.info.memory)
+        while True:
+            try:
+                seconds, losses = train_nanogpt(config, open_random_data(Path(folder), config), device)
+                break
+            except torch.OutOfMemoryError as failure:
+                shortage = first_line(failure)
+            if (smaller := config.with_smaller_micro_batch([config.batch.micro_batch])) is None:
+                return _result("failed", f"nanoGPT's model does not fit: {shortage}", "use a smaller --model", {})
+            config = smaller
+            memory.reset_after_oom(config.execution)
+    batch = f"micro-batch {config.batch.micro_batch} x {config.batch.accumulation}"
+    measured: Values = {
+        "device": setup.device_name, "micro_batch": config.batch.micro_batch, "step_seconds": seconds, "losses": losses,
+    }  # fmt: skip
     steady = sorted(seconds[3:])
     peer_speed = config.step_tokens / steady[len(steady) // 2]
     ratio = ours["tokens_per_second"] / peer_speed if ours["tokens_per_second"] else None
@@ -251,7 +256,7 @@ def compare_with_nanogpt(setup: Setup) -> Result:
         return _result(
             "not compared", "nanoGPT's model ran; a simulated GPU has neither speeds nor losses", "", measured
         )
-    speed_text = f"x{ratio:.2f} of nanoGPT's {peer_speed:,.0f} tokens/s" if ratio else "no ratio of speeds"
+    speed_text = f"x{ratio:.2f} of nanoGPT's {peer_speed:,.0f} tokens/s ({batch})" if ratio else "no ratio of speeds"
     summary = f"{speed_text}; losses of {len(losses)} steps differ by at most {difference:.4f} nats"
     is_equal = difference <= MAX_LOSS_DIFFERENCE
     advice = "" if is_equal else "the losses differ by more than rounding; report this with the JSON"

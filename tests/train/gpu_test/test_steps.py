@@ -11,7 +11,7 @@ from train.config import Cycle, TrainConfig
 from train.gpu_test import steps
 from train.gpu_test.data import open_random_data
 from train.gpu_test.nanogpt import NanoGPT, load_initial_weights
-from train.gpu_test.peer import train_nanogpt
+from train.gpu_test.peer import largest_fitting, train_nanogpt
 from train.gpu_test.steps import Setup
 from train.loop.trainer import Trainer
 from train.model_config import parse_model
@@ -41,6 +41,24 @@ def test_nanogpt_learns_what_ours_learns(config: Any) -> None:
     assert len(seconds) == len(losses) == 5
     assert losses == pytest.approx(ours, abs=1e-3)
     assert losses[-1] < losses[0] - 0.1, "the random text has words that are more frequent"
+
+
+def test_accumulation_does_not_change_what_nanogpt_learns(config: Any) -> None:
+    """Where it does not fit at the micro-batch of ours, which stores no logits."""
+    folder = Path(config.dataset.data)
+    _, losses = train_nanogpt(config, open_random_data(folder, config), CPU)
+    half = config.replace(micro_batch=2)
+    _, accumulated = train_nanogpt(half, open_random_data(folder, half), CPU)
+    assert accumulated == pytest.approx(losses, abs=1e-4)
+
+
+def test_nanogpt_gets_the_micro_batch_that_fits() -> None:
+    config = Setup("gpt2-124m", A100).automatic_config()
+    chosen = largest_fitting(config, A100.memory)
+    assert chosen.batch.global_batch == config.batch.global_batch
+    assert chosen.batch.micro_batch < config.batch.micro_batch
+    assert largest_fitting(config, 200 * 10**9).batch.micro_batch == config.batch.micro_batch
+    assert largest_fitting(config, 1).batch.micro_batch == 1
 
 
 def test_nanogpt_has_the_names_and_the_size_of_the_published_model(config: Any) -> None:
