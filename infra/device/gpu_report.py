@@ -16,6 +16,9 @@ REPORT_FILE = "gpu-report.json"
 REPORT_VERSION = 1
 """Version of the format; a file of another version is not read."""
 
+AGAIN = "Run 'python -m infra.doctor --gpu' again on the machine with the GPU"
+"""Advice for a report that cannot be used."""
+
 Outcome = Literal["passed", "failed", "not compared"]
 
 
@@ -69,20 +72,19 @@ def parse_report(record: Any, source: str) -> GpuReport:
 
     Raises ``UserError`` if it is damaged, of another version, or without the rates of a GPU.
     """
-    again = "Run 'python -m infra.doctor --gpu' again on the machine with the GPU."
     if not is_gpu_report(record):
-        raise UserError(f"{source} is not a report of the GPU test. {again}")
-    if record["version"] != REPORT_VERSION:
-        hint = "Update this program, or " if isinstance(version := record["version"], int) and version > 1 else ""
+        raise UserError(f"{source} is not a report of the GPU test. {AGAIN}.")
+    version = record["version"]
+    if version != REPORT_VERSION:
+        update = "Update this program, or use a report of its version" if str(version) > str(REPORT_VERSION) else AGAIN
         raise UserError(
-            f"{source} has version {record['version']} of the report, and this program reads version {REPORT_VERSION}. "
-            f"{hint}{'r' if hint else 'R'}{again[1:]}"
+            f"{source} has version {version} of the report, and this program reads version {REPORT_VERSION}. {update}."
         )
     report = from_json(GpuReport, record, source)
     if report.facts.kind != "cuda":
-        raise UserError(f"{source} describes no GPU, but {report.facts.name}. {again}")
+        raise UserError(f"{source} describes no GPU, but {report.facts.name}. {AGAIN}.")
     names = {name for step in report.steps if (name := (step.values or {}).get("device")) and name != report.facts.name}
     if names:
         others = ", ".join(sorted(names))
-        raise UserError(f"{source} describes {report.facts.name}, but has results of {others}. {again}")
+        raise UserError(f"{source} describes {report.facts.name}, but has results of {others}. {AGAIN}.")
     return report

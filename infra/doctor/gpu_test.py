@@ -145,7 +145,7 @@ def _failure(summary: str, advice: str) -> dict[str, Any]:
 def _print_result(result: StepResult, seconds: float) -> None:
     """Print the outcome of a step with the time at which it began."""
     sign, color = {"passed": ("✓", ""), "failed": ("✗", "red")}.get(result.outcome, ("–", ""))
-    minutes, rest = divmod(int(seconds), 60)
-    console.print(f"{minutes}:{rest:02d} {sign} {result.name}: {result.summary}", markup=False, style=color)
+    clock_text = f"{int(seconds) // 60}:{int(seconds) % 60:02d}"
+    console.print(f"{clock_text} {sign} {result.name}: {result.summary}", markup=False, style=color)
     if result.advice:
         console.print(f"       {result.advice}", markup=False, style=color)
