@@ -64,6 +64,8 @@ def main() -> None:
 
 def examine(options: DoctorOptions) -> int:
     """Check and measure this machine and a cluster's machines; return 1 if a problem prevents training."""
+    if options.gpu:  # It needs neither Ray nor MLflow.
+        return test_gpu(options)
     with status(IMPORTING_ACTIVITY):  # inside the function, so that invalid flags are reported before the slow imports
         from infra import ceilings
         from infra.device import provenance
@@ -71,8 +73,6 @@ def examine(options: DoctorOptions) -> int:
         from infra.tracking.store import create_run
         from infra.tracking.tracker import Tracker
 
-    if options.gpu:
-        return test_gpu(options)
     started_at = time.perf_counter()
     state, info = examine_device()
     device, name = ceilings.select_device(use_gpu=not info.gpu_blocker)

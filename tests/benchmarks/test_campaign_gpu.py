@@ -250,6 +250,13 @@ def test_a_trainer_and_ours_among_the_peers_run_without_ray_and_mlflow(bare: Any
 
 
 @pytest.mark.slow
+def test_the_five_minute_test_starts_without_ray_and_mlflow(bare: Any) -> None:
+    found = bare.execute(campaign_gpu.GATES[0], 200)
+    assert found["outcome"] == "failed"
+    assert "--gpu needs a CUDA GPU" in found["reason"], "here is none"
+
+
+@pytest.mark.slow
 @pytest.mark.parametrize("side", ["huggingface", "nanogpt"])
 def test_a_peer_runs_without_ray_and_mlflow(small_shards: Path, side: str) -> None:
     if side == "huggingface":
