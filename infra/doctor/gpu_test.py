@@ -4,7 +4,10 @@ Each step is a process of its own with a time limit, so that one that crashes CU
 steps do is in ``train.gpu_test``, which this package cannot import.
 """
 
+import getpass
 import json
+import re
+import socket
 import subprocess
 import sys
 import time
@@ -23,6 +26,8 @@ from infra.storage.directory import StorageDir
 MODULE = "train.gpu_test"
 TOTAL_SECONDS = 480.0
 """Time limit of all steps together."""
+FOLDERS = re.compile(r"(?<![\w.:/])/(?:[\w.@+-]+/)+")
+"""Folders of an absolute path."""
 ENDING_SECONDS = 5.0
 """Time limit for a process to end after it was interrupted."""
 
@@ -104,12 +109,26 @@ def run_test(
             else:
                 fields = _failure("no time was left", "stop other work on this machine, and run it again")
         seconds = clock() - step_started_at
+        fields = without_names(fields)
         values[step.name] = fields.pop("values", None) or {}
         result = StepResult(step.name, seconds=round(seconds, 1), values=values[step.name], **fields)
         report = _with_result(report, result)
         _print_result(report.steps[-1], step_started_at - started_at)
         out.write_json(REPORT_FILE, to_json(report))
     return report
+
+
+def without_names(value: Any) -> Any:
+    """Return JSON values without names of this machine, its user, and its folders, which errors contain."""
+    if isinstance(value, dict):
+        return {name: without_names(part) for name, part in value.items()}
+    if isinstance(value, list):
+        return [without_names(part) for part in value]
+    if not isinstance(value, str):
+        return value
+    for name in filter(None, (socket.gethostname(), getpass.getuser())):
+        value = re.sub(rf"\b{re.escape(name)}\b", "...", value)
+    return FOLDERS.sub(".../", value)
 
 
 def verdict(report: GpuReport) -> str:

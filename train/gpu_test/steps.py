@@ -144,6 +144,7 @@ def check_attention(setup: Setup) -> Result:
         advice = "no fused attention works: install another build of torch; until then auto uses plain operations"
     measured = {"device": setup.device_name, "micro_batch": config.batch.micro_batch, "kernels": rows}
     if setup.is_simulated:
+        measured["kernels"] = {kernel: {"works": row["works"]} for kernel, row in rows.items()}
         return _result("not compared", f"{', '.join(rows)} ran; a simulated GPU computes no attention", "", measured)
     return _result("failed" if advice else "passed", "; ".join(texts), advice, measured)
 
@@ -205,7 +206,6 @@ def train_automatic(setup: Setup) -> Result:
         "allocated_bytes": result.memory.allocated, "reserved_bytes": result.memory.reserved,
         "first_step_seconds": result.first_step_seconds, "losses": losses,
     }  # fmt: skip
-    simulated = setup.is_simulated
     speed_text = f"{speed:,.0f} tokens/s" if speed else "no speed"
     if share:
         speed_text += f", {share:.0%} of the measured matmul rate"
@@ -216,7 +216,8 @@ def train_automatic(setup: Setup) -> Result:
     if result.outcome != "finished":
         advice = "set a smaller --micro-batch, and report this with the JSON"
         return _result("failed", f"{result.outcome}: {result.reason}", advice, measured)
-    if simulated:
+    if setup.is_simulated:
+        del measured["losses"], measured["first_step_seconds"]
         return _result("not compared", f"{summary}; a simulated GPU has no speed", "", measured)
     return _result("passed", summary, "", measured)
 
@@ -247,15 +248,14 @@ def compare_with_nanogpt(setup: Setup) -> Result:
     measured: Values = {
         "device": setup.device_name, "micro_batch": config.batch.micro_batch, "step_seconds": seconds, "losses": losses,
     }  # fmt: skip
+    if setup.is_simulated:
+        text = f"nanoGPT's model ran with {batch}; a simulated GPU has neither speeds nor losses"
+        return _result("not compared", text, "", {name: measured[name] for name in ("device", "micro_batch")})
     steady = sorted(seconds[3:])
     peer_speed = config.step_tokens / steady[len(steady) // 2]
     ratio = ours["tokens_per_second"] / peer_speed if ours["tokens_per_second"] else None
     difference = max(abs(a - b) for a, b in zip(ours["losses"], losses, strict=True))
     measured |= {"tokens_per_second": peer_speed, "ratio": ratio, "largest_loss_difference": difference}
-    if setup.is_simulated:
-        return _result(
-            "not compared", "nanoGPT's model ran; a simulated GPU has neither speeds nor losses", "", measured
-        )
     speed_text = f"x{ratio:.2f} of nanoGPT's {peer_speed:,.0f} tokens/s ({batch})" if ratio else "no ratio of speeds"
     summary = f"{speed_text}; losses of {len(losses)} steps differ by at most {difference:.4f} nats"
     is_equal = difference <= MAX_LOSS_DIFFERENCE

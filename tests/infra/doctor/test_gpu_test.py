@@ -1,6 +1,8 @@
 """The GPU test's order, its report, and what it says when steps fail; no step is run."""
 
+import getpass
 import json
+import socket
 from collections.abc import Callable
 from pathlib import Path
 from typing import Any
@@ -88,6 +90,20 @@ def test_a_step_that_hangs_or_crashes_is_a_failure(monkeypatch: pytest.MonkeyPat
         monkeypatch.setattr("infra.doctor.gpu_test.MODULE", module)
         assert reason in run_in_process(STEPS[0], {}, 60.0)["summary"]
     assert "not finished" in run_in_process(STEPS[0], {}, 0.0)["summary"]
+
+
+def test_a_report_has_no_names_of_hosts_users_and_folders(tmp_path: Path) -> None:
+    secret = (
+        f"{socket.gethostname()} {getpass.getuser()}: /home/ada/.cache/x/kernel.py failed, 3/4 of https://a.org/b/c"
+    )
+
+    def run_step(step: Step, request: dict[str, Any], seconds: float) -> dict[str, Any]:
+        return {"outcome": "failed", "summary": secret, "advice": "", "values": {"list": [{"text": secret}], "n": 1.5}}
+
+    run_test(StorageDir.of(tmp_path), run_step=run_step, info=A100)
+    text = (tmp_path / REPORT_FILE).read_text()
+    assert "kernel.py failed, 3/4 of https://a.org/b/c" in text
+    assert not any(word in text for word in ("/home", "ada", ".cache", socket.gethostname()))
 
 
 def test_a_simulated_gpu_is_marked(tmp_path: Path) -> None:
