@@ -36,15 +36,15 @@ class DoctorOptions:
 
     quick: Switch = False
     """Only check whether the machine is ready, without measurements."""
+    gpu: Switch = False
+    """Test this machine's GPU in about five minutes instead, and write gpu-report.json to --out: the driver and the
+    memory, each attention kernel, compiled code, ten training steps, and the same steps of nanoGPT's model."""
     workers: int = 1
     """Number of Ray Train workers between which to measure all-reduce, on GPUs if available (1: not measured)."""
     out: Annotated[str, tyro.conf.arg(metavar="DIR")] = "runs"
     """Folder for doctor.json, local or in object storage (s3://bucket/runs, gs://, az://).
     The disk of this folder is measured. With object storage, the disk of temporary files is measured instead and, with
     --address, the speed between each machine and the storage."""
-    gpu: Switch = False
-    """Test this machine's GPU in about five minutes instead, and write gpu-report.json to --out: the driver and the
-    memory, each attention kernel, compiled code, ten training steps, and the same steps of nanoGPT's model."""
     tracking_uri: TrackingUri = None
     address: str | None = None
     """Address of a Ray cluster; its machines are checked and measured, too, and the all-reduce runs there.
