@@ -36,7 +36,7 @@ class PlanOptions:
     By default plans for this machine.
     - A100, A100-80GB, H100, H200: SXM
     - A10, L4, L40S, RTX-3090, RTX-4090
-    - FILE: a doctor.json, written by infra.doctor on the machine with the GPU; uses the rates measured there"""
+    - FILE: doctor.json or gpu-report.json, written by infra.doctor on the machine with the GPU; uses its rates"""
     memory_limit: BytesOrNone = None
     """Memory that the process may use, which limits the micro-batch; at most the memory of --gpu.
     By default all memory of --gpu, or of this machine's GPU."""
