@@ -8,8 +8,7 @@ collection in the middle of a step would delay the following launches.
 import gc
 import statistics
 import time
-from collections.abc import Callable, Sequence
-from dataclasses import dataclass, replace
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
@@ -25,6 +24,7 @@ from train.data.loader import BatchLoader, WorkerShare
 from train.data.source import TrainingData
 from train.loop import memory, oom, timing
 from train.loop.attention_check import choose_attention
+from train.loop.control import Callbacks, Control, Decision
 from train.loop.cycle import RunningCycle, close_cycle, divergence_reason, open_cycle, report, step_seconds
 from train.loop.epochs import Epochs
 from train.loop.execution import (
@@ -40,9 +40,8 @@ from train.loop.execution import (
 from train.loop.gradient_norms import NormCheck
 from train.loop.memory_limit import MemoryLimit
 from train.loop.oom import OutOfMemory
-from train.loop.pace import LONG_STEP_SECONDS, Pace
+from train.loop.pace import LONG_STEP_SECONDS
 from train.loop.result_builder import StepTimes, build_result
-from train.loop.throughput import is_precise
 from train.loop.validation import window_count
 from train.loop.validator import Validator
 from train.models import parallel
@@ -50,7 +49,7 @@ from train.models.builders import builder_of
 from train.models.custom import raised_in_forward
 from train.models.optimizer import learning_rate, make_optimizer, set_learning_rate
 from train.models.parallel import Workers
-from train.result import BUILDING, TRAINING, CycleReport, MemoryShortage, Outcome, RunResult
+from train.result import BUILDING, TRAINING, MemoryShortage, Outcome, RunResult
 from train.run_files import checkpoint
 from train.run_files.checkpoint import Checkpoints
 from train.run_files.host_copy import PendingCopies
@@ -68,47 +67,13 @@ END_SECONDS = 1.0
 END_PASSES = 2
 
 
-@dataclass(frozen=True)
-class Callbacks:
-    """Functions that the loop calls on the first worker."""
-
-    on_cycle: Callable[[CycleReport], object] = lambda report: None
-    """Called with each cycle's report."""
-    should_stop: Callable[[], bool] = lambda: False
-    """Called after each step; returns whether the run must stop after it, as interrupted."""
-    user_callbacks: Sequence[Callback] = ()
-    """Callbacks of a Python program; the run is finished after the step in which one of them stops it."""
-    should_discard: Callable[[], bool] = lambda: False
-    """Called between the micro-batches of a long step; returns whether the run must stop now, without this step."""
-    on_line: Callable[[str], object] = lambda text: None
-    """Called with a line for the user."""
-    clock: Callable[[], float] = time.perf_counter
-    """Called for the time in seconds, by which cycles and the time budget end."""
-
-
-@dataclass(frozen=True)
-class Decision:
-    """What the workers do after a step, which the first worker decides."""
-
-    outcome: Outcome | None
-    """The outcome, if the run ends after this step."""
-    reason: str
-    """The reason why the run ends."""
-    closes: bool
-    """Whether the cycle ends after this step."""
-    validates: bool
-    """Whether a validation follows."""
-    next_closes: bool
-    """Whether the next step is the last one of its cycle by the time."""
-
-
 class Trainer:
     """One worker's run. ``run()`` trains to the end of the config's steps, tokens or time, or until it is stopped.
 
     Args:
         config: the run.
         data: its data, opened.
-        callbacks: called while it trains.
+        callbacks: called while it trains; None to call nothing.
         checkpoints: where the first worker saves; None to save nothing.
         resume: the checkpoint to continue from.
         limit: the limit on the memory of this process.
@@ -122,7 +87,7 @@ class Trainer:
         self,
         config: ResolvedConfig,
         data: TrainingData,
-        callbacks: Callbacks = Callbacks(),
+        callbacks: Callbacks | None = None,
         *,
         checkpoints: Checkpoints | None = None,
         resume: Path | None = None,
@@ -133,7 +98,7 @@ class Trainer:
         configure_allocator(config.execution.allocator)
         enable_large_pages(config.execution)
         configure_determinism(config.execution)
-        self.callbacks = callbacks
+        self.callbacks = callbacks or Callbacks()
         self.limit = limit
         self.started = time.perf_counter()
         self.workers = Workers(config.batch.workers)
@@ -142,13 +107,8 @@ class Trainer:
         self.state = RunState()
         self.times = StepTimes()
         self.elapsed_before = 0.0
-        self.progress = 0.0
-        """Fraction of the run that has passed, if a time budget ends it."""
         self.micro_batch = 0
         """Number of micro-batches that were launched in the current step; another thread may read it."""
-        self.interruptible = True
-        """Whether the current step may be discarded between its micro-batches: the first one, and all if they are
-        long."""
         self.unreported_losses: list[float] = []
         self.stopped_by: Callback | None = None
         """The user's callback that has stopped the run; None if there is none."""
@@ -264,13 +224,15 @@ class Trainer:
             prefetch="prefetch" not in config.execution.ablate,
             threads=config.dataset.loader_threads,
         )
-        self._prepare_pace(total)
+        self._prepare(total)
         pending: RunningCycle | None = None
         cycle = self._open_cycle(self.state.last_reported_step, self.unreported_losses)
-        if self._fills_cycle():
+        if self.control.first_step_closes():
             cycle.stop = self.state.step + 1
         while True:
-            cycle.learning_rate = learning_rate(config.optimization, self.state.step, total, self._progress(total))
+            cycle.learning_rate = learning_rate(
+                config.optimization, self.state.step, total, self.control.progress(self.state.step)
+            )
             self.epochs.begin_step(self.state.windows_consumed, self.state.step)
             if not self._train_step(loader, cycle):
                 return self._discard_step(cycle, pending)
@@ -280,7 +242,7 @@ class Trainer:
             if pending and (wrong := self._report(pending)):
                 return "diverged", wrong
             pending = None
-            decision = self._decide(total, cycle)
+            decision = self._decide(cycle)
             if decision.closes:
                 pending = cycle
                 if not self._close(cycle, validates=decision.validates) and not decision.outcome:
@@ -289,7 +251,7 @@ class Trainer:
             saving = self.saves_checkpoints and (
                 bool(outcome) or self.state.step % config.checkpoints.checkpoint_every == 0
             )
-            if pending and (saving or outcome or self.interruptible):  # A long step would delay the report.
+            if pending and (saving or outcome or self.control.is_interruptible):  # A long step would delay the report.
                 if wrong := self._report(pending):
                     return "diverged", wrong
                 pending = None
@@ -305,16 +267,12 @@ class Trainer:
             if decision.next_closes:
                 cycle.stop = self.state.step + 1
 
-    def _prepare_pace(self, total: int | None) -> None:
+    def _prepare(self, total: int | None) -> None:
         """Time a forward pass, if a time limits validations or the run, and announce steps and data of unusual
         length."""
         config, windows = self.config, self.data.validation
         duration, batch = config.duration, config.batch
         compiles = config.execution.compile != "off"
-        self.pace = Pace(
-            duration, batch.accumulation, self.callbacks.clock, compiles=compiles, elapsed=self.elapsed_before
-        )
-        self.progress = self.elapsed_before / duration.time_budget if duration.time_budget else 0.0
         on_line = self.callbacks.on_line if self.workers.is_first else lambda text: None
         self.epochs = Epochs(
             self.data.epoch_windows, batch.global_batch, on_line, self.callbacks.clock, self.state.windows_consumed
@@ -326,14 +284,16 @@ class Trainer:
             self.validator = Validator(windows, max_windows, batch, self.workers.rank, self.device, threads)
             if duration.cycle.val_batches is not None:
                 self._advance(val_windows=max_windows)
-            if duration.cycle.val_batches is None or duration.time_budget is not None:
-                first_step, self.activity = self.activity, FORWARD
-                self.stage = FORWARD
-                self.pace.pass_seconds = self.validator.pass_seconds(
-                    self.model, self._loss, self.callbacks.clock, compiles=compiles
-                )
-                self.activity = first_step
-        seconds = self.pace.step_seconds
+        self.control = Control(config, self.workers, self.callbacks, self.validator, total, self.elapsed_before)
+        by_time = duration.cycle.val_batches is None or duration.time_budget is not None
+        if self.validator is not None and by_time:
+            first_step, self.activity = self.activity, FORWARD
+            self.stage = FORWARD
+            self.control.pace.pass_seconds = self.validator.pass_seconds(
+                self.model, self._loss, self.callbacks.clock, compiles=compiles
+            )
+            self.activity = first_step
+        seconds = self.control.pace.step_seconds
         if not compiles and seconds >= ANNOUNCED_STEP_SECONDS:
             on_line(f"A step takes about {format_duration(round(seconds))}. {_interrupt_hint(batch.accumulation)}")
         if seconds and total is None and duration.time_budget:
@@ -341,14 +301,8 @@ class Trainer:
 
     def _open_cycle(self, first: int, unreported_losses: list[float]) -> RunningCycle:
         """Return the cycle that continues after a report at step ``first``."""
-        self.pace.begin_cycle()
+        self.control.pace.begin_cycle()
         return open_cycle(first, self.state.step, self.config.duration.cycle, unreported_losses, self.device)
-
-    def _fills_cycle(self) -> bool:
-        """Return whether the first step is expected to take as long as a cycle whose length is a time."""
-        by_time = self.config.duration.cycle.train_steps is None
-        fills = by_time and self.workers.is_first and self.pace.next_step_ends_cycle(is_new=True)
-        return bool(self.workers.all_max(fills)[0])
 
     def _end_step(self, cycle: RunningCycle) -> None:
         """Mark the end of a step, and wait for that of the first one, because the run's time starts there."""
@@ -359,7 +313,7 @@ class Trainer:
             self.times.first_step = time.perf_counter() - self.started
             self.activity = TRAINING
             self.state_bytes = checkpoint.state_bytes(self.model, self.optimizer)
-        self.pace.end_step()
+        self.control.pace.end_step()
 
     def _call_user(self, cycle: RunningCycle) -> None:
         """Call the user's callbacks after a step of ``cycle``."""
@@ -381,16 +335,16 @@ class Trainer:
         """
         config, index, step = self.config, cycle.steps, self.state.step + 1
         accumulation = config.batch.accumulation
-        self.pace.begin_step()
+        self.control.pace.begin_step()
         cycle.make_room()
         if self.workers.rank:  # dropout must differ between workers, and be the same when the run is resumed here
             torch.manual_seed(hash((config.dataset.seed, self.state.step, self.workers.rank)))
         set_learning_rate(self.optimizer, cycle.learning_rate)
-        interruptible = self.interruptible and accumulation > 1 and not self.has_buffers
+        interruptible = self.control.is_interruptible and accumulation > 1 and not self.has_buffers
         random_state = checkpoint.random_state() if interruptible else None
         for micro in range(accumulation):
             self.micro_batch = micro
-            if micro and random_state is not None and self._must_discard():
+            if micro and random_state is not None and self.control.must_discard():
                 checkpoint.restore_random_state(random_state)
                 return False
             self.stage = f"loading a batch for step {step}"
@@ -425,10 +379,6 @@ class Trainer:
         self.micro_batch = 0
         return True
 
-    def _must_discard(self) -> bool:
-        """Return whether the workers stop before the next micro-batch; the first one decides."""
-        return bool(self.workers.all_max(self.workers.is_first and self.callbacks.should_discard())[0])
-
     def _discard_step(self, cycle: RunningCycle, pending: RunningCycle | None) -> tuple[Outcome, str]:
         """End the run in a step of ``cycle`` without its gradients, and save the last whole step."""
         accumulation, step = self.config.batch.accumulation, self.state.step + 1
@@ -445,69 +395,23 @@ class Trainer:
         with autocast_context(self.config.execution):
             return self.forward(inputs, targets)
 
-    def _decide(self, total: int | None, cycle: RunningCycle) -> Decision:
-        """Return what follows after this step; the first worker decides, or one over its memory limit."""
-        duration, is_first = self.config.duration, self.workers.is_first
-        outcome, reason = self._outcome(total) if is_first else (None, "")
+    def _decide(self, cycle: RunningCycle) -> Decision:
+        """Return what all workers do after this step."""
         whole = self.state.step == cycle.stop
-        if (whole or self.device.type == "cpu") and (excess := self._excess()):  # NVML takes milliseconds
-            outcome, reason = "over_limit", excess
-        closes = whole or outcome == "finished"
-        validates = closes and self._may_validate(outcome)
-        next_closes = duration.cycle.train_steps is None and self.pace.next_step_ends_cycle(is_new=closes)
-        outcomes: list[Outcome | None] = [None, "finished", "interrupted", "over_limit"]
-        budget = self.pace.train_budget
-        decided = (self.pace.elapsed, self.pace.elapsed / budget if budget else 0.0, self.pace.has_long_steps, closes)
-        decided = (*decided, validates, next_closes) if is_first else (0.0,) * 6
-        code, elapsed, self.progress, long, closes, validates, next_closes = self.workers.all_max(
-            outcomes.index(outcome), *decided
-        )
-        self.interruptible = bool(long)
-        self._advance(train_seconds=elapsed)
-        return Decision(
-            outcomes[int(code)], reason or "ended by another worker", bool(closes), bool(validates), bool(next_closes)
-        )
-
-    def _outcome(self, total: int | None) -> tuple[Outcome | None, str]:
-        """Return whether and why the run ends after this step, for the first worker."""
-        duration, step = self.config.duration, self.state.step
-        if total is not None and step >= total:
-            return "finished", f"reached {format_count(step, 'step')}"
-        if duration.time_budget is not None:
-            self.pace.reserve(self._passes(), self._closing_seconds())
-            if self.pace.is_budget_used():
-                return "finished", "time budget reached"
-        if (
-            duration.speed_tolerance
-            and step == self.state.last_reported_step + 1
-            and is_precise(self.times.steps, duration.speed_tolerance)
-        ):
-            return "finished", f"speed measured to within {duration.speed_tolerance:.1%}"
-        if self.stopped_by:
-            return "finished", f"stopped by the callback {type(self.stopped_by).__name__}"
-        return ("interrupted", "stop requested") if self.callbacks.should_stop() else (None, "")
+        decision = self.control.decide(
+            self.state, whole=whole, step_seconds=self.times.steps, closing_seconds=self._closing_seconds(),
+            excess=self._excess() if whole or self.device.type == "cpu" else "",  # NVML takes milliseconds.
+            stopped_by=self.stopped_by,
+        )  # fmt: skip
+        self._advance(train_seconds=self.control.elapsed)
+        return decision
 
     def _closing_seconds(self) -> float:
         """Estimate the seconds from the last step to the end of the run, without the validation."""
         if not (self.saves_checkpoints and self.checkpoints):
             return 0.0
-        sample = END_PASSES * (self.pace.pass_seconds or 0.0)
+        sample = END_PASSES * (self.control.pace.pass_seconds or 0.0)
         return self.checkpoints.seconds(self.state_bytes) + sample + END_SECONDS
-
-    def _passes(self) -> int | None:
-        """Return the number of forward passes of a validation; None if it will be chosen."""
-        if self.validator is None:
-            return 0
-        return self.validator.passes(self.state.val_windows) if self.state.val_windows else None
-
-    def _may_validate(self, outcome: Outcome | None) -> bool:
-        """Return whether a validation may follow; one that the user has sized always may, and so may the last one."""
-        if self.validator is None:
-            return False
-        if outcome == "finished" or self.config.duration.cycle.val_batches is not None:
-            return True
-        passes = self._passes()
-        return self.pace.may_validate(self.pace.val_passes() if passes is None else passes)
 
     def _excess(self) -> str:
         return self.limit.excess_message() if self.limit else ""
@@ -520,19 +424,17 @@ class Trainer:
         completed = True
         if self.validator is not None and validates:
             self.stage = f"running the validation after step {self.state.step}"
-            if not self.state.val_windows:
-                (passes,) = self.workers.all_max(self.pace.val_passes() if self.workers.is_first else 0)
-                self._advance(val_windows=self.validator.windows_of(int(passes)))
+            self._advance(val_windows=self.control.val_windows(self.state))
             cycle.val_windows = self.state.val_windows
-            self.pace.end_training()
+            self.control.pace.end_training()
             start = self.callbacks.clock()
-            must_stop = self._must_discard if self.interruptible else lambda: False
+            must_stop = self.control.must_discard if self.control.is_interruptible else lambda: False
             cycle.val_losses = self.validator.run(cycle.val_windows, self.model, self._loss, must_stop)
             completed = cycle.val_losses is not None
             seconds = self.callbacks.clock() - start if timing.is_immediate(self.device) and completed else None
-            self.pace.end_validation(self.validator.passes(cycle.val_windows), seconds)
+            self.control.pace.end_validation(self.validator.passes(cycle.val_windows), seconds)
         else:
-            self.pace.end_training()
+            self.control.pace.end_training()
         close_cycle(cycle, self.workers, self.device)
         return completed
 
@@ -581,12 +483,6 @@ class Trainer:
             assert self.data.epoch_windows is not None, "a config for data without a known end says when to stop"
             return max(1, self.data.epoch_windows // config.batch.global_batch)
         return config.total_steps
-
-    def _progress(self, total: int | None) -> float:
-        """Return the fraction of the run that has passed, by steps or by the time budget."""
-        if total is not None:
-            return self.state.step / total
-        return min(1.0, self.progress)
 
     def _save(self, cycle: RunningCycle) -> None:
         """Take a snapshot of this step and have it written while training continues."""
