@@ -5,6 +5,7 @@ import math
 from infra.device.hardware import DeviceInfo
 from infra.errors import UserError
 from train.config import AUTO, GPU_KERNELS, HALF_PRECISIONS, Execution
+from train.loop.pace import MIN_TRAIN_SHARE
 from tune.config import MIN_RUNG_STEPS
 from tune.suite.batches import RETRIES, TOO_LARGE
 from tune.suite.suites import Changes
@@ -45,9 +46,10 @@ def check_baseline_speed(row: TrialRow, reason: str, *, fitted: bool = False) ->
     steps = row.step_seconds
     if row.ended_too_early or (row.speed and len(steps) < MIN_RUNG_STEPS):
         seconds = sum(steps[1:]) / (len(steps) - 1) if len(steps) > 1 else sum(steps)
+        budget = math.ceil(MIN_RUNG_STEPS * seconds / MIN_TRAIN_SHARE)  # The rest may be needed for the validation.
         raise UserError(
             f"The baseline made only {len(steps)} steps in {sum(steps[1:]):.1f} s; a rung needs {MIN_RUNG_STEPS} to "
-            f"get past warm-up. Use --time-budget {math.ceil(MIN_RUNG_STEPS * seconds)}s or more."
+            f"get past warm-up. Use --time-budget {budget}s or more."
         )
     if not row.speed:
         advice = "Fix the cause, or choose another --suite."

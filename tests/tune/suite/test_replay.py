@@ -357,10 +357,10 @@ def test_a_baseline_without_a_speed_says_what_to_do(base: TrainConfig, ladder_of
         check_baseline_speed(row, row.reason)
 
     check(well(request, config))
-    with pytest.raises(UserError, match=r"7 steps in 3\.0 s; a rung needs 8 .* --time-budget 4s or more"):
+    with pytest.raises(UserError, match=r"7 steps in 3\.0 s; a rung needs 8 .* --time-budget 8s or more"):
         check(well(request, config, step_seconds=[9.0, *[0.5] * 6]))
     short = replace(unmeasured_row(request, "failed", "too few", 1.0), ended_too_early=True, step_seconds=[1.5])
-    with pytest.raises(UserError, match=r"--time-budget 12s or more"):
+    with pytest.raises(UserError, match=r"--time-budget 24s or more"):
         check(short)
     with pytest.raises(UserError, match=r"baseline failed: no kernel"):
         check(unmeasured_row(request, "failed", "no kernel", 1.0))
