@@ -104,23 +104,31 @@ def draw(rows: Sequence[RungResult], conditions: str) -> Figure:
 
     ``conditions`` describe where the rows were measured.
     """
-    by_name = {row.name: row for row in rows}
-    base = by_name["baseline"]
-    names = [name for name in STUDY if by_name.get(name, RungResult(name)).speed]
-    gib = [(row.memory or 0) / GIB for row in map(by_name.__getitem__, names)]
-    speeds = [row.speed.middle for row in map(by_name.__getitem__, names) if row.speed]
-    panels = {
-        "GPU memory (GiB)": {"study": [STUDY[name].gib for name in names], "this machine": gib},
-        "tokens/s": {"study": [STUDY[name].speed for name in names], "this machine": speeds},
-    }
+    runs = {row.name: row for row in rows if row.name in STUDY and row.speed}
+    names, base, study_base = [*runs], runs["baseline"], STUDY["baseline"]
+    memory = [run.memory or 0 for run in runs.values()]
+    panels: dict[str, dict[str, list[float | None]]]
     if base.config and differs_from_study(base.config.model, base.config.batch.micro_batch):
-        ratios = {"GPU memory": "peak memory (ratio to the baseline)", "tokens/s": "speed (ratio to the baseline)"}
         panels = {
-            ratios[quantity.removesuffix(" (GiB)")]: {
-                label: [value / values[0] for value in values] for label, values in bars.items()
-            }
-            for quantity, bars in panels.items()
+            "peak memory (ratio to the baseline)": {
+                "study": [STUDY[name].gib / study_base.gib for name in names],
+                "this machine": [size / memory[0] for size in memory],
+            },
+            "speed (ratio to the baseline)": {
+                "study": [STUDY[name].speed / study_base.speed for name in names],
+                "this machine": [_ratio(run) for run in runs.values()],
+            },
         }
+    else:
+        panels = {
+            "GPU memory (GiB)": {
+                "study": [STUDY[name].gib for name in names], "this machine": [size / GIB for size in memory]
+            },
+            "tokens/s": {
+                "study": [STUDY[name].speed for name in names],
+                "this machine": [run.speed and run.speed.middle for run in runs.values()],
+            },
+        }  # fmt: skip
     title = "GPT-2 124M: the published study and this machine"
     return charts.grouped_bars(title, f"study: NVIDIA A100 with 40 GB · this machine: {conditions}", names, panels, LOG)
 
