@@ -223,7 +223,7 @@ def test_a_search_that_was_stopped_continues_on_two_machines(lab: Any) -> None:
     ]  # fmt: skip
     assert {row["node"] for row in rows.values() if row["stage"] == "control"} == {"w2"}
     assert json.loads(found["best.json"])["measured"]["tokens_per_second"] > 0
-    assert re.search(r"Next +python -m train.run --config s3://lab/searches/one/best.json", said)
+    assert re.search(r"Next +about .*: python -m train.run --config s3://lab/searches/one/best.json", said)
 
 
 @pytest.mark.usefixtures("data")

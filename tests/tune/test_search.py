@@ -228,7 +228,7 @@ def test_resume_runs_only_what_is_missing(
         r"best so far: micro-batch \d x \d, [\d,]+ tokens/s \| elapsed [\dms]+ \| about [\dms]+ left", printed
     )
     assert "winner" in printed
-    assert re.search("(?m)^Next +python -m train.run --config", printed)
+    assert re.search("(?m)^Next +about .*: python -m train.run --config", printed)
     now = files(searched)
     assert {path for path in now if now[path] != rows[path]} == {lost_file}
     _, children = runs(folder, "one")
