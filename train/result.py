@@ -132,6 +132,8 @@ class CycleReport:
     """Loss of each of the cycle's steps, in nats/token."""
     val_windows: int = 0
     """Number of validation windows, the same in each validation of the run; 0 without validation."""
+    val_bits_per_byte: float | None = None
+    """Validation loss in bits per UTF-8 byte of the validation windows' text; None without a tokenizer."""
 
     @property
     def first_loss(self) -> float | None:

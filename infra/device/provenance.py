@@ -1,6 +1,7 @@
 """Provenance of a result: code, versions, machine and command line, recorded once by the driver."""
 
 import getpass
+import json
 import os
 import platform
 import shlex
@@ -19,36 +20,48 @@ _PACKAGES = ("torch", "ray", "mlflow", "pyarrow", "gigatoken", "tiktoken")
 
 
 def collect_tags() -> dict[str, str]:
-    """Return tags that describe how to reproduce this process's results; unavailable values are omitted."""
+    """Return the tags of a run that this process creates: what MLflow shows as its source, and all else in one tag.
+
+    A tag for each value would fill the screen above the run's description.
+    """
+    values = collect()
+    tags = {"mlflow.source.name": values["program"]}  # MLflow shows the part after the last slash.
+    if "commit" in values:
+        tags["mlflow.source.git.commit"] = values["commit"]
+    return tags | {"provenance": json.dumps(values)}
+
+
+def collect() -> dict[str, str]:
+    """Return what is needed to reproduce this process's results, by name; unavailable values are omitted."""
     spec = getattr(sys.modules.get("__main__"), "__spec__", None)  # Only a process of python -m has a spec.
-    module, target = (spec.name, ["-m", spec.name]) if spec else (Path(sys.argv[0]).name, ["-P", sys.argv[0]])
-    tags = {
+    program, target = (spec.name, ["-m", spec.name]) if spec else (Path(sys.argv[0]).name, ["-P", sys.argv[0]])
+    values = {
         "command": shlex.join([*(command.program.split() or ["python", *target]), *sys.argv[1:]]),
-        "mlflow.source.name": module,  # MLflow shows the part after the last slash.
+        "program": program,
         "python": platform.python_version(),
         "user": find_user_name(),
     }
     if revision := find_commit():
-        tags["commit"] = revision
-        tags["commit_is_dirty"] = str(bool(_git("status", "--porcelain"))).lower()
+        values["commit"] = revision
+        values["commit_is_dirty"] = str(bool(_git("status", "--porcelain"))).lower()
     for package in _PACKAGES:
         try:
-            tags[f"version.{package}"] = version(package)
+            values[f"version.{package}"] = version(package)
         except PackageNotFoundError:
             continue
-    return tags | machine_tags()
+    return values | describe_machine()
 
 
-def machine_tags(read_gpu: Callable[[], GpuState | None] = read_gpu) -> dict[str, str]:
-    """Return tags that describe this machine."""
-    tags = {"host": platform.node(), "platform": platform.platform()}
+def describe_machine(read_gpu: Callable[[], GpuState | None] = read_gpu) -> dict[str, str]:
+    """Return the properties of this machine by name."""
+    machine = {"host": platform.node(), "platform": platform.platform()}
     if gpu := read_gpu():
-        tags["gpu"] = gpu.name
+        machine["gpu"] = gpu.name
         if gpu.driver:
-            tags["driver"] = gpu.driver
+            machine["driver"] = gpu.driver
         if gpu.power_limit:
-            tags["gpu_power_limit_watts"] = f"{gpu.power_limit:g}"
-    return tags
+            machine["gpu_power_limit_watts"] = f"{gpu.power_limit:g}"
+    return machine
 
 
 def find_commit() -> str:

@@ -24,27 +24,33 @@ TAG_PREFIX = "mlflow.sharedViewState."
 """Prefix of the experiment's tags that have saved views."""
 VIEW_KEY = "throughline"
 """Beginning of the keys of this project's views."""
-FIRST_COLUMNS = {"attributes.`Run Name`": 170, "runDateAndNestInfo": 150}
-"""Columns that begin every table, with widths in pixels: the run's name, and the time of its creation."""
-MEASUREMENT_COLUMNS = {"tags.`tokens/s`": 205, "tags.`memory`": 185}
-BATCH_COLUMNS = {"params.`micro_batch`": 110, "params.`accumulation`": 115}
+NAME_COLUMN, STATUS_COLUMN = "attributes.`Run Name`", "runDateAndNestInfo"
+"""Columns with which MLflow begins every table: the run's name, and its status and the time since its creation."""
+FIRST_WIDTHS = {"pipeline": (120, 130), "train": (120, 130), "ladder": (190, 50), "tune": (120, 50)}
+"""Widths of these columns by experiment, in pixels. Where 50 is enough for the status, the time is not shown.
+
+In a window of 1,366 pixels, beside MLflow's menu and the panel of its assistant, which is open at a first visit, a
+table has 690 pixels. The first columns with the measurements are not wider.
+"""
+MEASUREMENT_COLUMNS = {"tags.`tokens/s`": 250, "tags.`memory`": 150}
 COLUMNS = {
     "pipeline": {
-        "metrics.`books/kept`": 110, "tags.`dropped`": 260, "metrics.`tokens/train`": 125, "metrics.`tokens/val`": 110,
+        "metrics.`books/kept`": 100, "metrics.`tokens/train`": 110, "tags.`dropped`": 200, "metrics.`tokens/val`": 110,
         "metrics.`throughput/mb_per_second`": 210, "params.`out`": 300,
     },
     "train": {
-        "tags.`outcome`": 100, **MEASUREMENT_COLUMNS, "tags.`reason`": 200, "metrics.`result/val_loss`": 130,
-        "metrics.`result/mfu`": 100, **BATCH_COLUMNS, "params.`model`": 140, "params.`data`": 220,
-        "metrics.`progress/train_tokens`": 190, "metrics.`detail/memory/prediction_error`": 240,
+        **MEASUREMENT_COLUMNS, "metrics.`result/val_loss`": 125, "tags.`outcome`": 85, "params.`model`": 120,
+        "tags.`device`": 120, "metrics.`result/mfu`": 95, "metrics.`loss/val_bits_per_byte`": 160,
+        "params.`micro_batch`": 100, "params.`accumulation`": 115, "params.`data`": 180, "tags.`reason`": 200,
+        "metrics.`progress/train_tokens`": 170, "metrics.`detail/memory/prediction_error`": 240,
     },
     "ladder": {
-        "tags.`rung`": 160, **MEASUREMENT_COLUMNS, "tags.`predicted_memory`": 170, "tags.`batch`": 70,
-        "metrics.`loss/train`": 130, "metrics.`result/mfu`": 100, "tags.`outcome`": 85, "tags.`reason`": 300,
+        **MEASUREMENT_COLUMNS, "tags.`batch`": 75, "metrics.`loss/train`": 85, "tags.`outcome`": 85,
+        "metrics.`result/mfu`": 95, "metrics.`memory/predicted_gb`": 150, "tags.`reason`": 300,
     },
     "tune": {
-        "tags.`rank`": 95, **MEASUREMENT_COLUMNS, "tags.`batch`": 70, "tags.`knobs`": 180, "tags.`outcome`": 85,
-        "tags.`reason`": 300, "params.`stage`": 80, "tags.`predicted_memory`": 170, "tags.`global_batch`": 110,
+        "tags.`rank`": 115, **MEASUREMENT_COLUMNS, "tags.`batch`": 70, "tags.`knobs`": 180, "tags.`outcome`": 85,
+        "params.`stage`": 80, "metrics.`memory/predicted_gb`": 150, "tags.`global_batch`": 110, "tags.`reason`": 300,
     },
 }  # fmt: skip
 RUN_FILTERS = {
@@ -73,11 +79,12 @@ class View(NamedTuple):
     def to_page_state(self, experiment: str, runs: str | None = None) -> str:
         """Return the view in MLflow's format; ``runs`` is a filter, by default the one in :data:`RUN_FILTERS`."""
         columns = COLUMNS[experiment]
+        widths = dict(zip((NAME_COLUMN, STATUS_COLUMN), FIRST_WIDTHS[experiment], strict=True)) | columns
         page = {
             "searchFilter": RUN_FILTERS[experiment] if runs is None else runs, "startTime": "ALL",
             "lifecycleFilter": "Active",
             "orderByKey": self.order, "orderByAsc": self.is_ascending, "selectedColumns": list(columns),
-            "columnOrder": [*FIRST_COLUMNS, *columns], "columnWidths": FIRST_COLUMNS | columns,
+            "columnOrder": [*widths], "columnWidths": widths,
         }  # fmt: skip
         if self.charts:
             section = {"uuid": VIEW_KEY, "name": self.name, "display": True, "isReordered": False}
@@ -97,11 +104,15 @@ class View(NamedTuple):
 CREATED_COLUMN, MEMORY_METRIC = "attributes.start_time", "memory/process_gb"
 CURVE_METRICS = ("loss/train", "loss/val", "throughput/tokens_per_second", "optimizer/learning_rate")
 CURVES_VIEW = View("Curves", CREATED_COLUMN, False, CURVE_METRICS, "progress/train_tokens")
+# A token of a larger vocabulary has more text. Bits per byte and seconds do not depend on the vocabulary.
+VOCABULARIES_VIEW = View(
+    "Vocabularies", CREATED_COLUMN, False, ("loss/val_bits_per_byte",), "detail/time/elapsed_seconds"
+)
 MEMORY_VIEW = View("Memory", f"metrics.`{MEMORY_METRIC}`", False, (MEMORY_METRIC,), "detail/memory/predicted_gb")
 TRIAL_MEMORY_VIEW = MEMORY_VIEW._replace(x_metric="memory/predicted_gb")
 VIEWS = {
     "pipeline": (View("Data", CREATED_COLUMN),),
-    "train": (View("Runs", CREATED_COLUMN), CURVES_VIEW, MEMORY_VIEW),
+    "train": (View("Runs", CREATED_COLUMN), CURVES_VIEW, VOCABULARIES_VIEW, MEMORY_VIEW),
     # Sorted by name, which begins with the rung's number, because MLflow would collapse the children if sorted by time.
     "ladder": (
         View("Ladder", "tags.`mlflow.runName`", True),

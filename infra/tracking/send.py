@@ -23,7 +23,7 @@ UNREACHABLE_CODES = (ErrorCode.Name(INTERNAL_ERROR), ErrorCode.Name(TEMPORARILY_
 """Error codes of a store that is temporarily unavailable, and does not reject an entry."""
 
 Entry = dict[str, Any]
-"""Queued metric, param, tag, data set, text, file, or end of a run, by its ``kind``."""
+"""Queued metric, param, tag, data set, text, file, or end of a run, by its ``kind``; a tag without value is removed."""
 
 
 def send(client: MlflowClient, run_id: str, entries: list[Entry]) -> None:
@@ -37,12 +37,15 @@ def send(client: MlflowClient, run_id: str, entries: list[Entry]) -> None:
     """
     metrics = [Metric(e["key"], e["value"], e["time"], e["step"]) for e in entries if e["kind"] == "metric"]
     params = [Param(e["key"], e["value"]) for e in entries if e["kind"] == "param"]
-    tags = [RunTag(e["key"], e["value"]) for e in entries if e["kind"] == "tag"]
+    tag_values = {e["key"]: e["value"] for e in entries if e["kind"] == "tag"}
+    tags = [RunTag(name, value) for name, value in tag_values.items() if value]
     for start in range(0, len(metrics), METRICS_PER_BATCH):
         _log(client, run_id, metrics=metrics[start : start + METRICS_PER_BATCH])
     for start in range(0, max(len(params), len(tags)), ITEMS_PER_BATCH):
         part = slice(start, start + ITEMS_PER_BATCH)
         _log(client, run_id, params=params[part], tags=tags[part])
+    for name in (name for name, value in tag_values.items() if not value):
+        _call(client, client.delete_tag, run_id, name)
     for entry in entries:
         match entry["kind"]:
             case "data":

@@ -196,7 +196,7 @@ def reopen_run(run_ref: RunRef) -> None:
 
 @interrupts.delayed()
 def read_logged(run_ref: RunRef) -> Logged:
-    """Read which params and steps the run already has, so that resuming it does not send them again."""
+    """Read which params, steps and tags the run already has, so that resuming it does not send them again."""
     try:
         client = MlflowClient(run_ref.store)
         data = client.get_run(run_ref.run_id).data
@@ -206,7 +206,8 @@ def read_logged(run_ref: RunRef) -> Logged:
             f"The MLflow store {run_ref.store} does not respond: {first_line(failure).rstrip('.')}. Start its server, "
             "or use another store with --tracking-uri."
         ) from failure
-    return Logged(set(data.params), {name: max(point.step for point in points) for name, points in histories.items()})
+    steps = {name: max(point.step for point in points) for name, points in histories.items()}
+    return Logged(set(data.params), steps, dict(data.tags))
 
 
 @interrupts.delayed()

@@ -52,7 +52,7 @@ class Logged:
     steps: dict[str, int] = field(default_factory=dict)
     """Last step of each metric."""
     tags: dict[str, str] = field(default_factory=dict)
-    """Values of the tags that this process has set."""
+    """Values of the run's tags."""
     texts: dict[str, str] = field(default_factory=dict)
     """Content of the text artifacts that this process has sent, by name."""
 
@@ -112,9 +112,9 @@ class Tracker:
                 self.logged.params.add(name)
 
     def set_tags(self, values: Mapping[str, Any]) -> None:
-        """Set tags; a later value replaces an earlier one."""
+        """Set tags; a later value replaces an earlier one, and an empty value removes the tag."""
         for name, value in values.items():
-            if self.logged.tags.get(name) != str(value):
+            if self.logged.tags.get(name, "") != str(value):
                 self._put({"kind": "tag", "key": name, "value": str(value)})
                 self.logged.tags[name] = str(value)
 

@@ -30,7 +30,8 @@ def model_link(name: str, version: str) -> str:
 def ui_link(run_ref: RunRef, *, children: bool = False) -> str:
     """Return the link to a run in MLflow or, with ``children``, to a table of its children, such as a search's trials.
 
-    A local store also needs the command that starts MLflow's server, on the line before the link. The link opens the
+    A local store also needs the command that starts MLflow's server, on the line before the link. Its comment is about
+    the panel that MLflow opens at the first visit to a local server, for which it has no setting. The link opens the
     pages for model training, because MLflow's start page is for GenAI. The children have a separate view (see
     ``infra.tracking.saved_views``), because the list of runs shows them collapsed.
     """
@@ -44,4 +45,5 @@ def ui_link(run_ref: RunRef, *, children: bool = False) -> str:
     if not file:
         return link
     backend = sqlite_store(Path(file.name) if file.parent == Path.cwd() else file)
-    return f"mlflow ui --backend-store-uri {shlex.quote(backend)}\n{link}"
+    comment = "# at the first visit, close the assistant on the right"
+    return f"mlflow ui --backend-store-uri {shlex.quote(backend)}  {comment}\n{link}"

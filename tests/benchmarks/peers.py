@@ -111,7 +111,7 @@ def main() -> None:
     if difference is not None:
         print(f"losses of ours and nanoGPT's model differ by at most {difference:.4f} nats")
     if options.record:
-        about = {"where": provenance.collect_tags(), "memory_limit": options.memory_limit, "rounds": options.rounds}
+        about = {"where": provenance.collect(), "memory_limit": options.memory_limit, "rounds": options.rounds}
         about["versions"] = {name: version(name) for name in ("torch", "transformers")}
         about["command"] = " ".join(["python", "-P", *sys.argv])
         ratios = {side: middle["ours"] / found for side, found in middle.items()}

@@ -93,7 +93,7 @@ def test_killed_at_random_moments_it_ends_with_the_same_bytes(
     main(replace(config, out=out))
     assert contents(out) == whole
     if "RECORD" in os.environ:
-        where = provenance.collect_tags()
+        where = provenance.collect()
         del where["command"]  # it holds the path of pytest, which is of this machine; what to run stands above it
         found = {
             "command": "make campaign-pipeline", "where": where, "partitions": total, "files_equal_at_the_end": True,

@@ -34,7 +34,7 @@ class WorkerStarted:
     nodes: list[str]
     """Ray's id of each worker's machine; empty in the driver's own process."""
     machine: dict[str, str]
-    """The provenance of the first worker's machine, as tags."""
+    """Properties of the first worker's machine by name."""
 
 
 @dataclass(frozen=True)

@@ -3,6 +3,8 @@
 It also watches whether the machines that train are still heard from.
 """
 
+import json
+import platform
 from collections.abc import Callable
 from typing import Any
 
@@ -118,9 +120,10 @@ class WorkerMonitor:
             console.print(f"resuming on {', '.join(worker.hosts)}", markup=False)
         self._hosts, self._nodes = worker.hosts, dict(zip(worker.nodes, worker.hosts, strict=True))
         self.is_silent = self.is_lost = False
-        # The tags of the driver's machine were set when the run was created.
-        machine = {name: value for name, value in worker.machine.items() if name != "host"}
-        self._tracker.set_tags({"worker": ", ".join(self._hosts)} | machine)
+        # The provenance of the driver's machine was recorded when the run was created.
+        is_elsewhere = set(self._hosts) != {platform.node()}
+        tags = {"worker": ", ".join(self._hosts), "worker.machine": json.dumps(worker.machine)}
+        self._tracker.set_tags({name: value if is_elsewhere else "" for name, value in tags.items()})
 
     def check_heartbeat(self, silence: float | None) -> None:
         """Print a message if the first worker is silent, or if the machine of any worker has left the cluster.

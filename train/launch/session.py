@@ -24,6 +24,7 @@ from train.loop.oom import OutOfMemory
 from train.loop.result_builder import StepTimes
 from train.loop.sampling import closing_sample
 from train.loop.trainer import Callbacks, Trainer
+from train.loop.validation import Text, bits_per, id_counts, window_count
 from train.reporting.diagnosis import first_loss_fault
 from train.result import CycleReport, RunResult
 from train.run_files.checkpoint import Checkpoints
@@ -89,6 +90,8 @@ class WorkerSession:
         self.times = StepTimes()
         """The times of the steps so far, with the last micro-batch that was tried."""
         self._data: TrainingData | None = None
+        self._val_text: Text | None = None
+        """Size of the text of a validation, once it is known."""
         self._trainer: Trainer | None = None
         self._preparing = Activity("loading the data", 0)
 
@@ -202,8 +205,18 @@ class WorkerSession:
         cycle = vars(report)
         if self.folder:
             self._describe_first(report)
-            cycle = self.folder.append_report(report)
+            cycle = self.folder.append_report(replace(report, val_bits_per_byte=self._bits_per_byte(report)))
         self._post(CycleDone(cycle))
+
+    def _bits_per_byte(self, report: CycleReport) -> float | None:
+        """Return the validation loss in bits per byte, which is comparable between vocabularies."""
+        data, config = self._data, self.config
+        if report.val_loss is None or data is None or data.validation is None or data.tokenizer is None:
+            return None
+        if self._val_text is None:
+            count = window_count(data.validation, config.batch.global_batch, config.duration.cycle)
+            self._val_text = Text.of(id_counts(data.validation, count, config.model.vocab_size), data.tokenizer)
+        return bits_per(report.val_loss, self._val_text.tokens, self._val_text.bytes)
 
     def _describe_first(self, report: CycleReport) -> None:
         """After the first cycle print an implausible loss, if it has one, and on a GPU the memory in use."""

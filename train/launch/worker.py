@@ -19,7 +19,7 @@ from ray.exceptions import RayError
 
 from infra.background import repeated
 from infra.device.host import count_oom_kills
-from infra.device.provenance import machine_tags
+from infra.device.provenance import describe_machine
 from infra.device.telemetry import Telemetry, prefix_node
 from infra.errors import UserError, first_line
 from train.launch.job import RunJob, WorkerResult
@@ -91,7 +91,7 @@ def train_function(loop_config: dict[str, Any]) -> WorkerResult:
         try:
             if is_first:
                 hosts = [state.host for state in states]
-                driver = DriverConnection(link, WorkerStarted(step_of(resume), hosts, nodes, machine_tags()))
+                driver = DriverConnection(link, WorkerStarted(step_of(resume), hosts, nodes, describe_machine()))
             elif nodes.index(node_id) == rank:  # It watches its machine, where the first worker is not.
                 stack.callback(link.flush)
                 stack.enter_context(watch_machine(link, host))

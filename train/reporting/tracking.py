@@ -10,7 +10,6 @@ from pathlib import Path
 from typing import Any
 
 from infra.cli.table import Report
-from infra.cli.units import format_size
 from infra.device.downsampling import sampling_interval
 from infra.errors import UserError
 from infra.schema import from_json, strict, to_json
@@ -29,9 +28,9 @@ from train.result import RunResult
 from train.run_files.run_folder import RunFolder
 
 METRICS = (
-    "loss/step", "loss/train", "loss/val", "throughput/tokens_per_second", "progress/train_tokens",
-    "optimizer/learning_rate", "optimizer/gradient_norm", "result/tokens_per_second", "result/mfu", "result/val_loss",
-    "result/kilojoules_per_million_tokens", "memory/process_gb",
+    "loss/step", "loss/train", "loss/val", "loss/val_bits_per_byte", "throughput/tokens_per_second",
+    "progress/train_tokens", "optimizer/learning_rate", "optimizer/gradient_norm", "result/tokens_per_second",
+    "result/mfu", "result/val_loss", "memory/process_gb",
 )  # fmt: skip
 """Metrics at the top level of a run's page in MLflow; its other metrics are under ``detail/``."""
 
@@ -86,7 +85,7 @@ def fill(tracker: Tracker, run_folder: RunFolder, *, until: int | None = None) -
         tracker.log_json(config.to_json(), "config.json")  # The micro-batch has changed since the start.
     step, dataset, duration = config.step, config.dataset, config.duration
     report = run_report(step, dataset, duration, result, run_folder.location, start.memory_limit)
-    _log_result(tracker, report, result, run_folder)
+    _log_result(tracker, report, result, run_folder, start.memory_limit)
     return result
 
 
@@ -104,15 +103,11 @@ def log_start(tracker: Tracker, config: ResolvedConfig, start: RunStart) -> None
         tracker.log_json(start.config, "config.json")
         source = config.dataset.source
         tracker.log_dataset(Path(source).name, start.fingerprint, source, start.splits, "training")
-        maker = source_of(config.dataset).producing_run()
-        tracker.set_tags({"data.run": maker.run_id} if maker else {})
         status = f"Training {config.model.text} on `{source}`. The run is in progress."
         tracker.set_description("\n\n".join([status, *data_paragraph(config.dataset, tracker.run_ref.store)]))
     if start.step:
         tracker.set_tags({"resumed_at_step": start.step, "outcome": "", "reason": ""})
         tracker.log_json(start.config, f"config-from-step-{start.step}.json")
-    if start.memory_limit:
-        tracker.set_tags({"memory_limit": format_size(start.memory_limit)})
 
 
 def params(config: ResolvedConfig) -> dict[str, Any]:
@@ -179,6 +174,7 @@ def cycle_metrics(cycle: dict[str, Any]) -> Iterator[tuple[int, dict[str, float 
     values = {
         "loss/train": cycle["train_loss"],
         "loss/val": val_loss,
+        "loss/val_bits_per_byte": cycle["val_bits_per_byte"],
         "loss/val_perplexity": math.exp(val_loss) if val_loss is not None and val_loss < 700 else None,
         "throughput/tokens_per_second": cycle["cycle_tokens"] / cycle["cycle_seconds"],
         "progress/train_tokens": cycle["train_tokens"],
@@ -212,15 +208,17 @@ def write_summary(run_folder: RunFolder, report: Report, dataset: DatasetConfig,
     write_text(run_folder.summary, replace(report, sections=sections).markdown())
 
 
-def _log_result(tracker: Tracker, report: Report, result: RunResult, run_folder: RunFolder) -> None:
+def _log_result(
+    tracker: Tracker, report: Report, result: RunResult, run_folder: RunFolder, memory_limit: int | None
+) -> None:
     """Log the result of a run. Its metrics are logged at step 0, because MLflow draws bars for a single step."""
     tracker.log_metrics(group_under_detail(report.metrics(), METRICS))
-    # An empty reason replaces the reason of an earlier, interrupted part of a resumed run.
+    # An empty reason removes the reason of an earlier, interrupted part of a resumed run.
     reason = "" if result.outcome == "finished" else result.reason
-    tags = {"outcome": result.outcome, "reason": reason, "device": result.device, "attention": result.attention}
+    tags = {"outcome": result.outcome, "reason": reason, "device": result.device}
     if result.failed_micro_batches:
         tags["micro_batch.failed_micro_batches"] = ", ".join(map(str, result.failed_micro_batches))
-    tracker.set_tags(tags | run_list_tags(result))
+    tracker.set_tags(tags | run_list_tags(result, memory_limit))
     tracker.log_json(to_json(result), "result.json")
     if result.sample:
         tracker.log_text(result.sample, "sample.txt")
@@ -260,10 +258,10 @@ def _complete_run(run_folder: RunFolder, run_ref: RunRef) -> bool:
     return tracker.wait_until_sent()
 
 
-def run_list_tags(result: RunResult) -> dict[str, str]:
+def run_list_tags(result: RunResult, memory_limit: int | None) -> dict[str, str]:
     """Return the speed and memory as texts, for tags that are columns of MLflow's list of runs.
 
     Both tags are always set, to replace the values of an earlier part of a resumed run.
     """
     speed = speed_fact(result.throughput and result.throughput.estimate)
-    return {"memory": peak_text(result), "tokens/s": speed or "not measured"}
+    return {"memory": peak_text(result, memory_limit), "tokens/s": speed or "not measured"}

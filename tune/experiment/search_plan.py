@@ -102,7 +102,8 @@ class Search(Experiment):
     def labels(self, candidate: Candidate) -> dict[str, str]:
         """Return the additional columns of a trial in MLflow's list of runs."""
         knobs = without_accumulation(candidate.knobs)
-        batch = {"global_batch": str(self.space.global_batch(candidate))}
+        is_searched = self.space.is_accumulation_searched
+        batch = {"global_batch": str(self.space.global_batch(candidate))} if is_searched else {}
         return batch | ({"knobs": self.space.knobs_label(knobs) or "same as control"} if knobs else {})
 
     def remaining(self, rows: Sequence[TrialRow]) -> int:

@@ -23,7 +23,6 @@ from infra.tracking.run_ref import RunRef
 from infra.tracking.saved_views import tag_ranks
 from infra.tracking.store import create_child_run, create_run, find_children, read_logged, reopen_run
 from infra.tracking.tracker import Tracker
-from pipeline.shards import find_producing_run
 from train.reporting.report import allocator_facts, memory_fact, speed_fact
 from tune.experiment.folder import (
     RESULT,
@@ -120,8 +119,7 @@ def fill_trial(tracker: Tracker, record: ExperimentRecord, row: TrialRow) -> Non
     log_data(tracker, record)
     tracker.log_json(flatten_row(row), "trial.json")
     tracker.set_description(report.markdown())
-    columns = trial_columns(row, record.limit) | {"node": row.node}
-    tracker.set_tags({"outcome": row.outcome, "reason": row.reason} | columns)
+    tracker.set_tags({"outcome": row.outcome, "reason": row.reason} | trial_columns(row, record.limit))
     tracker.finish("FAILED" if row.outcome == "failed" else "FINISHED", wait=False)
 
 
@@ -131,15 +129,10 @@ def trial_columns(row: TrialRow, limit: int | None) -> dict[str, str]:
     ``limit`` is the memory limit of its process in bytes.
     """
     columns = {"batch": f"{row.candidate.micro_batch} x {row.accumulation}"} | row.labels
-    if row.result and row.result.attention:
-        columns["attention"] = row.result.attention
     if row.speed:
         columns["tokens/s"] = speed_fact(row.speed)
     if row.memory is not None:
         columns["memory"] = memory_fact(row.memory, limit)
-    if row.predicted_memory:
-        error = f" ({row.predicted_memory / row.memory - 1:+.0%})" if row.memory else ""
-        columns["predicted_memory"] = Fact.of("memory/predicted_gb", row.predicted_memory / GB, f"{{:.2f}} GB{error}")
     return columns
 
 
@@ -147,13 +140,15 @@ def trial_report(record: ExperimentRecord, row: TrialRow) -> Report:
     """Build the report of a trial, which becomes the description and the metrics of its run."""
     result = row.result
     columns = trial_columns(row, record.limit)
-    prediction = columns.get("predicted_memory", "")
-    prediction = Fact.joined("predicted", prediction, separator=" ") if prediction else ""
+    prediction = Fact.of(
+        "memory/predicted_gb", row.predicted_memory and row.predicted_memory / GB, "predicted {:.2f} GB"
+    )
+    attention = result.attention if result else ""
     summary = [
-        ("Trial", f"{row.number} of {record.name}: {row.stage}, {row.name}"),
+        ("Trial", f"{row.number} of {record.name}: {row.stage}, {row.name}; on {row.node}"),
         ("Tokens/s", columns.get("tokens/s", "not measured")),
         ("Peak memory", Fact.joined(columns.get("memory", "not measured"), prediction)),
-        ("Outcome", f"{row.outcome}: {row.reason}"),
+        ("Outcome", Fact.joined(f"{row.outcome}: {row.reason}", attention and f"attention {attention}")),
     ]  # fmt: skip
     details = [
         Fact.of("result/mfu", result and result.mfu),
@@ -172,8 +167,6 @@ def log_data(tracker: Tracker, record: ExperimentRecord) -> None:
     """Log the data set of an experiment or of one of its trials."""
     data = StorageDir.of(record.data)
     tracker.log_dataset(data.name, record.fingerprint, record.data, record.splits, "training")
-    maker = find_producing_run(data)
-    tracker.set_tags({"data.run": maker.run_id} if maker else {})
 
 
 def log_start(tracker: Tracker, record: ExperimentRecord) -> None:

@@ -23,8 +23,8 @@ from typing import Any
 
 import numpy as np
 
+from infra.device import provenance
 from infra.device.hardware import cpu_info
-from infra.device.provenance import collect_tags
 from infra.schema import from_json, to_json
 from infra.storage.files import write_json
 from pipeline.shards import Manifest, ShardRow, write_shard
@@ -85,7 +85,7 @@ def main() -> int:
                 "base": base.to_json(),
                 "knobs": KNOBS,
                 "idle_bytes": idle,
-                "provenance": collect_tags(),
+                "provenance": provenance.collect(),
                 "rows": rows,
             },
         )
