@@ -123,7 +123,7 @@ def test_mlflow_holds_the_demo(demo: Path) -> None:
         assert run_.inputs is not None
         assert fingerprint.startswith(run_.inputs.dataset_inputs[0].dataset.digest)
         assert run_.data.tags["mlflow.note.content"]
-        assert "version.ray" in run_.data.tags
+        assert "version.ray" in json.loads(run_.data.tags["provenance"])
     searched = client.search_runs([names["tune"]])
     parents = [run for run in searched if "mlflow.parentRunId" not in run.data.tags]
     children = [run for run in searched if "mlflow.parentRunId" in run.data.tags]

@@ -6,7 +6,7 @@ from typing import Any
 
 from mlflow.entities import Dataset, DatasetInput, InputTag, LifecycleStage, Metric, Param, RunTag
 from mlflow.exceptions import MlflowException
-from mlflow.protos.databricks_pb2 import INTERNAL_ERROR, TEMPORARILY_UNAVAILABLE, ErrorCode
+from mlflow.protos.databricks_pb2 import INTERNAL_ERROR, RESOURCE_DOES_NOT_EXIST, TEMPORARILY_UNAVAILABLE, ErrorCode
 from mlflow.tracking import MlflowClient
 
 from infra.cli.console import errors
@@ -45,7 +45,7 @@ def send(client: MlflowClient, run_id: str, entries: list[Entry]) -> None:
         part = slice(start, start + ITEMS_PER_BATCH)
         _log(client, run_id, params=params[part], tags=tags[part])
     for name in (name for name, value in tag_values.items() if not value):
-        _call(client, client.delete_tag, run_id, name)
+        _remove_tag(client, run_id, name)
     for entry in entries:
         match entry["kind"]:
             case "data":
@@ -82,6 +82,16 @@ def _call(client: MlflowClient, method: Any, run_id: str, *arguments: Any, **key
     except MlflowException as failure:
         _raise_if_temporary(client, run_id, failure)
         errors.print(f"MLflow rejected an entry: {first_line(failure)}", markup=False)
+
+
+def _remove_tag(client: MlflowClient, run_id: str, name: str) -> None:
+    """Remove a tag; it may be missing, because an entry may be sent twice."""
+    try:
+        client.delete_tag(run_id, name)
+    except MlflowException as failure:
+        _raise_if_temporary(client, run_id, failure)
+        if failure.error_code != ErrorCode.Name(RESOURCE_DOES_NOT_EXIST):
+            errors.print(f"MLflow did not remove the tag {name}: {first_line(failure)}", markup=False)
 
 
 def _raise_if_temporary(client: MlflowClient, run_id: str, failure: MlflowException) -> None:

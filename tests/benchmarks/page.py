@@ -100,6 +100,7 @@ def write_run(store: str, steps: int) -> tuple[RunRef, int]:
                 "cycle_seconds": length,
                 "train_tokens": step * 1024, "books_seen": step // 100, "elapsed": step, "train_seconds": 1,
                 "data_wait_seconds": 0, "optimizer_seconds": 0, "learning_rate": 6e-4, "gradient_norm": 1,
+                "val_bits_per_byte": 2 - step / steps,
             }  # fmt: skip
             points += sum(write(values, position) for position, values in cycle_metrics(cycle))
         second = 0

@@ -24,7 +24,7 @@ from train.loop.oom import OutOfMemory
 from train.loop.result_builder import StepTimes
 from train.loop.sampling import closing_sample
 from train.loop.trainer import Callbacks, Trainer
-from train.loop.validation import Text, bits_per, id_counts, window_count
+from train.loop.validation import Text, bits_per, id_counts
 from train.reporting.diagnosis import first_loss_fault
 from train.result import CycleReport, RunResult
 from train.run_files.checkpoint import Checkpoints
@@ -210,12 +210,12 @@ class WorkerSession:
 
     def _bits_per_byte(self, report: CycleReport) -> float | None:
         """Return the validation loss in bits per byte, which is comparable between vocabularies."""
-        data, config = self._data, self.config
+        data = self._data
         if report.val_loss is None or data is None or data.validation is None or data.tokenizer is None:
             return None
         if self._val_text is None:
-            count = window_count(data.validation, config.batch.global_batch, config.duration.cycle)
-            self._val_text = Text.of(id_counts(data.validation, count, config.model.vocab_size), data.tokenizer)
+            counts = id_counts(data.validation, report.val_windows, self.config.model.vocab_size)
+            self._val_text = Text.of(counts, data.tokenizer)
         return bits_per(report.val_loss, self._val_text.tokens, self._val_text.bytes)
 
     def _describe_first(self, report: CycleReport) -> None:

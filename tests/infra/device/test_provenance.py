@@ -19,7 +19,7 @@ import json, sys
 from infra.cli import command
 from infra.device import provenance
 command.program = sys.argv.pop(1)
-print(json.dumps(provenance.collect_tags()))
+print(json.dumps(provenance.collect()))
 """
 
 
@@ -31,7 +31,7 @@ def checkout(tmp_path: Path) -> Path:
     return tmp_path
 
 
-def tags(folder: Path, *words: str) -> dict[str, str]:
+def collected(folder: Path, *words: str) -> dict[str, str]:
     """What ``python`` with these words records in ``folder``."""
     environment = os.environ | {"PYTHONPATH": str(folder), "PYTHONDONTWRITEBYTECODE": "1"}
     environment["GIT_CEILING_DIRECTORIES"] = str(folder.parent)
@@ -51,8 +51,8 @@ def tags(folder: Path, *words: str) -> dict[str, str]:
     ids=["a module", "a file", "the console script"],
 )
 def test_the_command_can_be_repeated(checkout: Path, words: list[str], command: str, name: str) -> None:
-    found = tags(checkout, *words, "--data", "my books")
-    assert (found["command"], found["mlflow.source.name"]) == (command, name)
+    found = collected(checkout, *words, "--data", "my books")
+    assert (found["command"], found["program"]) == (command, name)
     assert {"python", "user", "host", "platform", "version.torch", "version.ray"} <= found.keys()
     assert "commit" not in found
 
@@ -66,10 +66,10 @@ def commit_all(folder: Path) -> str:
 
 def test_the_commit_is_known_and_whether_files_differ_from_it(checkout: Path) -> None:
     made = commit_all(checkout)
-    clean = tags(checkout, "-m", "work", "")
+    clean = collected(checkout, "-m", "work", "")
     assert (clean["commit"], clean["commit_is_dirty"]) == (made, "false")
     (checkout / "notes").write_text("not committed")
-    changed = tags(checkout, "-m", "work", "")
+    changed = collected(checkout, "-m", "work", "")
     assert (changed["commit"], changed["commit_is_dirty"]) == (made, "true")
 
 
@@ -84,7 +84,7 @@ def test_the_commit_of_a_repository_into_which_the_package_is_installed_is_not_r
     installed.mkdir(parents=True, exist_ok=True)
     for name in ("infra", "work.py"):
         (checkout / name).rename(installed / name)
-    assert "commit" not in tags(installed, "-m", "work", "")
+    assert "commit" not in collected(installed, "-m", "work", "")
 
 
 def test_the_repository_whose_hook_runs_a_command_is_not_taken_for_this_projects(
@@ -94,14 +94,23 @@ def test_the_repository_whose_hook_runs_a_command_is_not_taken_for_this_projects
     commit_all(other)
     monkeypatch.setenv("GIT_DIR", str(other / ".git"))
     monkeypatch.setenv("GIT_WORK_TREE", str(other))
-    assert tags(checkout, "-m", "work", "")["commit"] == own
+    assert collected(checkout, "-m", "work", "")["commit"] == own
 
 
 @pytest.mark.parametrize(("limit", "said"), [(699.5, "699.5"), (700.0, "700"), (None, None)])
 def test_a_gpu_is_recorded_with_its_limit(limit: float | None, said: str | None) -> None:
     state = GpuState("H200", "570", 140 * 10**9, 0, None, (), 1980, limit, 40, 0)
-    found = provenance.machine_tags(lambda: state)
+    found = provenance.describe_machine(lambda: state)
     assert (found["gpu"], found["driver"], found.get("gpu_power_limit_watts")) == ("H200", "570", said)
+
+
+def test_a_run_has_one_tag_for_all_of_it() -> None:
+    """Each tag takes space above the run's description; MLflow itself shows the program and the commit."""
+    tags = provenance.collect_tags()
+    values = json.loads(tags.pop("provenance"))
+    assert values == provenance.collect()
+    assert tags.pop("mlflow.source.name") == values["program"]
+    assert tags == ({"mlflow.source.git.commit": values["commit"]} if "commit" in values else {})
 
 
 def test_a_user_without_a_name_is_a_number(monkeypatch: pytest.MonkeyPatch) -> None:

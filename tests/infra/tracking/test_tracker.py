@@ -305,6 +305,22 @@ def test_a_batch_of_tags_alone_is_sent() -> None:
     assert (tags["state"], tags["tag.0"], tags["tag.149"]) == ("known", "0", "149")
 
 
+def test_an_empty_value_removes_a_tag() -> None:
+    """Also one that an earlier process has set, whose removal is sent twice, or that is set again at once."""
+    key = create_run("train", "tags")
+    client = MlflowClient(key.store)
+    with Tracker(key) as tracker:
+        tracker.set_tags({"reason": "interrupted", "outcome": "interrupted", "never": ""})
+    with Tracker(key, read_logged(key)) as tracker:
+        tracker.set_tags({"reason": "", "outcome": ""})
+        tracker.set_tags({"outcome": "finished"})
+    tags = client.get_run(key.run_id).data.tags
+    assert tags["outcome"] == "finished"
+    assert {"reason", "never"}.isdisjoint(tags)
+    for _ in range(2):
+        send(client, key.run_id, [{"kind": "tag", "key": "reason", "value": ""}])
+
+
 def test_an_interrupted_command_ends_even_if_its_writer_is_stuck() -> None:
     """Here the lock of Python's logging, as a Ctrl-C within ``Logger.setLevel`` leaves it."""
     key = create_run("train", "interrupted")

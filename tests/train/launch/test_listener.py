@@ -96,7 +96,8 @@ def test_messages_are_recorded_and_passed_on(
     status: Any = Recorded()
     listener.handle(WorkerUpdates(messages, activity=Activity("loading the data", 0)), status)
     assert cycles == [cycle]
-    assert recorded.labels == {"worker": "w1", "gpu": "H100"}
+    assert recorded.labels["worker"] == "w1"
+    assert json.loads(recorded.labels["worker.machine"]) == {"host": "w1", "gpu": "H100"}
     printed = capsys.readouterr().out
     assert "w1 [fetches] it" in printed
     assert "micro-batch 8 does not fit" in printed
@@ -104,6 +105,7 @@ def test_messages_are_recorded_and_passed_on(
     losses = [(step, name, value) for step, name, value in recorded.points if name.startswith("loss/")]
     assert losses == [
         (11, "loss/step", 3.0), (12, "loss/step", 2.0), (12, "loss/train", cycle["train_loss"]), (12, "loss/val", 2.5),
+        (12, "loss/val_bits_per_byte", cycle["val_bits_per_byte"]),
     ]  # fmt: skip
     assert status.line.strip() == "loading the data"
 
@@ -161,7 +163,7 @@ def monitor_of(hosts: dict[str, str]) -> WorkerMonitor:
     recorded = Recorded()
     monitor = WorkerMonitor(cast(Tracker, recorded))
     monitor.on_start(WorkerStarted(0, list(hosts.values()), list(hosts), {"host": "w1", "python": "3.11"}))
-    assert recorded.labels == {"worker": ", ".join(hosts.values()), "python": "3.11"}
+    assert recorded.labels["worker"] == ", ".join(hosts.values())
     return monitor
 
 

@@ -168,7 +168,7 @@ def test_mlflow_has_the_whole_curve_of_a_run_whose_machine_was_lost(
     assert run.inputs is not None
     assert run.inputs.dataset_inputs
     assert run.data.tags["resumed_at_step"] == str(end - 30)
-    assert run.data.tags["worker"] == socket.gethostname()
+    assert "worker" not in run.data.tags, "it is this machine"
     curve = [point.step for point in client.get_metric_history(run.info.run_id, "loss/step")]
     assert curve == list(range(1, end + 1))
     logged = [json.loads(line) for line in directory.read("cycles.jsonl").splitlines()]
