@@ -258,7 +258,7 @@ def _complete_run(run_folder: RunFolder, run_ref: RunRef) -> bool:
     return tracker.wait_until_sent()
 
 
-def run_list_tags(result: RunResult, memory_limit: int | None) -> dict[str, str]:
+def run_list_tags(result: RunResult, memory_limit: int | None = None) -> dict[str, str]:
     """Return the speed and memory as texts, for tags that are columns of MLflow's list of runs.
 
     Both tags are always set, to replace the values of an earlier part of a resumed run.

@@ -122,7 +122,8 @@ def test_pages_of_trials_and_searches_begin_with_few_numbers(search: Search) -> 
     assert sum((*FIRST_WIDTHS["tune"], *(COLUMNS["tune"][column] for column in measurements))) <= 690
     for column in COLUMNS["tune"]:
         kind, _, name = column.partition(".")
-        if column != "tags.`global_batch`":  # all trials have the same one unless the accumulation is searched
+        # All trials have the same global batch unless the accumulation is searched, and not all have a reason.
+        if column not in ("tags.`global_batch`", "tags.`reason`"):
             assert name.strip("`") in getattr(trial, kind), column
     drawn = {metric for view in VIEWS["tune"] if view.charts for metric in (*view.charts, view.x_metric)}
     assert drawn <= trial.metrics.keys()
