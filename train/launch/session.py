@@ -142,6 +142,7 @@ class WorkerSession:
     def _train(self, resume: Path | None) -> RunResult:
         """Run the loop once. If memory runs out where the loop cannot return, there is a result, but no trainer."""
         folder, driver, config = self.folder, self.driver, self.config
+        self._val_text = None
         self._data = self.job.open_data(self._print_line)
         reported = read_progress(resume).last_reported_step if resume else 0
         if folder and driver:
