@@ -162,9 +162,10 @@ def test_the_effects_of_a_study_stand_beside_those_measured_here() -> None:
 def test_a_cumulative_suite_is_compared_with_the_previous_rung() -> None:
     base, first, second = row("baseline"), row("baseline"), row("baseline")
     assert first.row is not None
+    assert second.row is not None
     first = replace(first, name="asynchronous copies", row=changed(first.row, memory=round(37 * GIB)))
     second = replace(
-        second, name="max-autotune", row=changed(first.row, memory=round(18.5 * GIB)),
+        second, name="max-autotune", row=changed(second.row, memory=round(18.5 * GIB)),
         step=Difference(4.0, 3.8, 4.2), total=Difference(9.0, 8.0, 10.0),
     )  # fmt: skip
     pairs = {pair.rung: pair for pair in compare_effects(SUITES["accumulation"], [base, first, second])}
