@@ -1,60 +1,20 @@
 """Entry: ``python -m train.plan`` predicts the memory, arithmetic, time and cost of a run."""
 
 import shlex
-from collections.abc import Iterable
-from dataclasses import dataclass, field
-from typing import Annotated, ClassVar
 
-import tyro
-from rich.table import Table
+from rich.markup import escape
 
 from infra.cli import command
 from infra.cli.console import console
-from infra.cli.table import Report
-from infra.cli.units import BytesOrNone
+from infra.cli.table import Report, Table
 from infra.device.first_run import SAMPLE_SECONDS, NextCommand
-from infra.device.hardware import device_info
+from infra.device.hardware import KNOWN_GPUS, DeviceInfo, device_info
 from infra.errors import UserError
 from pipeline.next_command import next_command
-from pipeline.shards import read_manifest
-from train.config import TrainConfig
-from train.resolved import resolve_for_plan
-
-
-@dataclass(frozen=True)
-class PlanOptions:
-    """Predict the memory, arithmetic, time and cost of a training run before it starts."""
-
-    main_flags: ClassVar[tuple[str, ...]] = (
-        "model", "data", "gpu", "memory_limit", "global_batch", "micro_batch", "precision", "workers", "steps",
-        "tokens_per_second", "price_per_hour", "doctor_file",
-    )  # fmt: skip
-
-    training: TrainConfig = field(default_factory=TrainConfig)
-    gpu: Annotated[str | None, tyro.conf.arg(metavar="GPU|FILE")] = None
-    """GPU to plan for; it need not be in this machine. Uses all of its memory and predicts its speed.
-    By default plans for this machine.
-    - A100, A100-80GB, H100, H200: SXM
-    - A10, L4, L40S, RTX-3090, RTX-4090
-    - FILE: doctor.json or gpu-report.json, written by infra.doctor on the machine with the GPU; uses its rates"""
-    memory_limit: BytesOrNone = None
-    """Memory that the process may use, which limits the micro-batch; at most the memory of --gpu.
-    By default all memory of --gpu, or of this machine's GPU."""
-    tokens_per_second: float | None = None
-    """Training speed in tokens/s over all workers (above 0), to predict the time; python -m train.run measures it.
-    By default the predicted speed of one --gpu."""
-    price_per_hour: float | None = None
-    """Price per hour of one worker's machine (above 0), in any currency."""
-    doctor_file: Annotated[str, tyro.conf.arg(metavar="FILE")] = "runs/doctor.json"
-    """File with the network speed measured by infra.doctor --workers; used with --workers above 1."""
-
-    def __post_init__(self) -> None:
-        for name in ("tokens_per_second", "price_per_hour"):
-            value = getattr(self, name)
-            if value is not None and not 1e-9 <= value <= 1e18:  # Other values would make the time or cost infinite.
-                raise UserError(f"--{name.replace('_', '-')} {value:g} must be between 1e-9 and 1e18.")
-        if self.price_per_hour is not None and self.tokens_per_second is None and self.gpu is None:
-            raise UserError("--price-per-hour needs a speed. Use --gpu to predict it, or set --tokens-per-second.")
+from pipeline.shards import Manifest
+from train.config import ALL_GPUS, AUTO, PlanOptions, ResolvedConfig, TrainConfig
+from train.model_config import AnyModel, ModelConfig
+from train.resolved import prepare_for_plan, resolve_for_plan
 
 
 def main() -> None:
@@ -62,67 +22,193 @@ def main() -> None:
 
 
 def plan(options: PlanOptions) -> None:
-    """Print all tables of the plan.
+    """Print the plan of a run, or of the run on every known GPU.
 
     torch is imported after the flags are checked, so that invalid flags are reported at once.
     """
-    from train.estimate import forecast, network, roofline
+    if options.budget is not None or options.hours is not None:
+        plan_budget(options)
+    elif options.gpu == ALL_GPUS:
+        plan_all_gpus(options)
+    else:
+        plan_run(options)
+
+
+def plan_run(options: PlanOptions) -> None:
+    """Print the plan of a run on one type of device: variants that save memory, and details of the run."""
+    from train.data.assumed import describe_data
+    from train.estimate import forecast, network
     from train.estimate.gpu_rates import load_gpu_rates
+    from train.estimate.memory import predict_peak
+    from train.estimate.prediction import Range, predict, prediction_table
 
-    training, limit = options.training, options.memory_limit
-    gpu_rates = load_gpu_rates(options.gpu) if options.gpu else None
-    info, gpu_name = gpu_rates.device_info if gpu_rates else device_info(), gpu_rates and gpu_rates.device_info.name
-    if gpu_rates:
-        training, limit = training.replace(device="cuda"), info.with_memory_limit(limit).memory
-    config = resolve_for_plan(training, info, limit)
-    model, step, size = config.model, config.step, config.format_setting("micro_batch")
-    batch = f"global batch {config.batch.global_batch} = micro-batch {size} x accumulation {config.batch.accumulation}"
-    workers = f"{config.batch.workers} worker{'s' * (config.batch.workers > 1)}"
-    console.print(f"[bold]{model.text}[/bold], context length {model.context_length:,} tokens; {batch} x {workers}")
-    console.print(config.describe_execution(), "", sep="\n", markup=False)
+    requested = options.training
+    is_absent = requested.execution.device == "cuda" and device_info().kind == "cpu"
+    gpu = options.gpu or ("A100" if is_absent else None)  # An A100 stands in for a GPU that is not here.
+    gpu_rates = load_gpu_rates(gpu).with_memory_limit(options.memory_limit) if gpu else None
+    info = gpu_rates.device_info if gpu_rates else device_info().with_memory_limit(options.memory_limit)
+    training, manifest = prepare_for_plan(requested.replace(device="cuda") if gpu_rates else requested)
+    config = resolve_for_plan(training, info)
+    model, workers = config.model, config.batch.workers
+    print_model(model, config.describe_execution(), describe_data(manifest, model, requested.dataset.source))
+    rows = [("memory", "unknown; the memory of a custom model is measured on the machine that trains")]
+    if not (gpu_rates and model.user_code):
+        peak = predict_peak(config.step)
+        rows = [*forecast.memory_rows(config.step, peak), ("limit", forecast.limit_text(config, info.memory, peak))]
+    variants = [("this run", config), *memory_saving_variants(training, config, info)]
+    predictions = [predict(label, variant.step, gpu_rates, info.memory) for label, variant in variants]
+    per_worker = f" per worker of {workers}" if workers > 1 else ""
+    title = f"Predicted for {info.name}{per_worker}, not measured"
+    prediction_table(title, "configuration", predictions).show()
 
-    print_rows("Parameters", forecast.parameter_rows(model))
-    print_rows("Predicted peak memory", forecast.memory_rows(step))
-    print_rows("Largest micro-batch", forecast.limit_rows(step, limit))
-    print_rows("Arithmetic", forecast.arithmetic_rows(model, config.step_tokens, config.total_steps))
+    rows.append(("FLOPs", forecast.arithmetic_text(model)))
     if config.execution.device == "cuda":
-        tiles = forecast.tile_rows(model, config.batch.micro_batch, config.execution.precision, gpu_name)
-        print_rows("Tile and wave quantization (wasted fraction)", tiles)
-    speeds = (options.tokens_per_second,) if options.tokens_per_second else ()
+        name = gpu_rates and gpu_rates.device_info.name
+        rows += forecast.tile_rows(model, config.batch.micro_batch, config.execution.precision, name)
     if gpu_rates:
-        try:
-            roofline_speed = roofline.roofline_speed(model, config.batch, config.execution, gpu_rates)
-        except UserError as unknown:
-            print_rows(f"Speed of one {gpu_name}", [("speed", str(unknown))])
-        else:
-            print_rows(f"Speed of one {gpu_name}", roofline.speed_rows(roofline_speed, gpu_rates))
-            if not speeds and config.batch.workers == 1:
-                speeds = roofline.expected_range(roofline_speed)
-    if config.batch.workers > 1:
-        rows = network.network_rows(model, config.batch, config.execution, options.doctor_file)
-        print_rows("Network", rows)
-    tokens = None if config.total_steps is None else config.total_steps * config.step_tokens
-    price = options.price_per_hour and options.price_per_hour * config.batch.workers
-    print_rows("Data, time and cost", forecast.time_rows(model, config.dataset.data, tokens, speeds, price))
-    Report([("Next", next_step(training.dataset.data))]).show()
+        rows.append(("speed", forecast.speed_text(predictions[0], gpu_rates)))
+    if workers > 1:
+        rows += network.network_rows(model, config.batch, config.execution, options.doctor_file)
+    speed = options.tokens_per_second
+    seconds = predictions[0].seconds(forecast.run_tokens(config, manifest)) if workers == 1 else None
+    if speed:
+        seconds = Range(*[forecast.run_tokens(config, manifest) / speed] * 2)
+    price = options.prices.get(options.gpu or "")
+    rows += [
+        ("run", forecast.run_text(config, manifest)),
+        ("time", forecast.time_text(seconds, price and price * workers)),
+    ]
+    if options.from_runs:
+        from train.reporting.scaling import draw_law, read_law
+
+        measured = read_law(options.from_runs)
+        compute = forecast.run_tokens(config, manifest) * model.flops_per_token
+        rows += [("loss", measured.loss_text(compute)), *(("warning", text) for text in measured.warnings)]
+        rows.append(("chart", draw_law(measured, [compute])))
+    Table("", ("", ""), rows).show()
+    Report([("Next", next_step(requested.dataset.data, manifest))]).show()
 
 
-def next_step(data: str) -> str:
+def next_step(data: str, manifest: Manifest) -> str:
     """Format the next command that this machine can execute: a first run on the shards in ``data``, or their
     creation."""
-    try:
-        manifest = read_manifest(data)
-    except UserError:
+    if not manifest.fingerprint:
         return str(NextCommand(f"python -m pipeline.tokenize sample --out {shlex.quote(data)}", SAMPLE_SECONDS))
     return next_command(data, manifest, device_info())
 
 
-def print_rows(title: str, rows: Iterable[tuple[str, str]]) -> None:
-    """Print a table of names and values."""
-    table = Table(title=title, title_justify="left", show_header=False, box=None, padding=(0, 2, 0, 0))
-    for name, value in rows:
-        table.add_row(f"  {name}", value)
-    console.print(table, "")
+def memory_saving_variants(
+    training: TrainConfig, config: ResolvedConfig, info: DeviceInfo
+) -> list[tuple[str, ResolvedConfig]]:
+    """Resolve variants of the run ``config`` that save memory, each with the largest micro-batch that should fit.
+
+    Returns: (flag, config).
+    """
+    execution, model = config.execution, config.model
+    if model.user_code:  # The memory of each variant would have to be measured.
+        return []
+    settings: dict[str, str] = {}
+    if execution.checkpointing != "full":
+        settings["checkpointing"] = "full"
+    if execution.loss == "plain":
+        settings["loss"] = "fused"
+    variants = (
+        (name, value, training.replace(**{name: value, "micro_batch": AUTO})) for name, value in settings.items()
+    )
+    return [(f"--{name} {value}", resolve_for_plan(variant, info)) for name, value, variant in variants]
+
+
+def plan_all_gpus(options: PlanOptions) -> None:
+    """Print the plan of a run on each known GPU: the time and, with prices, the cost, the cheapest or fastest first."""
+    from train.data.assumed import describe_data
+    from train.estimate import forecast
+    from train.estimate.gpu_rates import load_gpu_rates
+    from train.estimate.prediction import predict, prediction_table
+    from train.estimate.roofline import SOURCE
+
+    training, manifest = prepare_for_plan(options.training.replace(device="cuda"))
+    prices, predictions = options.prices, []
+    config = resolve_for_plan(training, KNOWN_GPUS["A100"])
+    for name in KNOWN_GPUS:
+        gpu_rates = load_gpu_rates(name)
+        limit = gpu_rates.device_info.with_memory_limit(options.memory_limit).memory
+        config = resolve_for_plan(training, gpu_rates.device_info, limit)
+        predictions.append(predict(name, config.step, gpu_rates, limit, prices.get(name)))
+    print_model(config.model, describe_data(manifest, config.model, options.training.dataset.source))
+    tokens = forecast.run_tokens(config, manifest)
+
+    def order(prediction):
+        seconds = prediction.seconds(tokens)
+        hours = seconds.low if seconds else float("inf")
+        return not prediction.price, hours * (prediction.price or 1)
+
+    prediction_table("Predicted, not measured", "GPU", sorted(predictions, key=order), tokens=tokens).show()
+    console.print_paragraph(f"run: {forecast.run_text(config, manifest)}")
+    console.print_paragraph(f"speed: {SOURCE}")
+    if not prices:
+        console.print_paragraph("cost: set --price-per-hour A100=1.2 H100=2.5, with your prices")
+
+
+def plan_budget(options: PlanOptions) -> None:
+    """Print the compute-optimal run for the budget on each planned GPU, the one with the most compute first."""
+    from train.data.assumed import TOKENS_PER_PARAMETER
+    from train.estimate.gpu_rates import load_gpu_rates
+    from train.estimate.roofline import SOURCE
+    from train.estimate.scaling import OptimalRun, find_optimal_run, model_of_depth, optimal_runs_table
+    from train.reporting import scaling
+
+    measured = scaling.read_law(options.from_runs) if options.from_runs else None
+    training, _ = prepare_for_plan(options.training.replace(device="cuda"))
+    base = training.model
+    assert isinstance(base, ModelConfig), "checked with the flags"
+    runs: list[OptimalRun] = []
+    for name in KNOWN_GPUS if options.gpu == ALL_GPUS else [options.gpu or ""]:
+        price, gpu_rates = options.prices.get(name), load_gpu_rates(name)
+        hours = options.hours or (price and (options.budget or 0) / price)
+        if not hours:
+            continue
+        limit = options.memory_limit
+        if options.gpu == ALL_GPUS and limit:
+            limit = min(limit, gpu_rates.device_info.memory)
+        gpu_rates = gpu_rates.with_memory_limit(limit)
+
+        def resolve_model(depth: int, info: DeviceInfo = gpu_rates.device_info) -> ResolvedConfig:
+            return resolve_for_plan(training.replace(model=model_of_depth(base, depth)), info)
+
+        run = find_optimal_run(name, gpu_rates, hours, resolve_model)
+        runs += [run] if run else []
+    if not runs:
+        raise UserError(
+            "No step of the smallest model ends within the budget, or its speed is not predicted. Increase the budget, "
+            "or remove settings such as --compile."
+        )
+    runs.sort(key=lambda run: -run.compute)
+    best = runs[0]
+    optimal_runs_table(runs, measured.law if measured else None, measured.unit if measured else "").show()
+    lines = [
+        f"size: about {TOKENS_PER_PARAMETER} tokens per parameter are optimal (Hoffmann et al. 2022, arXiv 2203.15556)",
+        f"speed: at the lower end of {SOURCE}",
+    ]
+    if measured:
+        chart = scaling.draw_law(measured, [run.compute for run in runs])
+        lines += [f"loss: {measured.loss_text(best.compute)}", *(f"warning: {text}" for text in measured.warnings)]
+        lines.append(f"chart: {chart}")
+    else:
+        hours = best.tokens / best.prediction.speed.low / 3600 if best.prediction.speed else 0.0
+        small = ", ".join(f"{hours * fraction:.2g}" for fraction in (0.001, 0.003, 0.01))
+        lines.append(f"loss: unknown; train three small runs, planned with --hours {small}, and add --from-runs runs")
+    model = best.config.model
+    lines.append(f"next: python -m train.run --model {model.text} --tokens {best.tokens}")
+    for line in lines:
+        console.print_paragraph(line)
+
+
+def print_model(model: AnyModel, *lines: str) -> None:
+    """Print the model, and ``lines`` about its settings and data."""
+    parameters = f"{model.parameters:,} parameters, context length {model.context_length:,} tokens"
+    console.print(f"[bold]{escape(model.text)}[/bold]: {parameters}")
+    for line in lines:
+        console.print_paragraph(line)
 
 
 if __name__ == "__main__":

@@ -12,7 +12,8 @@ from typing import Any
 
 from infra.device.hardware import A100, DeviceInfo, cpu_info, device_info
 from infra.errors import UserError
-from pipeline.shards import Manifest, read_manifest
+from infra.storage.directory import StorageDir
+from pipeline.shards import MANIFEST_FILE, Manifest, read_manifest
 from train.config import (
     ACTIVATION_BUDGETS,
     AUTO,
@@ -26,6 +27,7 @@ from train.config import (
     StepConfig,
     TrainConfig,
 )
+from train.data.assumed import TOKENS_PER_PARAMETER, assume_manifest
 from train.data.sources import source_of
 from train.data.tokenizer import match_tokenizer
 from train.estimate.recomputation import CHECKPOINTING_BY_TIME, recomputation_time
@@ -107,14 +109,26 @@ def resolve_local(config: TrainConfig, manifest: Manifest | None = None) -> Reso
     return resolve(prepare(config, manifest or read_manifest(config.dataset.data)), device_info())
 
 
+def prepare_for_plan(config: TrainConfig) -> tuple[TrainConfig, Manifest]:
+    """Prepare ``config`` for its token shards or, if there are none, for data with the model's vocabulary.
+
+    Such data have 20 tokens per parameter, or one step's tokens if these are more.
+
+    Returns: (prepared config, manifest of its data).
+    """
+    if not config.dataset.stream and StorageDir.of(config.dataset.data).exists(MANIFEST_FILE):
+        manifest = read_manifest(config.dataset.data)
+        return prepare(config, manifest), manifest
+    config = config.with_model(inspect_model(config.model))
+    return config, assume_manifest(max(TOKENS_PER_PARAMETER * config.model.parameters, config.step_tokens))
+
+
 def resolve_for_plan(config: TrainConfig, device_info: DeviceInfo, memory_limit: int | None = None) -> ResolvedConfig:
-    """Resolve ``config`` to plan a run that need not run here, for its token shards if there are any.
+    """Resolve the prepared ``config`` to plan a run that need not run here.
 
     The device is the one of ``device_info``, or an A100 if ``config`` requests a GPU and ``device_info`` is a CPU. It
     needs no compiler, and no torch that supports the GPU.
     """
-    with suppress(UserError):
-        config = prepare(config, read_manifest(config.dataset.data))
     device_info = A100 if config.execution.device == "cuda" and device_info.kind == "cpu" else device_info
     device_info = replace(device_info, compile_blocker="", gpu_blocker="")
     return resolve(config, device_info.with_memory_limit(memory_limit))

@@ -193,6 +193,8 @@ class RunResult:
     """Time in which the process was paused, which is excluded from speed and step time."""
     flops_per_token: float
     """FLOPs per token of a forward and backward pass, by the formula ``flops_formula``."""
+    petaflop_days: float = field(default=0.0, kw_only=True)
+    """Compute of the training: ``train_tokens`` x ``flops_per_token``, in PF-days of 8.64e19 FLOPs."""
     flops_formula: str
     """Formula of ``flops_per_token``, with its source."""
     flops_per_second: float | None

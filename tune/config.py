@@ -11,7 +11,7 @@ from infra.cli.units import BytesOrNone, Seconds, SecondsOrNone, check_numbers
 from infra.errors import UserError
 from infra.schema import strict, to_json
 from infra.storage.directory import StorageDir
-from train.config import Cycle, CycleText, Device, TrainConfig
+from train.config import Cycle, CycleText, Device, PlannedGpu, Prices, TrainConfig, parse_prices
 from train.model_config import ModelOrNone
 from tune.space import parse_knobs
 
@@ -40,9 +40,23 @@ class ExperimentConfig(JoinsRay):
     """Resume the search or ladder with this name.
     Its settings are read from its folder, and finished trials are reused."""
     dry_run: Switch = False
-    """Print the plan and run nothing."""
+    """Print the plan and run nothing. It needs no data."""
+    gpu: PlannedGpu = None
+    price_per_hour: Prices = ()
     tracking_uri: TrackingUri = None
     address: Address = None
+
+    def check_plan(self) -> None:
+        """Raise ``UserError`` for flags of a plan without ``--dry-run``, and for invalid prices."""
+        for flag, value in (("--gpu", self.gpu), ("--price-per-hour", " ".join(self.price_per_hour))):
+            if value and not self.dry_run:
+                raise UserError(f"{flag} {value} only plans a {self.kind}. Add --dry-run, or remove {flag} to run it.")
+        parse_prices(self.price_per_hour, self.gpu)
+
+    @property
+    def price(self) -> float | None:
+        """Price per hour of the machine that is planned for; None if it is unknown."""
+        return parse_prices(self.price_per_hour, self.gpu).get(self.gpu or "")
 
     def to_json(self) -> dict[str, Any]:
         """Return the settings by name as JSON values, as the experiment's folder stores them."""
@@ -67,11 +81,11 @@ class SearchConfig(ExperimentConfig):
 
     kind = "search"
     resumable_changes = (
-        "data", "steps", "tokens", "time_budget", "cycle", "compile_time", "config", "max_concurrent_trials", "gpu",
+        "data", "steps", "tokens", "time_budget", "cycle", "compile_time", "config", "max_concurrent_trials",
     )  # fmt: skip
     main_flags = (
         "data", "model", "global_batch", "memory_limit", "knobs", "accumulations", "searcher", "device", "name",
-        "resume", "dry_run",
+        "resume", "dry_run", "gpu", "price_per_hour",
     )  # fmt: skip
     flag_groups: ClassVar[dict[str, tuple[str, ...]]] = {
         "trial": ("trial_steps", "trial_time", "compile_time", "speed_tolerance", "confirm_rounds"),
@@ -82,7 +96,6 @@ class SearchConfig(ExperimentConfig):
             "address",
             "max_concurrent_trials",
             "accelerator",
-            "gpu",
         ),
     }  # fmt: skip
 
@@ -121,14 +134,10 @@ class SearchConfig(ExperimentConfig):
     max_concurrent_trials: int = 1
     """Number of concurrent trials (at least 1), each on its own machine of the cluster.
     Speeds are compared relative to the control on the same machine."""
-    gpu: str | None = None
-    """GPU to plan for with --dry-run; it need not be in this machine. Takes the values of train.plan --gpu.
-    Lists the candidates that are predicted to fit, with their predicted memory and speed."""
 
     def __post_init__(self) -> None:
         parse_knobs(self.knobs)
-        if self.gpu and not self.dry_run:
-            raise UserError(f"--gpu {self.gpu} only plans a search. Add --dry-run, or remove --gpu to run the search.")
+        self.check_plan()
         if invalid := [n for n in self.accumulations if n < 1]:
             raise UserError(f"--accumulations {invalid[0]} must be at least 1.")
         if repeated := [n for n in self.accumulations if self.accumulations.count(n) > 1]:
@@ -176,7 +185,7 @@ class LadderConfig(ExperimentConfig):
     resumable_changes = ("data", "compare", "profile")
     main_flags = (
         "suite", "rungs", "data", "model", "steps", "time_budget", "memory_limit", "device", "compare", "name",
-        "resume", "dry_run",
+        "resume", "dry_run", "gpu", "price_per_hour",
     )  # fmt: skip
     flag_groups: ClassVar[dict[str, tuple[str, ...]]] = {
         "measurement": ("speed_tolerance", "cycle", "seed", "seeds", "fit_batch", "search_result", "stream", "profile"),
@@ -243,6 +252,7 @@ class LadderConfig(ExperimentConfig):
         if self.profile and len(set(self.profile)) != 2:
             names = " ".join(map(repr, self.profile))
             raise UserError(f"--profile {names} must name two rungs, such as --profile baseline compile.")
+        self.check_plan()
         check_minimum(self, steps=MIN_RUNG_STEPS, seeds=1, seed=0)
         check_same_windows(self.cycle)
         if self.speed_tolerance is not None and not 0 <= self.speed_tolerance < 1:

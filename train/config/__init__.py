@@ -26,12 +26,14 @@ from train.config.execution import (
     Precision,
 )
 from train.config.optimization import TORCHAO_OPTIMIZERS, OptimizationConfig, Optimizer, Schedule
+from train.config.planning import ALL_GPUS, PlannedGpu, PlanOptions, Prices, parse_prices
 from train.config.resolved_config import ResolvedConfig
 from train.config.step import Step, StepConfig
 from train.config.train_config import CHOICES, SETTING_TYPES, TrainConfig, config_from_json, load_config
 
 __all__ = [
     "ACTIVATION_BUDGETS",
+    "ALL_GPUS",
     "AUTO",
     "CHOICES",
     "CUDA_GRAPHS",
@@ -57,7 +59,10 @@ __all__ = [
     "Loss",
     "OptimizationConfig",
     "Optimizer",
+    "PlanOptions",
+    "PlannedGpu",
     "Precision",
+    "Prices",
     "ResolvedConfig",
     "Schedule",
     "Step",
@@ -66,4 +71,5 @@ __all__ = [
     "config_from_json",
     "divisors",
     "load_config",
+    "parse_prices",
 ]

@@ -1,4 +1,4 @@
-"""FLOP/s of a run as a fraction of the device's peak and of its measured matmul rate."""
+"""FLOP/s of a run as a fraction of the device's peak and of its measured matmul rate, and the unit of its compute."""
 
 from dataclasses import replace
 
@@ -6,6 +6,9 @@ from infra.ceilings import read_matmul_rate
 from infra.storage.directory import StorageDir
 from train.config import Precision
 from train.result import RunResult
+
+PF_DAY = 1e15 * 86400
+"""FLOPs of a day at 10^15 FLOP/s, 8.64e19."""
 
 
 def with_matmul_efficiency(result: RunResult, precision: Precision, workers: int, out: StorageDir) -> RunResult:

@@ -33,7 +33,7 @@ class GPT2Estimates:
         """Return the bytes of the blocks' activations by the formula of Korthikanti et al., and the formula as a
         text."""
         factor = "" if precision in HALF_PRECISIONS else "2"
-        text = f"{self.model.layers} x {factor}sbh(34 + 5as/h), Korthikanti et al. 2022, storing dropout and scores"
+        text = f"{self.model.layers} x {factor}sbh(34 + 5as/h), Korthikanti et al. 2022"
         return published_activations(self.model, micro_batch, precision), text
 
     def roofline_speed(self, batch: Batch, execution: Execution, gpu_rates: GpuRates) -> float:

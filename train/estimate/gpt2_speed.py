@@ -8,6 +8,7 @@ from dataclasses import dataclass
 from infra.errors import UserError
 from train.config import WHOLE_GRAPH, Batch, Execution, Precision
 from train.estimate.gpu_rates import GpuRates
+from train.estimate.recomputation import recomputation_time
 from train.model_config import ModelConfig
 
 ATTENTION_EFFICIENCY = 0.4
@@ -48,11 +49,11 @@ def predict_roofline(model: ModelConfig, batch: Batch, execution: Execution, gpu
     """Return the tokens/s at the roofline of one GPU with ``gpu_rates``. Raises ``UserError`` if the formulas do not
     cover it."""
     rate = gpu_rates.matmul_rate(execution.precision)
-    is_covered = execution.checkpointing == "none" and execution.attention != "manual" and not execution.fp8
+    is_covered = not (execution.attention == "manual" or execution.fp8 or execution.offload_optimizer)
     if not (rate and is_covered and execution.precision in KERNEL_TRAFFIC and execution.compile in WHOLE_GRAPH):
         raise UserError(
-            f"The speed is only predicted for --precision {', '.join(KERNEL_TRAFFIC)} with a whole compiled graph, "
-            "without --checkpointing, --fp8 or --attention manual."
+            "The speed is only predicted for GPT-2 in 16 bits with a whole compiled graph, without --fp8, "
+            "--offload-optimizer or --attention manual."
         )
     tokens = batch.micro_batch * model.context_length
     products = 6 * model.matmul_parameters * tokens / rate
@@ -60,7 +61,8 @@ def predict_roofline(model: ModelConfig, batch: Batch, execution: Execution, gpu
     update_bytes = UPDATE_BYTES + UNSCALING_BYTES * (execution.precision == "fp16")
     update = update_bytes * model.parameters / batch.accumulation
     moved = triton_bytes(model, batch.micro_batch, execution.precision) + update
-    return tokens / (products + attention + moved / gpu_rates.bandwidth)
+    seconds = products + attention + moved / gpu_rates.bandwidth
+    return tokens / (seconds * (1 + recomputation_time(execution.checkpointing)))
 
 
 def triton_bytes(model: ModelConfig, micro_batch: int, precision: Precision) -> float:

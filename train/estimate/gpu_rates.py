@@ -1,14 +1,16 @@
 """A GPU to plan for, which need not be in this machine: its properties and its rates."""
 
 from collections.abc import Mapping
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 
 from infra.ceilings import find_matmul_rate, read_record
+from infra.cli.units import GB, format_size
 from infra.device.gpu_report import is_gpu_report, parse_report
 from infra.device.hardware import KNOWN_GPUS, DeviceInfo
 from infra.device.peaks import peak_flops
 from infra.errors import UserError
 from infra.schema import from_json
+from train.config import ALL_GPUS
 
 BANDWIDTH = {
     "A100": 1.555e12, "A100-80GB": 2.039e12, "A10": 600e9, "L4": 300e9, "L40S": 864e9, "RTX-3090": 936e9,
@@ -37,9 +39,24 @@ class GpuRates:
         """Return the FLOP/s of matrix products in a resolved ``precision``; None if it is unknown."""
         return find_matmul_rate({"matmul": self.matmul}, precision)
 
+    def with_memory_limit(self, limit: int | None) -> "GpuRates":
+        """Return the GPU for a process that may use ``limit`` bytes; None means all of its memory.
+
+        Raises ``UserError`` if the GPU has less memory.
+        """
+        memory = self.device_info.memory
+        if limit is not None and limit > memory:
+            raise UserError(
+                f"--memory-limit {format_size(limit)} is above the {memory / GB:.1f} GB of {self.device_info.name}. "
+                "Use less, or remove --memory-limit."
+            )
+        return replace(self, device_info=self.device_info.with_memory_limit(limit))
+
 
 def load_gpu_rates(gpu: str) -> GpuRates:
     """Return the GPU of ``--gpu``. Raises ``UserError`` if it is neither a known name nor a file of the doctor."""
+    if gpu == ALL_GPUS:
+        raise UserError(f"--gpu {ALL_GPUS} is only supported by train.plan. Use one GPU, such as --gpu A100.")
     if gpu in KNOWN_GPUS:
         peaks = {kind: peak_flops(gpu, kind) for kind in ("bf16", "tf32", "fp32")}
         matmul = {kind: ACHIEVABLE_FRACTION * peak for kind, peak in peaks.items() if peak}

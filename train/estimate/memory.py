@@ -72,16 +72,6 @@ def margin(execution: Execution) -> float:
     return FIXED_SEGMENTS if has_fixed_segments else MARGIN[execution.device]
 
 
-def largest_micro_batch(step: Step, limit: int) -> int | None:
-    """Return the largest micro-batch of the global batch that is predicted to need at most ``limit`` bytes with the
-    margin.
-
-    None if not even one sequence fits.
-    """
-    fitting = (n for n in reversed(step.micro_batches) if fits(step.replace(micro_batch=n), limit))
-    return next(fitting, None)
-
-
 def largest_unconstrained_micro_batch(step: Step, limit: int) -> int:
     """Return the largest micro-batch that is predicted to need at most ``limit`` bytes, ignoring the global batch.
 

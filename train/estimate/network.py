@@ -46,12 +46,12 @@ def step_exchange(model: ModelSpec, batch: Batch, shard: bool) -> Exchange:
 def network_rows(model: ModelSpec, batch: Batch, execution: Execution, doctor_file: str) -> list[tuple[str, str]]:
     """Time of a step's exchange at the bandwidth in ``doctor_file``, and the part that arithmetic cannot hide."""
     description, size, overlapping_flops, overlaps_with = step_exchange(model, batch, execution.fsdp)
-    rows = [("exchange per step", f"{size / 1e9:.3g} GB on the bus: {description}")]
+    rows = [("network", f"{size / 1e9:.3g} GB per step on the bus: {description}")]
     measured = _read_all_reduce(doctor_file)
     matmul_rate = find_matmul_rate(measured, execution.precision) if measured else None
     if not matmul_rate:
         command = f"python -m infra.doctor --workers {batch.workers}"
-        unknown = f"unknown, not in {doctor_file}; measure it with '{command}', with --address on a cluster"
+        unknown = f"not in {doctor_file}; '{command}' measures it"
         return [*rows, ("bandwidth", unknown)]
     bandwidth = max(measured["bus_bytes_per_second"].values())
     seconds, hidden = size / bandwidth, overlapping_flops / matmul_rate
@@ -61,7 +61,7 @@ def network_rows(model: ModelSpec, batch: Batch, execution: Execution, doctor_fi
             "bandwidth",
             f"{bandwidth / 1e9:.3g} GB/s on the bus of {measured['workers']} workers ({measured['backend']})",
         ),
-        ("exchange time", f"{seconds:.3g} s; {overlap}"),
+        ("exchange", f"{seconds:.3g} s; {overlap}"),
     ]
     if seconds <= hidden:
         return [*rows, ("verdict", "not network-bound: the exchange overlaps with arithmetic")]

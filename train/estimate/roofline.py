@@ -15,21 +15,6 @@ SOURCE = (
 """Origin of :data:`REACHED_FRACTION_RANGE` as a text."""
 
 
-def speed_rows(roofline: float, gpu_rates: GpuRates) -> list[tuple[str, str]]:
-    """Return the ``roofline`` of a run in tokens/s at ``gpu_rates``, and the range of speeds to expect, for a table."""
-    return [
-        ("roofline", f"{roofline:,.0f} tokens/s by the bytes and FLOPs of a step's kernels at {gpu_rates.source}"),
-        ("expected", f"{format_expected_range(roofline)} tokens/s: {SOURCE}"),
-        ("source", "predicted, not measured; 'python -m train.run' measures the speed"),
-    ]
-
-
-def format_expected_range(roofline: float) -> str:
-    """Return the range of speeds to expect at a ``roofline`` in tokens/s, as a text."""
-    low, high = expected_range(roofline)
-    return f"{low:,.0f} to {high:,.0f}"
-
-
 def expected_range(roofline: float) -> tuple[float, float]:
     """Return the lowest and the highest speed to expect at a ``roofline``, in its unit."""
     low, high = REACHED_FRACTION_RANGE

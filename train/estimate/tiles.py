@@ -37,6 +37,11 @@ class Waste:
     waves: float
     """Fraction wasted on multiprocessors that are idle in the last wave."""
 
+    @property
+    def wasted(self) -> float:
+        """Fraction wasted on tiles and waves together."""
+        return 1 - (1 - self.tiles) * (1 - self.waves)
+
 
 def products(model: ModelSpec, micro_batch: int, multiprocessors: int) -> list[Waste]:
     """Return the waste of each matrix product of the forward pass, whose rows are the tokens of a micro-batch."""
@@ -67,10 +72,9 @@ def warnings(model: ModelSpec, micro_batch: int, precision: Precision, multiproc
             "--model to fill whole tiles"
         )
     for product in products(model, micro_batch, multiprocessors):
-        wasted = 1 - (1 - product.tiles) * (1 - product.waves)
-        if wasted > MAX_UNREPORTED_WASTE:
+        if product.wasted > MAX_UNREPORTED_WASTE:
             sentences.append(
-                f"{product.name} ({product.rows:,} x {product.columns:,}) wastes {wasted:.0%}: {product.tiles:.0%} on "
-                f"incomplete tiles and {product.waves:.0%} on an incomplete wave"
+                f"{product.name} ({product.rows:,} x {product.columns:,}) wastes {product.wasted:.0%}: "
+                f"{product.tiles:.0%} on incomplete tiles and {product.waves:.0%} on an incomplete wave"
             )
     return sentences

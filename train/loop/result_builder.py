@@ -10,7 +10,7 @@ from infra.device.peaks import peak_flops
 from pipeline.encoding.tokenizer import Tokenizer
 from train.config import Execution, ResolvedConfig
 from train.data.source import TrainingData
-from train.estimate.flops import utilization
+from train.estimate.flops import PF_DAY, utilization
 from train.intervals import MIN_BATCHES
 from train.loop import memory, throughput
 from train.loop.validation import Text, bits_per, id_counts, perplexity, unigram_loss
@@ -112,6 +112,7 @@ def build_result(
         optimizer_fraction=throughput.median_batch_seconds(times.optimizer[warmup_steps:]) / step if step else None,
         paused_seconds=sum(pauses),
         flops_per_token=formula.flops,
+        petaflop_days=train_tokens * formula.flops / PF_DAY,
         flops_formula=formula.text,
         flops_per_second=None,
         mfu=None,

@@ -137,10 +137,6 @@ class CustomModel(ModelSpec):
     def parameters(self) -> int:
         return self.model_info.parameters
 
-    def parameter_rows(self) -> list[tuple[str, str]]:
-        blocks = ", ".join(self.model_info.blocks)
-        return [("repeated blocks", blocks or "none, so blocks can be neither recomputed nor compiled separately")]
-
     def flops_formulas(self) -> list[Formula]:
         text = "3 x the forward pass, counted by torch.utils.flop_counter"
         return [Formula("counted", text, self.model_info.flops_per_token)]

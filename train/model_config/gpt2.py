@@ -124,15 +124,6 @@ class ModelConfig(ModelSpec):
     def _norm(self) -> int:
         return (1 + self.bias) * self.width
 
-    def parameter_rows(self) -> list[tuple[str, str]]:
-        rows = [
-            ("token embedding", f"{self._embedding:,}" + (" (shared with the head)" if self.tied else "")),
-            ("position embedding", f"{self.context_length * self.width:,}"),
-            (f"{self.layers} blocks", f"{self.layers * self._block:,} ({self._block:,} each)"),
-            ("final norm", f"{self._norm:,}"),
-        ]
-        return rows if self.tied else [*rows, ("head", f"{self._embedding:,}")]
-
     def flops_formulas(self) -> list[Formula]:
         text = "6 x matmul parameters + 12 x layers x context x width (arXiv 2204.02311, appendix B)"
         checkpointed = self.hardware_flops(recomputed=self.layers)

@@ -111,10 +111,6 @@ class ModelSpec(ABC):
         return {}
 
     @abstractmethod
-    def parameter_rows(self) -> list[tuple[str, str]]:
-        """Return the table rows of (part of the model, number of its parameters)."""
-
-    @abstractmethod
     def flops_formulas(self) -> list[Formula]:
         """Return the FLOPs per token of a forward and backward pass, by each formula; the first formula defines MFU."""
 

@@ -210,6 +210,9 @@ def detail_rows(model: ModelSpec, batch: Batch, result: RunResult) -> list[tuple
             Fact.of("result/matmul_utilization", result.matmul_utilization,
                     "{:.1%} of the matmul rate measured by infra.doctor"),
         )))  # fmt: skip
+    compute = Fact.of("result/petaflop_days", result.petaflop_days, "{:.3g} PF-days")
+    formula = f"{result.train_tokens:,} tokens x {result.flops_per_token / 1e6:,.1f} MFLOP"
+    rows.append(("compute", Fact.joined(compute, formula, separator=" = ")))
     if joules := result.joules_per_million_tokens:
         energy = "{:,.3g} kJ per million tokens (GPU only)"
         rows.append(("energy", Fact.of("result/kilojoules_per_million_tokens", joules / 1e3, energy)))

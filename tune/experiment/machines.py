@@ -3,7 +3,7 @@
 import socket
 from collections.abc import Callable, Collection, Sequence
 from contextlib import suppress
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from functools import cache
 
 import psutil
@@ -27,6 +27,7 @@ from pipeline.shards import read_manifest
 from train.config import DatasetConfig, ExecutionConfig
 from train.data.sources import source_of
 from train.estimate.breakdown import MemoryBreakdown
+from train.estimate.gpu_rates import load_gpu_rates
 from train.estimate.memory import peak_if_known, predict_peak
 from tune.space import Candidate, Space
 from tune.strategy.curves import Prior
@@ -74,6 +75,15 @@ def describe_machine(
         tuple(_describe_process(pid) for pid in state.other_processes if pid not in own_processes) if state else (),
         fingerprint,
     )
+
+
+def planned_machine(gpu: str, memory_limit: int | None) -> Machine:
+    """Create an idle machine with the GPU of ``--gpu``, of whose memory a process may use ``memory_limit`` bytes.
+
+    Raises ``UserError`` if the GPU is unknown or has less memory.
+    """
+    info = replace(load_gpu_rates(gpu).with_memory_limit(memory_limit).device_info, compile_blocker="")
+    return Machine(info.name, info, info.memory)
 
 
 def trial_machines(

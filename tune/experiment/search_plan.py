@@ -9,17 +9,16 @@ from infra.cli.units import GB, format_duration
 from infra.errors import UserError
 from infra.storage.directory import StorageDir
 from infra.tracking.names import non_default_params
-from pipeline.shards import read_manifest
-from train.config import Cycle
+from pipeline.shards import Manifest, read_manifest
+from train.config import Cycle, TrainConfig
 from train.data.sources import source_of
-from train.estimate.gpu_rates import load_gpu_rates
 from train.estimate.memory import predict_peak
 from train.reporting.report import print_device_lines
-from train.resolved import check_device_support, prepare, resolve
+from train.resolved import check_device_support, prepare, prepare_for_plan, resolve
 from train.run_files.run_folder import new_directory
 from tune.config import SearchConfig
 from tune.experiment.folder import TRIALS, read_record
-from tune.experiment.machines import Machine, choose_memory_limit, make_prior, trial_machines
+from tune.experiment.machines import Machine, choose_memory_limit, make_prior, planned_machine, trial_machines
 from tune.experiment.trials import Experiment
 from tune.space import ACCUMULATION, Candidate, Space, make_space, without_accumulation
 from tune.strategy.base import ConfirmBest, GridStrategy, RetryShortTrials, Strategy, trial_time_limit
@@ -157,14 +156,14 @@ def make_search(config: SearchConfig, machines: tuple[Machine, ...] = ()) -> Sea
 
     ``machines`` run its trials; by default this machine, or the machines of the cluster.
     """
-    manifest = read_manifest(config.training.dataset.data)
+    training, manifest = _prepare(config)
     name = search_name(config)
     directory = StorageDir.of(config.out, name)
     if not (config.resume or config.dry_run):
         new_directory(config.out, name, allowed_leftovers=(TRIALS, StorageDir.LOCK_FILE))
     if config.gpu:
-        machines = (_planned_machine(config.gpu),)
-        config = replace(config, training=config.training.replace(device="cuda"))
+        machines = (planned_machine(config.gpu, config.memory_limit),)
+        training = training.replace(device="cuda")
     elif not machines:
         machines = trial_machines(
             config.training.dataset,
@@ -177,7 +176,7 @@ def make_search(config: SearchConfig, machines: tuple[Machine, ...] = ()) -> Sea
     if config.resume and not requested:  # The machines may have changed, but the limit is part of the identity.
         requested = read_record(directory, config.kind).identity.get("memory_limit")
     device_info = replace(machines[0].device, memory=requested or available)
-    training = resolve(prepare(config.training, manifest), device_info)
+    training = resolve(training, device_info)
     print_device_lines(training, device_info)
     source, context_length = source_of(training.dataset), training.model.context_length
     source.check_lengths(context_length, TRIAL_CYCLE, manifest)
@@ -208,10 +207,12 @@ def make_search(config: SearchConfig, machines: tuple[Machine, ...] = ()) -> Sea
     return Search(config, directory, machines, manifest, control, limit, space, memory, strategy)
 
 
-def _planned_machine(gpu: str) -> Machine:
-    """Create an idle machine with the GPU of ``--gpu``."""
-    device_info = load_gpu_rates(gpu).device_info
-    return Machine(device_info.name, device_info, device_info.memory)
+def _prepare(config: SearchConfig) -> tuple[TrainConfig, Manifest]:
+    """Prepare the settings of the control for its data, which a dry run assumes if there are none."""
+    if config.dry_run:
+        return prepare_for_plan(config.training)
+    manifest = read_manifest(config.training.dataset.data)
+    return prepare(config.training, manifest), manifest
 
 
 def _make_explorer(config: SearchConfig, space: Space, memory: MemorySearcher) -> Strategy:

@@ -11,13 +11,14 @@ from infra.charts import describe_conditions
 from infra.cli.console import console
 from infra.cli.table import Report, Table, bullet_list
 from infra.cli.units import GB, format_duration, format_size
-from infra.errors import UserError
 from infra.facts import Fact
 from infra.schema import to_json
 from infra.storage.files import write_json, write_text
 from infra.tracking.names import group_under_detail
+from train.data.assumed import describe_data
 from train.estimate.gpu_rates import GpuRates, load_gpu_rates
-from train.estimate.roofline import SOURCE, format_expected_range, roofline_speed
+from train.estimate.prediction import Prediction, merge_batches, predict, prediction_table
+from train.estimate.roofline import SOURCE
 from train.intervals import Difference
 from train.reporting.next_steps import after_comparison
 from train.reporting.report import memory_fact, speed_fact
@@ -322,10 +323,14 @@ COMPILE_SECONDS = {
 """Typical extra time of the first step by ``--compile``, for GPT-2 124M on an idle machine with an empty cache."""
 
 
+MAX_PLAN_ROWS = 8
+"""Maximum number of rows in the table of candidates that a dry run prints."""
+
+
 def introduce(search: Search) -> None:
     """Print the size of the search, its control and, for a dry run, the plan."""
     config, control = search.config, search.training
-    machines = f" of {', '.join(machine.name for machine in search.machines)}" if config.cluster or config.gpu else ""
+    machines = f" of {', '.join(machine.name for machine in search.machines)}" if config.cluster else ""
     console.print(
         f"[bold]{config.training.model.text}[/bold]: {len(search.space.candidates())} candidates for "
         f"{search.space.batch_label}, limit {limit_of(search)} per process, on {search.device}{machines}"
@@ -337,23 +342,19 @@ def introduce(search: Search) -> None:
 
 
 def print_plan(search: Search) -> None:
-    """Print the micro-batches that are predicted to fit for the control and its neighbors, and the search's time."""
-    space, config, curves = search.space, search.config, search.memory.curves([])
-    control = space.control.knobs
-    neighborhood = [control, *space.neighbors(control)]
-    for knobs in neighborhood:
-        sizes = space.micro_batches_for(knobs)
-        fitting = [size for size in sizes if curves.fits(Candidate(size, knobs))]
-        name = space.knobs_label(knobs) or " ".join(["control", *(f"{knob}={value}" for knob, value in control)])
-        count = f"{len(fitting)} of {len(sizes)} micro-batches are predicted to fit"
-        if fitting:
-            memory = f"{curves.prior(Candidate(fitting[-1], knobs)) / GB:.2f} GB"
-            count += f": {', '.join(map(str, fitting))} ({memory} at {fitting[-1]})"
-        console.print(f"{name}: {count}")
-    if config.gpu:
-        predicted_speeds_table(search, neighborhood, load_gpu_rates(config.gpu)).show()
+    """Print the candidates that are predicted to fit for the control and its neighbors, and the search's time."""
+    config, space = search.config, search.space
+    console.print(describe_data(search.manifest, search.training.model, config.training.dataset.source), markup=False)
+    gpu_rates = load_gpu_rates(config.gpu) if config.gpu else None
+    neighborhood = [space.control.knobs, *space.neighbors(space.control.knobs)]
+    predictions, unpredicted = predict_candidates(search, neighborhood, gpu_rates)
+    title = f"Candidates that are predicted to fit{f' {gpu_rates.device_info.name}' if gpu_rates else ''}, not measured"
+    prediction_table(title, "knobs", predictions[:MAX_PLAN_ROWS]).show()
+    notes = [SOURCE if gpu_rates else "speeds are only predicted with --gpu", *unpredicted]
+    if hidden_count := len(predictions) - MAX_PLAN_ROWS:
+        notes += [f"{hidden_count} more rows, which have smaller micro-batches or are slower"] * (hidden_count > 0)
     if distant_count := len(space.combinations) - len(neighborhood):
-        console.print(f"{distant_count} more combinations change several knobs at once")
+        notes.append(f"{distant_count} more combinations change several knobs at once")
     trials = search.strategy.remaining([])
     compiling = max(
         COMPILE_SECONDS[space.config(Candidate(space.micro_batches_for(k)[0], k)).execution.compile]
@@ -361,29 +362,57 @@ def print_plan(search: Search) -> None:
     )
     total = trials * (START_SECONDS + compiling + config.trial_time)
     compilation = f", including {format_duration(compiling)} per trial for compilation" if compiling else ""
-    console.print(
+    notes.append(
         f"about {trials} trials of at most {config.trial_steps} steps or {format_duration(config.trial_time)} each, "
-        f"at most {format_duration(round(total))} in total{compilation}"
+        f"at most {format_duration(round(total))} in total{compilation}{format_cost(total, config.price)}"
     )
+    console.print_paragraph(bullet_list(notes))
     console.print("dry run: nothing was run")
 
 
-def predicted_speeds_table(search: Search, neighborhood: Sequence[KnobValues], gpu_rates: GpuRates) -> Table:
-    """Build the table of candidates near the control that are predicted to fit the GPU, fastest first."""
+def format_cost(seconds: float, price_per_hour: float | None) -> str:
+    """Format the maximum cost of a search or ladder, to follow its time; empty without a price."""
+    return f", cost at most {seconds / 3600 * price_per_hour:,.2f}" if price_per_hour else ""
+
+
+def predict_candidates(
+    search: Search, combinations: Sequence[KnobValues], gpu_rates: GpuRates | None
+) -> tuple[list[Prediction], list[str]]:
+    """Predict the candidates of ``combinations`` that fit, of which the first is the control's.
+
+    Candidates whose speeds differ by less than their error are one prediction. A knob's speed that equals the control's
+    is not a prediction of the knob's effect.
+
+    Returns: (predictions, those of the largest micro-batches and the fastest first; texts that name effects which are
+    not predicted).
+    """
     space, curves = search.space, search.memory.curves([])
-    speeds_and_cells: list[tuple[float, tuple[str, ...]]] = []
-    for candidate in (Candidate(size, knobs) for knobs in neighborhood for size in space.micro_batches_for(knobs)):
-        if not curves.fits(candidate):
-            continue
-        try:
-            config = space.config(candidate)
-            roofline = roofline_speed(config.model, config.batch, config.execution, gpu_rates)
-        except UserError:  # The formulas do not support the settings of this candidate.
-            roofline = 0.0
-        speed = format_expected_range(roofline) if roofline else "-"
-        speeds_and_cells.append(
-            (roofline, (_batch_label(space, candidate), f"{curves.prior(candidate) / GB:.2f}", speed))
-        )
-    cells = [row for _, row in sorted(speeds_and_cells, key=lambda speed_and_row: -speed_and_row[0])]
-    title = f"Predicted for {gpu_rates.device_info.name}, not measured; tokens/s are {SOURCE}"
-    return Table(title, ("micro-batch x accumulation", "peak memory (GB)", "tokens/s"), cells)
+
+    def predict_sizes(knobs: KnobValues) -> dict[int, Prediction]:
+        label = space.knobs_label(knobs) or "control"
+        sizes = [size for size in reversed(space.micro_batches_for(knobs)) if curves.fits(Candidate(size, knobs))]
+        return {size: predict(label, space.config(Candidate(size, knobs)).step, gpu_rates) for size in sizes}
+
+    control = predict_sizes(combinations[0])
+    merged = [merge_batches(control.values())]
+    values_by_effect: dict[str, dict[str, list[str]]] = {}
+    for knobs in combinations[1:]:
+        name, value = next(knob for knob in knobs if knob not in combinations[0])
+        by_size = predict_sizes(knobs)
+        pairs = [(by_size[size], control[size]) for size in by_size if size in control]
+        effects = ["speed"] * (gpu_rates is not None and all(new.speed in (None, old.speed) for new, old in pairs))
+        effects += ["memory"] * all(new.peak == old.peak for new, old in pairs)
+        if name == ACCUMULATION:  # It changes the global batch, which the predictions cover.
+            effects = []
+        if effects:
+            values_by_effect.setdefault(" and ".join(effects), {}).setdefault(name, []).append(str(value))
+        if "speed" in effects:
+            by_size = {size: replace(new, speed=None, common_speed=None) for size, new in by_size.items()}
+        if "memory" not in effects or any(prediction.speed for prediction in by_size.values()):
+            merged.append(merge_batches(by_size.values()))
+    ranked = [(rank, prediction) for predictions in merged for rank, prediction in enumerate(predictions)]
+    ranked.sort(key=lambda entry: (entry[0], -entry[1].speed.high if entry[1].speed else 0.0))
+    return [prediction for _, prediction in ranked], [
+        f"effect on {effect} not predicted: {' '.join(f'{name}=' + ','.join(texts) for name, texts in values.items())}"
+        for effect, values in values_by_effect.items()
+    ]

@@ -7,7 +7,7 @@ import pytest
 from infra.device.hardware import cpu_info
 from train.config import ResolvedConfig, TrainConfig
 from train.estimate.estimates import estimates_of
-from train.estimate.memory import fits, largest_micro_batch, predict_peak
+from train.estimate.memory import fits, predict_peak
 from train.model_config import parse_model
 from train.resolved import resolve
 
@@ -48,5 +48,4 @@ def test_a_model_that_may_not_fit_is_measured_once_and_needs_less_than_its_bound
     assert predict_peak(step).total <= bound
     assert predict_peak(accumulated).total <= estimates.peak_bound(accumulated)
     assert predict_peak(step).gradients == predict_peak(step).weights
-    assert largest_micro_batch(step, bound) == 32
     assert resolved(bound, model).batch.micro_batch == 32

@@ -16,10 +16,9 @@ from torch.distributed._tools.mem_tracker import MemTracker
 from torch.profiler import ProfilerActivity, profile
 from trainers import make_trainer
 
-from train.config import Compile, ResolvedConfig, Step, divisors
+from train.config import Compile, ResolvedConfig, Step
 from train.estimate.memory import (
     fit_to_probes,
-    largest_micro_batch,
     largest_unconstrained_micro_batch,
     peak_with_margin,
     predict_peak,
@@ -158,23 +157,17 @@ def test_two_probes_take_over_what_no_formula_knows() -> None:
     assert fit_to_probes(3.0, [(1.0, 2.0), (1.0, 4.0)]) == pytest.approx(5.0)
 
 
-def test_the_largest_micro_batch_fits_and_the_next_does_not() -> None:
-    step = Step.of(precision="bf16", attention="flash", device="cuda", micro_batch=1, compile="off", loss="plain")
+def test_what_would_fit_without_the_global_batch_is_the_largest() -> None:
+    step = Step.of(precision="bf16", attention="flash", device="cuda", micro_batch=32, compile="off", loss="plain")
     limit = 40 * 10**9
-    size = largest_micro_batch(step, limit)
-    assert size is not None
-    fitted = step.replace(micro_batch=size)
-    assert predict_peak(fitted).total + 0.03 * predict_peak(fitted).allocated <= limit, "what the allocator may reserve"
-    larger = min(n for n in divisors(480) if n > size)
-    least = peak_with_margin(step.replace(micro_batch=larger))
-    assert least > limit
-    assert (largest_micro_batch(step, least), largest_micro_batch(step, least - 1)) == (larger, size)
-    assert largest_micro_batch(step, 10**9) is None
-    assert size <= largest_unconstrained_micro_batch(fitted, limit) < larger
+    size, accumulation = largest_unconstrained_micro_batch(step, limit), step.batch.accumulation
+    fitted = step.replace(micro_batch=size, global_batch=size * accumulation)
+    assert peak_with_margin(fitted) <= limit
+    assert peak_with_margin(fitted.replace(micro_batch=size + 1, global_batch=(size + 1) * accumulation)) > limit
     assert largest_unconstrained_micro_batch(step.replace(loss_chunks=15, micro_batch=15), limit) % 15 == 0, (
         "pieces divide the tokens"
     )
-    assert largest_unconstrained_micro_batch(fitted, 10**9) == 0
+    assert largest_unconstrained_micro_batch(step, 10**9) == 0
 
 
 def test_a_fused_loss_in_bf16_is_computed_from_a_copy_in_fp32() -> None:

@@ -42,9 +42,9 @@ def test_the_verdict_follows_from_what_was_measured(tmp_path: Path) -> None:
     A step has two micro-batches on each worker, 179.5 ms, and at 1 GB/s takes 871 - 59.8 ms longer.
     """
     slow = dict(network_rows(CONFIG.model, CONFIG.batch, CONFIG.execution, saved(tmp_path / "doctor.json", 1e9)))
-    assert slow["exchange per step"].startswith("0.871 GB")
+    assert slow["network"].startswith("0.871 GB")
     assert slow["bandwidth"].startswith("1 GB/s")
-    assert re.findall(r"[\d.]+ s", slow["exchange time"]) == ["0.871 s", "0.0598 s"]
+    assert re.findall(r"[\d.]+ s", slow["exchange"]) == ["0.871 s", "0.0598 s"]
     assert re.findall(r"[\d.]+", slow["verdict"]) == ["0.811", "5.52"]
     fast = dict(network_rows(CONFIG.model, CONFIG.batch, CONFIG.execution, saved(tmp_path / "doctor.json", 400e9)))
     assert fast["verdict"].startswith("not network-bound")

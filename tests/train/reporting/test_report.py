@@ -62,6 +62,7 @@ def test_the_result_as_rows(config: ResolvedConfig, make_result: Make) -> None:
     assert dict(report.detail_rows(config.model, config.batch, result)) == {
         "measurement": "median of 7 steps after a warm-up of 3 steps",
         "utilization": "0.002 TFLOP/s; MFU unknown: no peak FLOP/s listed for 'cpu'",
+        "compute": "0.5 PF-days = 320 tokens x 2.0 MFLOP",
         "validation": "perplexity 33.1 over 257 token ids; 1.500 bits per byte; 1.250 bits per character; "
         "6 windows (0.75 global batches)",
         "tokens seen": "320 training + 64 validation = 384 in total",

@@ -327,7 +327,8 @@ def test_a_result_in_mlflow(config: ResolvedConfig, make_result: Callable[..., R
     assert metrics == {
         "result/tokens_per_second": 1000.0, "result/tokens_per_second_low": 990.0,
         "result/tokens_per_second_high": 1020.0, "result/mfu": 0.4, "result/matmul_utilization": 0.5,
-        "result/tflops_per_second": 0.002, "result/val_loss": 3.5, "result/val_perplexity": 33.1,
+        "result/tflops_per_second": 0.002, "result/petaflop_days": 0.5, "result/val_loss": 3.5,
+        "result/val_perplexity": 33.1,
         "result/val_bits_per_byte": 1.5, "memory/process_gb": 4.0, "memory/allocated_gb": 2.0,
         "memory/reserved_gb": 3.0, "memory/allocator_retries": 5, "memory/predicted_gb": 5.0,
         "memory/prediction_error": 0.25, "time/first_step_seconds": 1.5, "time/data_wait_fraction": 0.01,
@@ -358,7 +359,7 @@ def test_every_number_of_a_result_is_a_metric_of_its_run_in_the_unit_of_its_name
     formulas = ("result/mfu_causal", "result/flops_per_token")
     metrics = run_report(config.step, config.dataset, config.duration, result, HOME.location).metrics()
     actual = {name: value for name, value in metrics.items() if not name.startswith(formulas)}
-    same = ("tokens_per_second", "mfu", "hfu", "val_loss", "val_perplexity", "val_bits_per_byte",
+    same = ("tokens_per_second", "petaflop_days", "mfu", "hfu", "val_loss", "val_perplexity", "val_bits_per_byte",
             "val_bits_per_character", "val_windows")  # fmt: skip
     everything = vars(result) | vars(speed)
     assert actual == {f"result/{name}": everything[name] for name in same} | {

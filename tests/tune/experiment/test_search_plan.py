@@ -3,8 +3,10 @@
 import json
 import re
 import shutil
+from collections import Counter
 from dataclasses import replace
 from pathlib import Path
+from typing import Any
 
 import pytest
 
@@ -15,21 +17,26 @@ from pipeline.encoding.tokenizer import read_tokenizer
 from pipeline.shards import TOKENIZER_FILE
 from pipeline.vocabulary import VocabularyConfig
 from pipeline.vocabulary import main as train_tokenizer
+from train import plan as train_plan
 from train.config import Compile, TrainConfig
 from train.estimate.gpu_rates import load_gpu_rates
+from train.estimate.memory import predict_peak
 from train.launch.job import RunPlan
 from train.model_config import PRESETS, parse_model
+from train.plan import PlanOptions
 from train.resolved import resolve
 from train.run_files.run_folder import RunFolder
 from tune.config import LadderConfig, SearchConfig
 from tune.experiment.folder import write_record
 from tune.experiment.machines import Machine
 from tune.experiment.search_plan import Search, make_search
-from tune.reporting.report import predicted_speeds_table, print_plan
+from tune.reporting.report import predict_candidates, print_plan
 from tune.space import Candidate, make_space
 from tune.strategy.memory_aware import MemorySearcher
 from tune.strategy.optuna_tpe import optuna_trials
 from tune.suite.plan import make_ladder
+from tune.suite.plan import print_plan as print_ladder_plan
+from tune.suite.suites import Suite
 
 
 @pytest.mark.parametrize(
@@ -43,29 +50,68 @@ def test_the_time_counts_each_trials_start_compilation_and_steps(
     memory = MemorySearcher(search.space, lambda candidate: 1e9 * candidate.micro_batch, 5e9)
     print_plan(replace(search, memory=memory, strategy=memory))
     printed = capfd.readouterr().out
-    assert "3 of 4 micro-batches are predicted to fit: 1, 2, 4 (4.00 GB at 4)" in printed
+    assert re.search(r"control +4 x 2 to 1 x 8 ", printed), "8 x 1 does not fit"
     match = re.search(r"about (\d+) trials of .* 1m30s each, at most (\d+)m(\d*)s? in total", printed)
     assert match
     trials, minutes, left = match.groups()
     assert 60 * int(minutes) + int(left or 0) == int(trials) * (10 + seconds + 90)
 
 
-def test_a_gpu_that_is_not_here_is_planned_for(small_shards: Path, capfd: pytest.CaptureFixture[str]) -> None:
-    """Its candidates are listed with the memory and the speed that are predicted, the fastest first."""
-    training = TrainConfig.of(data=str(small_shards), model=replace(PRESETS["gpt2-124m"], context_length=32))
-    config = SearchConfig(training=training, gpu="A100", knobs=("compile=off",), dry_run=True, out="none")
-    search = make_search(config)
+def test_a_gpu_that_is_not_here_is_planned_for(capfd: pytest.CaptureFixture[str]) -> None:
+    """Without data, with the memory and speed of its candidates; those with similar speeds are one row."""
+    training = TrainConfig.of(data="nowhere", model=PRESETS["gpt2-124m"])
+    knobs = ("compile=off,max-autotune", "precision=bf16-activations", "loader_threads=1")
+    search = make_search(SearchConfig(training=training, gpu="A100", knobs=knobs, dry_run=True, out="none"))
     assert (search.device, search.limit) == ("cuda", 40 * 2**30)
-    table = predicted_speeds_table(search, search.space.combinations, load_gpu_rates("A100"))
-    speeds = [line[2] for line in table.rows]
-    predicted_speeds = [float(speed.split()[0].replace(",", "")) for speed in speeds if speed != "-"]
-    assert predicted_speeds == sorted(predicted_speeds, reverse=True)
-    whole, off = search.space.combinations
-    for knobs, count in ((whole, len(predicted_speeds)), (off, speeds.count("-"))):
-        fitting = [Candidate(size, knobs) for size in search.space.micro_batches_for(knobs)]
-        assert count == sum(map(search.memory.curves([]).fits, fitting)) > 0, "eager execution has no prediction"
+    control = search.space.control.knobs
+    combinations = [control, *search.space.neighbors(control)]
+    predictions, unpredicted = predict_candidates(search, combinations, load_gpu_rates("A100"))
+    curves = search.memory.curves([])
+    fitting = {k: [s for s in search.space.micro_batches_for(k) if curves.fits(Candidate(s, k))] for k in combinations}
+    counts = Counter[str]()
+    for prediction in predictions:
+        counts[prediction.label] += len(prediction.batches)
+        if prediction.speed:
+            assert prediction.speed.high / prediction.speed.low < (0.81 / 0.72) ** 2, "two errors at most"
+    assert counts["control"] == len(fitting[control])
+    assert {*counts} == {"control", "compile=off", "precision=bf16-activations*"}
+    speeds = {p.label: p.speed for p in reversed(predictions)}
+    assert speeds["compile=off"] is None, "eager execution has no prediction"
+    faster, slower = speeds["precision=bf16-activations*"], speeds["control"]
+    assert faster
+    assert slower
+    assert faster.high > slower.high
+    assert "loader_threads=1" in " ".join(unpredicted)
+    assert "compile=max-autotune" in " ".join(unpredicted)
     print_plan(search)
-    assert "not measured" in capfd.readouterr().out
+    printed = capfd.readouterr().out
+    assert "not measured" in printed
+    assert "none in nowhere" in printed
+    assert len(printed.splitlines()) <= 25
+
+
+def test_the_three_planners_plan_the_same_model(capfd: pytest.CaptureFixture[str]) -> None:
+    """With the same memory, for the same GPU and limit, and without data."""
+    training = TrainConfig.of(
+        data="nowhere", model=PRESETS["small"], micro_batch=32, global_batch=32, compile="whole", loss="plain"
+    )
+    flags: dict[str, Any] = {"gpu": "A100", "memory_limit": 30 * 10**9, "price_per_hour": ("1",)}
+    suite = LadderConfig(suite="kernels", data="nowhere", model=PRESETS["small"], dry_run=True, **flags)
+    ladder = replace(
+        make_ladder(suite), suite=Suite("one", "", {"batch": 32, "precision": "bf16", "compile": "whole"}, ())
+    )
+    peak = predict_peak(resolve(training.replace(device="cuda"), A100).step).total / 1e9
+    for print_one in (
+        lambda: train_plan.plan(PlanOptions(training, **flags)),
+        lambda: print_plan(make_search(SearchConfig(training=training, dry_run=True, **flags))),
+        lambda: print_ladder_plan(ladder),
+    ):
+        print_one()
+        printed = capfd.readouterr().out
+        assert re.search(rf" 32 x 1 .*\b{peak:.2f}\b", printed)
+        assert "50,257 token ids" in printed
+        assert "cost" in printed
+        assert len(printed.splitlines()) <= 25
 
 
 def test_a_gpu_to_plan_for_is_no_gpu_to_search_on() -> None:

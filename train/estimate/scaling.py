@@ -1,0 +1,162 @@
+"""Scaling laws: the loss that a run of some compute should reach, and the model and tokens for some hours of a GPU.
+
+The law is L = E + A x C^-a with the FLOPs C of a run, for runs with about equal tokens per parameter (Hoffmann et al.
+2022, arXiv 2203.15556). Three runs determine its three parameters, but not their error. The error is therefore the
+assumed deviation of a run from the law, or the residuals if these are larger.
+"""
+
+import math
+from bisect import bisect_left
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass, replace
+from functools import cache
+
+import numpy as np
+
+from infra.cli.table import Table
+from infra.cli.units import GB
+from infra.errors import UserError
+from train.config import ResolvedConfig
+from train.data.assumed import TOKENS_PER_PARAMETER
+from train.estimate.flops import PF_DAY
+from train.estimate.gpu_rates import GpuRates
+from train.estimate.prediction import SECONDS_PER_HOUR, Prediction, predict
+from train.intervals import Estimate, t_quantile
+from train.model_config import ModelConfig
+
+DEVIATION = 0.01
+"""Assumed standard deviation of a run's loss from the law, as a fraction of the loss: seeds and imperfect settings."""
+MIN_RUNS = 3
+"""Number of runs that determine the law."""
+MIN_COMPUTE_RATIO = 4
+"""Minimum ratio between the largest and the smallest compute of the runs."""
+EXPONENTS = np.geomspace(0.02, 1.0, 160)
+"""Exponents that are considered; published ones are 0.05 (arXiv 2001.08361) and 0.15 (arXiv 2203.15556)."""
+FLOORS = np.linspace(0, 1, 200, endpoint=False)
+"""Values of the irreducible loss E that are considered, as a fraction of the lowest loss of a run."""
+NORMAL_QUANTILE = 1.96
+"""Quantile of the normal distribution for a two-sided 95% interval."""
+
+
+@dataclass(frozen=True)
+class ScalingLaw:
+    """The law of the losses of runs. Raises ``UserError`` for too few runs, or runs of too similar compute."""
+
+    compute: Sequence[float]
+    """FLOPs of each run."""
+    losses: Sequence[float]
+    """Validation loss of each run."""
+
+    def __post_init__(self) -> None:
+        if len(set(self.compute)) < MIN_RUNS:
+            raise UserError(
+                f"A law of loss over compute needs {MIN_RUNS} runs with different compute; there are "
+                f"{len(set(self.compute))}. Add runs to --from-runs."
+            )
+        if max(self.compute) < MIN_COMPUTE_RATIO * min(self.compute):
+            raise UserError(
+                f"The compute of the runs differs by less than a factor of {MIN_COMPUTE_RATIO}, too little for a law. "
+                "Add a run with more tokens and a larger model to --from-runs."
+            )
+
+    def loss(self, compute: float) -> Estimate:
+        """Return the loss to expect at ``compute`` FLOPs with its 95% interval, by the profile likelihood.
+
+        The interval is that of the losses of all laws whose squared residuals exceed the best law's by at most the
+        square of the quantile, in units of the variance.
+        """
+        losses, reference = np.array(self.losses), math.exp(float(np.mean(np.log(self.compute))))
+        weights = (DEVIATION * losses) ** -2.0
+        floors = (FLOORS * losses.min())[:, None, None]
+        powers = (np.array(self.compute) / reference) ** -EXPONENTS[None, :, None]
+        # The best scale for each floor and exponent is a weighted least-squares fit.
+        curvature = (weights * powers**2).sum(-1)
+        scale = (weights * powers * (losses - floors)).sum(-1) / curvature
+        squares = (weights * (losses - floors - scale[..., None] * powers) ** 2).sum(-1)
+        best = squares.min()
+        freedom = len(losses) - MIN_RUNS
+        variance, quantile = 1.0, NORMAL_QUANTILE
+        if freedom and best / freedom > 1:  # The runs deviate from the law by more than assumed.
+            variance, quantile = best / freedom, t_quantile(freedom)
+        slack = quantile**2 * variance - (squares - best)
+        power = (compute / reference) ** -EXPONENTS[None, :]
+        reach = np.sqrt(np.maximum(slack, 0) / curvature)
+        plausible = slack >= 0
+        low = (floors[..., 0] + np.maximum(scale - reach, 0) * power)[plausible]
+        high = (floors[..., 0] + (scale + reach) * power)[plausible]
+        middle = (floors[..., 0] + scale * power).flat[int(squares.argmin())]
+        return Estimate(float(middle), float(low.min()), float(high.max()))
+
+
+def model_of_depth(model: ModelConfig, depth: int) -> ModelConfig:
+    """Return ``model`` with this number of layers and heads of width 64, the proportions of GPT-2 124M."""
+    return replace(model, layers=depth, heads=depth, width=64 * depth)
+
+
+MIN_DEPTH, MAX_DEPTH = 2, 80
+"""Number of layers of the smallest and the largest model that is planned: 7 million and 25 billion parameters."""
+
+
+@dataclass(frozen=True)
+class OptimalRun:
+    """The compute-optimal run for some hours of a GPU."""
+
+    config: ResolvedConfig
+    """Settings of the run."""
+    prediction: Prediction
+    """Memory and speed of the run."""
+    tokens: int
+    """Training tokens of the run, in whole steps, which take the hours at the lowest expected speed."""
+
+    @property
+    def compute(self) -> float:
+        """FLOPs of the run."""
+        return self.tokens * self.config.model.flops_per_token
+
+    @property
+    def tokens_per_parameter(self) -> float:
+        """Training tokens per parameter."""
+        return self.tokens / self.config.model.parameters
+
+
+def find_optimal_run(
+    name: str, gpu_rates: GpuRates, hours: float, resolve_model: Callable[[int], ResolvedConfig]
+) -> OptimalRun | None:
+    """Find the model that has about 20 tokens per parameter if it trains for ``hours`` on the GPU ``name``.
+
+    ``resolve_model`` resolves the run of the model with a number of layers. Returns None if no step of the smallest
+    model ends in time, or if its speed is not predicted.
+    """
+
+    @cache
+    def plan(depth: int) -> OptimalRun | None:
+        config = resolve_model(depth)
+        prediction = predict(name, config.step, gpu_rates, gpu_rates.device_info.memory)
+        if prediction.speed is None:
+            return None
+        steps = int(hours * SECONDS_PER_HOUR * prediction.speed.low / config.step_tokens)
+        return OptimalRun(config, prediction, steps * config.step_tokens) if steps else None
+
+    def is_too_large(depth: int) -> bool:
+        run = plan(depth)
+        return run is None or run.tokens_per_parameter < TOKENS_PER_PARAMETER
+
+    depths = range(MIN_DEPTH, MAX_DEPTH + 1)
+    first_too_large = bisect_left(depths, True, key=is_too_large)
+    nearest = (plan(depth) for depth in depths[max(0, first_too_large - 1) : first_too_large + 1])
+    runs = [run for run in nearest if run]
+    return min(runs, key=lambda run: abs(math.log(run.tokens_per_parameter / TOKENS_PER_PARAMETER)), default=None)
+
+
+def optimal_runs_table(runs: Sequence[OptimalRun], law: ScalingLaw | None, unit: str) -> Table:
+    """Build the table of the compute-optimal runs, with the losses to expect by ``law`` in ``unit``."""
+    columns = ["GPU", "layers x width", "parameters (millions)", "tokens (billions)", "peak memory (GB)", "PF-days"]
+    rows = []
+    for run in runs:
+        model, loss = run.config.model, law and law.loss(run.compute)
+        assert isinstance(model, ModelConfig), "only a GPT-2 has a number of layers"
+        peak = f"{run.prediction.peak.high / GB:.2f}" if run.prediction.peak else "-"
+        cells = [run.prediction.label, f"{model.layers} x {model.width}", f"{model.parameters / 1e6:,.0f}",
+                 f"{run.tokens / 1e9:.3g}", peak, f"{run.compute / PF_DAY:.3g}"]  # fmt: skip
+        rows.append(cells + ([f"{loss.middle:.3g} ({loss.low:.3g} to {loss.high:.3g})"] if loss else []))
+    return Table("Compute-optimal GPT-2, predicted", columns + [f"loss ({unit})"] * (law is not None), rows)
