@@ -8,6 +8,7 @@ import os
 import re
 import subprocess
 import sys
+from collections.abc import Callable
 from dataclasses import dataclass, field
 from pathlib import Path
 
@@ -157,9 +158,11 @@ def test_a_requested_gpu_trains_or_is_refused_in_a_sentence(case: Case, small_sh
 @pytest.mark.slow
 @pytest.mark.usefixtures("working_folder")
 @pytest.mark.parametrize("case", [pytest.param(case, id=case.name) for case in CASES if not case.flags])
-def test_the_bare_command_trains_gpt2_or_ends_in_a_sentence(case: Case, small_shards: Path) -> None:
-    """With --data and --steps alone: GPT-2 124M, compiled, which takes minutes."""
-    check(case, run(case, small_shards, (), 1200), ())
+def test_the_bare_command_trains_gpt2_or_ends_in_a_sentence(
+    case: Case, make_shards: Callable[..., Path], tmp_path: Path
+) -> None:
+    """With --data and --steps alone: GPT-2 124M, compiled, which takes minutes, and 491,520 tokens per step."""
+    check(case, run(case, make_shards(tmp_path / "tokens", tokens=100_000), (), 1200), ())
 
 
 @pytest.mark.usefixtures("working_folder")
