@@ -62,9 +62,8 @@ ANNOUNCED_STEP_SECONDS = 10.0
 """Expected length of a step from which a line says so before the first one."""
 
 END_SECONDS = 1.0
-"""Time from the last checkpoint to the end of a run for its result, its chart and a sample, in addition to the time of
-``END_PASSES`` forward passes for the sample."""
-END_PASSES = 2
+"""Time from the last checkpoint to the end of a run, for its result, its chart and a sample. A large model's sample may
+take longer on a CPU, but only a long run has learned enough for one."""
 
 
 class Trainer:
@@ -410,8 +409,7 @@ class Trainer:
         """Estimate the seconds from the last step to the end of the run, without the validation."""
         if not (self.saves_checkpoints and self.checkpoints):
             return 0.0
-        sample = END_PASSES * (self.control.pace.pass_seconds or 0.0)
-        return self.checkpoints.seconds(self.state_bytes) + sample + END_SECONDS
+        return self.checkpoints.seconds(self.state_bytes) + END_SECONDS
 
     def _excess(self) -> str:
         return self.limit.excess_message() if self.limit else ""
