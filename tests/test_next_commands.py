@@ -20,13 +20,13 @@ pytestmark = [pytest.mark.slow, pytest.mark.timeout(1800)]
 SECONDS = 2.0
 """Time budget of a run here."""
 
-LEARNING_STEPS = 800
+LEARNING_STEPS = 200
 """Steps in which the small model learns the text below well enough to write."""
 
-TEXT = """It was the best of times, it was the worst of times, it was the age of wisdom, it was the age of foolishness, it
-was the epoch of belief, it was the epoch of incredulity, it was the season of Light, it was the season of Darkness, it
-was the spring of hope, it was the winter of despair, we had everything before us, we had nothing before us, we were all
-going direct to Heaven, we were all going direct the other way."""
+TEXT = """It was the best of times, it was the worst of times, it was the age of wisdom, it was the age of foolishness,
+it was the epoch of belief, it was the epoch of incredulity, it was the season of Light, it was the season of Darkness,
+it was the spring of hope, it was the winter of despair, we had everything before us, we had nothing before us, we were
+all going direct to Heaven, we were all going direct the other way."""
 
 
 def run(command: str, folder: Path) -> str:
