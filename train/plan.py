@@ -1,6 +1,8 @@
 """Entry: ``python -m train.plan`` predicts the memory, arithmetic, time and cost of a run."""
 
 import shlex
+from collections.abc import Sequence
+from typing import TYPE_CHECKING
 
 from rich.markup import escape
 
@@ -16,6 +18,9 @@ from train.config import ALL_GPUS, AUTO, PlanOptions, ResolvedConfig, TrainConfi
 from train.model_config import AnyModel, ModelConfig
 from train.resolved import prepare_for_plan, resolve_for_plan
 
+if TYPE_CHECKING:
+    from train.reporting.scaling import MeasuredLaw
+
 
 def main() -> None:
     command.run(plan, PlanOptions, module="train.plan")
@@ -26,6 +31,7 @@ def plan(options: PlanOptions) -> None:
 
     torch is imported after the flags are checked, so that invalid flags are reported at once.
     """
+    read_runs(options)  # Runs without a law are rejected before anything is printed.
     if options.budget is not None or options.hours is not None:
         plan_budget(options)
     elif options.gpu == ALL_GPUS:
@@ -61,6 +67,8 @@ def plan_run(options: PlanOptions) -> None:
     title = f"Predicted for {info.name}{per_worker}, not measured"
     prediction_table(title, "configuration", predictions).show()
 
+    if workers > 1:  # The network's rows are more important.
+        rows = [row for row in rows if row[0] != "published"]
     rows.append(("FLOPs", forecast.arithmetic_text(model)))
     if config.execution.device == "cuda":
         name = gpu_rates and gpu_rates.device_info.name
@@ -78,13 +86,7 @@ def plan_run(options: PlanOptions) -> None:
         ("run", forecast.run_text(config, manifest)),
         ("time", forecast.time_text(seconds, price and price * workers)),
     ]
-    if options.from_runs:
-        from train.reporting.scaling import draw_law, read_law
-
-        measured = read_law(options.from_runs)
-        compute = forecast.run_tokens(config, manifest) * model.flops_per_token
-        rows += [("loss", measured.loss_text(compute)), *(("warning", text) for text in measured.warnings)]
-        rows.append(("chart", draw_law(measured, [compute])))
+    rows += loss_rows(options, [forecast.run_tokens(config, manifest) * model.flops_per_token])
     Table("", ("", ""), rows).show()
     Report([("Next", next_step(requested.dataset.data, manifest))]).show()
 
@@ -147,6 +149,8 @@ def plan_all_gpus(options: PlanOptions) -> None:
     console.print_paragraph(f"speed: {SOURCE}")
     if not prices:
         console.print_paragraph("cost: set --price-per-hour A100=1.2 H100=2.5, with your prices")
+    for name, text in loss_rows(options, [tokens * config.model.flops_per_token]):
+        console.print_paragraph(f"{name}: {text}")
 
 
 def plan_budget(options: PlanOptions) -> None:
@@ -155,9 +159,8 @@ def plan_budget(options: PlanOptions) -> None:
     from train.estimate.gpu_rates import load_gpu_rates
     from train.estimate.roofline import SOURCE
     from train.estimate.scaling import OptimalRun, find_optimal_run, model_of_depth, optimal_runs_table
-    from train.reporting import scaling
 
-    measured = scaling.read_law(options.from_runs) if options.from_runs else None
+    measured = read_runs(options)
     training, _ = prepare_for_plan(options.training.replace(device="cuda"))
     base = training.model
     assert isinstance(base, ModelConfig), "checked with the flags"
@@ -189,11 +192,8 @@ def plan_budget(options: PlanOptions) -> None:
         f"size: about {TOKENS_PER_PARAMETER} tokens per parameter are optimal (Hoffmann et al. 2022, arXiv 2203.15556)",
         f"speed: at the lower end of {SOURCE}",
     ]
-    if measured:
-        chart = scaling.draw_law(measured, [run.compute for run in runs])
-        lines += [f"loss: {measured.loss_text(best.compute)}", *(f"warning: {text}" for text in measured.warnings)]
-        lines.append(f"chart: {chart}")
-    else:
+    lines += [f"{name}: {text}" for name, text in loss_rows(options, [run.compute for run in runs])]
+    if not measured:
         hours = best.tokens / best.prediction.speed.low / 3600 if best.prediction.speed else 0.0
         small = ", ".join(f"{hours * fraction:.2g}" for fraction in (0.001, 0.003, 0.01))
         lines.append(f"loss: unknown; train three small runs, planned with --hours {small}, and add --from-runs runs")
@@ -201,6 +201,26 @@ def plan_budget(options: PlanOptions) -> None:
     lines.append(f"next: python -m train.run --model {model.text} --tokens {best.tokens}")
     for line in lines:
         console.print_paragraph(line)
+
+
+def read_runs(options: PlanOptions) -> "MeasuredLaw | None":
+    """Read the law of --from-runs; None without the flag. Raises ``UserError`` for runs without a law."""
+    if not options.from_runs:
+        return None
+    from train.reporting.scaling import read_law
+
+    return read_law(options.from_runs)
+
+
+def loss_rows(options: PlanOptions, compute: Sequence[float]) -> list[tuple[str, str]]:
+    """Return the loss to expect of the first of the planned runs with this ``compute``, and draw all of them."""
+    measured = read_runs(options)
+    if measured is None:
+        return []
+    from train.reporting.scaling import draw_law
+
+    warnings = [("warning", text) for text in measured.warnings]
+    return [("loss", measured.loss_text(compute[0])), *warnings, ("chart", draw_law(measured, compute))]
 
 
 def print_model(model: AnyModel, *lines: str) -> None:

@@ -55,6 +55,14 @@ class Prediction:
         )
         return " to ".join(ends)
 
+    @property
+    def peak_text(self) -> str:
+        """The peak memory in GB, marked if it exceeds the limit."""
+        if self.peak is None:
+            return "-"
+        text = " to ".join(dict.fromkeys(f"{size / GB:.2f}" for size in self.peak))
+        return f"{text} > limit" if self.exceeds_limit else text
+
     def has_similar_speed(self, other: "Prediction") -> bool:
         """Return whether the speeds differ by less than their error, or both are not predicted."""
         if self.common_speed is None or other.common_speed is None:
@@ -64,7 +72,7 @@ class Prediction:
     def is_similar(self, other: "Prediction") -> bool:
         """Return whether batch and memory are equal, and the speeds similar."""
         has_same_batch = self.batches[-1] == other.batches[0]
-        return has_same_batch and _format_peak(self) == _format_peak(other) and self.has_similar_speed(other)
+        return has_same_batch and self.peak_text == other.peak_text and self.has_similar_speed(other)
 
     def joined(self, other: "Prediction", label: str) -> "Prediction":
         """Return one prediction for the steps of both, which have similar speeds."""
@@ -139,7 +147,7 @@ def prediction_table(title: str, heading: str, predictions: Sequence[Prediction]
     columns += ["time (h)"] * (tokens is not None) + ["cost"] * has_price
     rows = []
     for prediction in predictions:
-        cells = [prediction.label] * has_labels + [prediction.batch_text, _format_peak(prediction)]
+        cells = [prediction.label] * has_labels + [prediction.batch_text, prediction.peak_text]
         cells += [format_speed(prediction.speed)] * has_speed
         if tokens is not None:
             seconds = prediction.seconds(tokens)
@@ -147,13 +155,6 @@ def prediction_table(title: str, heading: str, predictions: Sequence[Prediction]
             cells += [format_range(seconds, (prediction.price or 0) / SECONDS_PER_HOUR)] * has_price
         rows.append(cells)
     return Table(title, columns, rows)
-
-
-def _format_peak(prediction: Prediction) -> str:
-    if prediction.peak is None:
-        return "-"
-    text = " to ".join(dict.fromkeys(f"{size / GB:.2f}" for size in prediction.peak))
-    return f"{text} > limit" if prediction.exceeds_limit else text
 
 
 def format_speed(speed: Range | None) -> str:

@@ -71,8 +71,8 @@ class MeasuredLaw:
         bounds = TOKENS_PER_PARAMETER / MAX_RATIO_FACTOR, TOKENS_PER_PARAMETER * MAX_RATIO_FACTOR
         if ratios and not (bounds[0] <= min(ratios) and max(ratios) <= bounds[1]):
             texts.append(
-                f"the runs have {min(ratios):.3g} to {max(ratios):.3g} tokens per parameter; the law is that of runs "
-                f"with about {TOKENS_PER_PARAMETER}"
+                f"the runs have {min(ratios):.3g} to {max(ratios):.3g} tokens per parameter, but the law "
+                f"and its interval hold for runs with about {TOKENS_PER_PARAMETER}"
             )
         if len({run.result.data_fingerprint for run in self.runs}) > 1:
             texts.append("the runs were validated on different data")

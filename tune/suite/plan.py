@@ -39,6 +39,9 @@ from tune.suite.suites import (
     streaming_rung,
 )
 
+MAX_PLAN_ROWS = 15
+"""Maximum number of rows in the table of rungs that a dry run prints; the others are one line."""
+
 
 def make_ladder(config: LadderConfig) -> Ladder:
     """Resolve the ladder of ``config`` from the data's manifest and the device, without writing anything."""
@@ -143,9 +146,11 @@ def print_plan(ladder: Ladder) -> None:
         unpredicted = [change.label for change in changes if baseline.is_similar(change)]
     merged = merge_changes(predictions)
     title = f"Predicted{f' for {gpu_rates.device_info.name}' if gpu_rates else ''}, not measured"
-    prediction_table(title, "rung", merged).show()
+    prediction_table(title, "rung", merged[:MAX_PLAN_ROWS]).show()
     notes = ["rungs in one row: no difference between them is predicted"] * (len(merged) < len(predictions))
     notes += [f"no difference from the baseline is predicted: {', '.join(unpredicted)}"] * bool(unpredicted)
+    hidden = [f"{prediction.label} {prediction.peak_text}" for prediction in merged[MAX_PLAN_ROWS:]]
+    notes += [f"peak memory (GB) of more rungs: {', '.join(hidden)}"] * bool(hidden)
     skipped = [f"{rung.name} ({rung.reason})" for rung in rungs if not rung.config]
     notes += [f"skipped: {'; '.join(skipped)}"] * bool(skipped)
     has_speed = any(prediction.speed for prediction in predictions)
