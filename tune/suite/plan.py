@@ -39,7 +39,7 @@ from tune.suite.suites import (
     streaming_rung,
 )
 
-MAX_PLAN_ROWS = 15
+MAX_PLAN_ROWS = 13
 """Maximum number of rows in the table of rungs that a dry run prints; the others are one line."""
 
 

@@ -205,3 +205,10 @@ def test_optuna_is_seeded_as_the_training_is(small_shards: Path) -> None:
 
     assert first(1) == first(1)
     assert len({first(seed) for seed in range(4)}) > 1
+
+
+@pytest.mark.parametrize("suite", ["a100", "memory", "loop", "sizes", "kernels", "aa"])
+def test_the_plan_of_every_suite_is_short(suite: str, capfd: pytest.CaptureFixture[str]) -> None:
+    config = LadderConfig(suite=suite, data="nowhere", gpu="A100", price_per_hour=("1",), dry_run=True)
+    print_ladder_plan(make_ladder(config))
+    assert len(capfd.readouterr().out.splitlines()) <= 23, "with its title and its last line at most 25"
