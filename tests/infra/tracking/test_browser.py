@@ -228,7 +228,7 @@ def test_the_winner_of_a_search_is_the_first_row(links: dict[str, str], page: Pa
 @pytest.mark.parametrize(
     ("link", "name", "titles"),
     [
-        ("run", "curves", ("loss/train", "loss/val", "throughput/tokens_per_second", "optimizer/learning_rate")),
+        ("run", "curves", ("loss/train", "loss/val")),  # MLflow renders the others when they are scrolled to.
         ("run", "vocabularies", ("loss/val_bits_per_byte",)),
         ("run", "memory", ("detail/memory/predicted_gb vs. memory/process_gb",)),
         ("ladder", "curves", ("loss/train",)),
