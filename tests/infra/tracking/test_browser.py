@@ -305,3 +305,4 @@ def test_what_matters_of_a_description_is_legible(
         assert line
         assert line["y"] + line["height"] <= fade["y"] + 0.6 * fade["height"], name
     page.evaluate("localStorage.clear()")  # The next test is a first visit again.
+    page.goto("about:blank")
