@@ -92,7 +92,7 @@ def result(speed: float) -> RunResult:
         first_step_seconds=1.5, data_wait_fraction=0.01, optimizer_fraction=0.09, flops_per_token=2e6,
         flops_formula="PaLM", flops_per_second=2e9, mfu=None, device="cpu", machine="w1", checkpoint=None,
         data_fingerprint="0" * 64, loss_curve=[(10, 7.0, None), (20, 6.25, 6.5)], val_perplexity=665.1,
-        val_bits_per_byte=1.5,
+        val_bits_per_byte=1.5, predicted_memory=9 * 10**8,
     )  # fmt: skip
 
 
@@ -230,6 +230,7 @@ def test_the_winner_of_a_search_is_the_first_row(links: dict[str, str], page: Pa
     [
         ("run", "curves", ("loss/train", "loss/val")),  # MLflow renders the others when they are scrolled to.
         ("run", "vocabularies", ("loss/val_bits_per_byte",)),
+        ("run", "memory", ("detail/memory/predicted_gb vs. memory/process_gb",)),
         ("ladder", "curves", ("loss/train",)),
         ("search", "memory", ("memory/predicted_gb vs. memory/process_gb",)),
     ],
