@@ -136,8 +136,7 @@ def build_advice(capability: tuple[int, int], driver_version: tuple[int, int]) -
         return "use another GPU, because no build of torch supports this one"
     name = (usable or suitable[-1:])[0][0]
     update = "" if usable else "update the NVIDIA driver and "
-    command = f"pip install --force-reinstall torch --index-url https://download.pytorch.org/whl/{name}"
-    return f"{update}install torch for CUDA {name[2:4]}.{name[4:]}: {command}"
+    return f"{update}install the build of torch for CUDA {name[2:4]}.{name[4:]} ({name} in PyTorch's package index)"
 
 
 def _describe(failure: str) -> str:
