@@ -69,7 +69,7 @@ CASES = (
     trains("FlashAttention fails", r"attention flash fails .* using efficient instead", fault="attention"),
     trains("NVML's assertion, memory suffices", r"device cuda", fault="oom-assertion", is_slow=True),
     trains("no compiler", r"warning: torch.compile is off, .*install gcc", variables={"PATH": ""}, is_slow=True),
-    ends("V100, no kernels in torch", r"no kernels .* 7\.0\. Install torch for CUDA 12\.6", gpu="V100"),
+    ends("V100, no kernels in torch", r"no kernels .* 7\.0\. Install the build of torch for CUDA 12\.6", gpu="V100"),
     ends("driver too old", r"needs a driver for CUDA 13\.0, .* Update the NVIDIA driver, or", fault="driver"),
     ends("CUDA does not start", r"CUDA_ERROR_SYSTEM_DRIVER_MISMATCH \(803\)", fault="init"),
     ends(
