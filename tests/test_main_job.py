@@ -106,6 +106,8 @@ def test_the_demo_leaves_shards_a_run_and_a_search(demo: Path) -> None:
     assert result["outcome"] == "finished"
     first, *_, last = [json.loads(line) for line in (demo / "runs/demo/cycles.jsonl").read_text().splitlines()]
     assert last["train_loss"] < first["train_loss"] - 0.5
+    assert 2 < last["val_bits_per_byte"] < 8, "what vocabularies are compared by"
+    assert last["val_bits_per_byte"] == pytest.approx(result["val_bits_per_byte"])
     best = json.loads((demo / "runs/demo-search/best.json").read_text())
     assert best["config"]["micro_batch"] * best["config"]["workers"] <= best["config"]["global_batch"]
     assert (demo / "runs/demo-search/trials.csv").read_text().count("\n") > 2
@@ -293,4 +295,5 @@ def test_help_explains_every_flag() -> None:
             choices = re.findall(r"[\w-]+", "".join(re.findall("{([^}]+,[^}]+)}", name)))
             assert "--device" in name or all(f"- {choice}: " in text for choice in choices), flag
         if module == "tune.ladder":
-            assert set(re.findall(r" - (\w+): ", shown)) == set(SUITES)
+            suites = shown[shown.index("--suite") : shown.index("--rungs")]
+            assert set(re.findall(r" - (\w+): ", suites)) == set(SUITES)

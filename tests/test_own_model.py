@@ -210,7 +210,7 @@ def test_where_a_model_fails_that_could_be_built_is_told_and_what_was_trained_is
         assert ("wrong_models.py, line" in message) == (name != "Twice"), "of which the loss itself is right"
     assert [path.name for path in Path("runs").glob("*/checkpoints/*")] == ["step-00000005"]
     assert command(run.main, "--resume", "Tired") == 0
-    message = refused(run.main, *flags, "--model", f"wrong_models:Short,{SIZES}")
+    message = refused(run.main, *flags, "--model", f"wrong_models:Short,{SIZES}", "--memory-limit", "500MB")
     assert re.search("wrong_models:Short .*memory.*wrong_models.py, line", message), "by a probe"
 
 

@@ -77,7 +77,7 @@ class CustomModelEstimates:
     def peak_bound(self, step: Step) -> float:
         """Return a bound on the peak by the tensors of a forward pass of one sequence; infinite if they are
         unknown."""
-        info = step.model.model_info if isinstance(step.model, CustomModel) else None
+        info = self.model.info
         if not (info and info.tensor_bytes):
             return math.inf
         tensors = info.tensor_bytes * step.batch.micro_batch

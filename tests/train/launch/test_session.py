@@ -75,8 +75,7 @@ def test_a_worker_trains_into_its_folder(
     result = train(home, config)
     assert (result.outcome, result.steps, result.sample) == ("finished", 12, "a text after 12 steps")
     assert [cycle["step"] for cycle in cycles(home)] == [5, 10, 12]
-    assert result.val_bits_per_byte
-    assert cycles(home)[-1]["val_bits_per_byte"] == pytest.approx(result.val_bits_per_byte)
+    assert cycles(home)[-1]["val_bits_per_byte"] is result.val_bits_per_byte is None, "the data have no tokenizer"
     assert result.checkpoint == str(home.checkpoints / "step-00000012")
 
 
