@@ -23,7 +23,7 @@ from infra.tracking.tracker import Tracker
 from infra.tracking.views import model_link, page_link
 from train.config import DatasetConfig, ResolvedConfig, TrainConfig, config_from_json, load_config
 from train.data.sources import source_of
-from train.reporting.report import peak_text, run_report, speed_fact
+from train.reporting.report import memory_fact, run_report, speed_fact
 from train.result import RunResult
 from train.run_files.run_folder import RunFolder
 
@@ -264,4 +264,5 @@ def run_list_tags(result: RunResult, memory_limit: int | None = None) -> dict[st
     Both tags are always set, to replace the values of an earlier part of a resumed run.
     """
     speed = speed_fact(result.throughput and result.throughput.estimate)
-    return {"memory": peak_text(result, memory_limit), "tokens/s": speed or "not measured"}
+    memory = memory_fact(result.memory.process, memory_limit or result.memory.capacity)
+    return {"memory": memory, "tokens/s": speed or "not measured"}

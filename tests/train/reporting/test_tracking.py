@@ -270,7 +270,7 @@ def test_what_the_store_lacks_of_a_run_is_sent_by_the_next_command(
     assert [run.data.metrics.get("loss/step") for run in runs] == [1.5, 1.5, None, 1.5]
     assert [m.step for m in client.get_metric_history(keys[0].run_id, "loss/step")] == [1, 2, 3, 4, 5, 6]
     assert runs[0].data.metrics["result/mfu"] == 0.4
-    assert runs[0].data.tags["memory"] == "4.00 GB (predicted 5.00 GB)"
+    assert runs[0].data.tags["memory"] == "4.00 GB"
     assert runs[0].data.tags["mlflow.note.content"] == "**What:** a run"
     assert runs[0].info.end_time == 2_000_000_000_000
     assert runs[0].data.params["changed.micro_batch"] == "2", "although the store was away from the start"
@@ -335,7 +335,7 @@ def test_a_result_in_mlflow(config: ResolvedConfig, make_result: Callable[..., R
         "time/optimizer_fraction": 0.09,
     }  # fmt: skip
     assert tracking.run_list_tags(result) == {
-        "memory": "4.00 GB (predicted 5.00 GB)", "tokens/s": "1,000 (95% CI 990 to 1,020)",
+        "memory": "4.00 GB", "tokens/s": "1,000 (95% CI 990 to 1,020)",
     }  # fmt: skip
     continued = tracking.run_list_tags(replace(result, throughput=None))
     assert continued["tokens/s"] == "not measured", "as its page says, and not what an earlier part of the run was"
