@@ -57,8 +57,9 @@ def run(
         exit_with_error(
             UserError(f"{str(failure.filename)[:60]}... is too long a name for this file system. Use a shorter one.")
         )
-    except KeyboardInterrupt:
-        errors.print("Interrupted. Finished work is saved; run the same command again to continue.")
+    except KeyboardInterrupt as interrupt:
+        message = str(interrupt) or "Finished work is saved; run the same command again to continue."
+        errors.print(f"Interrupted. {escape(message)}")
         sys.exit(EXIT_INTERRUPTED)
     sys.exit(code or 0)
 

@@ -78,8 +78,7 @@ def train_and_record(
         raise WorkerFailure(returned.traceback)
     if returned.result.outcome == "interrupted" and not returned.result.steps:
         reason = returned.result.reason
-        console.print(f"Interrupted: {reason}. No step was completed, so nothing is saved.", markup=False)
-        raise KeyboardInterrupt
+        raise KeyboardInterrupt(f"No step was completed, so nothing is saved ({reason}).")
     return record_result(run.fitted(returned.result), tracker, returned.result)
 
 

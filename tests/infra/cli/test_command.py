@@ -80,6 +80,8 @@ def main(options):
             console.console.print(shown)
     if options.do == "interrupt":
         raise KeyboardInterrupt
+    if options.do == "interrupt without result":
+        raise KeyboardInterrupt("Nothing is saved.")
     if options.do in ("hang up", "left alone"):
         signal.raise_signal(signal.SIGHUP)
     if options.do == "terminate":
@@ -105,6 +107,14 @@ def run(*flags: str) -> subprocess.CompletedProcess[str]:
 )  # fmt: skip
 def test_exit_codes(what: str, code: int) -> None:
     assert run("--do", what).returncode == code
+
+
+def test_an_interrupt_says_what_is_kept() -> None:
+    assert "run the same command again" in run("--do", "interrupt").stderr
+    without = run("--do", "interrupt without result")
+    assert without.returncode == 130
+    assert "Nothing is saved." in without.stderr
+    assert "run the same command again" not in without.stderr
 
 
 def test_nohup_is_left_alone() -> None:
