@@ -118,7 +118,7 @@ def test_a_run_that_was_interrupted_in_its_first_step_leaves_nothing(
     worker.returned = WorkerResult(make_result(outcome="interrupted", reason=reason, steps=0))
     with (
         Tracker(create_run("train", "one")) as tracker,
-        pytest.raises(KeyboardInterrupt, match="nothing is saved .*3 of 120 micro-batches"),
+        pytest.raises(KeyboardInterrupt, match=r"nothing is saved .*3 of 120 micro-batches"),
     ):
         train_and_record(run, tracker, train=worker)
     assert not run.run_folder.result.exists()
