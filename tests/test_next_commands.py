@@ -93,5 +93,5 @@ def test_the_winner_of_a_search_and_of_a_ladder_is_trained_and_writes(tmp_path: 
     generate = run(f"{winner} --name best --steps {LEARNING_STEPS}", tmp_path)
     assert generate.startswith("python -m train.generate --checkpoint best")
     assert " was" in execute(generate, tmp_path)
-    ladder = f"python -m tune.ladder --suite loop --rungs 'gradients set to none' {flags} --steps 6 --cycle 6+0"
+    ladder = f"python -m tune.ladder --suite loop --rungs 'gradients set to none' {flags} --steps 8 --cycle 8+0"
     assert run(f"{ladder} --name climbed", tmp_path).startswith("python -m train.run --config")
