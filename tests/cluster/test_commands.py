@@ -180,8 +180,9 @@ def test_a_run_is_interrupted_and_continued_where_machines_share_a_store_alone(l
     assert seconds < 30
     assert "w2: downloading s3://lab/small, 0 of 3 shards" in printed
     assert re.search(r"with: +python -m train\.run --resume s3://lab/runs/one\n", printed)
-    (checkpoint,) = re.findall(r"s3://lab/runs/one/checkpoints/step-(\d+)", printed)
-    end = int(checkpoint) + 12
+    checkpoint = json.loads(lab.execute(READ))["result"]["checkpoint"]
+    assert checkpoint.startswith("s3://lab/runs/one/checkpoints/step-")
+    end = int(checkpoint.rpartition("-")[2]) + 12
 
     printed = lab.run("head", f"train.run --resume s3://lab/runs/one --steps {end}")
     assert "downloading" not in printed, "the worker's machine has the data"
