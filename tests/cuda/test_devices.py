@@ -28,6 +28,12 @@ SMALL = ("--model", "tiny", "--global-batch", "8", "--compile", "off", "--keep-c
 """Flags of a run that takes seconds instead of minutes; without a kernel that computes, the model does not matter."""
 
 
+@pytest.fixture(autouse=True)
+def no_allocator_setting(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Training in this process has set it for its children, which would take it for the user's."""
+    monkeypatch.delenv("PYTORCH_ALLOC_CONF", raising=False)
+
+
 @dataclass(frozen=True)
 class Case:
     """A device or a fault, and what the command prints there."""
