@@ -20,7 +20,7 @@ DEMO_RUN := --global-batch 96 --steps 100 --cycle 20+1 --device cuda
 DEMO_SEARCH := --global-batch 96 --memory-limit 40GB --device cuda
 endif
 
-.PHONY: install demo test test-slow test-cuda lint clean bench-tokenize bench-loader bench-overhead bench-search bench-real-grid bench-aa bench-kernels bench-memory bench-memory-cuda bench-checkpoint-memory bench-scale record-textbook campaign-pipeline campaign-train campaign-search campaign-cluster campaign-gpu
+.PHONY: install demo test test-slow test-cuda lint clean bench-tokenize bench-loader bench-overhead bench-search bench-real-grid bench-aa bench-kernels bench-interpreted bench-memory bench-memory-cuda bench-checkpoint-memory bench-scale record-textbook campaign-pipeline campaign-train campaign-search campaign-cluster campaign-gpu
 
 install: $(INSTALLED)
 
@@ -99,6 +99,9 @@ bench-memory: install
 
 bench-kernels: $(CUDA_VENV)/installed
 	$(CUDA_VENV)/bin/python -P tests/cuda/kernels.py --record $(RECORDS)/kernels.json
+
+bench-interpreted: $(CUDA_VENV)/installed
+	$(CUDA_VENV)/bin/python -P tests/cuda/interpreted.py --record $(RECORDS)/interpreted.json
 
 bench-memory-cuda: $(CUDA_VENV)/installed
 	$(CUDA_VENV)/bin/python -P tests/benchmarks/memory_cuda.py --record $(RECORDS)/memory-cuda.json
