@@ -445,12 +445,12 @@ def real(step: Step, seconds: float, *, folder: Path, options: argparse.Namespac
 
 
 def gpu_test_row(folder: Path, code: int, said: str) -> Row:
-    """What the five-minute test has found: the card, and which of its steps failed."""
+    """The row of the five-minute test: the card, and which of its steps failed."""
     path = folder / "gpu-report.json"
     report = json.loads(path.read_text(encoding="utf-8")) if path.exists() else {}
     facts = report.get("facts", {})
-    found: Row = {"facts": facts, "device": facts.get("name"), "report": report}
-    return found | ({"outcome": "failed", "reason": said[-1500:]} if code else {"outcome": "finished"})
+    row: Row = {"facts": facts, "device": facts.get("name"), "report": report}
+    return row | ({"outcome": "failed", "reason": said[-1500:]} if code else {"outcome": "finished"})
 
 
 def command_result(folder: Path, step: Step) -> Any:

@@ -71,14 +71,14 @@ def measure(checkout: Path, shards: Path, micro_batch: int, steps: int, context:
 
 def parse(printed: str, step_tokens: int) -> dict[str, Any]:
     """The speed and the losses that llm.c ``printed`` for its steps."""
-    found = STEP.findall(printed)
-    if not found:
+    matches = STEP.findall(printed)
+    if not matches:
         return {"outcome": "failed", "reason": f"no steps in what it printed: {printed[-300:]}"}
-    seconds = [float(milliseconds) / 1000 for _, _, milliseconds in found]
+    seconds = [float(milliseconds) / 1000 for _, _, milliseconds in matches]
     steady = seconds[max(1, len(seconds) // 3) :] or seconds
     return {
         "outcome": "ok", "tokens_per_second": step_tokens / statistics.median(steady), "step_seconds": seconds,
-        "losses": [float(loss) for _, loss, _ in found],
+        "losses": [float(loss) for _, loss, _ in matches],
     }  # fmt: skip
 
 

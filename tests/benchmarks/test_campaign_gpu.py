@@ -251,9 +251,9 @@ def test_a_trainer_and_ours_among_the_peers_run_without_ray_and_mlflow(bare: Any
 
 @pytest.mark.slow
 def test_the_five_minute_test_starts_without_ray_and_mlflow(bare: Any) -> None:
-    found = bare.execute(campaign_gpu.GATES[0], 200)
-    assert found["outcome"] == "failed"
-    assert "--gpu needs a CUDA GPU" in found["reason"], "here is none"
+    row = bare.execute(campaign_gpu.GATES[0], 200)
+    assert row["outcome"] == "failed"
+    assert "--gpu needs a CUDA GPU" in row["reason"], "here is none"
 
 
 @pytest.mark.slow

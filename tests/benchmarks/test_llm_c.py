@@ -26,9 +26,9 @@ def llm_c() -> Any:
 
 
 def test_its_steps_are_read(llm_c: Any) -> None:
-    found = llm_c.parse(PRINTED, 16 * 1024)
-    assert found["losses"] == [11.009863, 10.5, 10.25]
-    assert found["tokens_per_second"] == pytest.approx(16 * 1024 / 0.101)
+    row = llm_c.parse(PRINTED, 16 * 1024)
+    assert row["losses"] == [11.009863, 10.5, 10.25]
+    assert row["tokens_per_second"] == pytest.approx(16 * 1024 / 0.101)
     assert llm_c.parse("no step", 1)["outcome"] == "failed"
 
 
@@ -45,8 +45,8 @@ def test_it_is_built_and_run_for_the_steps_of_a_micro_batch(llm_c: Any, small_sh
     (tmp_path / "steps.txt").write_text(PRINTED)
     program.write_text('#!/bin/sh\necho "$@" > arguments.txt\ncat steps.txt\n')
     program.chmod(0o755)
-    found = llm_c.measure(tmp_path, small_shards, 4, 3, context=64)
-    assert (found["outcome"], found["micro_batch"]) == ("ok", 4)
+    row = llm_c.measure(tmp_path, small_shards, 4, 3, context=64)
+    assert (row["outcome"], row["micro_batch"]) == ("ok", 4)
     words = (tmp_path / "arguments.txt").read_text().split()
     assert words[words.index("-b") + 1 :][0] == "4"
     assert words[words.index("-d") + 1 :][0] == "256"

@@ -125,10 +125,10 @@ def check(case: Case, done: subprocess.CompletedProcess[str], flags: tuple[str, 
     text = " ".join(printed.split())
     line = re.search(case.expected, text)
     outcome = f"exit code {done.returncode}"
-    result, found = Path("runs/case/result.json"), None
-    if result.exists():
-        found = json.loads(result.read_text())
-        outcome = f"{found['steps']} steps on {found['device']}"
+    file, result = Path("runs/case/result.json"), None
+    if file.exists():
+        result = json.loads(file.read_text())
+        outcome = f"{result['steps']} steps on {result['device']}"
     shown = next((part for part in printed.splitlines() if line and line[0][:30] in part), line[0] if line else "")
     settings = [f"PRETENDED_GPU={case.gpu}"] + [f"PRETENDED_FAULT={case.fault}"] * bool(case.fault)
     settings += [f"{name}={value}" for name, value in case.variables.items()]
@@ -140,9 +140,9 @@ def check(case: Case, done: subprocess.CompletedProcess[str], flags: tuple[str, 
     if case.exit_code == 2 and case.fault in ("", "driver", "init"):
         assert not Path("runs/case").exists()
     if case.exit_code == 0:
-        assert found
-        assert found["steps"] == 2
-        assert found["device"] != "cpu"
+        assert result
+        assert result["steps"] == 2
+        assert result["device"] != "cpu"
 
 
 @pytest.mark.usefixtures("working_folder")

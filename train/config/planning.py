@@ -12,7 +12,6 @@ from infra.cli.units import BytesOrNone
 from infra.device.hardware import KNOWN_GPUS
 from infra.errors import UserError
 from train.config.train_config import TrainConfig
-from train.model_config import ModelConfig
 
 ALL_GPUS = "all"
 """Value of ``--gpu`` that means all known GPUs."""
@@ -127,7 +126,7 @@ class PlanOptions:
         if training.duration.ends or training.batch.workers > 1 or self.tokens_per_second is not None:
             names = [*training.duration.ends, *["workers"] * (training.batch.workers > 1), "tokens_per_second"]
             raise UserError(f"{flag} sets the length of a run on one GPU. Remove --{names[0].replace('_', '-')}.")
-        if not isinstance(training.model, ModelConfig) or training.model.initial_weights:
+        if training.model.unsupported_reason("model.layers", 1) or training.model.initial_weights:
             raise UserError(f"{flag} chooses the size of a GPT-2. Remove --model {training.model.text}.")
 
     @property

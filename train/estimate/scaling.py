@@ -89,10 +89,12 @@ class ScalingLaw:
 
 
 def model_of_depth(model: ModelConfig, depth: int) -> ModelConfig:
-    """Return ``model`` with this number of layers and heads of width 64, the proportions of GPT-2 124M."""
-    return replace(model, layers=depth, heads=depth, width=64 * depth)
+    """Return ``model`` with this number of layers and of heads, the proportions of GPT-2 124M."""
+    return replace(model, layers=depth, heads=depth, width=HEAD_WIDTH * depth)
 
 
+HEAD_WIDTH = 64
+"""Width of a head of the planned models, as in GPT-2."""
 MIN_DEPTH, MAX_DEPTH = 2, 80
 """Number of layers of the smallest and the largest model that is planned: 7 million and 25 billion parameters."""
 
@@ -101,6 +103,8 @@ MIN_DEPTH, MAX_DEPTH = 2, 80
 class OptimalRun:
     """The compute-optimal run for some hours of a GPU."""
 
+    depth: int
+    """Number of layers of the model."""
     config: ResolvedConfig
     """Settings of the run."""
     prediction: Prediction
@@ -135,7 +139,7 @@ def find_optimal_run(
         if prediction.speed is None:
             return None
         steps = int(hours * SECONDS_PER_HOUR * prediction.speed.low / config.step_tokens)
-        return OptimalRun(config, prediction, steps * config.step_tokens) if steps else None
+        return OptimalRun(depth, config, prediction, steps * config.step_tokens) if steps else None
 
     def is_too_large(depth: int) -> bool:
         run = plan(depth)
@@ -154,9 +158,8 @@ def optimal_runs_table(runs: Sequence[OptimalRun], law: ScalingLaw | None, unit:
     rows = []
     for run in runs:
         model, loss = run.config.model, law and law.loss(run.compute)
-        assert isinstance(model, ModelConfig), "only a GPT-2 has a number of layers"
         peak = f"{run.prediction.peak.high / GB:.2f}" if run.prediction.peak else "-"
-        cells = [run.prediction.label, f"{model.layers} x {model.width}", f"{model.parameters / 1e6:,.0f}",
+        cells = [run.prediction.label, f"{run.depth} x {HEAD_WIDTH * run.depth}", f"{model.parameters / 1e6:,.0f}",
                  f"{run.tokens / 1e9:.3g}", peak, f"{run.compute / PF_DAY:.3g}"]  # fmt: skip
         rows.append(cells + ([f"{loss.middle:.3g} ({loss.low:.3g} to {loss.high:.3g})"] if loss else []))
     return Table("Compute-optimal GPT-2, predicted", columns + [f"loss ({unit})"] * (law is not None), rows)

@@ -179,8 +179,7 @@ def check_compiled(setup: Setup) -> Result:
 
 def train_automatic(setup: Setup) -> Result:
     """Train ten steps of the automatic config, and compare its memory with the prediction."""
-    config: ResolvedConfig | None = setup.automatic_config()
-    assert config
+    config = setup.automatic_config()
     with tempfile.TemporaryDirectory() as folder:
         failed: list[int] = []
         while True:

@@ -60,6 +60,8 @@ class Pace:
         self._recent: deque[float] = deque(maxlen=RECENT_STEPS)
         self._first_step = math.inf
         """Seconds of the first step; infinite before its end, or if it compiled."""
+        self._reserve = 0.0
+        """Seconds that are reserved for the end of the run."""
         self._trained = self._validated = 0.0
         """Seconds of training and of validation in the cycles of this process that have ended."""
 
@@ -92,8 +94,6 @@ class Pace:
         """The time budget without the share for the end of the run, for which :meth:`reserve` was called last."""
         budget = self.duration.time_budget
         return None if budget is None else max(budget - self._reserve, MIN_TRAIN_SHARE * budget)
-
-    _reserve = 0.0
 
     def begin_step(self) -> None:
         """Note that a step begins."""

@@ -51,10 +51,10 @@ def collected(folder: Path, *words: str) -> dict[str, str]:
     ids=["a module", "a file", "the console script"],
 )
 def test_the_command_can_be_repeated(checkout: Path, words: list[str], command: str, name: str) -> None:
-    found = collected(checkout, *words, "--data", "my books")
-    assert (found["command"], found["program"]) == (command, name)
-    assert {"python", "user", "host", "platform", "version.torch", "version.ray"} <= found.keys()
-    assert "commit" not in found
+    tags = collected(checkout, *words, "--data", "my books")
+    assert (tags["command"], tags["program"]) == (command, name)
+    assert {"python", "user", "host", "platform", "version.torch", "version.ray"} <= tags.keys()
+    assert "commit" not in tags
 
 
 def commit_all(folder: Path) -> str:
@@ -100,8 +100,8 @@ def test_the_repository_whose_hook_runs_a_command_is_not_taken_for_this_projects
 @pytest.mark.parametrize(("limit", "said"), [(699.5, "699.5"), (700.0, "700"), (None, None)])
 def test_a_gpu_is_recorded_with_its_limit(limit: float | None, said: str | None) -> None:
     state = GpuState("H200", "570", 140 * 10**9, 0, None, (), 1980, limit, 40, 0)
-    found = provenance.describe_machine(lambda: state)
-    assert (found["gpu"], found["driver"], found.get("gpu_power_limit_watts")) == ("H200", "570", said)
+    tags = provenance.describe_machine(lambda: state)
+    assert (tags["gpu"], tags["driver"], tags.get("gpu_power_limit_watts")) == ("H200", "570", said)
 
 
 def test_a_run_has_one_tag_for_all_of_it() -> None:

@@ -185,10 +185,10 @@ def test_what_a_gpu_lacks_is_reported_with_what_is_used_instead() -> None:
 def test_each_problem_has_a_fix() -> None:
     assert wrong(checks.check_gpu(CARD)) == {}
     busy = replace(CARD, other_processes=(4711,), throttle_reasons=0x24)
-    found = wrong(checks.check_gpu(busy))
-    assert "kill 4711" in found["other processes on the GPU"]
+    fixes = wrong(checks.check_gpu(busy))
+    assert "kill 4711" in fixes["other processes on the GPU"]
     assert "power" in str(checks.check_gpu(busy))
-    assert "nvidia-smi -pl" in found["throttling"]
+    assert "nvidia-smi -pl" in fixes["throttling"]
     hidden = replace(CARD, memory_used=30 * 2**30)
     assert "memory in use" in wrong(checks.check_gpu(hidden))
     assert "MFU" in wrong(checks.check_gpu(replace(CARD, name="Mystery 9000")))["GPU"]

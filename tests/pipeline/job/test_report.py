@@ -89,13 +89,13 @@ def test_rates_are_of_this_run() -> None:
     assert named["detail/throughput/read_mb_per_second"] == 12
     assert len(METRICS) <= MAX_TOP_LEVEL_METRICS
     nothing = Inventory([]).summary()
-    told = make_report("tokens", sum_results(RESULTS), progress, "f" * 64, nothing, "about 2 min: `train`").markdown()
+    report = make_report("tokens", sum_results(RESULTS), progress, "f" * 64, nothing, "about 2 min: `train`").markdown()
     for number in ("4 books, 2,002,002 tokens", "2 empty, 1 language", "8,008,008", "4.00", "6.0 MB", "about 2 min"):
-        assert number in told
-    assert told.index("| encode | 1.00 | 6 | 2.0 |") < told.index("| read | 0.50 | 12 | 4.0 |")
+        assert number in report
+    assert report.index("| encode | 1.00 | 6 | 2.0 |") < report.index("| read | 0.50 | 12 | 4.0 |")
     odd = sum_results(RESULTS) | {"labels": {"looks like HTML or XML": 3}, "books_val": 5, "extra_validation_books": 4}
     inputs = nothing | {"skipped": {".csv": 2, "in a test split": 1}, "named_splits": {"train": 3, "val": 1}}
-    told = make_report(
+    report = make_report(
         "tokens", odd | {"first_extra_validation_books": ["a", "b", "c"]}, JobStats(), "f" * 64, inputs, ""
     ).markdown()
     for number in (
@@ -104,5 +104,5 @@ def test_rates_are_of_this_run() -> None:
         "2 .csv, 1 in a test split",
         "3 for training, 1 for",
     ):
-        assert number in told
+        assert number in report
     assert JobStats().metrics() == {}

@@ -221,15 +221,15 @@ def test_an_interrupt_in_the_first_step_ends_with_nothing(config: ResolvedConfig
 
 def test_short_steps_are_not_interrupted(config: ResolvedConfig) -> None:
     """Nobody waits for their end, and asking the other workers between micro-batches would cost time."""
-    asked: list[int] = []
+    launched_steps: list[int] = []
 
     def should_discard() -> bool:
-        asked.append(machine.trainer.state.step)
+        launched_steps.append(machine.trainer.state.step)
         return False
 
     machine = SlowMachine(0.01)
     machine.train(config.replace(steps=5), should_discard)
-    assert set(asked) == {0}
+    assert set(launched_steps) == {0}
 
 
 def test_a_model_with_running_statistics_ends_its_step(config: ResolvedConfig) -> None:
