@@ -31,16 +31,16 @@ def plan(options: PlanOptions) -> None:
 
     torch is imported after the flags are checked, so that invalid flags are reported at once.
     """
-    read_runs(options)  # Runs without a law are rejected before anything is printed.
+    measured = read_runs(options)  # Runs without a law are rejected before anything is printed.
     if options.budget is not None or options.hours is not None:
-        plan_budget(options)
+        plan_budget(options, measured)
     elif options.gpu == ALL_GPUS:
-        plan_all_gpus(options)
+        plan_all_gpus(options, measured)
     else:
-        plan_run(options)
+        plan_run(options, measured)
 
 
-def plan_run(options: PlanOptions) -> None:
+def plan_run(options: PlanOptions, measured: "MeasuredLaw | None") -> None:
     """Print the plan of a run on one type of device: variants that save memory, and details of the run."""
     from train.data.assumed import describe_data
     from train.estimate import forecast, network
@@ -77,16 +77,16 @@ def plan_run(options: PlanOptions) -> None:
         rows.append(("speed", forecast.speed_text(predictions[0], gpu_rates)))
     if workers > 1:
         rows += network.network_rows(model, config.batch, config.execution, options.doctor_file)
-    speed = options.tokens_per_second
-    seconds = predictions[0].seconds(forecast.run_tokens(config, manifest)) if workers == 1 else None
+    speed, tokens = options.tokens_per_second, forecast.run_tokens(config, manifest)
+    seconds = predictions[0].seconds(tokens) if workers == 1 else None
     if speed:
-        seconds = Range(*[forecast.run_tokens(config, manifest) / speed] * 2)
+        seconds = Range(*[tokens / speed] * 2)
     price = options.prices.get(options.gpu or "")
     rows += [
         ("run", forecast.run_text(config, manifest)),
         ("time", forecast.time_text(seconds, price and price * workers)),
     ]
-    rows += loss_rows(options, [forecast.run_tokens(config, manifest) * model.flops_per_token])
+    rows += loss_rows(measured, [tokens * model.flops_per_token])
     Table("", ("", ""), rows).show()
     Report([("Next", next_step(requested.dataset.data, manifest))]).show()
 
@@ -120,7 +120,7 @@ def memory_saving_variants(
     return [(f"--{name} {value}", resolve_for_plan(variant, info)) for name, value, variant in variants]
 
 
-def plan_all_gpus(options: PlanOptions) -> None:
+def plan_all_gpus(options: PlanOptions, measured: "MeasuredLaw | None") -> None:
     """Print the plan of a run on each known GPU: the time and, with prices, the cost, the cheapest or fastest first."""
     from train.data.assumed import describe_data
     from train.estimate import forecast
@@ -129,13 +129,13 @@ def plan_all_gpus(options: PlanOptions) -> None:
     from train.estimate.roofline import SOURCE
 
     training, manifest = prepare_for_plan(options.training.replace(device="cuda"))
-    prices, predictions = options.prices, []
-    config = resolve_for_plan(training, KNOWN_GPUS["A100"])
+    prices, configs, predictions = options.prices, [], []
     for name in KNOWN_GPUS:
         gpu_rates = load_gpu_rates(name)
         limit = gpu_rates.device_info.with_memory_limit(options.memory_limit).memory
-        config = resolve_for_plan(training, gpu_rates.device_info, limit)
-        predictions.append(predict(name, config.step, gpu_rates, limit, prices.get(name)))
+        configs.append(resolve_for_plan(training, gpu_rates.device_info, limit))
+        predictions.append(predict(name, configs[-1].step, gpu_rates, limit, prices.get(name)))
+    config = configs[-1]  # Its model and length are those of all.
     print_model(config.model, describe_data(manifest, config.model, options.training.dataset.source))
     tokens = forecast.run_tokens(config, manifest)
 
@@ -149,18 +149,17 @@ def plan_all_gpus(options: PlanOptions) -> None:
     console.print_paragraph(f"speed: {SOURCE}")
     if not prices:
         console.print_paragraph("cost: set --price-per-hour A100=1.2 H100=2.5, with your prices")
-    for name, text in loss_rows(options, [tokens * config.model.flops_per_token]):
+    for name, text in loss_rows(measured, [tokens * config.model.flops_per_token]):
         console.print_paragraph(f"{name}: {text}")
 
 
-def plan_budget(options: PlanOptions) -> None:
+def plan_budget(options: PlanOptions, measured: "MeasuredLaw | None") -> None:
     """Print the compute-optimal run for the budget on each planned GPU, the one with the most compute first."""
     from train.data.assumed import TOKENS_PER_PARAMETER
     from train.estimate.gpu_rates import load_gpu_rates
     from train.estimate.roofline import SOURCE
     from train.estimate.scaling import OptimalRun, find_optimal_run, model_of_depth, optimal_runs_table
 
-    measured = read_runs(options)
     training, _ = prepare_for_plan(options.training.replace(device="cuda"))
     base = training.model
     assert isinstance(base, ModelConfig), "checked with the flags"
@@ -192,7 +191,7 @@ def plan_budget(options: PlanOptions) -> None:
         f"size: about {TOKENS_PER_PARAMETER} tokens per parameter are optimal (Hoffmann et al. 2022, arXiv 2203.15556)",
         f"speed: at the lower end of {SOURCE}",
     ]
-    lines += [f"{name}: {text}" for name, text in loss_rows(options, [run.compute for run in runs])]
+    lines += [f"{name}: {text}" for name, text in loss_rows(measured, [run.compute for run in runs])]
     if not measured:
         hours = best.tokens / best.prediction.speed.low / 3600 if best.prediction.speed else 0.0
         small = ", ".join(f"{hours * fraction:.2g}" for fraction in (0.001, 0.003, 0.01))
@@ -212,9 +211,8 @@ def read_runs(options: PlanOptions) -> "MeasuredLaw | None":
     return read_law(options.from_runs)
 
 
-def loss_rows(options: PlanOptions, compute: Sequence[float]) -> list[tuple[str, str]]:
+def loss_rows(measured: "MeasuredLaw | None", compute: Sequence[float]) -> list[tuple[str, str]]:
     """Return the loss to expect of the first of the planned runs with this ``compute``, and draw all of them."""
-    measured = read_runs(options)
     if measured is None:
         return []
     from train.reporting.scaling import draw_law
