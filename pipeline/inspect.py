@@ -5,6 +5,7 @@ It prints a table of the manifest and a few decoded passages. With ``--verify``,
 """
 
 import hashlib
+import threading
 import time
 from collections.abc import Iterator
 from concurrent.futures import ThreadPoolExecutor
@@ -134,18 +135,19 @@ def find_encoding_faults(data_dir: StorageDir, manifest: Manifest, tokenizer: To
     memory.
     """
     total, start = sum(info.tokens for info in manifest.shards), time.perf_counter()
-    done: list[int] = []
-    """Number of tokens of each finished book."""
+    finished, lock = 0, threading.Lock()
 
     def check(info: ShardInfo) -> list[str]:
+        nonlocal finished
         shard, faults = Shard(data_dir / info.path), []
         for row in range(info.rows):
             ids = shard.tokens[int(shard.offsets[row]) : int(shard.offsets[row + 1])]
             book, sha256 = (shard.batch.column(name)[row].as_py() for name in ("book", "sha256"))
             if fault := find_encoding_fault(tokenizer, book, sha256, ids):
                 faults.append(f"{data_dir / info.path}: {fault}")
-            done.append(len(ids))
-            finished, seconds = sum(done), time.perf_counter() - start
+            with lock:
+                finished += len(ids)
+            seconds = time.perf_counter() - start
             progress = f"{finished:,} of {total:,} tokens | {finished / seconds:,.0f} tokens/s"
             time_left = format_duration(round(seconds * (total / max(1, finished) - 1)))
             live_status.update("re-encoding", f"{progress} | {time_left} left")
