@@ -89,8 +89,9 @@ def _continue_job(job: Job, progress: report.JobStats) -> int:
 def _run_job(job: Job, todo: list[Partition], progress: report.JobStats, *, is_replaced: bool) -> None:
     """Process the partitions and finish the data set.
 
-    The MLflow store is opened in the background while Ray starts or partitions are processed. Ray is stopped in the
-    background while the data set is finished.
+    The MLflow store is opened in the background while Ray starts or partitions are processed, and so is the device for
+    the next command examined, for which torch is tried on a GPU. Ray is stopped in the background while the data set is
+    finished.
     """
     config, out_dir, phase = job.config, job.out_dir, progress.wall.time
     uses_ray = _should_use_ray(config, todo)
@@ -105,6 +106,7 @@ def _run_job(job: Job, todo: list[Partition], progress: report.JobStats, *, is_r
                 todo = embed_local_files(todo, machines_without_files(todo))
         with ExitStack() as run:
             tracker_future = background.submit(_open_run, job)
+            device_future = background.submit(device_info)
             run.push(
                 lambda *failure: tracker_future.result().__exit__(*failure)
             )  # The MLflow run ends with this block.
@@ -126,7 +128,7 @@ def _run_job(job: Job, todo: list[Partition], progress: report.JobStats, *, is_r
                     ray_stop.result()
             job_report = report.make_report(
                 str(config.out), manifest.report, progress, manifest.fingerprint, manifest.inputs,
-                next_command(str(config.out), manifest, device_info()),
+                next_command(str(config.out), manifest, device_future.result()),
             )  # fmt: skip
             tracker.set_description(job_report.markdown())
             tracker.log_metrics(group_under_detail(progress.metrics() | _count_metrics(manifest), report.METRICS))
