@@ -12,6 +12,7 @@ from typing import Literal
 from infra.device import host
 from infra.device.cuda import read_driver
 from infra.device.gpu import GpuState, gpu_state
+from infra.device.gpu_models import GPU_MODELS
 from infra.device.torch_support import TorchSupport, torch_support
 from infra.errors import first_line
 
@@ -48,23 +49,17 @@ class DeviceInfo:
         return self if limit is None else replace(self, memory=min(self.memory, limit))
 
 
-A100 = DeviceInfo("cuda", "NVIDIA A100", (8, 0), bf16=True, memory=40 * 2**30)
-"""The A100 with 40 GB, for plans on a machine without a GPU."""
-
 KNOWN_GPUS = {
-    "A100": A100,
-    "A100-80GB": replace(A100, memory=80 * 2**30),
-    "A10": DeviceInfo("cuda", "NVIDIA A10", (8, 6), bf16=True, memory=23028 * 2**20),
-    "L4": DeviceInfo("cuda", "NVIDIA L4", (8, 9), bf16=True, memory=23034 * 2**20),
-    "L40S": DeviceInfo("cuda", "NVIDIA L40S", (8, 9), bf16=True, memory=46068 * 2**20),
-    "RTX-3090": DeviceInfo("cuda", "NVIDIA GeForce RTX 3090", (8, 6), bf16=True, memory=24576 * 2**20),
-    "RTX-4090": DeviceInfo("cuda", "NVIDIA GeForce RTX 4090", (8, 9), bf16=True, memory=24564 * 2**20),
-    "H100": DeviceInfo("cuda", "NVIDIA H100", (9, 0), bf16=True, memory=80 * 2**30),
-    "H200": DeviceInfo("cuda", "NVIDIA H200", (9, 0), bf16=True, memory=141 * 10**9),
-    "B200": DeviceInfo("cuda", "NVIDIA B200", (10, 0), bf16=True, memory=180 * 10**9),
-    "T4": DeviceInfo("cuda", "Tesla T4", (7, 5), memory=15360 * 2**20),
+    model.plan_name: DeviceInfo(
+        "cuda", model.cuda_name, model.capability, bf16=model.capability >= (8, 0), memory=model.memory
+    )
+    for model in GPU_MODELS
+    if model.mebibytes
 }
 """GPUs by name that a run can be planned for on a machine without them."""
+
+A100 = KNOWN_GPUS["A100"]
+"""The A100 with 40 GB, for plans on a machine without a GPU."""
 
 
 def device_info() -> DeviceInfo:

@@ -25,10 +25,15 @@ ALLOCATOR_VARIABLES = ("PYTORCH_ALLOC_CONF", "PYTORCH_CUDA_ALLOC_CONF")
 
 BUILDS: tuple[tuple[str, tuple[int, int], tuple[int, int], tuple[int, int]], ...] = (
     ("cu130", (13, 0), (7, 5), (12, 1)),
-    ("cu128", (12, 0), (7, 5), (12, 1)),
     ("cu126", (12, 0), (5, 0), (9, 0)),
+    ("cu128", (12, 0), (7, 5), (12, 1)),
 )
-"""torch's builds: (name, CUDA version that the driver must support, oldest and newest compute capability)."""
+"""torch's builds: (name, CUDA version that the driver must support, oldest and newest compute capability), the one with
+the newest torch first.
+
+The capabilities are those of PyTorch's RELEASE.md and of ``PYTORCH_RELEASES_CODE_CC`` in torch/cuda/__init__.py of
+torch 2.14. There are builds for CUDA 12.8 until torch 2.11 (github.com/pytorch/pytorch/issues/178665), for CUDA 12.6
+until 2.14 (issues/190385). Each runs with any driver for its major version of CUDA (NVIDIA, CUDA Compatibility)."""
 
 
 @dataclass(frozen=True)

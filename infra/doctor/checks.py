@@ -18,9 +18,9 @@ from torch.nn.attention import SDPBackend, sdpa_kernel
 
 from infra.cli.units import GB
 from infra.device.gpu import GpuState
+from infra.device.gpu_models import is_variant, peak_flops
 from infra.device.hardware import DeviceInfo
 from infra.device.host import cpu_count
-from infra.device.peaks import is_variant, peak_flops
 from infra.device.telemetry import THROTTLE_BITS
 
 MIN_FREE_BYTES = 20 * 10**9
@@ -118,7 +118,7 @@ def check_cpu(cores: int, load: float) -> list[Check]:
 
 def check_gpu(state: GpuState) -> list[Check]:
     """Check the ``state`` of the GPU, and other processes that use it."""
-    peak_fix = "no peak FLOP/s listed in infra/device/peaks.py, so MFU cannot be computed; add the GPU there"
+    peak_fix = "no peak FLOP/s listed in infra/device/gpu_models.py, so MFU cannot be computed; add the GPU there"
     has_known_peak = peak_flops(state.name) or is_variant(state.name)
     results = [Check("GPU", state.name, "" if has_known_peak else peak_fix)]
     results.append(Check("GPU memory", f"{state.memory_total / GB:.1f} GB"))

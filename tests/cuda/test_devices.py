@@ -24,8 +24,10 @@ pytestmark = [
     pytest.mark.skipif("PRETENDED_GPU" not in os.environ, reason="needs the pretended GPU"),
 ]
 
-SMALL = ("--model", "tiny", "--global-batch", "8", "--compile", "off", "--keep-checkpoints", "0")
+SMALL = ("--model", "tiny", "--global-batch", "8", "--keep-checkpoints", "0")
 """Flags of a run that takes seconds instead of minutes; without a kernel that computes, the model does not matter."""
+
+UNCOMPILED = ("--compile", "off")
 
 
 @pytest.fixture(autouse=True)
@@ -46,6 +48,8 @@ class Case:
     exit_code: int = 0
     flags: tuple[str, ...] = ()
     variables: dict[str, str] = field(default_factory=dict)
+    compiles: bool = False
+    """Whether the line needs --compile auto in a small run, too."""
     is_slow: bool = False
     """Whether make test-cuda leaves it out, because it takes long and shows what another case shows, too."""
 
@@ -74,7 +78,10 @@ CASES = (
     trains("pinned memory exhausted", r"warning: host memory cannot be pinned", fault="pinned"),
     trains("FlashAttention fails", r"attention flash fails .* using efficient instead", fault="attention"),
     trains("NVML's assertion, memory suffices", r"device cuda", fault="oom-assertion", is_slow=True),
-    trains("no compiler", r"warning: torch.compile is off, .*install gcc", variables={"PATH": ""}, is_slow=True),
+    trains(
+        "no compiler", r"warning: torch.compile is off, .*install gcc", variables={"PATH": ""}, compiles=True,
+        is_slow=True,
+    ),
     ends("V100, no kernels in torch", r"no kernels .* 7\.0\. Install the build of torch for CUDA 12\.6", gpu="V100"),
     ends("driver too old", r"needs a driver for CUDA 13\.0, .* Update the NVIDIA driver, or", fault="driver"),
     ends("CUDA does not start", r"CUDA_ERROR_SYSTEM_DRIVER_MISMATCH \(803\)", fault="init"),
@@ -108,6 +115,11 @@ def record(*row: str) -> None:
     rows = (row,) if file.exists() else (HEADING, ("---",) * len(HEADING), row)
     with file.open("a", encoding="utf-8") as table:
         table.writelines("| " + " | ".join(cells) + " |\n" for cells in rows)
+
+
+def small_flags(case: Case) -> tuple[str, ...]:
+    """Flags of a small run of ``case``."""
+    return SMALL if case.compiles else (*SMALL, *UNCOMPILED)
 
 
 def run(case: Case, data: Path, flags: tuple[str, ...], timeout: float) -> subprocess.CompletedProcess[str]:
@@ -150,14 +162,15 @@ def check(case: Case, done: subprocess.CompletedProcess[str], flags: tuple[str, 
     "case", [pytest.param(case, id=case.name, marks=[pytest.mark.slow] * case.is_slow) for case in CASES]
 )
 def test_a_run_trains_on_the_gpu_or_ends_in_a_sentence(case: Case, small_shards: Path) -> None:
-    check(case, run(case, small_shards, SMALL, 300), SMALL)
+    flags = small_flags(case)
+    check(case, run(case, small_shards, flags, 300), flags)
 
 
 @pytest.mark.slow
 @pytest.mark.usefixtures("working_folder")
 @pytest.mark.parametrize("case", [pytest.param(case, id=case.name) for case in CASES if not case.flags])
 def test_a_requested_gpu_trains_or_is_refused_in_a_sentence(case: Case, small_shards: Path) -> None:
-    flags = (*SMALL, "--device", "cuda")
+    flags = (*small_flags(case), "--device", "cuda")
     check(case, run(case, small_shards, flags, 300), flags)
 
 

@@ -84,7 +84,7 @@ def test_all_gpus_are_a_table_by_time_and_cost() -> None:
     names = [line.split()[0] for line in text.splitlines() if line.split()[0] in KNOWN_GPUS]
     assert {*names} == {*KNOWN_GPUS}
     assert names[0] == "B200", "the fastest first"
-    assert len(text.splitlines()) <= 25
+    assert len(text.splitlines()) <= len(KNOWN_GPUS) + 10
     priced = printed_plan(PlanOptions(training, gpu="all", price_per_hour=("A100=1.2", "H100=9", "T4=0.1")))
     names = [line.split()[0] for line in priced.splitlines() if line.split()[0] in KNOWN_GPUS]
     assert names[:3] == ["T4", "A100", "H100"], "the cheapest first"
@@ -263,7 +263,7 @@ def test_a_budget_on_all_gpus_begins_with_the_most_compute() -> None:
     text = printed_plan(PlanOptions(training, gpu="all", hours=5))
     names = [line.split()[0] for line in text.splitlines() if line.split()[0] in KNOWN_GPUS]
     assert {*names} == {*KNOWN_GPUS}
-    assert (names[0], names[-1]) == ("B200", "T4")
+    assert (names[0], names[-1]) == ("B200", "RTX-3060")
     assert len(text.splitlines()) <= 25
     priced = printed_plan(PlanOptions(training, gpu="all", budget=5, price_per_hour=("A100=1", "T4=0.01")))
     assert [line.split()[0] for line in priced.splitlines() if line.split()[0] in KNOWN_GPUS] == ["T4", "A100"]

@@ -6,6 +6,7 @@ They need neither the GPU nor the data of the run.
 import torch
 
 from infra.cli.units import GB, format_count, format_duration
+from infra.device.gpu_models import find_gpu_model
 from pipeline.shards import Manifest
 from train.config import AUTO, Precision, ResolvedConfig, Step
 from train.data.assumed import TOKENS_PER_PARAMETER
@@ -16,7 +17,7 @@ from train.estimate.gpu_rates import GpuRates
 from train.estimate.memory import largest_unconstrained_micro_batch, margin
 from train.estimate.prediction import Prediction, Range
 from train.estimate.roofline import SOURCE
-from train.estimate.tiles import MULTIPROCESSORS, products, warnings
+from train.estimate.tiles import products, warnings
 from train.model_config import ModelSpec
 
 NOT_COVERED = "only predicted for GPT-2 in 16 bits and a whole compiled graph, without --fp8 or manual attention"
@@ -83,13 +84,13 @@ def tile_rows(model: ModelSpec, micro_batch: int, precision: Precision, gpu_name
     and warnings."""
     if not model.matrices:
         return []
-    words = f" {gpu_name or 'A100'} ".replace("-", " ")
-    name = next((name for name in MULTIPROCESSORS if f" {name} " in words), None)
-    if name is None:
-        return [("tiles", f"unknown, because the multiprocessors of {gpu_name} are unknown")]
-    count = MULTIPROCESSORS[name]
+    gpu_model = find_gpu_model(gpu_name or "A100")
     if gpu_name is None and torch.cuda.is_available():
         count = torch.cuda.get_device_properties(0).multi_processor_count
+    elif gpu_model:
+        count = gpu_model.multiprocessors
+    else:
+        return [("tiles", f"unknown, because the multiprocessors of {gpu_name} are unknown")]
     waste = max(products(model, micro_batch, count), key=lambda product: product.wasted)
     text = f"at most {waste.wasted:.1%} of a matrix product wasted ({count} multiprocessors)"
     sentences = warnings(model, micro_batch, precision, count)

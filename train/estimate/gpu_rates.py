@@ -5,18 +5,12 @@ from dataclasses import dataclass, replace
 
 from infra.ceilings import find_matmul_rate, read_record
 from infra.cli.units import GB, format_size
+from infra.device.gpu_models import find_gpu_model
 from infra.device.gpu_report import is_gpu_report, parse_report
 from infra.device.hardware import KNOWN_GPUS, DeviceInfo
-from infra.device.peaks import peak_flops
 from infra.errors import UserError
 from infra.schema import from_json
 from train.config import ALL_GPUS
-
-BANDWIDTH = {
-    "A100": 1.555e12, "A100-80GB": 2.039e12, "A10": 600e9, "L4": 300e9, "L40S": 864e9, "RTX-3090": 936e9,
-    "RTX-4090": 1.008e12, "H100": 3.35e12, "H200": 4.8e12, "B200": 8e12, "T4": 320e9,
-}  # fmt: skip
-"""Bytes/s of a GPU's memory, by NVIDIA's datasheets (A100, H100, H200 and B200 SXM)."""
 
 ACHIEVABLE_FRACTION = 271 / 312
 """Fraction of the datasheet's rates that large matrix products and copies reach, from TFLOP/s on an A100 SXM."""
@@ -53,19 +47,22 @@ class GpuRates:
         return replace(self, device_info=self.device_info.with_memory_limit(limit))
 
 
+def published_rates(device_info: DeviceInfo) -> GpuRates | None:
+    """Return the rates to expect of a GPU by its datasheet; None if they are unknown."""
+    model = find_gpu_model(device_info.name)
+    if model is None:
+        return None
+    matmul = {kind: ACHIEVABLE_FRACTION * model.peak(kind) for kind in ("bf16", "tf32", "fp32")}
+    source = f"{ACHIEVABLE_FRACTION:.0%} of the datasheet's rates"
+    return GpuRates(device_info, matmul, ACHIEVABLE_FRACTION * model.memory_bandwidth, source)
+
+
 def load_gpu_rates(gpu: str) -> GpuRates:
     """Return the GPU of ``--gpu``. Raises ``UserError`` if it is neither a known name nor a file of the doctor."""
     if gpu == ALL_GPUS:
         raise UserError(f"--gpu {ALL_GPUS} is only supported by train.plan. Use one GPU, such as --gpu A100.")
-    if gpu in KNOWN_GPUS:
-        peaks = {kind: peak_flops(gpu, kind) for kind in ("bf16", "tf32", "fp32")}
-        matmul = {kind: ACHIEVABLE_FRACTION * peak for kind, peak in peaks.items() if peak}
-        return GpuRates(
-            KNOWN_GPUS[gpu],
-            matmul,
-            ACHIEVABLE_FRACTION * BANDWIDTH[gpu],
-            f"{ACHIEVABLE_FRACTION:.0%} of the datasheet's rates",
-        )
+    if gpu in KNOWN_GPUS and (gpu_rates := published_rates(KNOWN_GPUS[gpu])):
+        return gpu_rates
     record = read_record(gpu, "--gpu")
     if record is None:
         raise UserError(

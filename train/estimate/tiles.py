@@ -13,11 +13,6 @@ from train.model_config import ModelSpec
 
 TILE = (128, 256)
 """Rows and columns of the most efficient tile on A100 and H100."""
-MULTIPROCESSORS = {
-    "A100": 108, "A10": 72, "L4": 58, "L40S": 142, "3090": 82, "4090": 128, "H100": 132, "H200": 132, "B200": 148,
-    "T4": 40,
-}  # fmt: skip
-"""Number of multiprocessors by GPU."""
 MAX_UNREPORTED_WASTE = 0.15
 """Wasted fraction above which there is a warning."""
 

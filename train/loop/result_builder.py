@@ -6,7 +6,7 @@ from dataclasses import dataclass, field, replace
 import numpy as np
 import torch
 
-from infra.device.peaks import peak_flops
+from infra.device.gpu_models import peak_flops
 from pipeline.encoding.tokenizer import Tokenizer
 from train.config import Execution, ResolvedConfig
 from train.data.source import TrainingData

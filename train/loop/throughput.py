@@ -8,7 +8,7 @@ wrong.
 import statistics
 from collections.abc import Sequence
 
-from infra.device.peaks import peak_flops
+from infra.device.gpu_models import peak_flops
 from train.config import Execution
 from train.intervals import MIN_BATCHES, anytime_half_width, batch_means, median_interval, warmup_steps
 from train.model_config import ModelSpec

@@ -19,7 +19,7 @@ V100 = CudaDevice("Tesla V100", "uuid", (7, 0), 16 * 10**9, is_integrated=False)
         (CU130, T4, (13, 0), []),
         (CU130, T4, (13, 1), []),
         (CU130, V100, (13, 0), ["2.14.1+cu130", "7.0. Install", "cu126"]),
-        (CU130, T4, (12, 2), ["CUDA 13.0", "CUDA 12.2. Update the NVIDIA driver, or install", "cu128"]),
+        (CU130, T4, (12, 2), ["CUDA 13.0", "CUDA 12.2. Update the NVIDIA driver, or install", "cu126"]),
         (CU130 | {"cuda": None, "architectures": []}, T4, (13, 0), ["without CUDA", "cu130"]),
         (CU130 | {"failed_step": "initialization", "failure": "CUDA error: busy"}, T4, (13, 0), ["CUDA error: busy"]),
         (CU130 | {"failed_step": "process", "failure": "Segmentation fault"}, T4, (13, 0), ["Segmentation fault"]),

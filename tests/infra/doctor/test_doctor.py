@@ -20,8 +20,8 @@ from mlflow.tracking import MlflowClient
 
 from infra import ceilings
 from infra.device.gpu import GpuState
+from infra.device.gpu_models import peak_flops
 from infra.device.hardware import A100, cpu_info, gpu_info
-from infra.device.peaks import peak_flops
 from infra.device.torch_support import TorchSupport
 from infra.doctor import __main__ as doctor
 from infra.doctor import allreduce, checks, memory, nodes
