@@ -23,7 +23,7 @@ _MAX_AUTOCORRELATION = 0.2
 
 
 class Estimate(NamedTuple):
-    """A positive quantity and its 95% interval."""
+    """A quantity and its 95% interval; positive, except for differences."""
 
     middle: float
     """Estimated value of the quantity."""

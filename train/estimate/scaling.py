@@ -1,8 +1,7 @@
 """Scaling laws: the loss that a run of some compute should reach, and the model and tokens for some hours of a GPU.
 
 The law is L = E + A x C^-a with the FLOPs C of a run, for runs with about equal tokens per parameter (Hoffmann et al.
-2022, arXiv 2203.15556). Three runs determine its three parameters, but not their error. The error is therefore the
-assumed deviation of a run from the law, or the residuals if these are larger.
+2022, arXiv 2203.15556).
 """
 
 import math
@@ -11,8 +10,6 @@ from collections.abc import Callable, Sequence
 from dataclasses import dataclass, replace
 from functools import cache
 
-import numpy as np
-
 from infra.cli.table import Table
 from infra.cli.units import GB
 from infra.errors import UserError
@@ -20,22 +17,21 @@ from train.config import ResolvedConfig
 from train.data.assumed import TOKENS_PER_PARAMETER
 from train.estimate.flops import PF_DAY
 from train.estimate.gpu_rates import GpuRates
+from train.estimate.power_law import PARAMETERS, PowerLaw
 from train.estimate.prediction import SECONDS_PER_HOUR, Prediction, predict
-from train.intervals import Estimate, t_quantile
+from train.intervals import Estimate
 from train.model_config import ModelConfig
 
 DEVIATION = 0.01
 """Assumed standard deviation of a run's loss from the law, as a fraction of the loss: seeds and imperfect settings."""
-MIN_RUNS = 3
+DEGREES_OF_FREEDOM = 10
+"""Degrees of freedom of the assumed deviation: it counts as much as residuals of this number."""
+TYPICAL_EXPONENT = 0.1
+"""Typical exponent; published ones are 0.05 (arXiv 2001.08361) and 0.15 (arXiv 2203.15556)."""
+MIN_RUNS = PARAMETERS
 """Number of runs that determine the law."""
 MIN_COMPUTE_RATIO = 4
 """Minimum ratio between the largest and the smallest compute of the runs."""
-EXPONENTS = np.geomspace(0.02, 1.0, 160)
-"""Exponents that are considered; published ones are 0.05 (arXiv 2001.08361) and 0.15 (arXiv 2203.15556)."""
-FLOORS = np.linspace(0, 1, 200, endpoint=False)
-"""Values of the irreducible loss E that are considered, as a fraction of the lowest loss of a run."""
-NORMAL_QUANTILE = 1.96
-"""Quantile of the normal distribution for a two-sided 95% interval."""
 
 
 @dataclass(frozen=True)
@@ -60,32 +56,9 @@ class ScalingLaw:
             )
 
     def loss(self, compute: float) -> Estimate:
-        """Return the loss to expect at ``compute`` FLOPs with its 95% interval, by the profile likelihood.
-
-        The interval is that of the losses of all laws whose squared residuals exceed the best law's by at most the
-        square of the quantile, in units of the variance.
-        """
-        losses, reference = np.array(self.losses), math.exp(float(np.mean(np.log(self.compute))))
-        weights = (DEVIATION * losses) ** -2.0
-        floors = (FLOORS * losses.min())[:, None, None]
-        powers = (np.array(self.compute) / reference) ** -EXPONENTS[None, :, None]
-        # The best scale for each floor and exponent is a weighted least-squares fit.
-        curvature = (weights * powers**2).sum(-1)
-        scale = (weights * powers * (losses - floors)).sum(-1) / curvature
-        squares = (weights * (losses - floors - scale[..., None] * powers) ** 2).sum(-1)
-        best = squares.min()
-        freedom = len(losses) - MIN_RUNS
-        variance, quantile = 1.0, NORMAL_QUANTILE
-        if freedom and best / freedom > 1:  # The runs deviate from the law by more than assumed.
-            variance, quantile = best / freedom, t_quantile(freedom)
-        slack = quantile**2 * variance - (squares - best)
-        power = (compute / reference) ** -EXPONENTS[None, :]
-        reach = np.sqrt(np.maximum(slack, 0) / curvature)
-        plausible = slack >= 0
-        low = (floors[..., 0] + np.maximum(scale - reach, 0) * power)[plausible]
-        high = (floors[..., 0] + (scale + reach) * power)[plausible]
-        middle = (floors[..., 0] + scale * power).flat[int(squares.argmin())]
-        return Estimate(float(middle), float(low.min()), float(high.max()))
+        """Return the loss to expect at ``compute`` FLOPs with its 95% interval."""
+        deviations = [DEVIATION * loss for loss in self.losses]
+        return PowerLaw(self.compute, self.losses, deviations, DEGREES_OF_FREEDOM, TYPICAL_EXPONENT).at(compute)
 
 
 def model_of_depth(model: ModelConfig, depth: int) -> ModelConfig:

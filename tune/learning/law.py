@@ -1,0 +1,203 @@
+"""Extrapolation of held-out losses over training time, by the law L = E + A t^-a.
+
+The losses of a candidate are those at the ends of decay branches at rungs, by seed. The interval holds all laws that
+are compatible with them at the scatter of seeds. The scatter is that of all candidates, because the scatter of two or
+three seeds of one of them says little, pooled with an assumed one.
+"""
+
+import itertools
+import math
+import statistics
+from collections.abc import Callable, Iterable, Mapping, Sequence
+from dataclasses import dataclass
+from functools import cached_property
+
+from train.estimate.power_law import PowerLaw, PowerLawDifference
+from train.intervals import Estimate, Scatter
+
+Curves = Mapping[int, Sequence[tuple[float, float]]]
+"""Rungs of a candidate by seed: seconds of the final run, and the held-out loss after its decay."""
+
+SEED_DEVIATION = 0.003
+"""Assumed standard deviation of a run's loss between seeds, as a fraction of the loss."""
+ASSUMED_DEGREES_OF_FREEDOM = 4
+"""Degrees of freedom of the assumed deviation: it counts as much as five seeds of one candidate."""
+TYPICAL_EXPONENT = 0.3
+"""Typical exponent of the law; the published one of loss over tokens is 0.28 (arXiv 2203.15556)."""
+MIN_RUNGS = 2
+"""Number of rungs that a prediction needs. Two determine it for each exponent, so that its interval is wide."""
+MAX_RATIO = 1024
+"""Ratio to the longest or shortest rung up to which the time to a loss is searched."""
+
+
+def seed_scatter(candidates: Iterable[Curves]) -> Scatter | None:
+    """Estimate the scatter of losses between seeds from all candidates; None if no candidate has two seeds.
+
+    The rungs of a seed share a trunk, so that a seed counts once for the degrees of freedom, whatever its rungs.
+    """
+    groups: list[Sequence[float]] = []
+    degrees_of_freedom = 0
+    for curves in candidates:
+        repeated = [losses for losses in _values_by_time(curves).values() if len(losses) > 1]
+        groups += repeated
+        degrees_of_freedom += max(map(len, repeated), default=1) - 1
+    scatter = Scatter.of(groups)
+    return Scatter(scatter.variance, degrees_of_freedom) if scatter else None
+
+
+@dataclass(frozen=True)
+class LearningLaw:
+    """The law of one candidate's losses over training time."""
+
+    curves: Curves
+    """Rungs of the candidate by seed."""
+    scatter: Scatter | None = None
+    """Scatter between seeds, of all candidates; None without repeated seeds."""
+
+    def loss(self, seconds: float) -> Estimate | None:
+        """Return the held-out loss to expect of a run of this time; None with less than two rungs.
+
+        The 95% interval combines that of the law with the scatter of a single run.
+        """
+        if not self._laws:
+            return None
+        losses = [law.at(seconds) for law in self._laws]
+        middle = losses[0].middle
+        low, high = min(loss.low for loss in losses), max(loss.high for loss in losses)
+        low = middle - math.hypot(middle - low, self._run_error)
+        return Estimate(middle, max(0.0, low), middle + math.hypot(high - middle, self._run_error))
+
+    def seconds(self, loss: float) -> Estimate | None:
+        """Return the time at which a run reaches ``loss``; None with less than two rungs, or if no end is reached.
+
+        The ends of the 95% interval are the times at which those of :meth:`loss` reach it. An end that is not reached
+        within a thousand times the longest rung is infinite.
+        """
+        if not self._laws:
+            return None
+        shortest, longest = min(self._rungs), max(self._rungs)
+
+        def reached(end: int) -> float:
+            return _first_time(
+                lambda seconds: self._end(seconds, end) <= loss, shortest / MAX_RATIO, longest * MAX_RATIO
+            )
+
+        middle, low, high = map(reached, range(3))
+        return None if math.isinf(low) else Estimate(middle, low, high)
+
+    def extrapolation(self, seconds: float) -> float:
+        """Return the ratio of ``seconds`` to the longest rung."""
+        return seconds / max(self._rungs)
+
+    def _end(self, seconds: float, end: int) -> float:
+        loss = self.loss(seconds)
+        assert loss is not None, "a law was fitted"
+        return loss[end]
+
+    @cached_property
+    def _rungs(self) -> Mapping[float, Sequence[float]]:
+        return _values_by_time(self.curves)
+
+    @cached_property
+    def _laws(self) -> Sequence[PowerLaw]:
+        """The law of the last rungs, and that of all if these do not follow one law; none with less than two rungs.
+
+        A model first learns the frequencies of tokens and pairs, while its loss may fall ever faster. If it did once,
+        it may again, so that the interval has the laws of all rungs, too, whose residuals make them wide.
+        """
+        if len(self._rungs) < MIN_RUNGS:
+            return []
+        last = _last_rungs(self._rungs)
+        return [self._fit(last), self._fit(self._rungs)] if len(last) < len(self._rungs) else [self._fit(last)]
+
+    def _fit(self, rungs: Mapping[float, Sequence[float]]) -> PowerLaw:
+        scatter = _pooled(SEED_DEVIATION**2, self.scatter)
+        means, deviations = list(map(statistics.fmean, rungs.values())), _deviations(rungs, scatter)
+        return PowerLaw(list(rungs), means, deviations, scatter.degrees_of_freedom, TYPICAL_EXPONENT)
+
+    @cached_property
+    def _run_error(self) -> float:
+        """Half-width of the 95% interval of a single run's loss, at the level of the longest rung."""
+        scatter = _pooled(SEED_DEVIATION**2, self.scatter)
+        return scatter.log_error(1) * statistics.fmean(self._rungs[max(self._rungs)])
+
+
+def paired_ratios(first: Curves, second: Curves) -> Curves:
+    """Return the ratios of two candidates' losses at the rungs that both have with the same seed.
+
+    :func:`seed_scatter` of them is the scatter of differences, in which what seeds have in common cancels out.
+    """
+    return _paired(first, second, lambda loss, other: loss / other)
+
+
+def loss_difference(
+    first: Curves, second: Curves, seconds: float, ratio_scatter: Scatter | None = None
+) -> Estimate | None:
+    """Return the expected loss of ``first`` at ``seconds`` minus that of ``second``, with its 95% interval.
+
+    The difference of the laws is fitted to the differences at the rungs that both candidates have with the same seed;
+    None with less than two. ``ratio_scatter`` is the scatter between seeds of :func:`paired_ratios`, of all pairs.
+    """
+    differences = _values_by_time(_paired(first, second, lambda loss, other: loss - other))
+    if len(differences) < MIN_RUNGS:
+        return None
+    levels = _values_by_time(_paired(first, second, lambda loss, other: (loss + other) / 2))
+    scatter = _pooled(2 * SEED_DEVIATION**2, ratio_scatter)
+    law = PowerLawDifference(
+        positions=list(differences),
+        differences=list(map(statistics.fmean, differences.values())),
+        means=list(map(statistics.fmean, levels.values())),
+        deviations=_deviations(levels, scatter),
+        degrees_of_freedom=scatter.degrees_of_freedom,
+    )
+    return law.at(seconds)
+
+
+def _deviations(losses: Mapping[float, Sequence[float]], scatter: Scatter) -> list[float]:
+    """Return the standard deviation of the mean loss of each rung, or of a mean difference at this level."""
+    return [statistics.fmean(of_seeds) * math.sqrt(scatter.variance / len(of_seeds)) for of_seeds in losses.values()]
+
+
+def _last_rungs(rungs: Mapping[float, Sequence[float]]) -> Mapping[float, Sequence[float]]:
+    """Return the last rungs, at least two, along which the loss falls ever more slowly, as by a power law."""
+    points = [(math.log(time), statistics.fmean(losses)) for time, losses in rungs.items()]
+    slopes = [(b[1] - a[1]) / (b[0] - a[0]) for a, b in itertools.pairwise(points)]
+    first = next((n for n in range(len(slopes) - 1, 0, -1) if slopes[n] <= slopes[n - 1]), 0)
+    return dict(list(rungs.items())[first:])
+
+
+def _pooled(assumed_variance: float, scatter: Scatter | None) -> Scatter:
+    """Pool an assumed variance with an observed scatter."""
+    if scatter is None:
+        return Scatter(assumed_variance, ASSUMED_DEGREES_OF_FREEDOM)
+    total = ASSUMED_DEGREES_OF_FREEDOM + scatter.degrees_of_freedom
+    squares = ASSUMED_DEGREES_OF_FREEDOM * assumed_variance + scatter.degrees_of_freedom * scatter.variance
+    return Scatter(squares / total, total)
+
+
+def _values_by_time(curves: Curves) -> dict[float, list[float]]:
+    """Return the values of all seeds by time, in the order of time."""
+    values: dict[float, list[float]] = {}
+    for time, value in sorted(point for curve in curves.values() for point in curve):
+        values.setdefault(time, []).append(value)
+    return values
+
+
+def _paired(first: Curves, second: Curves, combine: Callable[[float, float], float]) -> Curves:
+    """Combine the losses of two candidates at the rungs that both have with the same seed."""
+    return {
+        seed: [(time, combine(loss, others[time])) for time, loss in curve if time in others]
+        for seed, curve in first.items()
+        if (others := dict(second.get(seed, ())))
+    }
+
+
+def _first_time(is_reached: Callable[[float], bool], shortest: float, longest: float) -> float:
+    """Return the first time at which a condition holds that holds ever after, to a relative error of 1e-6."""
+    if not is_reached(longest):
+        return math.inf
+    low, high = math.log(shortest), math.log(longest)
+    while high - low > 1e-6:
+        middle = (low + high) / 2
+        low, high = (low, middle) if is_reached(math.exp(middle)) else (middle, high)
+    return math.exp(high)
