@@ -15,6 +15,7 @@ from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 
+from infra.cli.units import format_duration
 from infra.errors import UserError
 from infra.schema import from_json, strict, to_json
 from infra.storage.directory import StorageDir
@@ -73,20 +74,21 @@ class RungLosses:
 def make_rungs(seconds: Sequence[float], tokens_per_second: float, config: ResolvedConfig) -> tuple[Rung, ...]:
     """Compute the rungs of ``config`` at the times ``seconds`` of a run with this speed.
 
-    Raises ``UserError`` if the shortest time has less than one step for the trunk and one for the branch.
+    Rungs that end before the warm-up has been followed by as many steps are left out. Raises ``UserError`` if none is
+    left.
     """
-    fraction = TRUNK_FRACTION[config.optimization.schedule]
-    rungs = []
+    optimization, rungs = config.optimization, []
     for time in seconds:
         steps = int(time * tokens_per_second / config.step_tokens)
-        trunk_steps = int(fraction * steps)
-        if steps < 2 or (0 < fraction < 1 and not 0 < trunk_steps < steps):
-            raise UserError(
-                f"{time:.0f} s of training have {steps} steps of {config.batch.global_batch} sequences at "
-                f"{tokens_per_second:,.0f} tokens/s, too few to learn from. Use a longer --train-time or smaller values "
-                "of global_batch."
-            )
-        rungs.append(Rung(time, trunk_steps, steps))
+        trunk_steps = min(int(TRUNK_FRACTION[optimization.schedule] * steps), steps - 1)
+        if trunk_steps >= (2 * optimization.warmup_steps if TRUNK_FRACTION[optimization.schedule] else 0):
+            rungs.append(Rung(time, trunk_steps, steps))
+    if not rungs:
+        raise UserError(
+            f"{format_duration(seconds[-1])} of training at {tokens_per_second:,.0f} tokens/s are {steps} steps of "
+            f"{config.batch.global_batch} sequences, too few for a warm-up of {optimization.warmup_steps} steps and a "
+            "decay. Use a longer --train-time, a smaller global batch, or a smaller --warmup-steps."
+        )
     return tuple(rungs)
 
 
@@ -96,10 +98,10 @@ def learn(
     """Train ``config`` at every rung, and yield the result of the last run and all losses so far after each.
 
     A result that is not ``finished`` is the last one. Rungs whose losses are in the trial's folder at ``location`` are
-    not trained again; their result is not known, and they are only part of the losses.
+    not trained again.
 
     Args:
-        config: the configuration with the warm-up and the schedule of the final run.
+        config: the final run, with its number of steps.
         rungs: rungs in ascending order.
         val_batches: number of validation batches at a rung.
         location: the trial's folder.
@@ -107,19 +109,21 @@ def learn(
     """
     trunk, branch = (RunFolder.of(location / part, "learning", location.digest, part) for part in (TRUNK, BRANCH))
     losses = read_losses(location)
-    trunk_cycle = Cycle(max(1, (rungs[0].trunk_steps or rungs[0].steps) // TRUNK_CYCLES), 0)
+    first = rungs[0]
+    trunk_config = config.replace(
+        schedule="constant", cycle=Cycle(max(1, first.trunk_steps // TRUNK_CYCLES), 0), keep_checkpoints=1
+    )
     for rung in rungs[len(losses) :]:
-        trunk_config = config.replace(schedule="constant", steps=rung.trunk_steps or None, cycle=trunk_cycle)
         result, checkpoint = None, None
         if rung.trunk_steps:
             checkpoint, _ = trunk.newest_checkpoint()
-            if step_of(checkpoint) < rung.trunk_steps:
-                result = _train(trunk_config, trunk, checkpoint, memory_limit)
+            if steps := rung.trunk_steps - step_of(checkpoint):
+                result = _train(trunk_config, trunk, checkpoint, memory_limit, StopAfterSteps(steps))
                 checkpoint, _ = trunk.newest_checkpoint()
-        if result is None or result.outcome == "finished":
-            branch_config = config.replace(steps=rung.steps, cycle=Cycle(rung.steps, val_batches))
+        if result is None or result.outcome == "interrupted":
+            branch_config = config.replace(steps=rung.steps, cycle=Cycle(rung.steps, val_batches), keep_checkpoints=1)
             started, _ = branch.newest_checkpoint()
-            result = _train(branch_config, branch, started or checkpoint, memory_limit)
+            result = _train(branch_config, branch, started or checkpoint, memory_limit, Driver())
         if result.outcome == "finished" and result.val_loss is not None:
             losses = [*losses, RungLoss(rung.seconds, result.train_tokens, result.val_loss)]
             location.write_json(LOSSES, to_json(RungLosses(losses)))
@@ -129,10 +133,23 @@ def learn(
             return
 
 
-def _train(config: ResolvedConfig, folder: RunFolder, resume: Path | None, memory_limit: int | None) -> RunResult:
+class StopAfterSteps(Driver):
+    """A driver that stops its session after ``steps`` steps, for which the loop asks after every step."""
+
+    def __init__(self, steps: int) -> None:
+        self._steps_left = steps
+
+    def should_stop(self) -> bool:
+        self._steps_left -= 1
+        return self._steps_left <= 0
+
+
+def _train(
+    config: ResolvedConfig, folder: RunFolder, resume: Path | None, memory_limit: int | None, driver: Driver
+) -> RunResult:
     """Train ``config`` from the checkpoint ``resume``, with its files in ``folder``, and free its memory."""
     folder.path.mkdir(parents=True, exist_ok=True)
-    result = WorkerSession(WorkerJob(config, memory_limit), folder, Driver()).run(resume).result
+    result = WorkerSession(WorkerJob(config, memory_limit), folder, driver).run(resume).result
     assert result is not None, "a session without an exception has a result"
     memory.reset_after_oom(config.execution)
     return result
