@@ -1,5 +1,6 @@
 """Settings of a search and of a ladder."""
 
+import math
 from dataclasses import dataclass, field, fields, replace
 from pathlib import Path
 from typing import Annotated, Any, ClassVar, Literal
@@ -13,7 +14,7 @@ from infra.schema import strict, to_json
 from infra.storage.directory import StorageDir
 from train.config import Cycle, CycleText, Device, PlannedGpu, Prices, TrainConfig, parse_prices
 from train.model_config import ModelOrNone
-from tune.space import parse_knobs
+from tune.knobs import parse_knobs, parse_learning_knobs
 
 MIN_MEASURED_STEPS = 5
 """Minimum number of steps after warm-up in a trial; the deviation of fewer steps is often far too small."""
@@ -84,10 +85,11 @@ class SearchConfig(ExperimentConfig):
         "data", "steps", "tokens", "time_budget", "cycle", "compile_time", "config", "max_concurrent_trials",
     )  # fmt: skip
     main_flags = (
-        "data", "model", "global_batch", "memory_limit", "knobs", "accumulations", "searcher", "device", "name",
-        "resume", "dry_run", "gpu", "price_per_hour",
+        "objective", "data", "model", "global_batch", "memory_limit", "knobs", "train_time", "accumulations",
+        "searcher", "device", "name", "resume", "dry_run", "gpu", "price_per_hour",
     )  # fmt: skip
     flag_groups: ClassVar[dict[str, tuple[str, ...]]] = {
+        "lowest loss": ("target_loss", "search_time"),
         "trial": ("trial_steps", "trial_time", "compile_time", "speed_tolerance", "confirm_rounds"),
         "output and cluster": (
             "out",
@@ -101,6 +103,18 @@ class SearchConfig(ExperimentConfig):
 
     training: TrainConfig = field(default_factory=TrainConfig)
     """Settings of the control; settings that are not searched keep these values."""
+    objective: Literal["speed", "loss"] = "speed"
+    """Goal of the search.
+    - speed: most tokens per second; the knobs are settings of the execution
+    - loss: lowest held-out loss after --train-time; the knobs are settings of the mathematics, such as learning_rate,
+      global_batch and optimizer"""
+    train_time: SecondsOrNone = None
+    """With --objective loss, the training time of the final run (above 0), such as 30m."""
+    target_loss: float | None = None
+    """With --objective loss, prefer the settings that reach this held-out loss soonest (above 0), instead of the lowest
+    loss after --train-time."""
+    search_time: SecondsOrNone = None
+    """With --objective loss, the approximate time of the search (above 0). By default as long as it needs."""
     memory_limit: BytesOrNone = None
     """Maximum memory of a process: 40GB is 40 x 10^9 bytes, 40GiB is 40 x 2^30. By default all available memory."""
     accumulations: tuple[int, ...] = ()
@@ -136,7 +150,7 @@ class SearchConfig(ExperimentConfig):
     Speeds are compared relative to the control on the same machine."""
 
     def __post_init__(self) -> None:
-        parse_knobs(self.knobs)
+        self._check_objective()
         self.check_plan()
         if invalid := [n for n in self.accumulations if n < 1]:
             raise UserError(f"--accumulations {invalid[0]} must be at least 1.")
@@ -152,6 +166,24 @@ class SearchConfig(ExperimentConfig):
             raise UserError(
                 f"--speed-tolerance {self.speed_tolerance} must be between 0 and 1. Use a fraction such as 0.01."
             )
+
+    def _check_objective(self) -> None:
+        """Raise ``UserError`` for knobs or flags of another objective."""
+        learning = {"train_time": self.train_time, "target_loss": self.target_loss, "search_time": self.search_time}
+        for name, value in learning.items():
+            flag = f"--{name.replace('_', '-')}"
+            if value is not None and self.objective == "speed":
+                raise UserError(f"{flag} {value:g} is only for --objective loss. Add it, or remove {flag}.")
+            if value is not None and not 0 < value < math.inf:
+                raise UserError(f"{flag} {value:g} must be above 0.")
+        if self.objective == "speed":
+            parse_knobs(self.knobs)
+            return
+        parse_learning_knobs(self.knobs)
+        if self.train_time is None:
+            raise UserError("--objective loss needs the time of the final run. Use for example --train-time 1h.")
+        if self.accumulations:
+            raise UserError("--accumulations is only for --objective speed. Search --knobs global_batch instead.")
 
     def to_json(self) -> dict[str, Any]:
         training = self.training.to_json() | {"data": StorageDir.of(self.training.dataset.data).address}

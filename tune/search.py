@@ -28,6 +28,13 @@ def run(config: SearchConfig) -> int:
 
     torch, Ray and MLflow are imported after the flags are checked, so that invalid flags are reported at once.
     """
+    if config.objective == "loss":
+        with status(IMPORTING_ACTIVITY):
+            from tune.experiment.session import run_experiment
+            from tune.learning.plan import make_learning_search
+            from tune.learning.report import introduce_learning, publish_learning
+
+        return run_experiment(config, make_learning_search, introduce_learning, publish_learning)
     with status(IMPORTING_ACTIVITY):
         from tune.experiment.search_plan import make_search
         from tune.experiment.session import run_experiment

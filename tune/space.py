@@ -8,17 +8,9 @@ from typing import Any
 
 from infra.errors import UserError
 from infra.schema import strict
-from train.config import AUTO, CHOICES, EAGER_BACKENDS, SETTING_TYPES, ResolvedConfig, divisors
+from train.config import ResolvedConfig, divisors
 from train.estimate.recomputation import CHECKPOINTING_BY_TIME
-
-KNOBS = (
-    "allocator", "attention", "checkpointing", "compile", "fp8", "loader_threads", "loss", "loss_chunks", "optimizer",
-    "precision",
-)  # fmt: skip
-"""Settings that can be searched, because they do not change the mathematics of a step."""
-
-NOT_SEARCHED = ("auto", "adafactor", "muon", "lion", "sgd", *EAGER_BACKENDS)
-"""Values of knobs that are not searched: ``auto``, and optimizers with other mathematics."""
+from tune.knobs import NOT_SEARCHED, parse_knobs
 
 ACCUMULATION = "accumulation"
 """Name of the accumulation among a candidate's knobs, if it is searched."""
@@ -142,38 +134,6 @@ def changes_numerics(name: str, value: Any, reference: Any) -> bool:
     """Return whether a knob's ``value`` rounds differently than the ``reference`` value, so that the loss may
     differ."""
     return name in ("precision", "fp8") or (name == "optimizer" and not {value, reference} <= {"adamw", "adamw-fused"})
-
-
-def parse_knobs(words: Sequence[str]) -> dict[str, tuple[Any, ...]]:
-    """Parse the values to try by knob from ``words`` such as ``compile=off,whole``.
-
-    ``checkpointing=auto`` stands for every kind.
-    """
-    knobs: dict[str, tuple[Any, ...]] = {}
-    for word in words:
-        name, _, values = word.partition("=")
-        name = name.replace("-", "_")
-        if name not in KNOBS:
-            raise UserError(f"--knobs {word}: {name!r} is not a knob. Choose from {', '.join(KNOBS)}.")
-        if name in knobs:
-            raise UserError(f"--knobs contains {name} twice. Combine its values, as in {name}=A,B.")
-        if (name, values) == ("checkpointing", AUTO):
-            knobs[name] = CHECKPOINTING_BY_TIME
-        else:
-            knobs[name] = tuple(_value(name, text) for text in values.split(","))
-    return knobs
-
-
-def _value(name: str, text: str) -> Any:
-    kind = SETTING_TYPES[name]
-    if kind is int and text.isdecimal():
-        return int(text)
-    choices = {value: value for value in CHOICES.get(name, ()) if value not in NOT_SEARCHED}
-    values: dict[str, Any] = {"true": True, "false": False} if kind is bool else choices
-    if text not in values:
-        valid = f"Choose from {', '.join(values)}." if values else "Use integers."
-        raise UserError(f"--knobs {name}={text}: {text!r} is not a valid value. {valid}")
-    return values[text]
 
 
 def make_space(

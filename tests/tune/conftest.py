@@ -34,15 +34,13 @@ class InThisProcess:
     """What Ray Tune does for an experiment, in this process, whose memory is not the trial's alone."""
 
     def __init__(self) -> None:
-        from tune.trial.run import run
+        self.run_trial: Callable[[Any], Any] = lambda request: [*request.rows()][-1]
 
-        self.run_trial: Callable[[Any], Any] = run
-
-    def __call__(self, experiment: Any, rows: Any, on_started: Any, on_ended: Any) -> None:
+    def __call__(self, experiment: Any, rows: Any, on_started: Any, on_ended: Any, on_part: Any) -> None:
         from tune.experiment.ray_tune import ExperimentSearcher
 
         nodes = {socket.gethostname(): "its id"}
-        searcher = ExperimentSearcher(experiment, rows, lambda: nodes, on_started, on_ended)
+        searcher = ExperimentSearcher(experiment, rows, lambda: nodes, on_started, on_ended, on_part)
         for number in itertools.count():
             parameters = searcher.suggest(str(number))
             if searcher.failure:

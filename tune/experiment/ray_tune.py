@@ -10,6 +10,7 @@ it did not return one, the driver writes one with the reason.
 import bisect
 import itertools
 import logging
+import math
 import os
 import threading
 import time
@@ -41,7 +42,7 @@ from tune.experiment.machines import trial_nodes
 from tune.experiment.trials import Experiment
 from tune.strategy.nodes import reference_row
 from tune.trial.row import TrialRow, write_row
-from tune.trial.run import TrialRequest, fetch_data, run, unmeasured_row
+from tune.trial.run import TrialRequest, fetch_data, unmeasured_row
 
 ATTEMPTS = 3
 """Maximum number of attempts for a trial whose process crashes or cannot start."""
@@ -52,6 +53,12 @@ PLACEMENT_TIMEOUT_SECONDS = 10.0
 STORAGE_RETRY_SECONDS, STORAGE_TIMEOUT_SECONDS = 5.0, 600.0
 """Interval of attempts to upload a row to storage that does not respond, and the time limit for all attempts."""
 
+
+TIME_METRIC, LOSS_METRIC = "run_seconds", "loss"
+"""Metrics of a learning trial for a scheduler of Tune: time of the final run in seconds, and loss at this time."""
+
+NO_METRICS = {"tokens_per_second": 0.0, TIME_METRIC: 0.0, LOSS_METRIC: math.inf}
+"""Metrics of a trial that has not measured anything. Tune requires all of them in each result."""
 
 KILLED_FOR_MEMORY = "the system killed its process because memory ran out"
 """Reason of a trial whose process the kernel killed."""
@@ -114,6 +121,7 @@ class ExperimentSearcher(Searcher):
     def __init__(
         self, experiment: Experiment, rows: list[TrialRow], nodes: Callable[[], Mapping[str, str]],
         on_started: Callable[[TrialRequest], None], on_ended: Callable[[TrialRow], None],
+        on_part: Callable[[TrialRow], None] = lambda row: None,
         oom_kills: Callable[[str], int] = oom_kills_on,
     ) -> None:  # fmt: skip
         """Create the searcher.
@@ -124,12 +132,13 @@ class ExperimentSearcher(Searcher):
             nodes: returns the ids by name of machines with enough resources for a trial, free or in use.
             started: called when a trial is about to start.
             ended: called with the row of a trial that has ended.
+            on_part: called with the row so far of a trial that continues.
             oom_kills: returns the number of processes that a node's kernel has killed because of memory.
         """
         super().__init__(metric="tokens_per_second", mode="max")
         self.experiment, self.rows = experiment, rows
         self.nodes, self.oom_kills = nodes, oom_kills
-        self.on_started, self.on_ended = on_started, on_ended
+        self.on_started, self.on_ended, self.on_part = on_started, on_ended, on_part
         self.running: dict[str, RunningTrial] = {}
         self.attempts: Counter[str] = Counter()
         """Number of attempts without a row, by the trial's key."""
@@ -193,6 +202,8 @@ class ExperimentSearcher(Searcher):
         trial = self.running.get(trial_id)
         if trial and "actor" in result:
             trial.start_timeout(lambda: ray.kill(result["actor"]), result["oom_kills"])
+        elif "row" in result:
+            self.on_part(result["row"])
 
     def on_trial_complete(self, trial_id: str, result: dict[str, Any] | None = None, error: bool = False) -> None:
         """Store the trial's row. If it returned none, store a row with the reason, or run the trial again.
@@ -301,19 +312,23 @@ class PlacementStopper(ray.tune.Stopper):
         return {}
 
 
-def trainable(parameters: dict[str, Any]) -> dict[str, Any]:
-    """Run a trial in a fresh process of Ray Tune: report that the process has started, and return the trial's row.
+def trainable(parameters: dict[str, Any]) -> dict[str, Any] | None:
+    """Run a trial in a fresh process of Ray Tune: report that the process has started, and then the trial's row.
 
     If the trial has no row, the result has the reason as ``refused``.
     """
     try:
         fetch_data(parameters["request"])  # Downloading must not count as trial time.
     except UserError as failure:
-        return {"tokens_per_second": 0.0, "refused": str(failure)}
+        return NO_METRICS | {"refused": str(failure)}
     started = {"actor": ray.get_runtime_context().current_actor, "oom_kills": count_oom_kills()}
-    ray.tune.report({"tokens_per_second": 0.0} | started)
-    row, traceback = run(parameters["request"])
-    return {"tokens_per_second": row.tokens_per_second, "row": row, "traceback": traceback}
+    ray.tune.report(NO_METRICS | started)
+    for row, traceback in parameters["request"].rows():
+        metrics = {"tokens_per_second": row.tokens_per_second}
+        if row.rungs and row.stage == "learn":
+            metrics |= {TIME_METRIC: row.rungs[-1].seconds, LOSS_METRIC: row.rungs[-1].loss}
+        ray.tune.report(NO_METRICS | metrics | {"row": row, "traceback": traceback})  # A scheduler may end it here.
+    return None
 
 
 def run_trials(
@@ -321,12 +336,13 @@ def run_trials(
     rows: list[TrialRow],
     on_started: Callable[[TrialRequest], None],
     on_ended: Callable[[TrialRow], None],
+    on_part: Callable[[TrialRow], None],
 ) -> None:
     """Run the trials of ``experiment`` on its Ray, and add their rows to ``rows``, until it is finished or stopped."""
     with ray_session(experiment.config.address, code=experiment.training.model.source_paths):
         resources = experiment.resources()
         nodes = partial(trial_nodes, resources)
-        run_tuner(ExperimentSearcher(experiment, rows, nodes, on_started, on_ended), resources)
+        run_tuner(ExperimentSearcher(experiment, rows, nodes, on_started, on_ended, on_part), resources)
 
 
 def run_tuner(searcher: ExperimentSearcher, resources: dict[str, float]) -> None:
@@ -350,7 +366,8 @@ def run_tuner(searcher: ExperimentSearcher, resources: dict[str, float]) -> None
             tuner = ray.tune.Tuner(
                 ray.tune.with_resources(trainable, placed_on),
                 tune_config=ray.tune.TuneConfig(
-                    search_alg=searcher, num_samples=-1, reuse_actors=False,
+                    search_alg=searcher, scheduler=searcher.experiment.scheduler(searcher.rows), num_samples=-1,
+                    reuse_actors=False,
                     trial_dirname_creator=lambda trial: trial.trial_id,
                 ),
                 run_config=ray.tune.RunConfig(

@@ -114,10 +114,14 @@ def _drive(experiment: Experiment, rows: list[TrialRow], trial_runs: TrialRuns) 
         console.print(format_trial(experiment, row), markup=False)
         console.print(format_progress(experiment, rows), markup=False)
 
+    def on_part(row: TrialRow) -> None:
+        if part := experiment.describe_part(row):
+            console.print(part, markup=False)
+
     running: dict[str, str] = {}
     # Ctrl-C may interrupt at any point, because an experiment is resumed from the rows on disk.
     with suppress(KeyboardInterrupt), status("starting trials") as live_status:
-        run_trials(experiment, rows, on_started, on_ended)
+        run_trials(experiment, rows, on_started, on_ended, on_part)
 
 
 def format_trial(experiment: Experiment, row: TrialRow) -> str:

@@ -24,6 +24,7 @@ from tune.trial.run import TrialRequest
 
 if TYPE_CHECKING:
     from matplotlib.figure import Figure
+    from ray.tune.schedulers import TrialScheduler
 
 
 @dataclass(frozen=True)
@@ -92,9 +93,18 @@ class Experiment(ABC):
         """Format the label of a trial in the line that is printed at its end."""
         return row.name
 
+    def describe_part(self, row: TrialRow) -> str:
+        """Format the line about the ``row`` so far of a trial that continues; empty for none."""
+        return ""
+
     def is_reusable(self, row: TrialRow) -> bool:
         """Return whether ``row`` is reused when the experiment is resumed; otherwise its trial runs again."""
         return True
+
+    def scheduler(self, rows: Sequence[TrialRow]) -> "TrialScheduler | None":
+        """Return the scheduler of Ray Tune that may end trials early, which knows the results in ``rows``; None without
+        one."""
+        return None
 
     @property
     def parallel(self) -> int:

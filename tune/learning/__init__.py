@@ -1,1 +1,1 @@
-"""Search for the settings that learn fastest: trials of learning, their space and their law."""
+"""A search for the settings that learn fastest: the lowest held-out loss after a time, or the soonest to a loss."""

@@ -12,8 +12,9 @@ and a finalist trains longer.
 
 import json
 from collections.abc import Iterator, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from pathlib import Path
+from time import monotonic
 
 from infra.cli.units import format_duration
 from infra.errors import UserError
@@ -25,6 +26,8 @@ from train.launch.session import Driver, WorkerSession, step_of
 from train.loop import memory
 from train.result import RunResult
 from train.run_files.run_folder import RunFolder
+from tune.trial.row import RungLoss, TrialRow
+from tune.trial.run import TrialRequest, classify_failure, classify_outcome, unmeasured_row
 
 TRUNK_FRACTION: dict[Schedule, float] = {"wsd": 0.8, "constant": 1.0, "cosine": 0.0}
 """Fraction of a run before the learning rate falls, by schedule."""
@@ -51,19 +54,6 @@ class Rung:
 
 @strict
 @dataclass(frozen=True)
-class RungLoss:
-    """The loss of a learning trial at a rung."""
-
-    seconds: float
-    """Time of the final run in seconds."""
-    tokens: int
-    """Training tokens of the final run."""
-    loss: float
-    """Validation loss after the branch, in nats/token."""
-
-
-@strict
-@dataclass(frozen=True)
 class RungLosses:
     """The losses of a learning trial so far, as its folder stores them."""
 
@@ -74,31 +64,34 @@ class RungLosses:
 def make_rungs(seconds: Sequence[float], tokens_per_second: float, config: ResolvedConfig) -> tuple[Rung, ...]:
     """Compute the rungs of ``config`` at the times ``seconds`` of a run with this speed.
 
-    Rungs that end before the warm-up has been followed by as many steps are left out. Raises ``UserError`` if none is
-    left.
+    Rungs that end before the warm-up has been followed by as many steps are left out; with ``cosine``, which has no
+    trunk, all but the last. Raises ``UserError`` if none is left.
     """
-    optimization, rungs = config.optimization, []
-    for time in seconds:
-        steps = int(time * tokens_per_second / config.step_tokens)
-        trunk_steps = min(int(TRUNK_FRACTION[optimization.schedule] * steps), steps - 1)
-        if trunk_steps >= (2 * optimization.warmup_steps if TRUNK_FRACTION[optimization.schedule] else 0):
+    schedule, warmup = config.optimization.schedule, config.optimization.warmup_steps
+    fraction, rungs = TRUNK_FRACTION[schedule], []
+    steps_by_time = {time: int(time * tokens_per_second / config.step_tokens) for time in seconds}
+    for time, steps in steps_by_time.items():
+        trunk_steps = min(int(fraction * steps), steps - 1)
+        if steps and trunk_steps >= (2 * warmup if fraction else 0):
             rungs.append(Rung(time, trunk_steps, steps))
+    if fraction == 0:
+        rungs = rungs[-1:]
     if not rungs:
         raise UserError(
-            f"{format_duration(seconds[-1])} of training at {tokens_per_second:,.0f} tokens/s are {steps} steps of "
-            f"{config.batch.global_batch} sequences, too few for a warm-up of {optimization.warmup_steps} steps and a "
-            "decay. Use a longer --train-time, a smaller global batch, or a smaller --warmup-steps."
+            f"{format_duration(seconds[-1])} of training at {tokens_per_second:,.0f} tokens/s are "
+            f"{steps_by_time[seconds[-1]]} steps of {config.batch.global_batch} sequences, too few for a warm-up of "
+            f"{warmup} steps and a decay. Use a longer --train-time, a smaller global batch, or fewer --warmup-steps."
         )
     return tuple(rungs)
 
 
 def learn(
     config: ResolvedConfig, rungs: Sequence[Rung], val_batches: int, location: StorageDir, memory_limit: int | None
-) -> Iterator[tuple[RunResult, list[RungLoss]]]:
+) -> Iterator[tuple[RunResult | None, list[RungLoss]]]:
     """Train ``config`` at every rung, and yield the result of the last run and all losses so far after each.
 
     A result that is not ``finished`` is the last one. Rungs whose losses are in the trial's folder at ``location`` are
-    not trained again.
+    not trained again, and have no result.
 
     Args:
         config: the final run, with its number of steps.
@@ -113,6 +106,8 @@ def learn(
     trunk_config = config.replace(
         schedule="constant", cycle=Cycle(max(1, first.trunk_steps // TRUNK_CYCLES), 0), keep_checkpoints=1
     )
+    for known in range(1, len(losses) + 1):
+        yield None, losses[:known]
     for rung in rungs[len(losses) :]:
         result, checkpoint = None, None
         if rung.trunk_steps:
@@ -162,5 +157,45 @@ def read_losses(location: StorageDir) -> list[RungLoss]:
     except FileNotFoundError:
         return []
     except ValueError as damage:
-        raise UserError(f"{location}/{LOSSES} is corrupt ({damage}). Delete {location} to run its trial again.") from None
+        raise UserError(
+            f"{location}/{LOSSES} is corrupt ({damage}). Delete {location} to run its trial again."
+        ) from None
     return from_json(RungLosses, content, f"{location}/{LOSSES}").losses
+
+
+@dataclass(frozen=True, kw_only=True)
+class LearningRequest(TrialRequest):
+    """The input of a learning trial's process, whose ``config`` is the final run with its number of steps."""
+
+    rungs: tuple[Rung, ...]
+    """Rungs in ascending order."""
+    val_batches: int
+    """Number of validation batches at a rung."""
+    location: StorageDir
+    """Folder of the trial's checkpoints and losses, which later trials of the same settings and seed continue."""
+
+    def rows(self) -> Iterator[tuple[TrialRow, str | None]]:
+        """Train to each rung, and yield the row so far after each. It is ``pruned`` if no other follows."""
+        started_at = monotonic()
+        row, trace = unmeasured_row(self, "ok", "", 0.0), None
+        try:
+            for result, losses in learn(self.config, self.rungs, self.val_batches, self.location, self.memory_limit):
+                row = self._row(result, losses)
+                if row.outcome == "pruned":
+                    yield replace(row, seconds=monotonic() - started_at), None
+        except UserError as mistake:
+            row = replace(row, outcome="failed", reason=str(mistake).rstrip("."))
+        except Exception as failure:  # noqa: BLE001 the error becomes the outcome of the trial
+            outcome, reason, trace = classify_failure(failure)
+            row = replace(row, outcome=outcome, reason=reason)
+        yield replace(row, seconds=monotonic() - started_at), trace
+
+    def _row(self, result: RunResult | None, losses: Sequence[RungLoss]) -> TrialRow:
+        """Create the row of the trial with the ``losses`` so far; ``result`` is that of the last run, if known."""
+        outcome, reason = ("ok", f"learned for {format_duration(round(self.rungs[-1].seconds, 1))} of the final run")
+        if result and result.outcome != "finished":
+            outcome, reason = classify_outcome(result)
+        elif len(losses) < len(self.rungs):
+            outcome, reason = "pruned", "its loss was above the median of the trials at the same rung"
+        row = unmeasured_row(self, outcome, reason, 0.0)
+        return replace(row, result=result, step_tokens=self.config.step_tokens, rungs=list(losses))

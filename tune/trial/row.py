@@ -18,12 +18,15 @@ from train.intervals import Estimate
 from train.result import RunResult
 from tune.space import Candidate
 
-Stage = Literal["probe", "refine", "confirm", "control", "baseline", "rung", "seed"]
+Stage = Literal[
+    "probe", "refine", "confirm", "control", "baseline", "rung", "seed", "speed", "learn", "final",
+]  # fmt: skip
 """Purpose of a trial.
 
 In a search, ``probe`` and ``refine`` explore, ``confirm`` repeats the best candidates, and ``control`` is the control
 on an additional machine. In a ladder, the ``baseline`` runs again after each ``rung``, and ``seed`` is a rung with
-another seed, for its validation loss.
+another seed, for its validation loss. In a search for the lowest loss, ``speed`` measures the speed of candidates,
+``learn`` explores, and ``final`` trains the finalists longer, with several seeds.
 """
 TrialOutcome = Literal["ok", "over_limit", "oom", "thrash", "pruned", "failed"]
 """Outcome of a trial; ``thrash``: allocator retries distort its speed, ``pruned``: it cannot win."""
@@ -40,7 +43,8 @@ class Proposal:
     stage: Stage
     """Purpose of the trial."""
     round: int = 0
-    """Repetition of the candidate in this stage: the confirmation round, or 1 for a retry with more time."""
+    """Repetition of the candidate in this stage: the confirmation round, the number of the seed, or 1 for a retry with
+    more time."""
     predicted_memory: float | None = None
     """Predicted peak memory of the process in bytes; None if it is not predicted."""
     predicted_speed: float | None = None
@@ -55,6 +59,19 @@ class Proposal:
         identity = [space_key, self.candidate.micro_batch, self.candidate.knobs, self.stage, self.round]
         text = json.dumps(identity if self.node is None else [*identity, self.node])
         return f"m{self.candidate.micro_batch}-{hashlib.sha256(text.encode()).hexdigest()[:12]}"
+
+
+@strict
+@dataclass(frozen=True)
+class RungLoss:
+    """The loss of a learning trial at a rung, a length that the final run may have."""
+
+    seconds: float
+    """Time of the final run in seconds, without its first step."""
+    tokens: int
+    """Training tokens of the final run."""
+    loss: float
+    """Validation loss after the decay of the learning rate, in nats/token."""
 
 
 Curve = list[tuple[int, float]]
@@ -73,7 +90,8 @@ class TrialRow:
     stage: Stage
     """Purpose of the trial."""
     round: int
-    """Repetition of the candidate in this stage: the confirmation round, or 1 for a retry with more time."""
+    """Repetition of the candidate in this stage: the confirmation round, the number of the seed, or 1 for a retry with
+    more time."""
     candidate: Candidate
     """Micro-batch and knobs of the trial."""
     accumulation: int
@@ -107,6 +125,10 @@ class TrialRow:
     """Duration of every step in seconds."""
     losses: list[float] = field(default_factory=list)
     """Training loss of every step, in nats/token."""
+    rungs: list[RungLoss] = field(default_factory=list, kw_only=True)
+    """Losses of a learning trial by rung, in ascending order; empty for other trials."""
+    noise_scale: Estimate | None = field(default=None, kw_only=True)
+    """Gradient noise scale in sequences; None if it was not measured."""
 
     @property
     def speed(self) -> Estimate | None:
@@ -184,4 +206,12 @@ def flatten_row(row: TrialRow) -> dict[str, Any]:
         "val_loss": result and result.val_loss, "device": result and result.device,
         "attention": result and result.attention, "node": row.node, "name": row.name,
         "ended_too_early": row.ended_too_early, "step_tokens": row.step_tokens,
-    }  # fmt: skip
+    } | _learning_columns(row)  # fmt: skip
+
+
+def _learning_columns(row: TrialRow) -> dict[str, Any]:
+    """Return the additional columns of a learning trial: its loss by the seconds of the final run, and noise scale."""
+    if not row.rungs:
+        return {}
+    losses = " ".join(f"{rung.seconds:g}s:{rung.loss:.4f}" for rung in row.rungs)
+    return {"rungs": losses, "noise_scale": row.noise_scale and row.noise_scale.middle}

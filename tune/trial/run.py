@@ -62,6 +62,13 @@ class TrialRequest:
     labels: dict[str, str] = field(default_factory=dict)
     """Additional columns of the trial in MLflow's list of runs."""
 
+    def rows(self) -> Iterator[tuple[TrialRow, str | None]]:
+        """Run the trial in this process, and yield its row, and the row so far before that, if it has parts.
+
+        Yields: (the trial's row, the traceback if it failed unexpectedly).
+        """
+        yield run(self)
+
 
 def pending_row(request: TrialRequest) -> TrialRow:
     """Create a row without speed and memory for a running trial, so that strategies do not propose it again."""
@@ -168,13 +175,19 @@ def run(request: TrialRequest) -> tuple[TrialRow, str | None]:
     except UserError as mistake:
         outcome, reason = "failed", str(mistake).rstrip(".")
     except Exception as failure:  # noqa: BLE001 the error becomes the outcome of the trial
-        if isinstance(failure, RuntimeError) and is_oom_error(failure):
-            outcome, reason = "oom", first_line(failure)
-        else:
-            outcome, reason = "failed", f"{type(failure).__name__}: {first_line(failure)}"
-            trace = traceback.format_exc()
+        outcome, reason, trace = classify_failure(failure)
     row = make_row(unmeasured_row(request, outcome, reason, 0.0), config.step_tokens, result, monitor, session.times)
     return replace(row, seconds=time.monotonic() - started_at), trace
+
+
+def classify_failure(failure: Exception) -> tuple[TrialOutcome, str, str | None]:
+    """Classify the exception, which is being handled, that ended a trial.
+
+    Returns: (outcome, reason, traceback of an unexpected exception).
+    """
+    if isinstance(failure, RuntimeError) and is_oom_error(failure):
+        return "oom", first_line(failure), None
+    return "failed", f"{type(failure).__name__}: {first_line(failure)}", traceback.format_exc()
 
 
 def as_trial_result(

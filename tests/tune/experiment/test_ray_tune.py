@@ -48,7 +48,9 @@ def proposals(search: Search, nodes: Mapping[str, str] | None = None) -> tuple[E
     there = {HERE: "its id"} if nodes is None else nodes
     machines = tuple(replace(search.machines[0], name=name) for name in there)
     on = replace(search, machines=machines, config=replace(search.config, max_concurrent_trials=len(there)))
-    return ExperimentSearcher(on, [], lambda: there, requests.append, lambda row: None, lambda node: 3), requests
+    return ExperimentSearcher(
+        on, [], lambda: there, requests.append, lambda row: None, oom_kills=lambda node: 3
+    ), requests
 
 
 def row_of(request: TrialRequest, speed: float | None = None) -> TrialRow:

@@ -17,6 +17,7 @@ from infra.device.hardware import A100, cpu_info
 from infra.storage.directory import StorageDir
 from pipeline.shards import Manifest
 from train.config import TrainConfig
+from train.intervals import Estimate
 from train.resolved import resolve
 from train.search_reference import SearchReference, read_search_reference
 from tune.config import SearchConfig
@@ -301,7 +302,7 @@ def test_what_the_trials_measured_is_what_a_later_run_is_compared_with(
 
 def test_the_table_of_trials_has_every_field_of_a_row(distinct: Callable[..., Any]) -> None:
     """And the measurements of its result, each by its name, but for what has a value for each step or metric."""
-    row = distinct(TrialRow, candidate=Candidate(8, OWN))
+    row = replace(distinct(TrialRow, candidate=Candidate(8, OWN)), noise_scale=Estimate(12.0, 8.0, 20.0))
     (line,) = csv.DictReader(io.StringIO(csv_text([row])))
     nested = {"candidate", "result", "step_seconds", "losses", "labels"}
     own = {field.name: getattr(row, field.name) for field in fields(row) if field.name not in nested}
@@ -311,7 +312,8 @@ def test_the_table_of_trials_has_every_field_of_a_row(distinct: Callable[..., An
         "tokens_per_second": speed.tokens_per_second, "speed_low": speed.low, "speed_high": speed.high,
         "memory": memory.process, "memory_source": memory.process_source, "allocated": memory.allocated,
         "reserved": memory.reserved, "allocator_retries": memory.allocator_retries,
-        "compile_seconds": row.compile_seconds,
+        "compile_seconds": row.compile_seconds, "noise_scale": row.noise_scale.middle,
+        "rungs": " ".join(f"{rung.seconds:g}s:{rung.loss:.4f}" for rung in row.rungs),
     }  # fmt: skip
     assert {n: line[n] for n in line if n not in ("micro_batch", *dict(OWN)) and not n.startswith("candidate_")} == {
         name: str(value) for name, value in (own | measured).items()

@@ -1,0 +1,223 @@
+"""A search for the lowest loss: its space and strategy resolved for the device, and its trials."""
+
+import math
+from collections.abc import Iterable, Sequence
+from dataclasses import dataclass, replace
+from typing import TYPE_CHECKING, Any
+
+from infra.cli.units import GB, format_duration
+from infra.errors import UserError
+from infra.storage.directory import StorageDir
+from infra.tracking.names import non_default_params
+from pipeline.shards import read_manifest
+from train.config import ResolvedConfig
+from train.data.sources import source_of
+from train.estimate.memory import predict_peak
+from train.reporting.report import print_device_lines
+from train.resolved import prepare, prepare_for_plan
+from train.run_files.run_folder import new_directory
+from tune.config import SearchConfig
+from tune.experiment.folder import TRIALS, read_record
+from tune.experiment.machines import Machine, choose_memory_limit, planned_machine, trial_machines
+from tune.experiment.ray_tune import LOSS_METRIC, TIME_METRIC
+from tune.experiment.search_plan import TRIAL_CYCLE, search_name
+from tune.experiment.trials import Experiment
+from tune.learning.space import LearningSpace, format_value, make_learning_space
+from tune.learning.strategy import EXPLORED_FRACTION, FIRST_FRACTION, LearningStrategy, standings
+from tune.trial.learning import LearningRequest, make_rungs
+from tune.trial.row import Proposal, TrialRow
+from tune.trial.run import StopRule, TrialRequest, pending_row
+
+if TYPE_CHECKING:
+    from ray.tune.schedulers import TrialScheduler
+
+LEARNED = "learned"
+"""Folder of the learning trials' checkpoints in the search's folder; empty once the search has ended."""
+
+MIN_VAL_WINDOWS = 64
+"""Minimum number of held-out windows on which candidates are compared, if the data have as many."""
+
+
+@dataclass(frozen=True)
+class LearningSearch(Experiment):
+    """A search for the lowest loss with all its settings resolved."""
+
+    config: SearchConfig
+    """Settings of the search."""
+    limit: int
+    """Memory limit of a trial's process in bytes."""
+    space: LearningSpace
+    """Candidates of the search."""
+    strategy: LearningStrategy
+    """Strategy that chooses candidates."""
+    val_windows: int
+    """Number of held-out windows on which candidates are compared."""
+
+    mlflow_experiment = "tune"
+
+    @property
+    def parallel(self) -> int:
+        return self.config.max_concurrent_trials
+
+    @property
+    def train_time(self) -> float:
+        """Time of the final run in seconds."""
+        return self.strategy.train_time
+
+    def request(
+        self, machine: str, number: int, rows: Sequence[TrialRow], running: Sequence[TrialRequest]
+    ) -> TrialRequest | None:
+        if any(request.proposal.stage == "speed" for request in running):
+            return None  # The number of steps of the next trial follows from the speed.
+        proposal = self.strategy.propose([*rows, *map(pending_row, running)])
+        if proposal and proposal.stage == "final" and any(r.proposal.stage == "learn" for r in running):
+            return None  # They may become finalists.
+        return proposal and self.trial(proposal, machine, number, rows)
+
+    def trial(self, proposal: Proposal, machine: str, number: int, rows: Sequence[TrialRow]) -> TrialRequest:
+        """Create the request for the trial ``number`` of ``proposal`` on ``machine``."""
+        name, config = self.space.label(proposal.candidate), self.space.config(proposal.candidate)
+        config = config.replace(data=str(self.data), tokens=None, time_budget=None)
+        key, search = proposal.key(self.directory.name), self.config
+        common = (key, number, name, proposal)
+        if proposal.stage == "speed":
+            seconds = search.trial_time
+            config = config.replace(steps=search.trial_steps, cycle=TRIAL_CYCLE)
+            rule = StopRule(seconds, search.speed_tolerance)
+            timeout = search.compile_time + seconds
+            return TrialRequest(*common, config, machine, self.limit, rule, timeout, self.labels(name))
+        speed = self.strategy.speed(proposal.candidate, rows)
+        assert speed, "a learning trial follows the trial that measures its speed"
+        seconds = self.strategy.rung_seconds(proposal.stage, proposal.round)
+        config = self.final_config(config, speed.middle, proposal.round)
+        rungs = make_rungs(seconds, speed.middle, config)
+        val_batches = math.ceil(self.val_windows / config.batch.global_batch)
+        return LearningRequest(
+            *common, config, machine, self.limit, None, None, self.labels(name), rungs=rungs, val_batches=val_batches,
+            location=self.directory / LEARNED / replace(proposal, stage="learn").key(self.directory.name),
+        )  # fmt: skip
+
+    def final_config(self, config: ResolvedConfig, tokens_per_second: float, seed: int = 0) -> ResolvedConfig:
+        """Return the final run of ``config`` at this speed, with its number of steps and a warm-up that is short enough
+        for the first rung."""
+        steps_per_second = tokens_per_second / config.step_tokens
+        warmup = config.optimization.warmup_steps
+        if "warmup_steps" not in self.space.values:
+            warmup = min(warmup, max(1, int(0.4 * self.strategy.rung_seconds("learn")[0] * steps_per_second)))
+        steps = max(1, int(self.train_time * steps_per_second))
+        return config.replace(steps=steps, warmup_steps=warmup, seed=config.dataset.seed + seed)
+
+    def labels(self, name: str) -> dict[str, str]:
+        """Return the additional columns of a trial in MLflow's list of runs."""
+        return {"settings": name}
+
+    def scheduler(self, rows: Sequence[TrialRow]) -> "TrialScheduler | None":
+        return make_scheduler(self.train_time, rows)
+
+    def remaining(self, rows: Sequence[TrialRow]) -> int:
+        return self.strategy.remaining(rows)
+
+    def describe_best(self, rows: Sequence[TrialRow]) -> str:
+        best = next(iter(standings(rows)), None)
+        return f"best so far: {self.space.label(best) if best else 'none'} | "
+
+    def describe_part(self, row: TrialRow) -> str:
+        return f"    {row.name}: loss {format_rungs(row)}" if row.rungs else ""
+
+    def trial_label(self, row: TrialRow) -> str:
+        losses = f", loss {format_rungs(row)}" if row.rungs else ""
+        return f"{row.stage:5s} {row.name}{f' seed {row.round}' if row.stage == 'final' else ''}{losses}"
+
+    def is_finished(self, rows: Sequence[TrialRow]) -> bool:
+        return self.strategy.propose(rows) is None
+
+    def usable_machines(self, machines: Iterable[str], rows: Sequence[TrialRow]) -> set[str]:
+        return set(machines)
+
+    def params(self) -> dict[str, object]:
+        settings, defaults = (
+            config.identity() | {"model": config.training.model.text} for config in (self.config, SearchConfig())
+        )
+        return non_default_params(settings, defaults) | {
+            "model": settings["model"], "data": str(self.data), "memory_limit": f"{self.limit / GB:.2f} GB",
+        }  # fmt: skip
+
+
+def format_rungs(row: TrialRow) -> str:
+    """Format the losses of a trial by the time of the final run."""
+    return ", ".join(f"{rung.loss:.3f} after {format_duration(round(rung.seconds, 1))}" for rung in row.rungs[-1:])
+
+
+def make_scheduler(train_time: float, rows: Sequence[TrialRow]) -> "TrialScheduler":
+    """Create Ray Tune's ASHA, which stops a learning trial whose loss at a rung is above the median so far.
+
+    It knows the losses in ``rows``, so that a search that was killed decides as if it had not been.
+    """
+    from ray.tune.experiment import Trial
+    from ray.tune.schedulers import ASHAScheduler
+
+    scheduler = ASHAScheduler(
+        time_attr=TIME_METRIC, metric=LOSS_METRIC, mode="min", grace_period=FIRST_FRACTION * train_time,  # type: ignore[arg-type]
+        max_t=EXPLORED_FRACTION * train_time, reduction_factor=2, stop_last_trials=False,  # type: ignore[arg-type]
+    )  # fmt: skip
+    for row in rows:
+        if row.stage != "learn":
+            continue
+        trial = Trial("learned", trial_id=row.key, stub=True)
+        controller: Any = None  # ASHA does not use it.
+        scheduler.on_trial_add(controller, trial)
+        for rung in row.rungs:
+            scheduler.on_trial_result(controller, trial, {TIME_METRIC: rung.seconds, LOSS_METRIC: rung.loss})
+    return scheduler
+
+
+def make_learning_search(config: SearchConfig, machines: tuple[Machine, ...] = ()) -> LearningSearch:
+    """Resolve the search of ``config`` from the data's manifest and the machines, without writing anything."""
+    assert config.train_time is not None, "a search for the lowest loss has the time of the final run"
+    training = config.training.replace(steps=None, tokens=None, time_budget=None)
+    if "schedule" not in " ".join(config.knobs):
+        training = training.replace(schedule="wsd")
+    if config.dry_run:
+        training, manifest = prepare_for_plan(training)
+    else:
+        manifest = read_manifest(training.dataset.data)
+        training = prepare(training, manifest)
+    directory = StorageDir.of(config.out, search_name(config))
+    if not (config.resume or config.dry_run):
+        new_directory(config.out, directory.name, allowed_leftovers=(TRIALS, StorageDir.LOCK_FILE))
+    if config.gpu:
+        machines = (planned_machine(config.gpu, config.memory_limit),)
+        training = training.replace(device="cuda")
+    elif not machines:
+        machines = trial_machines(
+            training.dataset, training.execution, manifest.fingerprint, cluster=config.cluster,
+            parallel=config.max_concurrent_trials,
+        )  # fmt: skip
+    requested, available = config.memory_limit, min(machine.memory for machine in machines)
+    if config.resume and not requested:
+        requested = read_record(directory, config.kind).identity.get("memory_limit")
+    device_info = replace(machines[0].device, memory=requested or available)
+    space = make_learning_space(training, config.knobs, device_info)
+    control = space.config(space.control)
+    print_device_lines(control, device_info)
+    source, length = source_of(control.dataset), control.model.context_length
+    source.check_lengths(length, TRIAL_CYCLE, manifest)
+    for candidate in space.candidates:
+        source.check_enough_tokens(space.config(candidate).batch.global_batch, length, manifest)
+    smallest_peak = predict_peak(control.step.replace(micro_batch=1))
+    limit = choose_memory_limit(requested, available, smallest_peak, control.model.text)
+    windows = manifest.splits["val"]["tokens"] // (length + 1)
+    batches = {space.config(candidate).batch.global_batch for candidate in space.candidates}
+    multiple = math.lcm(*batches)
+    val_windows = min(windows, math.ceil(MIN_VAL_WINDOWS / multiple) * multiple)
+    if not windows:
+        raise UserError(
+            f"{source.dataset.source} has no held-out windows, by which candidates are compared. Tokenize more books."
+        )
+    strategy = LearningStrategy(space, config.train_time, config.search_time)
+    return LearningSearch(config, directory, machines, manifest, control, limit, space, strategy, val_windows)
+
+
+def describe_knobs(space: LearningSpace) -> str:
+    """Format the values of all knobs, as in ``--knobs``."""
+    return " ".join(f"{name}={','.join(map(format_value, values))}" for name, values in space.values.items())

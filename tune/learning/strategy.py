@@ -1,0 +1,139 @@
+"""What a search for the lowest loss tries next, from the rows so far.
+
+1. The control learns first. Its gradient noise scale shows the global batch near which the search begins.
+2. Candidates near the best one learn, each for the seconds of the final run that its speed gives it, until none near
+   the best is left: hill climbing, because the loss changes smoothly with the settings. Ray Tune's ASHA stops the
+   slower learners.
+3. The finalists and the control learn longer, each with several seeds, in turn.
+
+A trial that measures the speed precedes the first candidate of each speed.
+"""
+
+import math
+from collections.abc import Sequence
+from dataclasses import dataclass
+
+from train.intervals import Estimate
+from tune.learning.space import LearningSpace
+from tune.space import Candidate, KnobValues
+from tune.trial.row import Proposal, TrialRow
+
+FIRST_FRACTION = 1 / 32
+"""Fraction of the final run's time at the first rung. Each rung is twice as long as the one before."""
+EXPLORED_FRACTION = 1 / 8
+"""Fraction of the final run's time up to which candidates explore."""
+FINAL_FRACTION = 1 / 2
+"""Fraction of the final run's time for which the finalists learn."""
+FINALISTS = 2
+"""Maximum number of finalists besides the control."""
+SEEDS = 3
+"""Number of seeds of the finalists and of the control."""
+EXPLORED_SEARCH_FRACTION = 0.5
+"""Fraction of --search-time after which no further candidate is explored, so that the finalists have the rest."""
+
+
+@dataclass(frozen=True)
+class LearningStrategy:
+    """The strategy of a search for the lowest loss."""
+
+    space: LearningSpace
+    """Candidates of the search."""
+    train_time: float
+    """Time of the final run in seconds."""
+    search_time: float | None = None
+    """Time of the search in seconds; None if it has no limit."""
+
+    def propose(self, rows: Sequence[TrialRow]) -> Proposal | None:
+        """Choose the next trial after ``rows``, which include running trials; None if the search is complete."""
+        candidate = self._next_to_explore(rows)
+        if candidate is None:
+            return next(iter(self.pending_finals(rows)), None)
+        if self.speed(candidate, rows) is None:
+            return Proposal(candidate, "speed")
+        return Proposal(candidate, "learn")
+
+    def speed(self, candidate: Candidate, rows: Sequence[TrialRow]) -> Estimate | None:
+        """Return the speed of ``candidate``, which trials of candidates with the same speed measure."""
+        key = self.space.speed_key(candidate)
+        return next((r.speed for r in rows if r.stage == "speed" and r.speed and self._key(r) == key), None)
+
+    def _key(self, row: TrialRow) -> KnobValues:
+        return self.space.speed_key(row.candidate)
+
+    def rung_seconds(self, stage: str, seed: int = 0) -> list[float]:
+        """Return the times of the rungs of a trial in this stage, in seconds of the final run."""
+        first, last = FIRST_FRACTION, EXPLORED_FRACTION
+        if stage == "final":
+            first, last = FINAL_FRACTION / 4 if seed else FIRST_FRACTION, FINAL_FRACTION
+        count = round(math.log2(last / first)) + 1
+        return [self.train_time * first * 2**number for number in range(count)]
+
+    def _next_to_explore(self, rows: Sequence[TrialRow]) -> Candidate | None:
+        if any(row.stage == "final" for row in rows) or self._is_exploration_over(rows):
+            return None
+        explored = {row.candidate for row in rows if row.stage == "learn"}
+        # Without a speed, a candidate and those of the same speed cannot be trained.
+        failed = {self._key(row) for row in rows if row.stage == "speed" and not row.speed}
+        if self.space.control not in explored and self.space.speed_key(self.space.control) not in failed:
+            return self.space.control
+        center = next(iter(standings(rows)), self.space.control)
+        nearby = [self._at_noise_scale(rows)] if len(explored) == 1 else []
+        for candidate in [*nearby, *self.space.neighbors(center)]:
+            if candidate and candidate not in explored and self.space.speed_key(candidate) not in failed:
+                return candidate
+        return None
+
+    def _is_exploration_over(self, rows: Sequence[TrialRow]) -> bool:
+        seconds = sum(row.seconds for row in rows)
+        return self.search_time is not None and seconds > EXPLORED_SEARCH_FRACTION * self.search_time
+
+    def _at_noise_scale(self, rows: Sequence[TrialRow]) -> Candidate | None:
+        """Return the candidate that has the global batch nearest to the gradient noise scale of the control."""
+        scale = next((row.noise_scale for row in rows if row.noise_scale), None)
+        if scale is None:
+            return None
+        others = _without_batch(self.space.control)
+        similar = [candidate for candidate in self.space.candidates if _without_batch(candidate) == others]
+        return min(similar, key=lambda c: abs(math.log(self.space.config(c).batch.global_batch / scale.middle)))
+
+    def finalists(self, rows: Sequence[TrialRow]) -> list[Candidate]:
+        """Return the best candidates of the exploration, the best first, and the control, if it has learned."""
+        ranked = standings([row for row in rows if row.stage == "learn"])
+        best = ranked[:FINALISTS]
+        return [*best, *(c for c in [self.space.control] if c in ranked and c not in best)]
+
+    def pending_finals(self, rows: Sequence[TrialRow]) -> list[Proposal]:
+        """Return the trials that the finals still need: a round per seed, of which every second one is reversed."""
+        finalists = self.finalists(rows)
+        done = {(row.candidate, row.round) for row in rows if row.stage == "final"}
+        failed = {row.candidate for row in rows if row.stage == "final" and row.outcome != "ok"}
+        return [
+            Proposal(candidate, "final", seed)
+            for seed in range(SEEDS)
+            for candidate in (reversed(finalists) if seed % 2 else finalists)
+            if (candidate, seed) not in done and candidate not in failed
+        ]
+
+    def remaining(self, rows: Sequence[TrialRow]) -> int:
+        """Estimate the number of further trials."""
+        count = len(self.pending_finals(rows)) or (FINALISTS + 1) * SEEDS
+        if self._next_to_explore(rows) is not None:
+            center = next(iter(standings(rows)), self.space.control)
+            explored = {row.candidate for row in rows if row.stage == "learn"}
+            count += sum(candidate not in explored for candidate in self.space.neighbors(center))
+        return count
+
+
+def _without_batch(candidate: Candidate) -> KnobValues:
+    return tuple(knob for knob in candidate.knobs if knob[0] != "global_batch")
+
+
+def standings(rows: Sequence[TrialRow]) -> list[Candidate]:
+    """Return the candidates that have learned: those that learned longest first, of these the lowest loss first."""
+    learned = [row for row in rows if row.stage == "learn" and row.outcome in LEARNED]
+    best = {row.candidate: row.rungs[-1] for row in learned if row.rungs}
+    return sorted(best, key=lambda candidate: (-best[candidate].seconds, best[candidate].loss))
+
+
+LEARNED = ("ok", "pruned")
+"""Outcomes of learning trials that have losses which can be compared."""
