@@ -20,6 +20,10 @@ Curves = Mapping[int, Sequence[tuple[float, float]]]
 
 SEED_DEVIATION = 0.003
 """Assumed standard deviation of a run's loss between seeds, as a fraction of the loss."""
+LAW_DEVIATION = 0.0015
+"""Assumed standard deviation of expected losses, or of their differences, from the law, as a fraction of the loss.
+
+More seeds do not make it smaller, because loss curves are only nearly power laws."""
 ASSUMED_DEGREES_OF_FREEDOM = 4
 """Degrees of freedom of the assumed deviation: it counts as much as five seeds of one candidate."""
 TYPICAL_EXPONENT = 0.3
@@ -155,7 +159,9 @@ def loss_difference(
 
 def _deviations(losses: Mapping[float, Sequence[float]], scatter: Scatter) -> list[float]:
     """Return the standard deviation of the mean loss of each rung, or of a mean difference at this level."""
-    return [statistics.fmean(of_seeds) * math.sqrt(scatter.variance / len(of_seeds)) for of_seeds in losses.values()]
+    variances = [LAW_DEVIATION**2 + scatter.variance / len(of_seeds) for of_seeds in losses.values()]
+    levels = map(statistics.fmean, losses.values())
+    return [level * math.sqrt(variance) for level, variance in zip(levels, variances, strict=True)]
 
 
 def _last_rungs(rungs: Mapping[float, Sequence[float]]) -> Mapping[float, Sequence[float]]:
