@@ -129,13 +129,16 @@ campaign-train: install
 campaign-cluster: install
 	RECORD=$(RECORDS)/campaign-cluster.json $(BIN)/pytest tests/cluster/campaign.py
 
-# On a CUDA machine of your own; for a borrowed one see campaign_gpu.py. It begins with the five-minute test and
-# ends where that fails. BUILD_NANOGPT and LLM_C are checkouts to compare with.
+# On a CUDA machine of your own; for a borrowed one see tests/benchmarks/README.md. It begins with the five-minute test and
+# ends where that fails. BUILD_NANOGPT and LLM_C are checkouts to compare with. MINUTES=15 ends it within that time; the
+# same command goes on from there. The record is written in any case.
+MINUTES ?= 600
+CAMPAIGN := $(BIN)/python tests/benchmarks/gpu/campaign.py
 campaign-gpu: install
 	test -e campaign/tokens/manifest.json || $(BIN)/python -m pipeline.tokenize --out campaign/tokens
-	$(BIN)/python -P tests/benchmarks/campaign_gpu.py run --minutes 600 \
-		$(if $(LLM_C),--llm-c $(LLM_C)) $(if $(BUILD_NANOGPT),--build-nanogpt $(BUILD_NANOGPT))
-	$(BIN)/python -P tests/benchmarks/campaign_gpu.py record --records $(RECORDS)
+	$(CAMPAIGN) run --minutes $(MINUTES) \
+		$(if $(LLM_C),--llm-c $(LLM_C)) $(if $(BUILD_NANOGPT),--build-nanogpt $(BUILD_NANOGPT)); \
+	status=$$?; $(CAMPAIGN) record --records $(RECORDS); exit $$status
 
 # A grid that bench-search replays; it is run in parts, each of at most nine minutes, until it says complete.
 bench-real-grid: install

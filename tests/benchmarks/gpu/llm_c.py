@@ -1,6 +1,6 @@
 """Speed and losses of llm.c on a card, where a checkout of it and NVIDIA's compiler are at hand.
 
-    python -P tests/benchmarks/llm_c.py --checkout ../llm.c --data data/tokens --micro-batch 16 --steps 10
+    python -P tests/benchmarks/gpu/llm_c.py --checkout ../llm.c --data data/tokens --micro-batch 16 --steps 10
 
 In: token shards and a checkout, which is built once by its own Makefile. Out: as JSON on the last line, tokens per
 second by the median step, and the losses, which are of other initial weights and so are not compared with ours.

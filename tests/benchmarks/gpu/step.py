@@ -1,6 +1,6 @@
-"""One step of ``campaign_gpu.py``, in a process of its own: what it found, as JSON on the last line.
+"""One step of ``campaign.py``, in a process of its own: what it found, as JSON on the last line.
 
-    python -P tests/benchmarks/gpu_step.py train --data data/tokens --settings '{"micro_batch": 60}'
+    python -P tests/benchmarks/gpu/step.py train --data data/tokens --settings '{"micro_batch": 60}'
 
 In: the kind of step and its settings. It runs where there is neither Ray nor MLflow.
 """

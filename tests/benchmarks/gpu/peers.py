@@ -1,6 +1,6 @@
 """Ours beside what a user would pick instead: one model, one batch, one card, fresh processes that take turns.
 
-    python -P tests/benchmarks/peers.py --data data/tokens --global-batch 480 --config runs/SEARCH/best.json \
+    python -P tests/benchmarks/gpu/peers.py --data data/tokens --global-batch 480 --config runs/SEARCH/best.json \
         [--build-nanogpt ../build-nanogpt] [--memory-limit 40GB] [--record FILE.json]
 
 Every side trains the standard GPT-2 of ``--model`` (biases, tied head, vocabulary 50,304, no dropout) with
@@ -73,6 +73,7 @@ def main() -> None:
     parser.add_argument("--rounds", type=int, default=3)
     parser.add_argument("--compile", choices=["whole", "off"], default="whole", help="off for a trial on a CPU")
     parser.add_argument("--record", type=Path)
+    parser.add_argument("--settings", type=json.loads, default={}, help="of the side 'ours', as JSON, over --config's")
     parser.add_argument("--side", choices=SIDES, help=argparse.SUPPRESS)
     parser.add_argument("--size", type=int, help=argparse.SUPPRESS)
     options = parser.parse_args()
@@ -194,6 +195,8 @@ def config_of(options: argparse.Namespace) -> ResolvedConfig:
     )  # fmt: skip
     if options.side == "ours" and options.config:
         config = load_config(options.config).replace(data=config.dataset.data)
+    if options.side == "ours":
+        config = config.replace(**options.settings)
     if options.side == "ladder":
         steps = {name: value for rung in A100.rungs for name, value in rung.changes.items() if name != "batch"}
         config = apply_changes(config, steps | {"compile": "max-autotune" if options.compile == "whole" else "off"})
