@@ -20,7 +20,7 @@ DEMO_RUN := --global-batch 96 --steps 100 --cycle 20+1 --device cuda
 DEMO_SEARCH := --global-batch 96 --memory-limit 40GB --device cuda
 endif
 
-.PHONY: install demo test test-slow test-cuda lint clean bench-tokenize bench-loader bench-overhead bench-search bench-real-grid bench-aa bench-kernels bench-interpreted bench-memory bench-memory-cuda bench-checkpoint-memory bench-scale record-textbook campaign-pipeline campaign-train campaign-search campaign-cluster campaign-gpu
+.PHONY: install demo test test-slow test-cuda lint clean bench-tokenize bench-loader bench-overhead bench-search bench-real-grid bench-aa bench-kernels bench-interpreted bench-memory bench-memory-cuda bench-checkpoint-memory bench-scale bench-devices record-textbook campaign-pipeline campaign-train campaign-search campaign-cluster campaign-gpu
 
 install: $(INSTALLED)
 
@@ -111,6 +111,11 @@ bench-checkpoint-memory: $(CUDA_VENV)/installed
 
 bench-scale: install
 	$(BIN)/python -P tests/benchmarks/scale.py --record $(RECORDS)/scale.json
+
+bench-devices: $(CUDA_VENV)/installed
+	rm -f $(RECORDS)/devices.json
+	DEVICES_RECORD=$(abspath $(RECORDS))/devices.json $(CUDA_VENV)/bin/python tests/cuda/run.py \
+		tests/cuda/test_devices.py -m gpu -k "trains_on_the_gpu or running_out or requested_gpu"
 
 # What --compare study shows of a textbook's loop, and the picture of it in tune/README.md.
 record-textbook: $(CUDA_VENV)/installed

@@ -1,6 +1,6 @@
 """On each device and with each fault a run trains on the GPU, with a line for every fallback, or ends in a sentence.
 
-``DEVICES_TABLE=devices.md make test-cuda TESTS=tests/cuda/test_devices.py`` also writes what each case printed.
+``make bench-devices`` runs all of them but the bare command, and records what each case printed (DEVICES_RECORD).
 """
 
 import json
@@ -75,6 +75,7 @@ CASES = (
     trains("NVML does not start", r"allocator: torch's default .* NVML", fault="nvml-init"),
     trains("NVML in another order", r"GPU \d+\.\d/42\.3 GB", fault="nvml-order", is_slow=True),
     trains("expandable segments refused", r"torch's default .* unknown error", fault="expandable", is_slow=True),
+    trains("expandable segments not ready", r"torch's default .* device not ready", fault="not-ready", is_slow=True),
     trains("pinned memory exhausted", r"warning: host memory cannot be pinned", fault="pinned"),
     trains("FlashAttention fails", r"attention flash fails .* using efficient instead", fault="attention"),
     trains("NVML's assertion, memory suffices", r"device cuda", fault="oom-assertion", is_slow=True),
@@ -104,17 +105,16 @@ CASES = (
     ),
 )  # fmt: skip
 
-HEADING = ("device or fault", "command", "outcome", "line")
 
-
-def record(*row: str) -> None:
-    """Append a row to the table in the file that DEVICES_TABLE names, after a heading in a new file."""
-    if not (name := os.environ.get("DEVICES_TABLE")):
+def record(row: dict[str, str]) -> None:
+    """Add a row to the record that DEVICES_RECORD names: (device or fault, command, outcome, line)."""
+    if not (name := os.environ.get("DEVICES_RECORD")):
         return
     file = Path(name)
-    rows = (row,) if file.exists() else (HEADING, ("---",) * len(HEADING), row)
-    with file.open("a", encoding="utf-8") as table:
-        table.writelines("| " + " | ".join(cells) + " |\n" for cells in rows)
+    about = {"versions": {"torch": torch.__version__, "CUDA": torch.version.cuda}, "rows": []}
+    content = json.loads(file.read_text(encoding="utf-8")) if file.exists() else about
+    content["rows"].append(row)
+    file.write_text(json.dumps(content, indent=1) + "\n", encoding="utf-8")
 
 
 def small_flags(case: Case) -> tuple[str, ...]:
@@ -145,7 +145,7 @@ def check(case: Case, done: subprocess.CompletedProcess[str], flags: tuple[str, 
     settings = [f"PRETENDED_GPU={case.gpu}"] + [f"PRETENDED_FAULT={case.fault}"] * bool(case.fault)
     settings += [f"{name}={value}" for name, value in case.variables.items()]
     command = " ".join([*settings, "python -m train.run --data DIR --steps 2", *flags, *case.flags])
-    record(case.name, f"`{command}`", outcome, shown.strip().replace("|", "/"))
+    record({"case": case.name, "command": command, "outcome": outcome, "line": shown.strip()})
     assert done.returncode == case.exit_code, printed
     assert line, printed
     assert "Traceback" not in printed

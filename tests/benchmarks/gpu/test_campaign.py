@@ -354,12 +354,6 @@ def test_a_machine_that_ends_while_it_writes_the_archive_loses_no_row(tmp_path: 
 # --- processes --------------------------------------------------------------------------------------------------------
 
 
-def processes_with(tmp_path: Path, monkeypatch: pytest.MonkeyPatch, code: str) -> Processes:
-    """Steps that run ``code``."""
-    monkeypatch.setattr(Processes, "_command", lambda *arguments: ["-c", code])
-    return Processes(tmp_path)
-
-
 @pytest.mark.parametrize(
     ("code", "outcome", "text"),
     [
@@ -370,21 +364,18 @@ def processes_with(tmp_path: Path, monkeypatch: pytest.MonkeyPatch, code: str) -
         ("import time; print('at step 3'); time.sleep(60)", "timeout", "at step 3"),
     ],
 )
-def test_a_process_leaves_a_row(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, code: str, outcome: str, text: str
-) -> None:
-    steps = processes_with(tmp_path, monkeypatch, code)
+def test_a_process_leaves_a_row(tmp_path: Path, code: str, outcome: str, text: str) -> None:
     seconds = 2.0 if outcome == "timeout" else 30.0
-    row = steps.run(Step("versions", "versions"), seconds, 480, 40e9)
+    row = Processes(tmp_path).run(Step("versions", "versions", command=("-c", code)), seconds, 480, 40e9)
     assert row["outcome"] == outcome
     assert text in row.get("reason", "")
     assert verdict.describe(passed("versions") | row).startswith(outcome)
 
 
-def test_tests_that_fail_before_they_are_stopped_have_failed(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_tests_that_fail_before_they_are_stopped_have_failed(tmp_path: Path) -> None:
     for progress, outcome in (("..s.F..", "failed"), ("..s...", "timeout")):
-        steps = processes_with(tmp_path, monkeypatch, f"import time; print('{progress}'); time.sleep(60)")
-        assert steps.run(Step("tests", "tests"), 2.0, 480, 40e9)["outcome"] == outcome
+        step = Step("tests", "tests", command=("-c", f"import time; print('{progress}'); time.sleep(60)"))
+        assert Processes(tmp_path).run(step, 2.0, 480, 40e9)["outcome"] == outcome
 
 
 def test_an_interrupted_campaign_shows_and_keeps_what_it_has(tmp_path: Path, small_shards: Path) -> None:

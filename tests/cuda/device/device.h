@@ -48,7 +48,8 @@ constexpr char UUID_BYTES[] = "pretended-device";
 // Whether PRETENDED_FAULT, names with commas between, has this one:
 //   nvml-denied, nvml-unsupported, nvml-init   NVML refuses memory and processes, does not know them, does not start
 //   nvml-order     NVML counts a small card first, which is none of CUDA's
-//   expandable     expandable segments cannot be mapped
+//   expandable     expandable segments cannot be mapped: an unknown error
+//   not-ready      the same, with the error "device not ready"
 //   pinned         no more than 1 MB can be pinned
 //   oom-assertion  NVML refuses what torch asks of it where memory runs out, which is an assertion before torch 2.14
 //   attention      FlashAttention fails when it runs

@@ -70,7 +70,9 @@ EXPORTED CUresult cuCtxGetLimit(size_t* value, CUlimit) {
 }
 EXPORTED CUresult cuCtxSetLimit(CUlimit, size_t) { return CUDA_SUCCESS; }
 EXPORTED CUresult cuGetErrorString(CUresult error, const char** text) {
-  *text = error == CUDA_ERROR_UNKNOWN ? "unknown error" : "an error of the pretended driver";
+  *text = error == CUDA_ERROR_UNKNOWN     ? "unknown error"
+          : error == CUDA_ERROR_NOT_READY ? "device not ready"
+                                          : "an error of the pretended driver";
   return CUDA_SUCCESS;
 }
 EXPORTED CUresult cuGetErrorName(CUresult error, const char** name) {
@@ -209,6 +211,7 @@ EXPORTED CUresult cuMemMap(CUdeviceptr pointer, size_t size, size_t, CUmemGeneri
   return CUDA_SUCCESS;
 }
 EXPORTED CUresult cuMemSetAccess(CUdeviceptr, size_t, const CUmemAccessDesc*, size_t) {
+  if (fault("not-ready")) return CUDA_ERROR_NOT_READY;
   return fault("expandable") || model().spills ? CUDA_ERROR_UNKNOWN : CUDA_SUCCESS;
 }
 EXPORTED CUresult cuMemUnmap(CUdeviceptr pointer, size_t size) {
