@@ -16,8 +16,11 @@ ifeq ($(GPU),)
 DEMO_RUN := --model tiny --global-batch 8 --steps 30 --cycle 10+1 --learning-rate 3e-3
 DEMO_SEARCH := --model tiny --global-batch 4 --memory-limit 4GB --trial-steps 8 --trial-time 5s --confirm-rounds 1
 else
-DEMO_RUN := --global-batch 96 --steps 100 --cycle 20+1 --device cuda
-DEMO_SEARCH := --global-batch 96 --memory-limit 40GB --device cuda
+# The batch follows the speed of the GPU. The program is installed by the time that a recipe expands this.
+DEMO_BATCH = $(shell $(PYTHON_HERE) -c \
+	"from infra.device.first_run import global_batch; from infra.device.hardware import device_info; print(global_batch(device_info()))")
+DEMO_RUN = --global-batch $(DEMO_BATCH) --time-budget 90s --cycle 10s+1 --device cuda
+DEMO_SEARCH = --global-batch $(DEMO_BATCH) --memory-limit 40GB --device cuda
 endif
 
 .PHONY: install demo test test-slow test-cuda lint clean bench-tokenize bench-loader bench-overhead bench-search bench-real-grid bench-aa bench-kernels bench-interpreted bench-memory bench-memory-cuda bench-checkpoint-memory bench-scale bench-devices record-textbook campaign-pipeline campaign-train campaign-search campaign-cluster campaign-gpu

@@ -9,6 +9,7 @@ from dataclasses import dataclass
 from typing import Literal
 
 from infra.cli.units import format_duration
+from infra.device.gpu_models import peak_flops
 from infra.device.hardware import DeviceInfo
 
 TRAINING_SECONDS: Mapping[str, float] = {"cpu": 120.0, "cuda": 300.0}
@@ -21,9 +22,14 @@ compiler."""
 SAMPLE_SECONDS = 10.0
 """Typical time in which pipeline.tokenize tokenizes the installed sample."""
 
+FLOPS_PER_TOKEN = 855e6
+"""FLOPs that training GPT-2 124M with 1,024 tokens takes per token (Kaplan et al. 2020, with attention)."""
+ASSUMED_UTILIZATION = 0.4
+"""Fraction of a GPU's published rate that a first run is assumed to reach; it only chooses the batch."""
+MAX_STEP_SECONDS = 5.0
+"""Predicted time of an optimizer step up to which a batch is chosen, so that the first minutes have dozens of steps."""
 LARGE_GPU_BYTES = 30e9
-"""Memory from which a GPU is assumed to be as fast as an A100; a smaller one gets a smaller batch, so that its first
-minutes also have dozens of steps."""
+"""Memory from which a GPU without a published rate is assumed to be as fast as an A100."""
 
 
 @dataclass(frozen=True)
@@ -40,7 +46,7 @@ class _Size:
 
 _SMALL = tuple(_Size(f"--model tiny --global-batch {size} --learning-rate 3e-3", 128, size) for size in (8, 1))
 """Sizes for a CPU. A small model learns faster with a higher learning rate than the default one."""
-_ON_GPU = (_Size("", 1024, 480), _Size("--global-batch 96", 1024, 96), _Size("--global-batch 8", 1024, 8))
+_ON_GPU = (_Size("", 1024, 480), *(_Size(f"--global-batch {size}", 1024, size) for size in (96, 32, 8)))
 """Sizes for a GPU, largest first; without flags train.run trains GPT-2 124M with 480 sequences."""
 
 
@@ -75,7 +81,7 @@ def first_run(device_info: DeviceInfo, data: str, train_tokens: int, longest_val
     """
     kind = "cpu" if device_info.gpu_blocker else device_info.kind
     device = "--device cpu" if device_info.gpu_blocker else ""
-    sizes = _SMALL if kind == "cpu" else _ON_GPU[device_info.memory < LARGE_GPU_BYTES :] + _SMALL
+    sizes = _SMALL if kind == "cpu" else _sizes_on_gpu(device_info) + _SMALL
     for size in sizes:
         if train_tokens > size.context_length * size.global_batch:
             flags = (size.flags, time_budget(kind), without_validation(longest_val, size.context_length), device)
@@ -84,6 +90,20 @@ def first_run(device_info: DeviceInfo, data: str, train_tokens: int, longest_val
                 START_SECONDS[kind] + TRAINING_SECONDS[kind],
             )
     return None
+
+
+def _sizes_on_gpu(device_info: DeviceInfo) -> tuple[_Size, ...]:
+    """Return the sizes whose steps the GPU is predicted to train in some seconds, and the smallest one."""
+    rate = peak_flops(device_info.name)
+    if rate is None:
+        return _ON_GPU[device_info.memory < LARGE_GPU_BYTES :]
+    tokens = MAX_STEP_SECONDS * ASSUMED_UTILIZATION * rate / FLOPS_PER_TOKEN
+    return tuple(size for size in _ON_GPU[:-1] if size.global_batch * size.context_length <= tokens) + _ON_GPU[-1:]
+
+
+def global_batch(device_info: DeviceInfo) -> int:
+    """Return the global batch in sequences that suits the speed of a GPU."""
+    return _sizes_on_gpu(device_info)[0].global_batch
 
 
 def time_budget(kind: Literal["cuda", "cpu"]) -> str:

@@ -6,7 +6,7 @@ from dataclasses import replace
 import pytest
 
 from infra.cli.units import parse_duration
-from infra.device.first_run import START_SECONDS, TRAINING_SECONDS, NextCommand, first_run, format_about
+from infra.device.first_run import START_SECONDS, TRAINING_SECONDS, NextCommand, first_run, format_about, global_batch
 from infra.device.hardware import KNOWN_GPUS, DeviceInfo, cpu_info
 from train.model_config import parse_model
 
@@ -34,10 +34,24 @@ def test_the_data_have_enough_tokens_for_a_step_in_minutes(device: DeviceInfo, t
 
 
 def test_the_model_suits_the_device() -> None:
-    """The default model and batch on a large GPU, a smaller batch on a small one, a small model on a CPU."""
+    """The default model and batch on a fast GPU, a small model on a CPU."""
     assert set(flags_of(first_run(KNOWN_GPUS["A100"], "d", 10**9, 10**6))) == {"--data", "--time-budget"}
-    assert flags_of(first_run(KNOWN_GPUS["L4"], "d", 10**9, 10**6))["--global-batch"] == "96"
     assert flags_of(first_run(cpu_info(), "d", 10**9, 10**6))["--model"] == "tiny"
+
+
+@pytest.mark.parametrize(
+    ("gpu", "batch"), [("A100", 480), ("H100", 480), ("L4", 96), ("RTX-4090", 96), ("T4", 96), ("RTX-3060", 32)]
+)
+def test_the_batch_follows_the_speed_of_the_gpu(gpu: str, batch: int) -> None:
+    """By its published rate, so that an optimizer step takes seconds."""
+    assert global_batch(KNOWN_GPUS[gpu]) == batch
+    assert flags_of(first_run(KNOWN_GPUS[gpu], "d", 10**9, 10**6)).get("--global-batch", "480") == str(batch)
+
+
+def test_a_gpu_whose_rate_is_not_published_is_judged_by_its_memory() -> None:
+    unknown = replace(KNOWN_GPUS["A100"], name="NVIDIA A100-SXM4-40GB MIG 1g.5gb", memory=5 * 10**9)
+    assert global_batch(unknown) == 96
+    assert global_batch(replace(unknown, memory=80 * 10**9)) == 480
 
 
 def test_a_gpu_that_torch_cannot_use_is_replaced_by_the_cpu() -> None:
