@@ -6,6 +6,7 @@ from typing import TYPE_CHECKING
 if TYPE_CHECKING:
     from torch import Tensor, nn
 
+    from train.config import Batch
     from train.result import CycleReport
 
 
@@ -21,6 +22,10 @@ class TrainStep:
     """Learning rate of the step."""
     model: "nn.Module"
     """The model that is trained, with the weights after the step."""
+    batch: "Batch"
+    """The step's sequences, and their division into micro-batches."""
+    context_length: int
+    """Tokens per sequence."""
 
 
 class Callback:

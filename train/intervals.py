@@ -212,6 +212,28 @@ def power_product(terms: Sequence[tuple[Estimate, float]], *, log_error: float =
     return Estimate(math.exp(middle), low, high)
 
 
+def mean_ratio(numerators: Sequence[float], denominators: Sequence[float]) -> Estimate:
+    """Estimate the ratio of two means, which is not negative, from independent pairs, with its 95% interval.
+
+    The interval is Fieller's (Journal of the Royal Statistical Society B 16, 1954), of all ratios r for which the mean
+    of numerator - r x denominator can be zero. Its upper end is infinite if the mean denominator can be zero. Raises
+    ``ValueError`` for fewer than two pairs.
+    """
+    top, bottom = statistics.fmean(numerators), statistics.fmean(denominators)
+    squared_error = t_quantile(len(numerators) - 1) ** 2 / len(numerators)
+    # The ratios are those with a r^2 - 2 b r + c <= 0.
+    a = bottom**2 - squared_error * statistics.variance(denominators)
+    b = top * bottom - squared_error * statistics.covariance(numerators, denominators)
+    c = top**2 - squared_error * statistics.variance(numerators)
+    middle = max(0.0, top) / bottom if bottom > 0 else math.inf
+    discriminant = b**2 - a * c
+    if a <= 0 or bottom <= 0:
+        low = (b - math.sqrt(discriminant)) / a if a < 0 < c and discriminant > 0 else 0.0
+        return Estimate(middle, low, math.inf)
+    root = math.sqrt(discriminant)
+    return Estimate(middle, max(0.0, (b - root) / a), max(0.0, (b + root) / a))
+
+
 def pool(runs: Sequence[Estimate], scatter: Scatter | None) -> Estimate:
     """Compute the speed of a configuration from its ``runs`` in fresh processes.
 

@@ -13,6 +13,7 @@ from train.intervals import (
     anytime_half_width,
     autocorrelation,
     batch_means,
+    mean_ratio,
     median_interval,
     pool,
     power_product,
@@ -157,3 +158,25 @@ def test_pooled_intervals_hold_the_true_speed() -> None:
         pooled = pool([Estimate(speed, 0.999 * speed, 1.001 * speed) for speed in speeds[0].tolist()], scatter)
         covered += pooled.low <= 1000 <= pooled.high
     assert 0.93 <= covered / 400 <= 0.98
+
+
+@pytest.mark.parametrize("spread", [0.3, 3.0])
+def test_the_interval_of_a_ratio_of_means_holds_it_also_if_the_divisor_may_be_zero(spread: float) -> None:
+    random = np.random.default_rng(7)
+    held = unbounded = 0
+    for _ in range(400):
+        bottom = random.normal(1, spread, 12)
+        top = random.normal(5, 1, 12) + 0.5 * (bottom - 1)
+        ratio = mean_ratio(top.tolist(), bottom.tolist())
+        assert 0 <= ratio.low <= ratio.middle <= ratio.high
+        held += ratio.low <= 5 <= ratio.high
+        unbounded += math.isinf(ratio.high)
+    assert 0.92 <= held / 400 <= 0.985
+    assert (unbounded > 200) == (spread == 3.0)
+
+
+def test_ratios_that_say_nothing_are_unbounded_and_no_ratio_is_negative() -> None:
+    assert mean_ratio([1.0, -1.0, 0.5], [1.0, -1.0, 0.2])[1:] == (0.0, math.inf)
+    assert mean_ratio([1.0, 1.1, 0.9], [-2.0, -2.1, -1.9]) == (math.inf, 0.0, math.inf)
+    assert mean_ratio([-1.0, -1.1, -0.9], [2.0, 2.1, 1.9]) == (0.0, 0.0, 0.0)
+    assert mean_ratio([3.0, 3.0], [2.0, 2.0]) == (1.5, 1.5, 1.5)

@@ -319,7 +319,10 @@ class Trainer:
         if not self.callbacks.user_callbacks or not self.workers.is_first:
             return
         self.stage = f"running the callbacks after step {self.state.step}"
-        step = TrainStep(self.state.step, cycle.losses[cycle.steps - 1].clone(), cycle.learning_rate, self.model)
+        loss, config = cycle.losses[cycle.steps - 1].clone(), self.config
+        step = TrainStep(
+            self.state.step, loss, cycle.learning_rate, self.model, config.batch, config.model.context_length
+        )
         for callback in self.callbacks.user_callbacks:
             if callback.on_step_end(step):
                 self.stopped_by = callback
