@@ -68,6 +68,7 @@ class LearningLaw:
         losses = [law.at(seconds) for law in self._laws]
         middle = losses[0].middle
         low, high = min(loss.low for loss in losses), max(loss.high for loss in losses)
+        low -= self._acceleration * max(0.0, math.log(self.extrapolation(seconds)))
         low = middle - math.hypot(middle - low, self._run_error)
         return Estimate(middle, max(0.0, low), middle + math.hypot(high - middle, self._run_error))
 
@@ -106,8 +107,8 @@ class LearningLaw:
     def _laws(self) -> Sequence[PowerLaw]:
         """The law of the last rungs, and that of all if these do not follow one law; none with less than two rungs.
 
-        A model first learns the frequencies of tokens and pairs, while its loss may fall ever faster. If it did once,
-        it may again, so that the interval has the laws of all rungs, too, whose residuals make them wide.
+        A model learns in phases: first frequencies of tokens, then pairs, then to copy. If the rungs do not follow one
+        law, others may not either, so that the interval has the laws of all rungs, too, whose residuals make them wide.
         """
         if len(self._rungs) < MIN_RUNGS:
             return []
@@ -118,6 +119,15 @@ class LearningLaw:
         scatter = _pooled(SEED_DEVIATION**2, self.scatter)
         means, deviations = list(map(statistics.fmean, rungs.values())), _deviations(rungs, scatter)
         return PowerLaw(list(rungs), means, deviations, scatter.degrees_of_freedom, TYPICAL_EXPONENT)
+
+    @cached_property
+    def _acceleration(self) -> float:
+        """By how much more the loss fell per logarithm of time before the last rung than before that; at least 0.
+
+        If the loss falls ever faster, it may go on like this for a while, which no law does.
+        """
+        slopes = _slopes(self._rungs)
+        return max(0.0, slopes[-2] - slopes[-1]) if len(slopes) > 1 else 0.0
 
     @cached_property
     def _run_error(self) -> float:
@@ -166,10 +176,15 @@ def _deviations(losses: Mapping[float, Sequence[float]], scatter: Scatter) -> li
 
 def _last_rungs(rungs: Mapping[float, Sequence[float]]) -> Mapping[float, Sequence[float]]:
     """Return the last rungs, at least two, along which the loss falls ever more slowly, as by a power law."""
-    points = [(math.log(time), statistics.fmean(losses)) for time, losses in rungs.items()]
-    slopes = [(b[1] - a[1]) / (b[0] - a[0]) for a, b in itertools.pairwise(points)]
+    slopes = _slopes(rungs)
     first = next((n for n in range(len(slopes) - 1, 0, -1) if slopes[n] <= slopes[n - 1]), 0)
     return dict(list(rungs.items())[first:])
+
+
+def _slopes(rungs: Mapping[float, Sequence[float]]) -> list[float]:
+    """Return the change of the mean loss per logarithm of time between rungs."""
+    points = [(math.log(time), statistics.fmean(losses)) for time, losses in rungs.items()]
+    return [(end[1] - start[1]) / (end[0] - start[0]) for start, end in itertools.pairwise(points)]
 
 
 def _pooled(assumed_variance: float, scatter: Scatter | None) -> Scatter:

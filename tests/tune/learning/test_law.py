@@ -190,17 +190,20 @@ def test_the_report_can_tell_how_far_it_extrapolates() -> None:
     assert LearningLaw({0: [(60.0, 4.0), (120.0, 3.5)]}).extrapolation(480.0) == 4
 
 
-SMALL_MODEL = [5.174, 4.725, 4.243, 3.997, 3.826, 3.471]
-"""Losses of 40 to 1,280 steps of a model with two layers, each with its own decay. It learns pairs of tokens up to the
-third rung, and to copy between the last two."""
+PHASES = {
+    "pairs, then copies": [5.174, 4.725, 4.243, 3.997, 3.826, 3.471],
+    "slow start": [5.403, 5.286, 4.957, 4.533, 4.193, 3.990],
+}
+"""Losses of small models at rungs, each with its own decay, which fall ever faster now and then."""
 
 
-@pytest.mark.parametrize("rungs", [2, 3, 4])
-def test_a_model_that_learns_in_phases_has_wide_intervals(rungs: int) -> None:
-    points = [(40.0 * 2**rung, loss) for rung, loss in enumerate(SMALL_MODEL)]
+@pytest.mark.parametrize("losses", PHASES.values(), ids=PHASES)
+@pytest.mark.parametrize("rungs", [3, 4])
+def test_a_model_that_learns_in_phases_has_wide_intervals(rungs: int, losses: list[float]) -> None:
+    points = [(40.0 * 2**rung, loss) for rung, loss in enumerate(losses)]
     law = LearningLaw({0: points[:rungs]})
     for steps, loss in points[rungs : rungs + 2]:
         estimate = law.loss(steps)
         assert estimate
         assert estimate.low <= loss <= estimate.high
-        assert width(estimate) < 0.8
+        assert width(estimate) < 1.2
