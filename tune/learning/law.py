@@ -59,12 +59,15 @@ class LearningLaw:
     """Scatter between seeds, of all candidates; None without repeated seeds."""
 
     def loss(self, seconds: float) -> Estimate | None:
-        """Return the held-out loss to expect of a run of this time; None with less than two rungs.
+        """Return the held-out loss to expect of a run of this time; None with less than two rungs, except at the rung.
 
         The 95% interval combines that of the law with the scatter of a single run.
         """
         if not self._laws:
-            return None
+            if seconds not in self._rungs:
+                return None
+            measured = statistics.fmean(self._rungs[seconds])
+            return Estimate(measured, measured - self._run_error, measured + self._run_error)
         losses = [law.at(seconds) for law in self._laws]
         middle = losses[0].middle
         low, high = min(loss.low for loss in losses), max(loss.high for loss in losses)
@@ -150,13 +153,18 @@ def loss_difference(
     """Return the expected loss of ``first`` at ``seconds`` minus that of ``second``, with its 95% interval.
 
     The difference of the laws is fitted to the differences at the rungs that both candidates have with the same seed;
-    None with less than two. ``ratio_scatter`` is the scatter between seeds of :func:`paired_ratios`, of all pairs.
+    None with less than two, except at the rung. ``ratio_scatter`` is the scatter between seeds of
+    :func:`paired_ratios`, of all pairs.
     """
     differences = _values_by_time(_paired(first, second, lambda loss, other: loss - other))
-    if len(differences) < MIN_RUNGS:
-        return None
     levels = _values_by_time(_paired(first, second, lambda loss, other: (loss + other) / 2))
     scatter = _pooled(2 * SEED_DEVIATION**2, ratio_scatter)
+    if len(differences) < MIN_RUNGS:
+        if seconds not in differences:
+            return None
+        measured, level = statistics.fmean(differences[seconds]), statistics.fmean(levels[seconds])
+        error = level * scatter.log_error(1 / len(differences[seconds]))
+        return Estimate(measured, measured - error, measured + error)
     law = PowerLawDifference(
         positions=list(differences),
         differences=list(map(statistics.fmean, differences.values())),

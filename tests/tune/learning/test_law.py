@@ -152,7 +152,7 @@ def test_one_rung_predicts_nothing_and_two_predict_little() -> None:
     single = LearningLaw({0: [(60.0, 4.0)], 1: [(60.0, 4.01)]})
     assert single.loss(240.0) is None
     assert single.seconds(3.0) is None
-    assert loss_difference({0: [(60.0, 4.0)]}, {0: [(60.0, 4.1)]}, 60.0) is None
+    assert loss_difference({0: [(60.0, 4.0)]}, {0: [(60.0, 4.1)]}, 240.0) is None
     assert loss_difference({0: [(60.0, 4.0), (120.0, 3.5)]}, {1: [(60.0, 4.1), (120.0, 3.6)]}, 240.0) is None, "no pair"
     two = LearningLaw({0: [(60.0, 4.0), (120.0, 3.5)]}).loss(480.0)
     assert two
