@@ -156,25 +156,12 @@ def make_search(config: SearchConfig, machines: tuple[Machine, ...] = ()) -> Sea
 
     ``machines`` run its trials; by default this machine, or the machines of the cluster.
     """
-    training, manifest = _prepare(config)
-    name = search_name(config)
-    directory = StorageDir.of(config.out, name)
-    if not (config.resume or config.dry_run):
-        new_directory(config.out, name, allowed_leftovers=(TRIALS, StorageDir.LOCK_FILE))
+    training, manifest = prepare_for_data(config, config.training)
+    directory = search_directory(config)
+    machines = machines or machines_of(config, training, manifest)
     if config.gpu:
-        machines = (planned_machine(config.gpu, config.memory_limit),)
         training = training.replace(device="cuda")
-    elif not machines:
-        machines = trial_machines(
-            config.training.dataset,
-            config.training.execution,
-            manifest.fingerprint,
-            cluster=config.cluster,
-            parallel=config.max_concurrent_trials,
-        )
-    requested, available = config.memory_limit, min(machine.memory for machine in machines)
-    if config.resume and not requested:  # The machines may have changed, but the limit is part of the identity.
-        requested = read_record(directory, config.kind).identity.get("memory_limit")
+    requested, available = requested_limit(config, directory), min(machine.memory for machine in machines)
     device_info = replace(machines[0].device, memory=requested or available)
     training = resolve(training, device_info)
     print_device_lines(training, device_info)
@@ -207,12 +194,39 @@ def make_search(config: SearchConfig, machines: tuple[Machine, ...] = ()) -> Sea
     return Search(config, directory, machines, manifest, control, limit, space, memory, strategy)
 
 
-def _prepare(config: SearchConfig) -> tuple[TrainConfig, Manifest]:
+def prepare_for_data(config: SearchConfig, training: TrainConfig) -> tuple[TrainConfig, Manifest]:
     """Prepare the settings of the control for its data, which a dry run assumes if there are none."""
     if config.dry_run:
-        return prepare_for_plan(config.training)
-    manifest = read_manifest(config.training.dataset.data)
-    return prepare(config.training, manifest), manifest
+        return prepare_for_plan(training)
+    manifest = read_manifest(training.dataset.data)
+    return prepare(training, manifest), manifest
+
+
+def search_directory(config: SearchConfig) -> StorageDir:
+    """Return the folder of the search. Raises ``UserError`` if a new search cannot use it."""
+    name = search_name(config)
+    if not (config.resume or config.dry_run):
+        new_directory(config.out, name, allowed_leftovers=(TRIALS, StorageDir.LOCK_FILE))
+    return StorageDir.of(config.out, name)
+
+
+def machines_of(config: SearchConfig, training: TrainConfig, manifest: Manifest) -> tuple[Machine, ...]:
+    """Find the machines that run the trials: this one, those of the cluster, or one with the GPU of a plan."""
+    if config.gpu:
+        return (planned_machine(config.gpu, config.memory_limit),)
+    dataset, execution = training.dataset, training.execution
+    cluster, parallel = config.cluster, config.max_concurrent_trials
+    return trial_machines(dataset, execution, manifest.fingerprint, cluster=cluster, parallel=parallel)
+
+
+def requested_limit(config: SearchConfig, directory: StorageDir) -> int | None:
+    """Return the memory limit in bytes that the user requested now or, for a resumed search, at its start.
+
+    The machines may have changed since then, but the limit is part of the search's identity.
+    """
+    if config.resume and not config.memory_limit:
+        return read_record(directory, config.kind).identity.get("memory_limit")
+    return config.memory_limit
 
 
 def _make_explorer(config: SearchConfig, space: Space, memory: MemorySearcher) -> Strategy:

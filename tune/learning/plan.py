@@ -3,27 +3,27 @@
 import math
 from collections.abc import Iterable, Sequence
 from dataclasses import dataclass, replace
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING
 
 from infra.cli.units import GB, format_duration
 from infra.errors import UserError
-from infra.storage.directory import StorageDir
 from infra.tracking.names import non_default_params
-from pipeline.shards import read_manifest
 from train.config import ResolvedConfig
 from train.data.sources import source_of
 from train.estimate.memory import predict_peak
 from train.reporting.report import print_device_lines
-from train.resolved import prepare, prepare_for_plan
-from train.run_files.run_folder import new_directory
 from tune.config import SearchConfig
-from tune.experiment.folder import TRIALS, read_record
-from tune.experiment.machines import Machine, choose_memory_limit, planned_machine, trial_machines
-from tune.experiment.ray_tune import LOSS_METRIC, TIME_METRIC
-from tune.experiment.search_plan import TRIAL_CYCLE, search_name
+from tune.experiment.machines import Machine, choose_memory_limit
+from tune.experiment.search_plan import (
+    TRIAL_CYCLE,
+    machines_of,
+    prepare_for_data,
+    requested_limit,
+    search_directory,
+)
 from tune.experiment.trials import Experiment
 from tune.learning.space import LearningSpace, format_value, make_learning_space
-from tune.learning.strategy import EXPLORED_FRACTION, FIRST_FRACTION, LearningStrategy, standings
+from tune.learning.strategy import LearningStrategy
 from tune.trial.learning import LearningRequest, make_rungs
 from tune.trial.row import Proposal, TrialRow
 from tune.trial.run import StopRule, TrialRequest, pending_row
@@ -112,13 +112,17 @@ class LearningSearch(Experiment):
         return {"settings": name}
 
     def scheduler(self, rows: Sequence[TrialRow]) -> "TrialScheduler | None":
+        from tune.learning.scheduler import (
+            make_scheduler,  # Ray takes half a second, which a dry run need not wait for.
+        )
+
         return make_scheduler(self.train_time, rows)
 
     def remaining(self, rows: Sequence[TrialRow]) -> int:
         return self.strategy.remaining(rows)
 
     def describe_best(self, rows: Sequence[TrialRow]) -> str:
-        best = next(iter(standings(rows)), None)
+        best = next(iter(self.strategy.ranked(rows, self.train_time)), None)
         return f"best so far: {self.space.label(best) if best else 'none'} | "
 
     def describe_part(self, row: TrialRow) -> str:
@@ -148,54 +152,18 @@ def format_rungs(row: TrialRow) -> str:
     return ", ".join(f"{rung.loss:.3f} after {format_duration(round(rung.seconds, 1))}" for rung in row.rungs[-1:])
 
 
-def make_scheduler(train_time: float, rows: Sequence[TrialRow]) -> "TrialScheduler":
-    """Create Ray Tune's ASHA, which stops a learning trial whose loss at a rung is above the median so far.
-
-    It knows the losses in ``rows``, so that a search that was killed decides as if it had not been.
-    """
-    from ray.tune.experiment import Trial
-    from ray.tune.schedulers import ASHAScheduler
-
-    scheduler = ASHAScheduler(
-        time_attr=TIME_METRIC, metric=LOSS_METRIC, mode="min", grace_period=FIRST_FRACTION * train_time,  # type: ignore[arg-type]
-        max_t=EXPLORED_FRACTION * train_time, reduction_factor=2, stop_last_trials=False,  # type: ignore[arg-type]
-    )  # fmt: skip
-    for row in rows:
-        if row.stage != "learn":
-            continue
-        trial = Trial("learned", trial_id=row.key, stub=True)
-        controller: Any = None  # ASHA does not use it.
-        scheduler.on_trial_add(controller, trial)
-        for rung in row.rungs:
-            scheduler.on_trial_result(controller, trial, {TIME_METRIC: rung.seconds, LOSS_METRIC: rung.loss})
-    return scheduler
-
-
 def make_learning_search(config: SearchConfig, machines: tuple[Machine, ...] = ()) -> LearningSearch:
     """Resolve the search of ``config`` from the data's manifest and the machines, without writing anything."""
     assert config.train_time is not None, "a search for the lowest loss has the time of the final run"
     training = config.training.replace(steps=None, tokens=None, time_budget=None)
     if "schedule" not in " ".join(config.knobs):
         training = training.replace(schedule="wsd")
-    if config.dry_run:
-        training, manifest = prepare_for_plan(training)
-    else:
-        manifest = read_manifest(training.dataset.data)
-        training = prepare(training, manifest)
-    directory = StorageDir.of(config.out, search_name(config))
-    if not (config.resume or config.dry_run):
-        new_directory(config.out, directory.name, allowed_leftovers=(TRIALS, StorageDir.LOCK_FILE))
+    training, manifest = prepare_for_data(config, training)
+    directory = search_directory(config)
+    machines = machines or machines_of(config, training, manifest)
     if config.gpu:
-        machines = (planned_machine(config.gpu, config.memory_limit),)
         training = training.replace(device="cuda")
-    elif not machines:
-        machines = trial_machines(
-            training.dataset, training.execution, manifest.fingerprint, cluster=config.cluster,
-            parallel=config.max_concurrent_trials,
-        )  # fmt: skip
-    requested, available = config.memory_limit, min(machine.memory for machine in machines)
-    if config.resume and not requested:
-        requested = read_record(directory, config.kind).identity.get("memory_limit")
+    requested, available = requested_limit(config, directory), min(machine.memory for machine in machines)
     device_info = replace(machines[0].device, memory=requested or available)
     space = make_learning_space(training, config.knobs, device_info)
     control = space.config(space.control)

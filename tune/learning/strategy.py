@@ -10,17 +10,19 @@ A trial that measures the speed precedes the first candidate of each speed.
 """
 
 import math
-from collections.abc import Sequence
+import statistics
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 
 from train.intervals import Estimate
+from tune.learning.law import Curves, LearningLaw, seed_scatter
 from tune.learning.space import LearningSpace
 from tune.space import Candidate, KnobValues
 from tune.trial.row import Proposal, TrialRow
 
-FIRST_FRACTION = 1 / 32
+FIRST_FRACTION = 1 / 16
 """Fraction of the final run's time at the first rung. Each rung is twice as long as the one before."""
-EXPLORED_FRACTION = 1 / 8
+EXPLORED_FRACTION = 1 / 4
 """Fraction of the final run's time up to which candidates explore."""
 FINAL_FRACTION = 1 / 2
 """Fraction of the final run's time for which the finalists learn."""
@@ -76,7 +78,7 @@ class LearningStrategy:
         failed = {self._key(row) for row in rows if row.stage == "speed" and not row.speed}
         if self.space.control not in explored and self.space.speed_key(self.space.control) not in failed:
             return self.space.control
-        center = next(iter(standings(rows)), self.space.control)
+        center = next(iter(self.ranked(rows, self.train_time)), self.space.control)
         nearby = [self._at_noise_scale(rows)] if len(explored) == 1 else []
         for candidate in [*nearby, *self.space.neighbors(center)]:
             if candidate and candidate not in explored and self.space.speed_key(candidate) not in failed:
@@ -97,10 +99,31 @@ class LearningStrategy:
         return min(similar, key=lambda c: abs(math.log(self.space.config(c).batch.global_batch / scale.middle)))
 
     def finalists(self, rows: Sequence[TrialRow]) -> list[Candidate]:
-        """Return the best candidates of the exploration, the best first, and the control, if it has learned."""
-        ranked = standings([row for row in rows if row.stage == "learn"])
-        best = ranked[:FINALISTS]
-        return [*best, *(c for c in [self.space.control] if c in ranked and c not in best)]
+        """Return the candidates with the lowest predicted loss after the exploration, and the control."""
+        explored = [row for row in rows if row.stage == "learn"]
+        best = self.ranked(explored, self.train_time)[:FINALISTS]
+        return [*best, *(row.candidate for row in explored[:1] if row.rungs and row.candidate not in best)]
+
+    def ranked(self, rows: Sequence[TrialRow], seconds: float) -> list[Candidate]:
+        """Return the candidates by their loss after ``seconds``, the lowest first.
+
+        It is measured, or else predicted from their rungs. Those that learned longest come first: the others were
+        stopped, because their loss was higher.
+        """
+        curves = learning_curves(rows)
+        scatter = seed_scatter(curves.values())
+
+        def order(candidate: Candidate) -> tuple[float, float]:
+            of_seeds = curves[candidate]
+            longest = max(time for points in of_seeds.values() for time, _ in points)
+            measured = [loss for points in of_seeds.values() for time, loss in points if math.isclose(time, seconds)]
+            if measured:
+                return -seconds, statistics.fmean(measured)
+            law = LearningLaw(of_seeds, scatter).loss(seconds) if longest < seconds else None
+            last = statistics.fmean(points[-1][1] for points in of_seeds.values())
+            return -min(longest, seconds), law.middle if law else last
+
+        return sorted(curves, key=order)
 
     def pending_finals(self, rows: Sequence[TrialRow]) -> list[Proposal]:
         """Return the trials that the finals still need: a round per seed, of which every second one is reversed."""
@@ -118,7 +141,7 @@ class LearningStrategy:
         """Estimate the number of further trials."""
         count = len(self.pending_finals(rows)) or (FINALISTS + 1) * SEEDS
         if self._next_to_explore(rows) is not None:
-            center = next(iter(standings(rows)), self.space.control)
+            center = next(iter(self.ranked(rows, self.train_time)), self.space.control)
             explored = {row.candidate for row in rows if row.stage == "learn"}
             count += sum(candidate not in explored for candidate in self.space.neighbors(center))
         return count
@@ -128,12 +151,11 @@ def _without_batch(candidate: Candidate) -> KnobValues:
     return tuple(knob for knob in candidate.knobs if knob[0] != "global_batch")
 
 
-def standings(rows: Sequence[TrialRow]) -> list[Candidate]:
-    """Return the candidates that have learned: those that learned longest first, of these the lowest loss first."""
-    learned = [row for row in rows if row.stage == "learn" and row.outcome in LEARNED]
-    best = {row.candidate: row.rungs[-1] for row in learned if row.rungs}
-    return sorted(best, key=lambda candidate: (-best[candidate].seconds, best[candidate].loss))
-
-
-LEARNED = ("ok", "pruned")
-"""Outcomes of learning trials that have losses which can be compared."""
+def learning_curves(rows: Sequence[TrialRow]) -> Mapping[Candidate, Curves]:
+    """Return (seconds of the final run, loss) at the rungs of each candidate, by seed."""
+    curves: dict[Candidate, dict[int, list[tuple[float, float]]]] = {}
+    for row in rows:
+        if row.rungs and row.outcome in ("ok", "pruned"):
+            # A finalist continues its trial of the exploration, so that its last row has all rungs.
+            curves.setdefault(row.candidate, {})[row.round] = [(rung.seconds, rung.loss) for rung in row.rungs]
+    return curves

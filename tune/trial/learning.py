@@ -35,6 +35,9 @@ TRUNK_FRACTION: dict[Schedule, float] = {"wsd": 0.8, "constant": 1.0, "cosine": 
 TRUNK, BRANCH, LOSSES = "trunk", "branch", "losses.json"
 """Folders of the trunk and of the unfinished branch, and file of the losses, in a trial's folder."""
 
+LEARNED_FRACTION = 0.95
+"""Loss from which a model has learned more than the frequencies of tokens, as a fraction of their entropy."""
+
 TRUNK_CYCLES = 4
 """Number of cycles of the trunk up to the first rung. A spike is an increase over the mean loss of a cycle."""
 
@@ -120,7 +123,8 @@ def learn(
             started, _ = branch.newest_checkpoint()
             result = _train(branch_config, branch, started or checkpoint, memory_limit, Driver())
         if result.outcome == "finished" and result.val_loss is not None:
-            losses = [*losses, RungLoss(rung.seconds, result.train_tokens, result.val_loss)]
+            has_learned = result.unigram_loss is None or result.val_loss < LEARNED_FRACTION * result.unigram_loss
+            losses = [*losses, RungLoss(rung.seconds, result.train_tokens, result.val_loss, has_learned)]
             location.write_json(LOSSES, to_json(RungLosses(losses)))
             branch.remove()
         yield result, losses

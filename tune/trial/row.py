@@ -72,6 +72,9 @@ class RungLoss:
     """Training tokens of the final run."""
     loss: float
     """Validation loss after the decay of the learning rate, in nats/token."""
+    has_learned: bool = True
+    """Whether the loss is well below the entropy of token frequencies. Before that, it says little about settings,
+    because a model first learns frequencies, with any settings, and then stays at their entropy for a while."""
 
 
 Curve = list[tuple[int, float]]

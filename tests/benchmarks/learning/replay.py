@@ -73,6 +73,8 @@ class Grid:
     """Rungs as fractions of the full run, each twice the one before; the last one is 1."""
     trunk_fraction: float
     """Fraction of a run before its decay branch."""
+    entropy: float
+    """Entropy of the frequencies of the held-out tokens, in nats."""
     speeds: list[Speed]
     runs: list[Run]
 
