@@ -7,11 +7,14 @@ from typing import TYPE_CHECKING
 
 from infra.cli.units import GB, format_duration
 from infra.errors import UserError
+from infra.storage.workspace import Workspace
 from infra.tracking.names import non_default_params
 from train.config import ResolvedConfig
 from train.data.sources import source_of
 from train.estimate.memory import predict_peak
+from train.intervals import Estimate
 from train.reporting.report import print_device_lines
+from train.search_reference import read_search_reference
 from tune.config import SearchConfig
 from tune.experiment.machines import Machine, choose_memory_limit
 from tune.experiment.search_plan import (
@@ -24,6 +27,7 @@ from tune.experiment.search_plan import (
 from tune.experiment.trials import Experiment
 from tune.learning.space import LearningSpace, format_value, make_learning_space
 from tune.learning.strategy import LearningStrategy
+from tune.space import KnobValues
 from tune.trial.learning import LearningRequest, make_rungs
 from tune.trial.row import Proposal, TrialRow
 from tune.trial.run import StopRule, TrialRequest, pending_row
@@ -34,8 +38,8 @@ if TYPE_CHECKING:
 LEARNED = "learned"
 """Folder of the learning trials' checkpoints in the search's folder; empty once the search has ended."""
 
-MIN_VAL_WINDOWS = 64
-"""Minimum number of held-out windows on which candidates are compared, if the data have as many."""
+MIN_VAL_TOKENS = 2**16
+"""Minimum number of held-out tokens on which candidates are compared, if the data have as many."""
 
 
 @dataclass(frozen=True)
@@ -95,7 +99,12 @@ class LearningSearch(Experiment):
         return LearningRequest(
             *common, config, machine, self.limit, None, None, self.labels(name), rungs=rungs, val_batches=val_batches,
             location=self.directory / LEARNED / replace(proposal, stage="learn").key(self.directory.name),
+            measures_noise=proposal.candidate == self.space.control and proposal.stage == "learn",
         )  # fmt: skip
+
+    def discard_checkpoints(self) -> None:
+        """Remove the checkpoints of the learning trials, which only serve to continue them."""
+        Workspace.of(self.directory / LEARNED).remove()
 
     def final_config(self, config: ResolvedConfig, tokens_per_second: float, seed: int = 0) -> ResolvedConfig:
         """Return the final run of ``config`` at this speed, with its number of steps and a warm-up that is short enough
@@ -122,7 +131,7 @@ class LearningSearch(Experiment):
         return self.strategy.remaining(rows)
 
     def describe_best(self, rows: Sequence[TrialRow]) -> str:
-        best = next(iter(self.strategy.ranked(rows, self.train_time)), None)
+        best = self.strategy.best(rows)
         return f"best so far: {self.space.label(best) if best else 'none'} | "
 
     def describe_part(self, row: TrialRow) -> str:
@@ -177,13 +186,24 @@ def make_learning_search(config: SearchConfig, machines: tuple[Machine, ...] = (
     windows = manifest.splits["val"]["tokens"] // (length + 1)
     batches = {space.config(candidate).batch.global_batch for candidate in space.candidates}
     multiple = math.lcm(*batches)
-    val_windows = min(windows, math.ceil(MIN_VAL_WINDOWS / multiple) * multiple)
+    val_windows = min(windows, math.ceil(MIN_VAL_TOKENS / length / multiple) * multiple)
     if not windows:
         raise UserError(
             f"{source.dataset.source} has no held-out windows, by which candidates are compared. Tokenize more books."
         )
-    strategy = LearningStrategy(space, config.train_time, config.search_time)
+    speeds = read_speeds(config, space, device_info.name)
+    strategy = LearningStrategy(space, config.train_time, config.target_loss, config.search_time, speeds)
     return LearningSearch(config, directory, machines, manifest, control, limit, space, strategy, val_windows)
+
+
+def read_speeds(config: SearchConfig, space: LearningSpace, device: str) -> dict[KnobValues, Estimate]:
+    """Read the speed that the search of ``--config`` measured on this device, for the candidates with this speed."""
+    speeds: dict[KnobValues, Estimate] = {}
+    for candidate in space.candidates if config.config else ():
+        reference = read_search_reference(str(config.config), space.config(candidate).flat())
+        if reference and reference.device == device:
+            speeds[space.speed_key(candidate)] = reference.speed
+    return speeds
 
 
 def describe_knobs(space: LearningSpace) -> str:

@@ -10,12 +10,11 @@ A trial that measures the speed precedes the first candidate of each speed.
 """
 
 import math
-import statistics
 from collections.abc import Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 
 from train.intervals import Estimate
-from tune.learning.law import Curves, LearningLaw, seed_scatter
+from tune.learning.results import LearningResults, learning_results
 from tune.learning.space import LearningSpace
 from tune.space import Candidate, KnobValues
 from tune.trial.row import Proposal, TrialRow
@@ -42,8 +41,12 @@ class LearningStrategy:
     """Candidates of the search."""
     train_time: float
     """Time of the final run in seconds."""
+    target_loss: float | None = None
+    """Loss to reach soonest; None for the lowest loss after ``train_time``."""
     search_time: float | None = None
     """Time of the search in seconds; None if it has no limit."""
+    known_speeds: Mapping[KnobValues, Estimate] = field(default_factory=dict)
+    """Speeds in tokens/s that an earlier search measured, by the knobs on which the speed depends."""
 
     def propose(self, rows: Sequence[TrialRow]) -> Proposal | None:
         """Choose the next trial after ``rows``, which include running trials; None if the search is complete."""
@@ -57,6 +60,8 @@ class LearningStrategy:
     def speed(self, candidate: Candidate, rows: Sequence[TrialRow]) -> Estimate | None:
         """Return the speed of ``candidate``, which trials of candidates with the same speed measure."""
         key = self.space.speed_key(candidate)
+        if key in self.known_speeds:
+            return self.known_speeds[key]
         return next((r.speed for r in rows if r.stage == "speed" and r.speed and self._key(r) == key), None)
 
     def _key(self, row: TrialRow) -> KnobValues:
@@ -78,7 +83,7 @@ class LearningStrategy:
         failed = {self._key(row) for row in rows if row.stage == "speed" and not row.speed}
         if self.space.control not in explored and self.space.speed_key(self.space.control) not in failed:
             return self.space.control
-        center = next(iter(self.ranked(rows, self.train_time)), self.space.control)
+        center = self.best(rows) or self.space.control
         nearby = [self._at_noise_scale(rows)] if len(explored) == 1 else []
         for candidate in [*nearby, *self.space.neighbors(center)]:
             if candidate and candidate not in explored and self.space.speed_key(candidate) not in failed:
@@ -99,31 +104,22 @@ class LearningStrategy:
         return min(similar, key=lambda c: abs(math.log(self.space.config(c).batch.global_batch / scale.middle)))
 
     def finalists(self, rows: Sequence[TrialRow]) -> list[Candidate]:
-        """Return the candidates with the lowest predicted loss after the exploration, and the control."""
-        explored = [row for row in rows if row.stage == "learn"]
-        best = self.ranked(explored, self.train_time)[:FINALISTS]
-        return [*best, *(row.candidate for row in explored[:1] if row.rungs and row.candidate not in best)]
+        """Return the best candidates of the exploration, the best first, and the control."""
+        results = self.results([row for row in rows if row.stage != "final"])
+        best = [result.candidate for result in results.finalists[:FINALISTS]]
+        has_learned = results.control is not None and not results.control.is_failed
+        return [*best, *[self.space.control] * (has_learned and self.space.control not in best)]
 
-    def ranked(self, rows: Sequence[TrialRow], seconds: float) -> list[Candidate]:
-        """Return the candidates by their loss after ``seconds``, the lowest first.
+    def results(self, rows: Sequence[TrialRow]) -> LearningResults:
+        """Collect what ``rows`` show so far, with the best candidate first."""
+        return learning_results(
+            rows, self.space.control, lambda candidate: self.speed(candidate, rows), self.train_time, self.target_loss
+        )
 
-        It is measured, or else predicted from their rungs. Those that learned longest come first: the others were
-        stopped, because their loss was higher.
-        """
-        curves = learning_curves(rows)
-        scatter = seed_scatter(curves.values())
-
-        def order(candidate: Candidate) -> tuple[float, float]:
-            of_seeds = curves[candidate]
-            longest = max(time for points in of_seeds.values() for time, _ in points)
-            measured = [loss for points in of_seeds.values() for time, loss in points if math.isclose(time, seconds)]
-            if measured:
-                return -seconds, statistics.fmean(measured)
-            law = LearningLaw(of_seeds, scatter).loss(seconds) if longest < seconds else None
-            last = statistics.fmean(points[-1][1] for points in of_seeds.values())
-            return -min(longest, seconds), law.middle if law else last
-
-        return sorted(curves, key=order)
+    def best(self, rows: Sequence[TrialRow]) -> Candidate | None:
+        """Return the best candidate so far; None before any has learned."""
+        winner = self.results(rows).winner
+        return winner and winner.candidate
 
     def pending_finals(self, rows: Sequence[TrialRow]) -> list[Proposal]:
         """Return the trials that the finals still need: a round per seed, of which every second one is reversed."""
@@ -141,7 +137,7 @@ class LearningStrategy:
         """Estimate the number of further trials."""
         count = len(self.pending_finals(rows)) or (FINALISTS + 1) * SEEDS
         if self._next_to_explore(rows) is not None:
-            center = next(iter(self.ranked(rows, self.train_time)), self.space.control)
+            center = self.best(rows) or self.space.control
             explored = {row.candidate for row in rows if row.stage == "learn"}
             count += sum(candidate not in explored for candidate in self.space.neighbors(center))
         return count
@@ -149,13 +145,3 @@ class LearningStrategy:
 
 def _without_batch(candidate: Candidate) -> KnobValues:
     return tuple(knob for knob in candidate.knobs if knob[0] != "global_batch")
-
-
-def learning_curves(rows: Sequence[TrialRow]) -> Mapping[Candidate, Curves]:
-    """Return (seconds of the final run, loss) at the rungs of each candidate, by seed."""
-    curves: dict[Candidate, dict[int, list[tuple[float, float]]]] = {}
-    for row in rows:
-        if row.rungs and row.outcome in ("ok", "pruned"):
-            # A finalist continues its trial of the exploration, so that its last row has all rungs.
-            curves.setdefault(row.candidate, {})[row.round] = [(rung.seconds, rung.loss) for rung in row.rungs]
-    return curves

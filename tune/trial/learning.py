@@ -15,15 +15,19 @@ from collections.abc import Iterator, Sequence
 from dataclasses import dataclass, replace
 from pathlib import Path
 from time import monotonic
+from typing import NamedTuple
 
 from infra.cli.units import format_duration
 from infra.errors import UserError
 from infra.schema import from_json, strict, to_json
 from infra.storage.directory import StorageDir
+from train.callbacks import Callback
 from train.config import Cycle, ResolvedConfig, Schedule
+from train.intervals import Estimate
 from train.launch.job import WorkerJob
 from train.launch.session import Driver, WorkerSession, step_of
 from train.loop import memory
+from train.noise_scale import NoiseScale
 from train.result import RunResult
 from train.run_files.run_folder import RunFolder
 from tune.trial.row import RungLoss, TrialRow
@@ -37,6 +41,9 @@ TRUNK, BRANCH, LOSSES = "trunk", "branch", "losses.json"
 
 LEARNED_FRACTION = 0.95
 """Loss from which a model has learned more than the frequencies of tokens, as a fraction of their entropy."""
+
+NOISE_STEPS = 20
+"""Maximum number of steps before a branch in which the gradient noise scale is measured."""
 
 TRUNK_CYCLES = 4
 """Number of cycles of the trunk up to the first rung. A spike is an increase over the mean loss of a cycle."""
@@ -64,6 +71,17 @@ class RungLosses:
     """Loss by rung, in ascending order."""
 
 
+class Learned(NamedTuple):
+    """What is known of a learning trial after a rung."""
+
+    losses: list[RungLoss]
+    """Losses so far by rung."""
+    result: RunResult | None = None
+    """Result of the last run; None if the rung was trained by an earlier process."""
+    noise_scale: Estimate | None = None
+    """Gradient noise scale in sequences; None if it was not measured."""
+
+
 def make_rungs(seconds: Sequence[float], tokens_per_second: float, config: ResolvedConfig) -> tuple[Rung, ...]:
     """Compute the rungs of ``config`` at the times ``seconds`` of a run with this speed.
 
@@ -89,9 +107,15 @@ def make_rungs(seconds: Sequence[float], tokens_per_second: float, config: Resol
 
 
 def learn(
-    config: ResolvedConfig, rungs: Sequence[Rung], val_batches: int, location: StorageDir, memory_limit: int | None
-) -> Iterator[tuple[RunResult | None, list[RungLoss]]]:
-    """Train ``config`` at every rung, and yield the result of the last run and all losses so far after each.
+    config: ResolvedConfig,
+    rungs: Sequence[Rung],
+    val_batches: int,
+    location: StorageDir,
+    memory_limit: int | None = None,
+    *,
+    measures_noise: bool = False,
+) -> Iterator["Learned"]:
+    """Train ``config`` at every rung, and yield what is known after each.
 
     A result that is not ``finished`` is the last one. Rungs whose losses are in the trial's folder at ``location`` are
     not trained again, and have no result.
@@ -102,6 +126,7 @@ def learn(
         val_batches: number of validation batches at a rung.
         location: the trial's folder.
         memory_limit: bytes that this process may use.
+        measures_noise: whether to measure the gradient noise scale in the last steps of the trunk before each branch.
     """
     trunk, branch = (RunFolder.of(location / part, "learning", location.digest, part) for part in (TRUNK, BRANCH))
     losses = read_losses(location)
@@ -110,13 +135,18 @@ def learn(
         schedule="constant", cycle=Cycle(max(1, first.trunk_steps // TRUNK_CYCLES), 0), keep_checkpoints=1
     )
     for known in range(1, len(losses) + 1):
-        yield None, losses[:known]
+        yield Learned(losses[:known])
+    noise: NoiseScale | None = None
     for rung in rungs[len(losses) :]:
         result, checkpoint = None, None
         if rung.trunk_steps:
             checkpoint, _ = trunk.newest_checkpoint()
             if steps := rung.trunk_steps - step_of(checkpoint):
-                result = _train(trunk_config, trunk, checkpoint, memory_limit, StopAfterSteps(steps))
+                watched = min(NOISE_STEPS, steps // 2)
+                if measures_noise and watched > 1 and config.batch.accumulation > 1:
+                    noise = NoiseScale(rung.trunk_steps - watched + 1, watched)
+                callbacks = [noise] if noise else []
+                result = _train(trunk_config, trunk, checkpoint, memory_limit, StopAfterSteps(steps), callbacks)
                 checkpoint, _ = trunk.newest_checkpoint()
         if result is None or result.outcome == "interrupted":
             branch_config = config.replace(steps=rung.steps, cycle=Cycle(rung.steps, val_batches), keep_checkpoints=1)
@@ -127,7 +157,7 @@ def learn(
             losses = [*losses, RungLoss(rung.seconds, result.train_tokens, result.val_loss, has_learned)]
             location.write_json(LOSSES, to_json(RungLosses(losses)))
             branch.remove()
-        yield result, losses
+        yield Learned(losses, result, noise.sequences if noise else None)
         if result.outcome != "finished":
             return
 
@@ -144,11 +174,16 @@ class StopAfterSteps(Driver):
 
 
 def _train(
-    config: ResolvedConfig, folder: RunFolder, resume: Path | None, memory_limit: int | None, driver: Driver
+    config: ResolvedConfig,
+    folder: RunFolder,
+    resume: Path | None,
+    memory_limit: int | None,
+    driver: Driver,
+    callbacks: Sequence[Callback] = (),
 ) -> RunResult:
     """Train ``config`` from the checkpoint ``resume``, with its files in ``folder``, and free its memory."""
     folder.path.mkdir(parents=True, exist_ok=True)
-    result = WorkerSession(WorkerJob(config, memory_limit), folder, driver).run(resume).result
+    result = WorkerSession(WorkerJob(config, memory_limit), folder, driver, callbacks).run(resume).result
     assert result is not None, "a session without an exception has a result"
     memory.reset_after_oom(config.execution)
     return result
@@ -177,14 +212,19 @@ class LearningRequest(TrialRequest):
     """Number of validation batches at a rung."""
     location: StorageDir
     """Folder of the trial's checkpoints and losses, which later trials of the same settings and seed continue."""
+    measures_noise: bool = False
+    """Whether to measure the gradient noise scale."""
 
     def rows(self) -> Iterator[tuple[TrialRow, str | None]]:
         """Train to each rung, and yield the row so far after each. It is ``pruned`` if no other follows."""
         started_at = monotonic()
         row, trace = unmeasured_row(self, "ok", "", 0.0), None
         try:
-            for result, losses in learn(self.config, self.rungs, self.val_batches, self.location, self.memory_limit):
-                row = self._row(result, losses)
+            for learned in learn(
+                self.config, self.rungs, self.val_batches, self.location, self.memory_limit,
+                measures_noise=self.measures_noise,
+            ):  # fmt: skip
+                row = self._row(learned)
                 if row.outcome == "pruned":
                     yield replace(row, seconds=monotonic() - started_at), None
         except UserError as mistake:
@@ -194,12 +234,14 @@ class LearningRequest(TrialRequest):
             row = replace(row, outcome=outcome, reason=reason)
         yield replace(row, seconds=monotonic() - started_at), trace
 
-    def _row(self, result: RunResult | None, losses: Sequence[RungLoss]) -> TrialRow:
-        """Create the row of the trial with the ``losses`` so far; ``result`` is that of the last run, if known."""
+    def _row(self, learned: Learned) -> TrialRow:
+        """Create the row of the trial so far."""
+        losses, result, noise_scale = learned
         outcome, reason = ("ok", f"learned for {format_duration(round(self.rungs[-1].seconds, 1))} of the final run")
         if result and result.outcome != "finished":
             outcome, reason = classify_outcome(result)
         elif len(losses) < len(self.rungs):
             outcome, reason = "pruned", "its loss was above the median of the trials at the same rung"
         row = unmeasured_row(self, outcome, reason, 0.0)
-        return replace(row, result=result, step_tokens=self.config.step_tokens, rungs=list(losses))
+        step_tokens = self.config.step_tokens
+        return replace(row, result=result, step_tokens=step_tokens, rungs=losses, noise_scale=noise_scale)

@@ -45,8 +45,10 @@ def this_search(session: Session, draw: random.Random, control: Cell) -> Mapping
     rows: list[TrialRow] = []
     while proposal := strategy.propose(rows):
         rows.append(run(session, strategy, proposal, rows))
-    times = {duration: grid.rungs[duration] * grid.full_seconds for duration in session.durations}
-    return {duration: cell_of(strategy.ranked(rows, seconds)[0]) for duration, seconds in times.items()}
+    results, full = strategy.results(rows), grid.full_seconds
+    times = [grid.rungs[duration] * full for duration in session.durations]
+    chosen = [results.winner if time == full else results.best_at(time) for time in times]
+    return {duration: cell_of(best.candidate) for duration, best in zip(session.durations, chosen, strict=True) if best}
 
 
 def run(session: Session, strategy: LearningStrategy, proposal: Proposal, rows: Sequence[TrialRow]) -> TrialRow:

@@ -13,11 +13,11 @@ from train.launch.job import WorkerJob
 from train.launch.session import Driver, WorkerSession
 from train.model_config import ModelConfig
 from train.resolved import resolve_local
-from train.result import RunResult
 from train.run_files.run_folder import RunFolder
 from tune.space import Candidate
 from tune.trial.learning import (
     LEARNED_FRACTION,
+    Learned,
     LearningRequest,
     Rung,
     StopAfterSteps,
@@ -52,14 +52,14 @@ def plain_loss(config: ResolvedConfig) -> float:
     return result.val_loss
 
 
-def losses_of(trial: Iterator[tuple[RunResult | None, list[RungLoss]]]) -> list[RungLoss]:
-    return [losses for _, losses in trial][-1]
+def losses_of(trial: Iterator[Learned]) -> list[RungLoss]:
+    return [learned.losses for learned in trial][-1]
 
 
 def test_a_trunk_and_its_last_branch_are_a_plain_run(config: ResolvedConfig, tmp_path: Path) -> None:
     rungs = rungs_of(config)
     assert [(rung.trunk_steps, rung.steps) for rung in rungs] == [(4, 6), (9, 12), (19, 24)]
-    losses = losses_of(learn(config, rungs, 2, StorageDir.of(tmp_path), None))
+    losses = losses_of(learn(config, rungs, 2, StorageDir.of(tmp_path)))
     assert [(loss.seconds, loss.tokens) for loss in losses] == [(s, int(s) * config.step_tokens) for s in SECONDS]
     assert losses[-1].loss == plain_loss(config)
 
@@ -67,9 +67,9 @@ def test_a_trunk_and_its_last_branch_are_a_plain_run(config: ResolvedConfig, tmp
 def test_a_trial_that_was_killed_continues_where_it_was(config: ResolvedConfig, tmp_path: Path) -> None:
     """Between two rungs, after some steps of the trunk, and after some of a branch."""
     rungs = rungs_of(config)
-    expected = losses_of(learn(config, rungs, 2, StorageDir.of(tmp_path / "whole"), None))
+    expected = losses_of(learn(config, rungs, 2, StorageDir.of(tmp_path / "whole")))
     location = StorageDir.of(tmp_path / "killed")
-    (_, first) = next(learn(config, rungs, 2, location, None))
+    first = next(learn(config, rungs, 2, location)).losses
     assert first == expected[:1] == read_losses(location)
 
     def train_for(steps: int, folder: RunFolder, length: int, resume: Path | None) -> None:
@@ -80,32 +80,41 @@ def test_a_trial_that_was_killed_continues_where_it_was(config: ResolvedConfig, 
 
     trunk, branch = (RunFolder.of(location / part) for part in ("trunk", "branch"))
     train_for(3, trunk, 24, trunk.newest_checkpoint()[0])
-    trial = learn(config, rungs, 2, location, None)
-    assert next(trial) == (None, expected[:1])  # what is known is reported again, for the scheduler
-    assert next(trial)[1] == expected[:2]
+    trial = learn(config, rungs, 2, location)
+    assert next(trial) == Learned(expected[:1])  # what is known is reported again, for the scheduler
+    assert next(trial).losses == expected[:2]
     train_for(10, trunk, 24, trunk.newest_checkpoint()[0])
     train_for(2, branch, 24, trunk.newest_checkpoint()[0])
-    assert losses_of(learn(config, rungs, 2, location, None)) == expected
+    assert losses_of(learn(config, rungs, 2, location)) == expected
     assert [path.name for path in trunk.checkpoints.iterdir()] == ["step-00000019"]
     assert not branch.path.exists()
 
 
 def test_a_finished_trial_trains_longer(config: ResolvedConfig, tmp_path: Path) -> None:
     rungs, location = rungs_of(config), StorageDir.of(tmp_path)
-    short = losses_of(learn(config, rungs[:2], 2, location, None))
-    longer = losses_of(learn(config, rungs, 2, location, None))
+    short = losses_of(learn(config, rungs[:2], 2, location))
+    longer = losses_of(learn(config, rungs, 2, location))
     assert longer[:2] == short
     assert longer[-1].loss == plain_loss(config)
+
+
+def test_the_noise_scale_is_measured_and_changes_no_loss(config: ResolvedConfig, tmp_path: Path) -> None:
+    rungs = rungs_of(config)
+    plain = losses_of(learn(config, rungs, 2, StorageDir.of(tmp_path / "plain")))
+    *_, last = learn(config, rungs, 2, StorageDir.of(tmp_path / "noise"), measures_noise=True)
+    assert last.losses == plain
+    assert last.noise_scale
+    assert last.noise_scale.low <= last.noise_scale.middle <= last.noise_scale.high
 
 
 def test_a_constant_rate_has_no_decay_and_a_cosine_one_rung(config: ResolvedConfig, tmp_path: Path) -> None:
     constant = config.replace(schedule="constant")
     assert [(rung.trunk_steps, rung.steps) for rung in rungs_of(constant)] == [(5, 6), (11, 12), (23, 24)]
-    (*_, last) = losses_of(learn(constant, rungs_of(constant), 2, StorageDir.of(tmp_path / "constant"), None))
+    (*_, last) = losses_of(learn(constant, rungs_of(constant), 2, StorageDir.of(tmp_path / "constant")))
     assert last.loss == plain_loss(constant)
     cosine = config.replace(schedule="cosine")
     assert [(rung.trunk_steps, rung.steps) for rung in rungs_of(cosine)] == [(0, 24)]
-    (only,) = losses_of(learn(cosine, rungs_of(cosine), 2, StorageDir.of(tmp_path / "cosine"), None))
+    (only,) = losses_of(learn(cosine, rungs_of(cosine), 2, StorageDir.of(tmp_path / "cosine")))
     assert only.loss == plain_loss(cosine)
 
 
