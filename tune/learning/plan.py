@@ -28,7 +28,8 @@ from tune.experiment.trials import Experiment
 from tune.learning.space import LearningSpace, format_value, make_learning_space
 from tune.learning.strategy import LearningStrategy
 from tune.space import KnobValues
-from tune.trial.learning import LearningRequest, make_rungs
+from tune.strategy.base import trial_time_limit
+from tune.trial.learning import LearningRequest
 from tune.trial.row import Proposal, TrialRow
 from tune.trial.run import StopRule, TrialRequest, pending_row
 
@@ -85,7 +86,7 @@ class LearningSearch(Experiment):
         key, search = proposal.key(self.directory.name), self.config
         common = (key, number, name, proposal)
         if proposal.stage == "speed":
-            seconds = search.trial_time
+            seconds = trial_time_limit(rows, search.trial_time)
             config = config.replace(steps=search.trial_steps, cycle=TRIAL_CYCLE)
             rule = StopRule(seconds, search.speed_tolerance)
             timeout = search.compile_time + seconds
@@ -94,12 +95,13 @@ class LearningSearch(Experiment):
         assert speed, "a learning trial follows the trial that measures its speed"
         seconds = self.strategy.rung_seconds(proposal.stage, proposal.round)
         config = self.final_config(config, speed.middle, proposal.round)
-        rungs = make_rungs(seconds, speed.middle, config)
         val_batches = math.ceil(self.val_windows / config.batch.global_batch)
+        is_control = proposal.candidate == self.space.control
+        key = replace(proposal, stage="learn").key(self.directory.name)  # A finalist continues its exploration.
         return LearningRequest(
-            *common, config, machine, self.limit, None, None, self.labels(name), rungs=rungs, val_batches=val_batches,
-            location=self.directory / LEARNED / replace(proposal, stage="learn").key(self.directory.name),
-            measures_noise=proposal.candidate == self.space.control and proposal.stage == "learn",
+            *common, config, machine, self.limit, None, None, self.labels(name), seconds=tuple(seconds),
+            tokens_per_second=speed.middle, val_batches=val_batches, location=self.directory / LEARNED / key,
+            measures_noise=is_control and proposal.stage == "learn",
         )  # fmt: skip
 
     def discard_checkpoints(self) -> None:

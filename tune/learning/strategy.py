@@ -53,19 +53,25 @@ class LearningStrategy:
         candidate = self._next_to_explore(rows)
         if candidate is None:
             return next(iter(self.pending_finals(rows)), None)
-        if self.speed(candidate, rows) is None:
-            return Proposal(candidate, "speed")
+        if self.speed(candidate, rows) is None:  # A trial that was too short for a speed is repeated with more time.
+            return Proposal(candidate, "speed", round=len(self._speed_rows(candidate, rows)))
         return Proposal(candidate, "learn")
 
     def speed(self, candidate: Candidate, rows: Sequence[TrialRow]) -> Estimate | None:
         """Return the speed of ``candidate``, which trials of candidates with the same speed measure."""
-        key = self.space.speed_key(candidate)
-        if key in self.known_speeds:
-            return self.known_speeds[key]
-        return next((r.speed for r in rows if r.stage == "speed" and r.speed and self._key(r) == key), None)
+        if known := self.known_speeds.get(self.space.speed_key(candidate)):
+            return known
+        return next((row.speed for row in self._speed_rows(candidate, rows) if row.speed), None)
 
-    def _key(self, row: TrialRow) -> KnobValues:
-        return self.space.speed_key(row.candidate)
+    def _speed_rows(self, candidate: Candidate, rows: Sequence[TrialRow]) -> list[TrialRow]:
+        key = self.space.speed_key(candidate)
+        return [row for row in rows if row.stage == "speed" and self.space.speed_key(row.candidate) == key]
+
+    def _has_no_speed(self, candidate: Candidate, rows: Sequence[TrialRow]) -> bool:
+        """Return whether ``candidate`` and those of the same speed cannot be trained."""
+        measured = self._speed_rows(candidate, rows)
+        is_short = bool(measured) and measured[-1].ended_too_early and measured[-1].round == 0
+        return bool(measured) and not is_short and self.speed(candidate, rows) is None
 
     def rung_seconds(self, stage: str, seed: int = 0) -> list[float]:
         """Return the times of the rungs of a trial in this stage, in seconds of the final run."""
@@ -79,14 +85,13 @@ class LearningStrategy:
         if any(row.stage == "final" for row in rows) or self._is_exploration_over(rows):
             return None
         explored = {row.candidate for row in rows if row.stage == "learn"}
-        # Without a speed, a candidate and those of the same speed cannot be trained.
-        failed = {self._key(row) for row in rows if row.stage == "speed" and not row.speed}
-        if self.space.control not in explored and self.space.speed_key(self.space.control) not in failed:
-            return self.space.control
-        center = self.best(rows) or self.space.control
+        control = self.space.control
+        if control not in explored and not self._has_no_speed(control, rows):
+            return control
+        center = self.best(rows) or control
         nearby = [self._at_noise_scale(rows)] if len(explored) == 1 else []
         for candidate in [*nearby, *self.space.neighbors(center)]:
-            if candidate and candidate not in explored and self.space.speed_key(candidate) not in failed:
+            if candidate and candidate not in explored and not self._has_no_speed(candidate, rows):
                 return candidate
         return None
 

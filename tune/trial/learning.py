@@ -206,8 +206,10 @@ def read_losses(location: StorageDir) -> list[RungLoss]:
 class LearningRequest(TrialRequest):
     """The input of a learning trial's process, whose ``config`` is the final run with its number of steps."""
 
-    rungs: tuple[Rung, ...]
-    """Rungs in ascending order."""
+    seconds: tuple[float, ...]
+    """Times of the final run at the rungs, in ascending order."""
+    tokens_per_second: float
+    """Speed of the final run."""
     val_batches: int
     """Number of validation batches at a rung."""
     location: StorageDir
@@ -220,11 +222,12 @@ class LearningRequest(TrialRequest):
         started_at = monotonic()
         row, trace = unmeasured_row(self, "ok", "", 0.0), None
         try:
+            rungs = make_rungs(self.seconds, self.tokens_per_second, self.config)
             for learned in learn(
-                self.config, self.rungs, self.val_batches, self.location, self.memory_limit,
+                self.config, rungs, self.val_batches, self.location, self.memory_limit,
                 measures_noise=self.measures_noise,
             ):  # fmt: skip
-                row = self._row(learned)
+                row = self._row(learned, is_last=len(learned.losses) == len(rungs))
                 if row.outcome == "pruned":
                     yield replace(row, seconds=monotonic() - started_at), None
         except UserError as mistake:
@@ -234,13 +237,13 @@ class LearningRequest(TrialRequest):
             row = replace(row, outcome=outcome, reason=reason)
         yield replace(row, seconds=monotonic() - started_at), trace
 
-    def _row(self, learned: Learned) -> TrialRow:
-        """Create the row of the trial so far."""
+    def _row(self, learned: Learned, *, is_last: bool) -> TrialRow:
+        """Create the row of the trial so far, or after the last rung."""
         losses, result, noise_scale = learned
-        outcome, reason = ("ok", f"learned for {format_duration(round(self.rungs[-1].seconds, 1))} of the final run")
+        outcome, reason = ("ok", f"learned for {format_duration(round(self.seconds[-1], 1))} of the final run")
         if result and result.outcome != "finished":
             outcome, reason = classify_outcome(result)
-        elif len(losses) < len(self.rungs):
+        elif not is_last:
             outcome, reason = "pruned", "its loss was above the median of the trials at the same rung"
         row = unmeasured_row(self, outcome, reason, 0.0)
         step_tokens = self.config.step_tokens

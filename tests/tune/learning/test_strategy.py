@@ -98,6 +98,15 @@ def test_candidates_without_a_speed_are_left_out(space: LearningSpace) -> None:
     assert any(row.stage == "final" for row in rows)
 
 
+def test_a_speed_that_was_not_measured_in_time_is_measured_again_once(space: LearningSpace) -> None:
+    strategy = LearningStrategy(space, TIME)
+    short = replace(row_of(strategy, Proposal(space.control, "speed"), 1), result=None, ended_too_early=True)
+    assert strategy.propose([short]) == Proposal(space.control, "speed", round=1)
+    again = strategy.propose([short, replace(short, round=1)])
+    assert again
+    assert space.speed_key(again.candidate) != space.speed_key(space.control)
+
+
 def test_a_finalist_that_fails_runs_no_more(space: LearningSpace) -> None:
     def run(strategy: LearningStrategy, proposal: Proposal, number: int) -> TrialRow:
         row = row_of(strategy, proposal, number)

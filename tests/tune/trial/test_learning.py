@@ -134,8 +134,8 @@ def test_damaged_losses_are_named(config: ResolvedConfig, tmp_path: Path) -> Non
 def request(config: ResolvedConfig, folder: Path) -> LearningRequest:
     candidate = Candidate(2, (("learning_rate", 3e-3),))
     return LearningRequest(
-        "key", 1, "name", Proposal(candidate, "learn"), config, "here", rungs=rungs_of(config), val_batches=2,
-        location=StorageDir.of(folder),
+        "key", 1, "name", Proposal(candidate, "learn"), config, "here", seconds=tuple(SECONDS),
+        tokens_per_second=config.step_tokens, val_batches=2, location=StorageDir.of(folder),
     )  # fmt: skip
 
 
@@ -153,6 +153,9 @@ def test_divergence_and_unusable_settings_are_outcomes(config: ResolvedConfig, t
     (row, trace) = [*request(config.replace(learning_rate=1e6, clip_norm=0.0), tmp_path / "wild").rows()][-1]
     assert (row.outcome, trace) == ("failed", None)
     assert "loss" in row.reason
+    (row, trace) = [*request(config.replace(warmup_steps=12), tmp_path / "short").rows()][-1]
+    assert (row.outcome, trace) == ("failed", None)
+    assert "warm-up of 12 steps" in row.reason
     missing = replace(request(config, tmp_path / "gone"), config=config.replace(data=str(tmp_path / "nothing")))
     (row, trace) = [*missing.rows()][-1]
     assert (row.outcome, trace, row.rungs) == ("failed", None, [])
