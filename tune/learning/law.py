@@ -93,6 +93,24 @@ class LearningLaw:
         middle, low, high = map(reached, range(3))
         return None if math.isinf(low) else Estimate(middle, low, high)
 
+    @property
+    def has_phases(self) -> bool:
+        """Whether the loss has fallen ever faster between some rungs, by at least half of what seeds scatter."""
+        scatter, times, slopes = _pooled(SEED_DEVIATION**2, self.scatter), list(self._rungs), _slopes(self._rungs)
+        deviations = [
+            statistics.fmean(losses) * math.sqrt(scatter.variance / len(losses)) for losses in self._rungs.values()
+        ]
+        for rung, (before, after) in enumerate(itertools.pairwise(slopes), 1):
+            first, last = math.log(times[rung] / times[rung - 1]), math.log(times[rung + 1] / times[rung])
+            terms = (
+                deviations[rung - 1] / first,
+                deviations[rung] * (1 / first + 1 / last),
+                deviations[rung + 1] / last,
+            )
+            if before - after > math.hypot(*terms) / 2:
+                return True
+        return False
+
     def extrapolation(self, seconds: float) -> float:
         """Return the ratio of ``seconds`` to the longest rung."""
         return seconds / max(self._rungs)
@@ -153,26 +171,37 @@ def loss_difference(
     """Return the expected loss of ``first`` at ``seconds`` minus that of ``second``, with its 95% interval.
 
     The difference of the laws is fitted to the differences at the rungs that both candidates have with the same seed;
-    None with less than two, except at the rung. ``ratio_scatter`` is the scatter between seeds of
-    :func:`paired_ratios`, of all pairs.
+    None with less than two. At such a rung it is the measured one. ``ratio_scatter`` is the scatter between seeds of
+    :func:`paired_ratios`, of all pairs. If the loss of a candidate has fallen ever faster, the interval also holds the
+    difference of their own predictions.
     """
     differences = _values_by_time(_paired(first, second, lambda loss, other: loss - other))
     levels = _values_by_time(_paired(first, second, lambda loss, other: (loss + other) / 2))
-    scatter = _pooled(2 * SEED_DEVIATION**2, ratio_scatter)
-    if len(differences) < MIN_RUNGS:
-        if seconds not in differences:
-            return None
+    difference_scatter = _pooled(2 * SEED_DEVIATION**2, ratio_scatter)
+    if seconds in differences:
         measured, level = statistics.fmean(differences[seconds]), statistics.fmean(levels[seconds])
-        error = level * scatter.log_error(1 / len(differences[seconds]))
+        error = level * difference_scatter.log_error(1 / len(differences[seconds]))
         return Estimate(measured, measured - error, measured + error)
+    if len(differences) < MIN_RUNGS:
+        return None
     law = PowerLawDifference(
         positions=list(differences),
         differences=list(map(statistics.fmean, differences.values())),
         means=list(map(statistics.fmean, levels.values())),
-        deviations=_deviations(levels, scatter),
-        degrees_of_freedom=scatter.degrees_of_freedom,
+        deviations=_deviations(levels, difference_scatter),
+        degrees_of_freedom=difference_scatter.degrees_of_freedom,
     )
-    return law.at(seconds)
+    difference = law.at(seconds)
+    scatter = seed_scatter([first, second])
+    laws = [LearningLaw(curves, scatter) for curves in (first, second)]
+    if not any(law.has_phases for law in laws):
+        return difference
+    loss, other = (law.loss(seconds) for law in laws)
+    assert loss is not None, "it has the rungs of the pairs"
+    assert other is not None, "it has the rungs of the pairs"
+    low = loss.middle - other.middle - math.hypot(loss.middle - loss.low, other.high - other.middle)
+    high = loss.middle - other.middle + math.hypot(loss.high - loss.middle, other.middle - other.low)
+    return Estimate(difference.middle, min(low, difference.low), max(high, difference.high))
 
 
 def _deviations(losses: Mapping[float, Sequence[float]], scatter: Scatter) -> list[float]:

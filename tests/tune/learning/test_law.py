@@ -207,3 +207,14 @@ def test_a_model_that_learns_in_phases_has_wide_intervals(rungs: int, losses: li
         assert estimate
         assert estimate.low <= loss <= estimate.high
         assert width(estimate) < 1.2
+
+
+def test_the_difference_of_models_that_learn_in_phases_has_a_wide_interval() -> None:
+    """The second one has a rate four times as high, and learns pairs later."""
+    losses = PHASES["pairs, then copies"][:4], [5.313, 4.954, 4.619, 4.316]
+    first, second = ({0: [(40.0 * 2**rung, loss) for rung, loss in enumerate(curve[:3])]} for curve in losses)
+    assert LearningLaw(first).has_phases
+    assert not LearningLaw(curves_of(power_law(2.0, 1.0, 0.3), 6, np.zeros((1, 6)))).has_phases
+    estimate = loss_difference(first, second, 320.0)
+    assert estimate
+    assert estimate.low <= losses[0][3] - losses[1][3] <= estimate.high
