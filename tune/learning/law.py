@@ -100,14 +100,14 @@ class LearningLaw:
         deviations = [
             statistics.fmean(losses) * math.sqrt(scatter.variance / len(losses)) for losses in self._rungs.values()
         ]
-        for rung, (before, after) in enumerate(itertools.pairwise(slopes), 1):
+        for rung, (slope, next_slope) in enumerate(itertools.pairwise(slopes), 1):
             first, last = math.log(times[rung] / times[rung - 1]), math.log(times[rung + 1] / times[rung])
             terms = (
                 deviations[rung - 1] / first,
                 deviations[rung] * (1 / first + 1 / last),
                 deviations[rung + 1] / last,
             )
-            if before - after > math.hypot(*terms) / 2:
+            if slope - next_slope > math.hypot(*terms) / 2:
                 return True
         return False
 
