@@ -16,9 +16,12 @@ import torch
 from safetensors.torch import load_file
 from trainers import make_trainer
 
-from train.config import Cycle, TrainConfig
+from train.config import Cycle, Device, TrainConfig
+from train.intervals import Estimate
+from train.loop.control import Callbacks
 from train.loop.cycle import close_cycle, open_cycle
 from train.model_config import ModelConfig
+from train.noise_scale import NoiseScale
 from train.resolved import resolve_local
 from train.result import CycleReport, RunResult
 
@@ -175,6 +178,38 @@ def test_an_optimizer_that_waits_for_the_gpu_by_torchs_design(config: TrainConfi
     """
     with pytest.raises(RuntimeError, match="synchronizing"):
         test_no_step_after_the_first_waits_for_the_gpu(config, changes)
+
+
+@pytest.mark.parametrize(
+    ("changes", "tolerance"),
+    [({}, 10 * EXACT), ({"precision": "fp16", "ablate": ("set-to-none",)}, 0.05)],
+    ids=str,
+)  # fmt: skip
+def test_the_noise_scale_is_that_of_the_cpu_and_its_steps_do_not_wait(
+    config: TrainConfig, changes: dict[str, Any], tolerance: float
+) -> None:
+    """The loss scale of fp16 multiplies both norms, and clipping follows them."""
+    config = config.replace(**changes, clip_norm=0.1)
+
+    def measured(device: Device) -> Estimate:
+        noise = NoiseScale(first=4, steps=6)
+
+        def after_the_first() -> bool:
+            torch.cuda.set_sync_debug_mode("error")
+            return False
+
+        settings = (
+            config.replace(device=device) if device == "cuda" else config.replace(device=device, precision="fp32")
+        )
+        callbacks = Callbacks(should_stop=after_the_first, user_callbacks=[noise])
+        try:
+            assert make_trainer(resolve_local(settings), callbacks=callbacks).run().outcome == "finished"
+        finally:
+            torch.cuda.set_sync_debug_mode("default")
+        assert noise.sequences
+        return noise.sequences
+
+    assert tuple(measured("cuda")) == pytest.approx(tuple(measured("cpu")), rel=tolerance)
 
 
 def test_what_the_host_reads_later_is_copied_to_pinned_memory(config: TrainConfig) -> None:
