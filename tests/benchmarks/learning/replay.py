@@ -24,6 +24,7 @@ from infra.cli.console import console
 from infra.schema import from_json, strict, to_json
 from infra.storage.files import write_json
 from tune.learning.law import LearningLaw, seed_scatter
+from tune.trial.learning import LEARNED_FRACTION
 
 BUDGET = 0.25
 """Cost at which a competitor begins no further trial, as a fraction of the grid's."""
@@ -336,14 +337,21 @@ class Extrapolation:
 
 
 def extrapolate(grid: Grid, seeds: Sequence[int]) -> Extrapolation:
-    """Predict each cell from the rungs of ``seeds`` up to a quarter of the full time; diverged cells are left out."""
+    """Predict each cell from the rungs of ``seeds`` up to a quarter of the full time; diverged cells are left out.
+
+    Rungs at which a model has not learned more than the frequencies of tokens are left out, as a search does.
+    """
     last = len(grid.rungs) - 1
     losses = {cell: grid.mean_loss(cell, last) for cell in grid.cells}
     times = [rung * grid.full_seconds for rung in grid.rungs[:-2]]
+    learned = LEARNED_FRACTION * grid.entropy
     curves = {
-        cell: {seed: [(time, grid.loss(cell, seed, rung)) for rung, time in enumerate(times)] for seed in seeds}
-        for cell, loss in losses.items()
-        if math.isfinite(loss)
+        cell: {
+            seed: [(time, loss) for rung, time in enumerate(times) if (loss := grid.loss(cell, seed, rung)) < learned]
+            for seed in seeds
+        }
+        for cell, full_loss in losses.items()
+        if math.isfinite(full_loss)
     }
     scatter = seed_scatter(curves.values())
     predicted = {cell: LearningLaw(of_cell, scatter).loss(grid.full_seconds) for cell, of_cell in curves.items()}

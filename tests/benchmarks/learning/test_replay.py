@@ -1,5 +1,6 @@
 """The replay of searches charges what they train and judges what they choose, on a grid of known laws."""
 
+import dataclasses
 import importlib.util
 import json
 import math
@@ -52,7 +53,7 @@ def grid(replay: Any) -> Any:
         for seed in range(3)
         for cell in cells
     ]
-    return replay.Grid(RUNGS, 0.8, speeds, runs)
+    return replay.Grid(RUNGS, 0.8, 5.5, speeds, runs)
 
 
 def test_a_grid_is_stored_and_read(replay: Any, grid: Any) -> None:
@@ -119,7 +120,7 @@ def test_asha_stops_slow_learners_and_tries_more_cells_than_random_search(replay
 def test_a_run_that_diverged_is_never_chosen_and_never_reaches_a_loss(replay: Any, grid: Any) -> None:
     best = min(grid.cells, key=lambda cell: grid.mean_loss(cell, LAST))
     runs = [replay.Run(run.cell, run.seed, run.losses[:3]) if run.cell == best else run for run in grid.runs]
-    diverged = replay.Grid(grid.rungs, grid.trunk_fraction, grid.speeds, runs)
+    diverged = dataclasses.replace(grid, runs=runs)
     assert diverged.mean_loss(best, LAST) == math.inf
     assert diverged.mean_loss(best, 1) == grid.mean_loss(best, 1)
     assert diverged.seconds_to(best, 3.0) == replay.MAX_TIME_RATIO * diverged.full_seconds
