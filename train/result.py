@@ -1,5 +1,6 @@
 """The result of a run, which ladders and searches compare, and which MLflow and ``result.json`` store."""
 
+import math
 from dataclasses import dataclass, field
 from typing import Literal
 
@@ -89,6 +90,32 @@ class Diagnosis:
     """Advice on the next step: a sentence, or the start of a sentence that ends with ``command``."""
     command: str = ""
     """Command that follows the advice; empty if there is none."""
+
+
+@strict
+@dataclass(frozen=True)
+class LossPrediction:
+    """The held-out loss at the end of a run that a search predicted, in nats/token, with its 95% interval."""
+
+    loss: float
+    """Predicted validation loss."""
+    low: float
+    """Lower end of the interval."""
+    high: float
+    """Upper end of the interval."""
+    train_tokens: int
+    """Number of training tokens for which the loss is predicted."""
+    slope: float
+    """Change of the loss by the natural logarithm of the number of training tokens; usually negative."""
+    val_windows: int
+    """Number of held-out windows on which the search validated."""
+    data_fingerprint: str
+    """Fingerprint of the search's data."""
+
+    def after(self, train_tokens: int) -> Estimate:
+        """Return the loss that is predicted after another number of training tokens."""
+        change = self.slope * math.log(train_tokens / self.train_tokens)
+        return Estimate(self.loss + change, self.low + change, self.high + change)
 
 
 @strict
@@ -244,5 +271,7 @@ class RunResult:
     """Findings about the run; None if there are none."""
     predicted_memory: int | None = None
     """Predicted peak memory of the process, in bytes."""
+    loss_prediction: LossPrediction | None = None
+    """The loss that the search of this config predicted; None if it comes from no such search, or did not finish."""
     failed_micro_batches: tuple[int, ...] = ()
     """Micro-batches that were chosen automatically and did not fit in memory."""

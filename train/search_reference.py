@@ -1,11 +1,11 @@
-"""The speed that a search measured for a config, and the diagnosis of a slower run with this config.
+"""What a search measured and predicted for a config, and the diagnosis of a slower run with this config.
 
 A cause is only reported if the measurements of the run and of the search's trials show it.
 """
 
 import json
 from collections.abc import Iterator, Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, fields, replace
 from itertools import chain
 from statistics import fmean
 from typing import Any, NamedTuple
@@ -14,9 +14,9 @@ from infra.device.telemetry import THROTTLE_BITS
 from infra.errors import UserError
 from infra.schema import from_json, strict
 from infra.storage.directory import StorageDir
-from train.config import Compile, config_from_json
+from train.config import Compile, OptimizationConfig, config_from_json
 from train.intervals import Difference, Estimate
-from train.result import Diagnosis, RunResult
+from train.result import Diagnosis, LossPrediction, RunResult
 
 SPEED_SETTINGS = (
     "stream", "model", "global_batch", "optimizer", "clip_norm", "mask_books", "micro_batch", "precision", "attention",
@@ -24,6 +24,9 @@ SPEED_SETTINGS = (
     "accelerator", "allocator", "offload_optimizer", "deterministic",
 )  # fmt: skip
 """Settings on which the speed depends."""
+
+LOSS_SETTINGS = (*(field.name for field in fields(OptimizationConfig)), "time_budget", "steps", "tokens")
+"""Further settings on which the loss at the end of a run depends."""
 
 MIN_EXPLAINED_FRACTION = 0.25
 """Minimum fraction of the missing speed that a cause must explain, if its effect can be computed."""
@@ -68,6 +71,8 @@ class SearchReference:
     """Fraction of a step in which the loop waits for a batch; None if it was not measured."""
     telemetry: dict[str, float]
     """Averages of the machines' telemetry, by metric."""
+    loss_prediction: LossPrediction | None = None
+    """Predicted loss at the end of the run; None of a search for the fastest configuration."""
 
     @property
     def speed(self) -> Estimate:
@@ -96,7 +101,10 @@ class Cause(NamedTuple):
 
 
 def read_search_reference(file: str, settings: Mapping[str, Any]) -> SearchReference | None:
-    """Read the measurements in a search's ``file``; None without them, or if a speed setting differs."""
+    """Read the measurements in a search's ``file``; None without them, or if a speed setting differs.
+
+    The predicted loss is left out if a setting differs on which the loss depends.
+    """
     path = StorageDir.of(file)
     try:
         content = path.parent.read(path.name)
@@ -108,8 +116,10 @@ def read_search_reference(file: str, settings: Mapping[str, Any]) -> SearchRefer
         reference = from_json(SearchReference, values["measured"], file)
     except (ValueError, UserError, KeyError, TypeError):
         return None
-    has_same_settings = all(best_config.setting(name) == settings[name] for name in SPEED_SETTINGS)
-    return reference if has_same_settings else None
+    differences = {name for name in SPEED_SETTINGS + LOSS_SETTINGS if best_config.setting(name) != settings[name]}
+    if differences.intersection(SPEED_SETTINGS):
+        return None
+    return replace(reference, loss_prediction=None) if differences else reference
 
 
 def diagnose_slowdown(result: RunResult, reference: SearchReference, compile: Compile) -> Diagnosis | None:

@@ -15,10 +15,10 @@ from infra.schema import to_json
 from infra.storage.directory import StorageDir
 from pipeline.shards import read_manifest
 from train.config import ResolvedConfig
-from train.launch.driver import diagnose
+from train.launch.driver import diagnose, loss_prediction
 from train.launch.job import ResolvedRun
 from train.reporting.report import run_report
-from train.result import Memory, MemoryShortage, RunResult, Throughput
+from train.result import LossPrediction, Memory, MemoryShortage, RunResult, Throughput
 from train.run import RunOptions, plan_run
 from train.run_files.run_folder import RunFolder
 from train.search_reference import SPEED_SETTINGS, SearchReference, diagnose_slowdown, read_search_reference
@@ -221,3 +221,58 @@ def test_storage_that_fails_is_not_taken_for_a_search_that_left_nothing(
     set_rate(1.0)
     with pytest.raises(UserError, match=r"s3://places/fast/best.json"):
         read_search_reference(file, EAGER.flat())
+
+
+PREDICTION = LossPrediction(3.52, 3.49, 3.55, 1_000_000, -0.2, 64, "ab12")
+LEARNED = replace(CONFIRMED, loss_prediction=PREDICTION)
+
+
+def summary_of(result: RunResult) -> dict[str, str]:
+    step, dataset, duration = EAGER.step, EAGER.dataset, EAGER.duration
+    return dict(run_report(step, dataset, duration, result, StorageDir.of("runs/one")).summary)
+
+
+def learned(make_result: Make, **changes: Any) -> RunResult:
+    """A run of a learning search's config that saw all tokens and windows that were predicted."""
+    base = {"val_loss": 3.53, "train_tokens": 1_000_000, "val_windows": 64, "loss_prediction": PREDICTION}
+    return make_result(**base | changes)
+
+
+def test_a_run_compares_its_loss_with_the_prediction(make_result: Make) -> None:
+    text = summary_of(learned(make_result))["Prediction"]
+    assert "3.520 (95% CI 3.490 to 3.550), measured 3.530, within" in text
+    assert ";" not in text
+    assert "above" in summary_of(learned(make_result, val_loss=3.6))["Prediction"]
+    assert "below" in summary_of(learned(make_result, val_loss=3.4))["Prediction"]
+    assert "Prediction" not in summary_of(learned(make_result, loss_prediction=None))
+    assert "Prediction" not in summary_of(learned(make_result, val_loss=None))
+
+
+def test_the_prediction_is_for_the_tokens_that_the_run_saw(make_result: Make) -> None:
+    text = summary_of(learned(make_result, train_tokens=900_000, val_windows=32))["Prediction"]
+    assert "3.541 (95% CI 3.511 to 3.571), measured 3.530" in text
+    assert "+0.021" in text
+    assert "90.0%" in text
+    assert re.search("32 windows.*64", text)
+
+
+def test_the_predicted_loss_is_that_of_equal_settings_only(tmp_path: Path) -> None:
+    best = tmp_path / "best.json"
+    config = ResolvedConfig().replace(time_budget=60.0, learning_rate=1e-3)
+    best.write_text(json.dumps({"config": config.to_json(), "measured": to_json(LEARNED)}))
+    assert read_search_reference(str(best), config.flat()) == LEARNED
+    for changes in ({"time_budget": 120.0}, {"learning_rate": 2e-3}, {"schedule": "constant"}):
+        assert read_search_reference(str(best), config.replace(**changes).flat()) == CONFIRMED
+    assert read_search_reference(str(best), config.replace(global_batch=4, micro_batch=4).flat()) is None
+
+
+def test_only_a_finished_run_on_the_same_data_is_the_predicted_one(
+    make_result: Make, small_shards: Path, tmp_path: Path
+) -> None:
+    config = ResolvedConfig.of(data=str(small_shards))
+    run = ResolvedRun(config, read_manifest(small_shards), RunFolder(tmp_path), confirmed=LEARNED, config=config)
+    assert loss_prediction(run, make_result(data_fingerprint="ab12")) == PREDICTION
+    assert loss_prediction(run, make_result(data_fingerprint="cd34")) is None
+    assert loss_prediction(run, make_result(data_fingerprint="ab12", outcome="interrupted")) is None
+    for reference in (CONFIRMED, None):
+        assert loss_prediction(replace(run, confirmed=reference), make_result(data_fingerprint="ab12")) is None

@@ -26,7 +26,7 @@ from train.launch.job import ResolvedRun, RunJob, WorkerResult
 from train.launch.listener import Listener
 from train.reporting import diagnosis, tracking
 from train.reporting.report import run_report
-from train.result import Diagnosis, RunResult
+from train.result import Diagnosis, LossPrediction, RunResult
 from train.search_reference import diagnose_slowdown
 
 
@@ -112,7 +112,10 @@ def record_result(run: ResolvedRun, tracker: Tracker, result: RunResult) -> tupl
         result, config.execution.precision, config.batch.workers, run_folder.location.parent
     )
     expected = peak_if_known(config.step)
-    result = replace(result, diagnosis=diagnose(run, result), predicted_memory=expected.total if expected else None)
+    result = replace(
+        result, diagnosis=diagnose(run, result), predicted_memory=expected.total if expected else None,
+        loss_prediction=loss_prediction(run, result),
+    )  # fmt: skip
     write_json(run_folder.result, to_json(result))
     step, dataset, duration = config.step, config.dataset, config.duration
     report = run_report(step, dataset, duration, result, run_folder.location, run.memory_limit)
@@ -126,6 +129,15 @@ def record_result(run: ResolvedRun, tracker: Tracker, result: RunResult) -> tupl
     tracking.fill(tracker, run_folder)
     tracker.status = tracking.STATUS.get(result.outcome, "FAILED")
     return result, report
+
+
+def loss_prediction(run: ResolvedRun, result: RunResult) -> LossPrediction | None:
+    """Return the loss that the run's search predicted; None without one, or if the run is not the predicted one."""
+    prediction = run.confirmed and run.confirmed.loss_prediction
+    is_predicted = result.outcome == "finished" and result.data_fingerprint == (
+        prediction and prediction.data_fingerprint
+    )
+    return prediction if is_predicted else None
 
 
 def diagnose(run: ResolvedRun, result: RunResult) -> Diagnosis | None:

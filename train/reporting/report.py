@@ -108,6 +108,7 @@ def run_report(
     summary = [
         ("Run", f"{model.text} on `{Path(dataset.source).name}`; {result.outcome}: {result.reason}"),
         *result_rows(result, memory_limit),
+        *prediction_rows(result),
         ("Time", time_fact(result)),
         ("Next", next_steps.after_run(step, duration, result, run_dir)),
     ]
@@ -172,6 +173,34 @@ def result_rows(result: RunResult, memory_limit: int | None) -> list[tuple[str, 
         losses = Fact.joined(f"training {result.train_loss:.3f}", validation, separator=", ")
         loss = Fact.joined(losses, "nats/token", separator=" ")
     return [("Tokens/s", speed_text), ("Peak memory", peak_text(result, memory_limit)), ("Loss", loss)]
+
+
+MIN_TOKENS_DEVIATION = 0.01
+"""Minimum relative difference of trained and predicted tokens for which the prediction is adjusted."""
+
+
+def prediction_rows(result: RunResult) -> list[tuple[str, str]]:
+    """Return the comparison of the loss with the prediction of the run's search: (name, text); empty without one.
+
+    The time of a run includes validation and checkpoints, so that it often trains on fewer tokens than predicted.
+    """
+    prediction, measured = result.loss_prediction, result.val_loss
+    if prediction is None or measured is None:
+        return []
+    tokens = result.train_tokens / prediction.train_tokens
+    is_adjusted = abs(tokens - 1) >= MIN_TOKENS_DEVIATION
+    loss = prediction.after(result.train_tokens if is_adjusted else prediction.train_tokens)
+    verdict = "above the interval" if measured > loss.high else "within the interval"
+    if measured < loss.low:
+        verdict = "below the interval"
+    metrics = {"prediction/loss": loss.middle, "prediction/loss_low": loss.low, "prediction/loss_high": loss.high}
+    interval = f"{loss.middle:.3f} (95% CI {loss.low:.3f} to {loss.high:.3f})"
+    windows = prediction.val_windows
+    return [("Prediction", Fact.joined(
+        Fact(f"{interval}, measured {measured:.3f}, {verdict}", metrics),
+        f"adjusted by {loss.middle - prediction.loss:+.3f} for {tokens:.1%} of the predicted tokens" * is_adjusted,
+        f"validated on {result.val_windows:,} windows, the search on {windows:,}" * (windows != result.val_windows),
+    ))]  # fmt: skip
 
 
 def unprinted(model: ModelSpec, result: RunResult) -> list[Fact]:
