@@ -126,9 +126,9 @@ def _figure_of(axes: Axes) -> Figure:
     return figure
 
 
-def mark_limit(axes: Axes, limit: float, *, vertical: bool, unit: str = "GB") -> None:
-    """Mark a memory ``limit`` by a line with its value."""
-    text = f"limit {_format_size(limit, unit)}"
+def mark_limit(axes: Axes, limit: float, *, vertical: bool, unit: str = "GB", text: str = "") -> None:
+    """Mark a memory ``limit`` by a line with its value, or any limit by a line with ``text``."""
+    text = text or f"limit {_format_size(limit, unit)}"
     (axes.axvline if vertical else axes.axhline)(limit, color=VERMILION, linestyle="--", linewidth=1.2)
     point, coordinates = (
         ((limit, 1), ("data", "axes fraction")) if vertical else ((1, limit), ("axes fraction", "data"))

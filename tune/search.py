@@ -31,8 +31,9 @@ def run(config: SearchConfig) -> int:
     if config.objective == "loss":
         with status(IMPORTING_ACTIVITY):
             from tune.experiment.session import run_experiment
+            from tune.learning.introduction import introduce_learning
             from tune.learning.plan import make_learning_search
-            from tune.learning.report import introduce_learning, publish_learning
+            from tune.learning.report import publish_learning
 
         return run_experiment(config, make_learning_search, introduce_learning, publish_learning)
     with status(IMPORTING_ACTIVITY):

@@ -13,7 +13,6 @@ from infra.ray.cluster import ray_session
 from infra.tracking.store import open_store, read_logged
 from infra.tracking.tracker import Tracker
 from infra.tracking.views import ui_link
-from train.reporting.report import memory_fact
 from train.run_files.run_folder import resume_command
 from tune.config import LadderConfig, SearchConfig
 from tune.experiment.folder import RESULT, open_workspace, resumed_parent
@@ -104,7 +103,7 @@ def _drive(experiment: Experiment, rows: list[TrialRow], trial_runs: TrialRuns) 
 
     def on_started(request: TrialRequest) -> None:
         trial_runs.open(request)
-        running[request.key] = f"running trial {request.number} ({request.proposal.stage}): {request.name}"
+        running[request.key] = experiment.describe_running(request)
         live_status.update("; ".join(running.values()))
 
     def on_ended(row: TrialRow) -> None:
@@ -125,17 +124,10 @@ def _drive(experiment: Experiment, rows: list[TrialRow], trial_runs: TrialRuns) 
 
 
 def format_trial(experiment: Experiment, row: TrialRow) -> str:
-    """Format the line that is printed when a trial ends: configuration, speed, memory, and outcome with its reason."""
-    result, loss = row.result, ""
-    if result and result.train_loss is not None:
-        loss = f"loss {result.train_loss:.3f}" + ("" if result.val_loss is None else f"/{result.val_loss:.3f}")
+    """Format the line that is printed when a trial ends: configuration, measurements, and outcome with its reason."""
     fields = [
         f"{row.number:3d} {experiment.trial_label(row)}",
-        f"{row.speed} tokens/s" if row.speed else "no speed measured",
-        row.memory is not None and memory_fact(row.memory, experiment.limit),
-        result and result.mfu and f"MFU {result.mfu:.1%}",
-        row.compile_seconds is not None and f"compile {row.compile_seconds:.1f} s",
-        loss,
+        *experiment.measurements(row),
         experiment.config.cluster and f"on {row.node}",
         f"{row.outcome}: {row.reason}",
     ]
@@ -144,7 +136,6 @@ def format_trial(experiment: Experiment, row: TrialRow) -> str:
 
 def format_progress(experiment: Experiment, rows: Sequence[TrialRow]) -> str:
     """Format the progress after a trial: the best candidate so far, and the elapsed and remaining time."""
-    elapsed = sum(row.seconds for row in rows)
-    seconds_left = elapsed / len(rows) * experiment.remaining(rows) / experiment.parallel
+    elapsed, seconds_left = sum(row.seconds for row in rows), experiment.seconds_left(rows)
     times = f"elapsed {format_duration(round(elapsed))} | about {format_duration(round(seconds_left))} left"
     return f"    {experiment.describe_best(rows)}{times}"

@@ -16,6 +16,7 @@ from infra.storage.workspace import Workspace
 from infra.tracking.run_ref import RunRef
 from pipeline.shards import Manifest
 from train.config import ResolvedConfig
+from train.reporting.report import memory_fact
 from tune.config import ExperimentConfig
 from tune.experiment.folder import RESULT, SUMMARY, TRIALS, ExperimentRecord, ExperimentResult
 from tune.experiment.machines import Machine, trial_resources
@@ -92,6 +93,28 @@ class Experiment(ABC):
     def trial_label(self, row: TrialRow) -> str:
         """Format the label of a trial in the line that is printed at its end."""
         return row.name
+
+    def describe_running(self, request: TrialRequest) -> str:
+        """Format the activity while a trial runs."""
+        return f"running trial {request.number} ({request.proposal.stage}): {request.name}"
+
+    def measurements(self, row: TrialRow) -> list[str]:
+        """Format the measurements in the line that is printed at the end of a trial: speed, memory and losses."""
+        result, loss = row.result, ""
+        if result and result.train_loss is not None:
+            loss = f"loss {result.train_loss:.3f}" + ("" if result.val_loss is None else f"/{result.val_loss:.3f}")
+        texts = [
+            f"{row.speed} tokens/s" if row.speed else "no speed measured",
+            row.memory is not None and memory_fact(row.memory, self.limit),
+            result and result.mfu and f"MFU {result.mfu:.1%}",
+            row.compile_seconds is not None and f"compile {row.compile_seconds:.1f} s",
+            loss,
+        ]
+        return [text for text in texts if text]
+
+    def seconds_left(self, rows: Sequence[TrialRow]) -> float:
+        """Estimate the time of the further trials after ``rows``, of which there is at least one."""
+        return sum(row.seconds for row in rows) / len(rows) * self.remaining(rows) / self.parallel
 
     def describe_part(self, row: TrialRow) -> str:
         """Format the line about the ``row`` so far of a trial that continues; empty for none."""

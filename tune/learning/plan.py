@@ -1,6 +1,7 @@
 """A search for the lowest loss: its space and strategy resolved for the device, and its trials."""
 
 import math
+import statistics
 from collections.abc import Iterable, Sequence
 from dataclasses import dataclass, replace
 from typing import TYPE_CHECKING
@@ -13,7 +14,7 @@ from train.config import ResolvedConfig
 from train.data.sources import source_of
 from train.estimate.memory import predict_peak
 from train.intervals import Estimate
-from train.reporting.report import print_device_lines
+from train.reporting.report import memory_fact, print_device_lines
 from train.search_reference import read_search_reference
 from tune.config import SearchConfig
 from tune.experiment.machines import Machine, choose_memory_limit
@@ -26,11 +27,12 @@ from tune.experiment.search_plan import (
 )
 from tune.experiment.trials import Experiment
 from tune.learning.space import LearningSpace, format_value, make_learning_space
-from tune.learning.strategy import LearningStrategy
+from tune.learning.strategy import EXPLORED_SEARCH_FRACTION, FINALISTS, SEEDS, LearningStrategy
+from tune.learning.text import format_time, loss_text
 from tune.space import KnobValues
 from tune.strategy.base import trial_time_limit
-from tune.trial.learning import LearningRequest
-from tune.trial.row import Proposal, TrialRow
+from tune.trial.learning import TRUNK_FRACTION, LearningRequest
+from tune.trial.row import Proposal, Stage, TrialRow
 from tune.trial.run import StopRule, TrialRequest, pending_row
 
 if TYPE_CHECKING:
@@ -132,16 +134,59 @@ class LearningSearch(Experiment):
     def remaining(self, rows: Sequence[TrialRow]) -> int:
         return self.strategy.remaining(rows)
 
+    def trial_seconds(self, stage: Stage, seed: int = 0) -> float:
+        """Return the maximum time of a trial's training, without its start and validation, in seconds."""
+        if stage == "speed":
+            return self.config.trial_time
+        trunk = TRUNK_FRACTION[self.training.optimization.schedule]
+        rungs = self.strategy.rung_seconds(stage, seed)[0 if trunk else -1 :]
+        seconds = trunk * rungs[-1] + (1 - trunk) * sum(rungs)
+        is_continued = stage == "final" and not seed and trunk > 0
+        return seconds - self.trial_seconds("learn") if is_continued else seconds
+
+    def seconds_left(self, rows: Sequence[TrialRow]) -> float:
+        if self.is_finished(rows):
+            return 0.0
+        finals = [(each.stage, each.round) for each in self.strategy.pending_finals(rows)]
+        finals = finals or [("final", seed) for seed in range(SEEDS) for _ in range(FINALISTS + 1)]
+        startup = statistics.fmean(row.seconds for row in rows if row.stage == "speed" or len(rows) == 1)
+        explored = max(0, self.remaining(rows) - len(finals)) * (startup + self.trial_seconds("learn"))
+        if self.config.search_time is not None:
+            elapsed = sum(row.seconds for row in rows)
+            explored = min(explored, max(0.0, EXPLORED_SEARCH_FRACTION * self.config.search_time - elapsed))
+        final = sum(startup + self.trial_seconds(stage, seed) for stage, seed in finals)
+        return (explored + final) / self.parallel
+
     def describe_best(self, rows: Sequence[TrialRow]) -> str:
-        best = self.strategy.best(rows)
-        return f"best so far: {self.space.label(best) if best else 'none'} | "
+        results = self.strategy.results(rows)
+        winner = results.winner
+        if winner is None:
+            return "best so far: none | "
+        loss, time = winner.loss(self.train_time), format_duration(self.train_time)
+        prediction = f", {loss_text(loss)} predicted after {time}" if loss else ""
+        warning = ""
+        if results.is_target_out_of_reach:
+            warning = f"a loss of {self.config.target_loss:g} seems out of reach, in however much time | "
+        return f"{warning}best so far: {self.space.label(winner.candidate)}{prediction} | "
+
+    def describe_running(self, request: TrialRequest) -> str:
+        stage, seed = request.proposal.stage, request.proposal.round
+        time = format_time(self.trial_seconds(stage, seed))
+        return f"running trial {request.number} ({stage}, at most about {time}): {request.name}"
+
+    def measurements(self, row: TrialRow) -> list[str]:
+        if row.stage == "speed":
+            return super().measurements(row)
+        memory = [] if row.memory is None else [memory_fact(row.memory, self.limit)]
+        scale = [f"gradient noise scale {row.noise_scale.middle:,.0f} sequences"] if row.noise_scale else []
+        return [*memory, *scale]
 
     def describe_part(self, row: TrialRow) -> str:
-        return f"    {row.name}: loss {format_rungs(row)}" if row.rungs else ""
+        return f"    {row.name}: {format_rung(row)}" if row.rungs else ""
 
     def trial_label(self, row: TrialRow) -> str:
-        losses = f", loss {format_rungs(row)}" if row.rungs else ""
-        return f"{row.stage:5s} {row.name}{f' seed {row.round}' if row.stage == 'final' else ''}{losses}"
+        seed = f" seed {row.round}" if row.stage == "final" else ""
+        return f"{row.stage:5s} {row.name}{seed}{f' | {format_rung(row)}' if row.rungs else ''}"
 
     def is_finished(self, rows: Sequence[TrialRow]) -> bool:
         return self.strategy.propose(rows) is None
@@ -158,9 +203,9 @@ class LearningSearch(Experiment):
         }  # fmt: skip
 
 
-def format_rungs(row: TrialRow) -> str:
-    """Format the losses of a trial by the time of the final run."""
-    return ", ".join(f"{rung.loss:.3f} after {format_duration(round(rung.seconds, 1))}" for rung in row.rungs[-1:])
+def format_rung(row: TrialRow) -> str:
+    """Format the loss of a trial at its last rung, such as ``loss 3.52 after 30m``."""
+    return f"loss {row.rungs[-1].loss:.3f} after {format_time(row.rungs[-1].seconds)}"
 
 
 def make_learning_search(config: SearchConfig, machines: tuple[Machine, ...] = ()) -> LearningSearch:

@@ -2,7 +2,7 @@
 
 import csv
 import io
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import replace
 from itertools import chain
 from typing import Any
@@ -209,14 +209,14 @@ def untried_candidates(search: Search, rows: Sequence[TrialRow]) -> list[str]:
     return texts
 
 
-def limit_of(search: Search) -> str:
-    """Format the memory limit as in its flag, or in GB with one decimal if it is all available memory."""
-    return format_size(search.limit) if search.config.memory_limit else f"{search.limit / GB:.1f} GB (all available)"
+def format_limit(limit: int, requested: int | None) -> str:
+    """Format the memory ``limit`` as in its flag, or in GB with one decimal if it is all available memory."""
+    return format_size(limit) if requested else f"{limit / GB:.1f} GB (all available)"
 
 
 def no_winner(search: Search, rows: Sequence[TrialRow]) -> str:
     """Return the reason why a search has no winner, as a part of a sentence."""
-    limit = limit_of(search)
+    limit = format_limit(search.limit, search.config.memory_limit)
     unfit = {row.candidate for row in rows if row.outcome in DOES_NOT_FIT}
     failed_rows = [row for row in rows if row.outcome == "failed"]
     if any(row.candidate not in unfit for row in failed_rows):
@@ -249,10 +249,15 @@ def csv_text(rows: Sequence[TrialRow]) -> str:
     The columns ``candidate_...`` have the speed of the trial's candidate, as in the leaderboard.
     """
     ranked = {entry.candidate: entry for entry in rank(normalize_speeds(rows))}
-    text, flat = io.StringIO(), [flatten_row(row) | _candidate_columns(ranked.get(row.candidate)) for row in rows]
-    writer = csv.DictWriter(text, list(dict.fromkeys(chain(*flat))), lineterminator="\n")
+    return format_csv([flatten_row(row) | _candidate_columns(ranked.get(row.candidate)) for row in rows])
+
+
+def format_csv(lines: Sequence[Mapping[str, Any]]) -> str:
+    """Format ``lines`` with values by column as CSV."""
+    text = io.StringIO()
+    writer = csv.DictWriter(text, list(dict.fromkeys(chain(*lines))), lineterminator="\n")
     writer.writeheader()
-    writer.writerows(flat)
+    writer.writerows(lines)
     return text.getvalue()
 
 
@@ -269,7 +274,9 @@ def summary_fields(
 ) -> list[tuple[str, str]]:
     """Return the first lines of a search's report: (name, text). ``rows`` have speeds normalized across machines."""
     space, ranked = search.space, rank(rows)
-    goal = f"fastest configuration for {space.batch_label} under {limit_of(search)}"
+    goal = (
+        f"fastest configuration for {space.batch_label} under {format_limit(search.limit, search.config.memory_limit)}"
+    )
     seconds = sum(row.seconds for row in measured_rows)
     trials = Fact.joined(
         Fact.of("trials/all", len(measured_rows), "{} trials"),
@@ -331,9 +338,10 @@ def introduce(search: Search) -> None:
     """Print the size of the search, its control and, for a dry run, the plan."""
     config, control = search.config, search.training
     machines = f" of {', '.join(machine.name for machine in search.machines)}" if config.cluster else ""
+    limit, count = format_limit(search.limit, config.memory_limit), len(search.space.candidates())
     console.print(
-        f"[bold]{config.training.model.text}[/bold]: {len(search.space.candidates())} candidates for "
-        f"{search.space.batch_label}, limit {limit_of(search)} per process, on {search.device}{machines}"
+        f"[bold]{config.training.model.text}[/bold]: {count} candidates for {search.space.batch_label}, limit {limit} "
+        f"per process, on {search.device}{machines}"
     )
     batch = f"micro-batch {control.format_setting('micro_batch')} x {control.batch.accumulation}"
     console.print(f"control: {batch}, {control.describe_execution()}", markup=False)
