@@ -21,7 +21,7 @@ LEARNED = ("ok", "pruned")
 
 LOSS_STEPS = (0.01, 0.02, 0.05, 0.1, 0.2, 0.5, 1.0)
 """Distances between the round losses to which times are shown, in nats."""
-MAX_ROUND_LOSSES = 5
+MAX_ROUND_LOSSES = 7
 """Maximum number of round losses."""
 
 
@@ -167,7 +167,7 @@ class LearningResults:
         return min(losses, key=lambda entry: entry[0])[1] if losses else None
 
     def round_losses(self) -> list[float]:
-        """Return up to five round losses between that of the winner after the full time and that at the first rung of
+        """Return up to seven round losses between that of the winner after the full time and that at the first rung of
         the control, the highest first, and the loss to reach."""
         winner = self.winner
         lowest = winner and winner.loss(self.train_time)

@@ -7,11 +7,12 @@ from train.intervals import Estimate
 
 
 def format_time(seconds: float) -> str:
-    """Format a time with three significant digits, such as ``7.5s``, ``12m30s`` or ``2h``."""
+    """Format a time with about three significant digits, such as ``7.5s``, ``12m30s`` or ``2h12m``."""
     if not math.isfinite(seconds) or seconds <= 0:
         return format_duration(seconds)
-    digits = 2 - math.floor(math.log10(seconds))
-    return format_duration(round(seconds, min(1, digits)))
+    if seconds >= 3600:
+        return format_duration(60 * round(seconds / 60))
+    return format_duration(round(seconds, min(1, 2 - math.floor(math.log10(seconds)))))
 
 
 def loss_text(loss: Estimate) -> str:
