@@ -106,7 +106,7 @@ def test_who_won_and_by_how_much() -> None:
     assert best["measured"] == {
         "name": "one", "tokens_per_second": 150.0, "speed_low": 148.5, "speed_high": 151.5,
         "memory_bytes": 8 * 10**9, "runs": 1, "tied_with": [],
-        "device": "cpu", "machines": ["w1"], "data_wait_fraction": None, "telemetry": {},
+        "device": "cpu", "machines": ["w1"], "data_wait_fraction": None, "telemetry": {}, "loss_prediction": None,
     }  # fmt: skip
     assert best_json(SEARCH, [row(16, "oom")]) is None
 
