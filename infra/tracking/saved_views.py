@@ -26,7 +26,7 @@ VIEW_KEY = "throughline"
 """Beginning of the keys of this project's views."""
 NAME_COLUMN, STATUS_COLUMN = "attributes.`Run Name`", "runDateAndNestInfo"
 """Columns with which MLflow begins every table: the run's name, and its status and the time since its creation."""
-FIRST_WIDTHS = {"pipeline": (120, 130), "train": (120, 130), "ladder": (190, 50), "tune": (120, 50)}
+FIRST_WIDTHS = {"pipeline": (120, 130), "train": (120, 130), "ladder": (190, 50), "tune": (120, 50), "learn": (120, 50)}
 """Widths of these columns by experiment, in pixels. Where 50 is enough for the status, the time is not shown.
 
 In a window of 1,366 pixels, beside MLflow's menu and the panel of its assistant, which is open at a first visit, a
@@ -52,12 +52,18 @@ COLUMNS = {
         "tags.`rank`": 115, **MEASUREMENT_COLUMNS, "tags.`batch`": 70, "tags.`knobs`": 180, "tags.`outcome`": 85,
         "params.`stage`": 80, "metrics.`memory/predicted_gb`": 150, "tags.`global_batch`": 110, "tags.`reason`": 300,
     },
+    "learn": {
+        "tags.`rank`": 95, "tags.`settings`": 225, "tags.`predicted_loss`": 200, "metrics.`loss/val_by_time`": 140,
+        "metrics.`progress/run_seconds`": 160, "params.`stage`": 80, "params.`round`": 70, "tags.`outcome`": 85,
+        "tags.`memory`": 150, "tags.`reason`": 300,
+    },
 }  # fmt: skip
 RUN_FILTERS = {
     "pipeline": "",
     "train": "tags.kind = 'run'",
     "ladder": "tags.kind = 'trial'",
     "tune": "tags.kind = 'trial'",
+    "learn": "tags.kind = 'trial'",
 }
 
 
@@ -120,8 +126,9 @@ VIEWS = {
         TRIAL_MEMORY_VIEW,
     ),
     "tune": (View("Leaderboard", "metrics.`result/tokens_per_second`"), TRIAL_MEMORY_VIEW),
+    "learn": (View("Learning", "metrics.`loss/val_by_time`", True, ("loss/val_by_time",), "progress/run_seconds"),),
 }
-"""Views of each experiment. The first view of ladder and tune is also used for the children of each run."""
+"""Views of each experiment. The first view of an experiment with trials is also used for the children of each run."""
 
 
 @interrupts.delayed()
@@ -142,7 +149,7 @@ def save_views(client: MlflowClient, experiment: str, run: RunRef, tags: Mapping
                     "state": view.to_page_state(experiment),
                 }
                 client.set_experiment_tag(run.experiment_id, tag, json.dumps(content))
-        if experiment in ("ladder", "tune"):
+        if experiment in ("ladder", "tune", "learn"):
             _save_children_view(client, experiment, VIEWS[experiment][0], run)
 
 
@@ -159,8 +166,9 @@ def tag_ranks(search: RunRef, tags: Mapping[str, Mapping[str, str]]) -> None:
         for trial in client.search_runs([search.experiment_id], trials, max_results=SEARCH_MAX_RESULTS_THRESHOLD):
             for name, value in tags.get(trial.data.tags.get("trial", ""), {}).items():
                 client.set_tag(trial.info.run_id, name, value)
-        view = VIEWS["tune"][0]._replace(order="tags.`rank`", is_ascending=True)
-        _save_children_view(client, "tune", view, search)
+        experiment = client.get_experiment(search.experiment_id).name
+        view = VIEWS[experiment][0]._replace(order="tags.`rank`", is_ascending=True)
+        _save_children_view(client, experiment, view, search)
 
 
 def _save_children_view(client: MlflowClient, experiment: str, view: View, run: RunRef) -> None:

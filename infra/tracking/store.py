@@ -28,7 +28,7 @@ os.environ.setdefault("MLFLOW_SUPPRESS_PRINTING_URL_TO_STDOUT", "true")  # Comma
 for logger_name in ("mlflow.store.db.utils", "alembic.runtime.migration"):
     logging.getLogger(logger_name).setLevel(logging.WARNING)  # They print many lines when a database is created.
 
-EXPERIMENTS = ("pipeline", "train", "ladder", "tune", "doctor")
+EXPERIMENTS = ("pipeline", "train", "ladder", "tune", "learn", "doctor")
 """Names of this project's MLflow experiments, one for each kind of command."""
 
 PARENT_TAG, SOURCE_TAG = "mlflow.parentRunId", "mlflow.source.name"

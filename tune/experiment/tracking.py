@@ -11,7 +11,7 @@ from pathlib import Path
 
 from infra.cli.console import errors
 from infra.cli.table import Report
-from infra.cli.units import GB
+from infra.cli.units import GB, format_duration
 from infra.device import provenance
 from infra.errors import UserError
 from infra.facts import Fact
@@ -116,6 +116,9 @@ def fill_trial(tracker: Tracker, record: ExperimentRecord, row: TrialRow) -> Non
     for step, (seconds, loss) in enumerate(zip_longest(row.step_seconds, row.losses), 1):
         progress = {"progress/train_tokens": row.step_tokens * step}
         tracker.log_metrics({"time/step_seconds": seconds, "loss/train": loss} | progress, step)
+    for rung in row.rungs:  # The step is the time, so that MLflow's charts show losses by time.
+        losses = {"loss/val_by_time": rung.loss, "progress/run_seconds": rung.seconds}
+        tracker.log_metrics(losses, max(1, round(rung.seconds)))
     log_data(tracker, record)
     tracker.log_json(flatten_row(row), "trial.json")
     tracker.set_description(report.markdown())
@@ -150,6 +153,9 @@ def trial_report(record: ExperimentRecord, row: TrialRow) -> Report:
         ("Peak memory", Fact.joined(columns.get("memory", "not measured"), prediction)),
         ("Outcome", Fact.joined(f"{row.outcome}: {row.reason}", attention and f"attention {attention}")),
     ]  # fmt: skip
+    if row.rungs:
+        losses = ", ".join(f"{rung.loss:.3f} after {format_duration(round(rung.seconds, 1))}" for rung in row.rungs)
+        summary.insert(1, ("Losses", losses))
     details = [
         Fact.of("result/mfu", result and result.mfu),
         Fact.of("prediction/tokens_per_second", row.predicted_speed),
@@ -159,6 +165,7 @@ def trial_report(record: ExperimentRecord, row: TrialRow) -> Report:
         Fact.of("time/compile_seconds", row.compile_seconds),
         Fact.of("time/data_wait_fraction", result and result.data_wait_fraction),
         Fact.of("loss/val", result and result.val_loss),
+        Fact.of("learning/noise_scale", row.noise_scale and row.noise_scale.middle),
     ]
     return Report(summary, details=details)
 

@@ -60,7 +60,7 @@ class LearningSearch(Experiment):
     val_windows: int
     """Number of held-out windows on which candidates are compared."""
 
-    mlflow_experiment = "tune"
+    mlflow_experiment = "learn"
 
     @property
     def parallel(self) -> int:

@@ -25,6 +25,9 @@ from tune.trial.row import OUTCOMES, TrialRow, flatten_row
 FRONT_FRACTIONS = (1 / 6, 1 / 2, 1.0)
 """Fractions of the final run's time in the table of the best settings by time."""
 
+UNRANKED = {"rank": "unranked"}
+"""Tags of trials without a loss in MLflow."""
+
 METRICS = (
     "prediction/loss", "prediction/loss_low", "prediction/loss_high", "result/gain_over_control",
     "result/gain_over_control_low", "result/gain_over_control_high", "result/seconds_to_loss", "trials/all",
@@ -43,7 +46,7 @@ def publish_learning(search: LearningSearch, rows: Sequence[TrialRow]) -> None:
         metrics=[*group_under_detail(report.metrics(), METRICS).items()],
         files=write_files(search, rows, results),
         tags={"goal": goal(search)},
-        trial_tags={row.key: tags.get(row.candidate, {"rank": "unranked"}) for row in rows},
+        trial_tags={row.key: tags[row.candidate] if row.rungs and row.candidate in tags else UNRANKED for row in rows},
     )
     device = next((row.result.device for row in rows if row.result), search.device)
     figure = charts.draw_loss_by_time(
