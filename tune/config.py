@@ -83,6 +83,7 @@ class SearchConfig(ExperimentConfig):
     kind = "search"
     resumable_changes = (
         "data", "steps", "tokens", "time_budget", "cycle", "compile_time", "config", "max_concurrent_trials",
+        "search_time",
     )  # fmt: skip
     main_flags = (
         "objective", "data", "model", "global_batch", "memory_limit", "knobs", "train_time", "accumulations",

@@ -8,6 +8,7 @@ from typing import TYPE_CHECKING
 
 from infra.cli.units import GB, format_duration
 from infra.errors import UserError
+from infra.storage.directory import StorageDir
 from infra.storage.workspace import Workspace
 from infra.tracking.names import non_default_params
 from train.config import ResolvedConfig
@@ -29,7 +30,7 @@ from tune.experiment.trials import Experiment
 from tune.learning.space import LearningSpace, format_value, make_learning_space
 from tune.learning.strategy import EXPLORED_SEARCH_FRACTION, FINALISTS, SEEDS, LearningStrategy
 from tune.learning.text import format_time, loss_text
-from tune.space import KnobValues
+from tune.space import Candidate, KnobValues
 from tune.strategy.base import trial_time_limit
 from tune.trial.learning import TRUNK_FRACTION, LearningRequest
 from tune.trial.row import Proposal, Stage, TrialRow
@@ -79,6 +80,8 @@ class LearningSearch(Experiment):
         proposal = self.strategy.propose([*rows, *map(pending_row, running)])
         if proposal and proposal.stage == "final" and any(r.proposal.stage == "learn" for r in running):
             return None  # They may become finalists.
+        if proposal and proposal.stage == "final" and not any(r.proposal.stage == "final" for r in running):
+            self._discard_checkpoints_except(self.strategy.finalists(rows), rows)
         return proposal and self.trial(proposal, machine, number, rows)
 
     def trial(self, proposal: Proposal, machine: str, number: int, rows: Sequence[TrialRow]) -> TrialRequest:
@@ -99,12 +102,21 @@ class LearningSearch(Experiment):
         config = self.final_config(config, speed.middle, proposal.round)
         val_batches = math.ceil(self.val_windows / config.batch.global_batch)
         is_control = proposal.candidate == self.space.control
-        key = replace(proposal, stage="learn").key(self.directory.name)  # A finalist continues its exploration.
+        location = self._location(proposal.candidate, proposal.round)
         return LearningRequest(
             *common, config, machine, self.limit, None, None, self.labels(name), seconds=tuple(seconds),
-            tokens_per_second=speed.middle, val_batches=val_batches, location=self.directory / LEARNED / key,
+            tokens_per_second=speed.middle, val_batches=val_batches, location=location,
             measures_noise=is_control and proposal.stage == "learn",
         )  # fmt: skip
+
+    def _location(self, candidate: Candidate, seed: int = 0) -> StorageDir:
+        """Return the folder of a candidate's trials with this seed; a finalist continues that of its exploration."""
+        return self.directory / LEARNED / Proposal(candidate, "learn", seed).key(self.directory.name)
+
+    def _discard_checkpoints_except(self, finalists: Sequence[Candidate], rows: Sequence[TrialRow]) -> None:
+        """Remove the checkpoints of candidates that have been explored and are not finalists."""
+        for candidate in {row.candidate for row in rows if row.stage == "learn"} - set(finalists):
+            Workspace.of(self._location(candidate)).remove()
 
     def discard_checkpoints(self) -> None:
         """Remove the checkpoints of the learning trials, which only serve to continue them."""
@@ -125,9 +137,8 @@ class LearningSearch(Experiment):
         return {"settings": name}
 
     def scheduler(self, rows: Sequence[TrialRow]) -> "TrialScheduler | None":
-        from tune.learning.scheduler import (
-            make_scheduler,  # Ray takes half a second, which a dry run need not wait for.
-        )
+        # Ray takes half a second, which a dry run need not wait for.
+        from tune.learning.scheduler import make_scheduler
 
         return make_scheduler(self.train_time, rows)
 

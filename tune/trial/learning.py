@@ -11,6 +11,7 @@ and a finalist trains longer.
 """
 
 import json
+import shutil
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass, replace
 from pathlib import Path
@@ -21,6 +22,7 @@ from infra.cli.units import format_duration
 from infra.errors import UserError
 from infra.schema import from_json, strict, to_json
 from infra.storage.directory import StorageDir
+from infra.storage.files import scratch
 from train.callbacks import Callback
 from train.config import Cycle, ResolvedConfig, Schedule
 from train.intervals import Estimate
@@ -128,7 +130,10 @@ def learn(
         memory_limit: bytes that this process may use.
         measures_noise: whether to measure the gradient noise scale in the last steps of the trunk before each branch.
     """
-    trunk, branch = (RunFolder.of(location / part, "learning", location.digest, part) for part in (TRUNK, BRANCH))
+    copies = ("learning", location.parent.digest)
+    trunk, branch = (RunFolder.of(location / part, *copies, location.digest, part) for part in (TRUNK, BRANCH))
+    if trunk.copy_of:  # What a trial that was stopped has left on this machine is in object storage.
+        discard_other_copies(scratch(*copies), location.digest)
     losses = read_losses(location)
     first = rungs[0]
     trunk_config = config.replace(
@@ -160,6 +165,13 @@ def learn(
         yield Learned(losses, result, noise.sequences if noise else None)
         if result.outcome != "finished":
             return
+
+
+def discard_other_copies(folder: Path, name: str) -> None:
+    """Remove all that ``folder`` contains except for ``name``."""
+    for other in folder.iterdir():
+        if other.name != name:
+            shutil.rmtree(other, ignore_errors=True)
 
 
 class StopAfterSteps(Driver):
