@@ -47,6 +47,7 @@ def plan_run(options: PlanOptions, measured: "MeasuredLaw | None") -> None:
     from train.estimate.gpu_rates import load_gpu_rates
     from train.estimate.memory import predict_peak
     from train.estimate.prediction import Range, predict, prediction_table
+    from train.reporting.report import print_device_lines
 
     requested = options.training
     is_absent = requested.execution.device == "cuda" and device_info().kind == "cpu"
@@ -57,6 +58,8 @@ def plan_run(options: PlanOptions, measured: "MeasuredLaw | None") -> None:
     config = resolve_for_plan(training, info)
     model, workers = config.model, config.batch.workers
     print_model(model, config.describe_execution(), describe_data(manifest, model, requested.dataset.source))
+    if config.execution.device == "cuda":
+        print_device_lines(config, info)
     rows = [("memory", "unknown; the memory of a custom model is measured on the machine that trains")]
     if not (gpu_rates and model.user_code):
         peak = predict_peak(config.step)

@@ -48,6 +48,9 @@ MAX_ACCUMULATION = 1_000_000
 BY_MEMORY = ("micro_batch", "loss", "checkpointing")
 """Settings that are resolved by the available memory when a run starts, and are kept when it is resumed."""
 
+COMPILED_ON_GPU: tuple[Compile, Compile] = ("whole", "reduce-overhead")
+"""Values of ``compile`` between which the speed of the GPU decides: without and with CUDA graphs."""
+
 
 def resolve(
     requested: TrainConfig, device_info: DeviceInfo, saved_settings: Mapping[str, Any] | None = None
@@ -82,6 +85,8 @@ def resolve(
     )
     check_device_support(decided.execution, device_info)
     decided = decided.replace(**_choose_by_memory(decided.step, device_info.memory))
+    if config.execution.compile == AUTO and decided.execution.compile == COMPILED_ON_GPU[0]:
+        decided = decided.replace(compile=_whole_or_graphs(decided.step, device_info, saved_settings or {}))
     resolved = ResolvedConfig.from_resolved(decided, requested)
     batch = resolved.batch
     if batch.accumulation > MAX_ACCUMULATION:
@@ -185,6 +190,29 @@ def _compile(execution: ExecutionConfig, device_info: DeviceInfo) -> Compile:
     if execution.fsdp:  # Each block's weights are gathered before it, so a graph cannot contain several blocks.
         return "off" if execution.checkpointing == "selective" else "blocks"
     return "whole"
+
+
+def _whole_or_graphs(step: StepConfig, device_info: DeviceInfo, saved_settings: Mapping[str, Any]) -> Compile:
+    """Choose between the whole graph without and with CUDA graphs, as the resumed run did, else by predicted times.
+
+    CUDA graphs launch all kernels of a pass at once, which is faster where the CPU takes longer to launch them than the
+    GPU to compute them. They need as much memory, because compiled code has the same tensors.
+    """
+    whole, graphs = COMPILED_ON_GPU
+    if saved_settings.get("compile") in COMPILED_ON_GPU:
+        return saved_settings["compile"]
+    execution = step.execution
+    # Gradients of several workers are summed while the backward pass runs, and masks of books are made outside of it.
+    if step.batch.workers > 1 or execution.mask_books or execution.checkpointing in ACTIVATION_BUDGETS:
+        return whole
+    from train.estimate.estimates import estimates_of
+    from train.estimate.gpu_rates import published_rates
+
+    gpu_rates, resolved = published_rates(device_info), Step.from_resolved(step)
+    if gpu_rates is None:
+        return whole
+    estimates = estimates_of(resolved.model)
+    return graphs if estimates.is_launch_bound(resolved.batch, resolved.execution, gpu_rates) else whole
 
 
 def _choose_by_memory(step: StepConfig, memory: int) -> dict[str, Any]:

@@ -28,7 +28,7 @@ FREE = (*ALLOCATIONS, *LEFT_ALONE, "_unsafe_view")
 
 
 class StepTime(TorchDispatchMode):
-    """While it is entered, adds up the ``seconds`` of what is called on ``card``.
+    """While it is entered, adds up the ``seconds`` of what is called on ``card``, and counts Triton's ``launches``.
 
     ``precision`` is that of matrix products of fp32 tensors: fp32 or tf32. Make it before anything is compiled: from
     then on Triton's kernels are not compiled, and do nothing.
@@ -36,7 +36,7 @@ class StepTime(TorchDispatchMode):
 
     def __init__(self, card: GpuRates, precision: str) -> None:
         super().__init__()
-        self.card, self.precision, self.seconds, self.entered = card, precision, 0.0, False
+        self.card, self.precision, self.seconds, self.launches, self.entered = card, precision, 0.0, 0, False
         AsyncCompile.triton = self._kernel  # type: ignore[method-assign,assignment]
 
     @classmethod
@@ -62,6 +62,7 @@ class StepTime(TorchDispatchMode):
             tensors = zip(names, inputs, strict=False)
             passes = sum((1 + name.startswith("in_out")) * moved([value]) for name, value in tensors)
             self.seconds += self.entered * passes / self.card.bandwidth
+            self.launches += self.entered
 
         return SimpleNamespace(run=run)
 

@@ -12,6 +12,7 @@ from infra.errors import UserError
 from train.config import ACTIVATION_BUDGETS, Loss, TrainConfig
 from train.estimate.memory import peak_with_margin, predict_peak
 from train.estimate.recomputation import CHECKPOINTING_BY_TIME
+from train.model_config import PRESETS
 from train.resolved import resolve, resolve_for_plan
 from tune.space import make_space
 
@@ -167,6 +168,45 @@ def test_a_continued_run_keeps_what_it_found_and_what_is_given_wins() -> None:
 )
 def test_what_is_compiled(settings: dict[str, Any], facts: DeviceInfo, expected: str) -> None:
     assert resolve(TrainConfig.of(**settings), facts).execution.compile == expected
+
+
+TINY = {"model": PRESETS["tiny"], "global_batch": 8}
+
+
+@pytest.mark.parametrize(
+    ("settings", "facts", "expected"),
+    [
+        (TINY, A100, "reduce-overhead"),
+        (TINY | {"micro_batch": 2}, A100, "reduce-overhead"),
+        (TINY | {"global_batch": 64}, A100, "whole"),
+        (TINY, L4, "whole"),
+        (TINY, replace(A100, name="NVIDIA A100-SXM4-40GB MIG 1g.5gb"), "whole"),
+        (TINY, replace(A100, compile_blocker="Triton is not installed"), "off"),
+        (TINY, NEW_CPU, "off"),
+        (TINY | {"compile": "whole"}, A100, "whole"),
+        (TINY | {"workers": 2}, A100, "whole"),
+        (TINY | {"mask_books": True}, A100, "whole"),
+        (TINY | {"checkpointing": "budget"}, A100, "whole"),
+        (TINY | {"precision": "fp32"}, A100, "whole"),
+        (TINY | {"offload_optimizer": True}, A100, "whole"),
+        ({"global_batch": 1}, H100, "reduce-overhead"),
+        ({"global_batch": 2}, H100, "whole"),
+    ],
+)
+def test_cuda_graphs_are_used_where_launches_take_longer_than_kernels(
+    settings: dict[str, Any], facts: DeviceInfo, expected: str
+) -> None:
+    """By formulas for GPT-2 in 16 bits and published rates; without either the whole graph is compiled as ever."""
+    assert resolve(TrainConfig.of(**settings), facts).execution.compile == expected
+
+
+@pytest.mark.parametrize("compile", ["whole", "reduce-overhead"])
+def test_a_resumed_run_is_compiled_as_before(compile: str) -> None:
+    for model in ("tiny", "gpt2-124m"):
+        requested = TrainConfig.of(model=PRESETS[model], global_batch=8)
+        saved = requested.replace(micro_batch=8, loss="fused", compile=compile).to_json()
+        assert resolve(requested, A100, saved).execution.compile == compile
+        assert resolve(requested, NEW_CPU, saved).execution.compile == "off", "on another device"
 
 
 @pytest.mark.parametrize(

@@ -80,7 +80,8 @@ class ExecutionConfig:
     """Restrict attention to one book in windows that span several."""
     compile: Annotated[Literal["auto", Compile], tyro.conf.arg(metavar="MODE")] = "auto"
     """Part of the model that torch.compile compiles, and its mode.
-    - auto: whole on a GPU if torch can compile for it, off on a CPU
+    - auto: on a GPU whole if torch can compile for it, or reduce-overhead for a model so small that launching its
+    kernels takes longer than computing them; off on a CPU
     - off: no compilation
     - whole: the whole model as one graph
     - blocks: each block and the loss separately, which starts faster

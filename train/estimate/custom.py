@@ -100,6 +100,10 @@ class CustomModelEstimates:
         """Raise ``UserError``, because no formulas describe the kernels of a custom model."""
         raise UserError("The speed is only predicted for GPT-2, because the formulas describe its kernels.")
 
+    def is_launch_bound(self, batch: Batch, execution: Execution, gpu_rates: GpuRates) -> bool:
+        """Return False, because the number of a custom model's kernels is unknown."""
+        return False
+
 
 _fits: dict[Step, list[MemoryFit]] = {}
 

@@ -36,6 +36,11 @@ class ModelEstimates(Protocol):
         """Return the tokens/s at the roofline of one GPU. Raises ``UserError`` if no formulas cover it."""
         ...
 
+    def is_launch_bound(self, batch: Batch, execution: Execution, gpu_rates: GpuRates) -> bool:
+        """Return whether launching a micro-batch's kernels one by one takes longer than the GPU computes them; False if
+        no formulas cover it."""
+        ...
+
 
 ESTIMATES: dict[type[ModelSpec], Callable[[Any], ModelEstimates]] = {
     ModelConfig: GPT2Estimates,

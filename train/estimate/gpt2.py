@@ -3,10 +3,11 @@
 import math
 from dataclasses import dataclass
 
+from infra.errors import UserError
 from train.config import HALF_PRECISIONS, Batch, Execution, Precision, Step
 from train.estimate.breakdown import MemoryBreakdown
 from train.estimate.gpt2_memory import predict_breakdown, published_activations
-from train.estimate.gpt2_speed import predict_roofline
+from train.estimate.gpt2_speed import launch_seconds, pass_seconds, predict_roofline
 from train.estimate.gpu_rates import GpuRates
 from train.model_config import ModelConfig
 
@@ -39,3 +40,11 @@ class GPT2Estimates:
     def roofline_speed(self, batch: Batch, execution: Execution, gpu_rates: GpuRates) -> float:
         """Return the tokens/s at the roofline of one GPU; see :func:`predict_roofline`."""
         return predict_roofline(self.model, batch, execution, gpu_rates)
+
+    def is_launch_bound(self, batch: Batch, execution: Execution, gpu_rates: GpuRates) -> bool:
+        """Return whether the launches of a micro-batch take longer than its kernels; see :func:`launch_seconds`."""
+        try:
+            seconds = pass_seconds(self.model, batch, execution, gpu_rates)
+        except UserError:  # The formulas do not cover every setting.
+            return False
+        return launch_seconds(self.model, batch, execution) > seconds

@@ -147,9 +147,11 @@ class Trainer:
             parallel.apply_fsdp(self.model, config.execution.device, config.batch.workers)
         elif self.workers.size > 1:
             self.forward = parallel.apply_ddp(self.forward, self.device, config.model.has_unused_parameters)
-        # The next replay of a CUDA graph overwrites the results of the last one, so gradients need their own memory.
-        self.keep_gradients = config.execution.compile in CUDA_GRAPHS or "set-to-none" in config.execution.ablate
-        if config.execution.compile in CUDA_GRAPHS:
+        # The next replay of a CUDA graph overwrites the results of the last one, so gradients that the next micro-batch
+        # adds to need their own memory.
+        accumulates_graphs = config.execution.compile in CUDA_GRAPHS and config.batch.accumulation > 1
+        self.keep_gradients = accumulates_graphs or "set-to-none" in config.execution.ablate
+        if accumulates_graphs:
             for parameter in self.model.parameters():
                 parameter.grad = torch.zeros_like(parameter)
         self.has_buffers = len(self.model.state_dict()) > len(list(self.model.named_parameters(remove_duplicate=False)))

@@ -14,6 +14,7 @@ from infra.storage.directory import StorageDir
 from pipeline.shards import Manifest
 from train.config import (
     AUTO,
+    CUDA_GRAPHS,
     Batch,
     DatasetConfig,
     DurationConfig,
@@ -68,6 +69,11 @@ def device_lines(requested: ExecutionConfig, execution: Execution, device_info: 
     lines: list[str] = []
     if device_info.compile_blocker and requested.compile == AUTO:
         lines.append(f"warning: torch.compile is off, so training is slower: {device_info.compile_blocker}")
+    if requested.compile == AUTO and execution.compile in CUDA_GRAPHS:
+        lines.append(
+            f"compile: {execution.compile} (CUDA graphs), because launching this model's kernels one by one takes "
+            "longer than computing them"
+        )
     if requested.precision == AUTO and not device_info.bf16:
         reason = "with loss scaling, because" if execution.precision == "fp16" else "because"
         lines.append(f"precision: {execution.precision} {reason} {device_info.name} does not multiply bf16 matrices")

@@ -261,7 +261,7 @@ EXPORTED cudaError_t cudaGraphInstantiateWithFlags(cudaGraphExec_t* executable, 
 EXPORTED cudaError_t cudaGraphInstantiate(cudaGraphExec_t* executable, cudaGraph_t graph, unsigned long long flags) {
   return cudaGraphInstantiateWithFlags(executable, graph, flags);
 }
-EXPORTED cudaError_t cudaGraphLaunch(cudaGraphExec_t, cudaStream_t) { return cudaSuccess; }
+EXPORTED cudaError_t cudaGraphLaunch(cudaGraphExec_t, cudaStream_t stream) { return launch(stream); }
 EXPORTED cudaError_t cudaGraphDestroy(cudaGraph_t) { return cudaSuccess; }
 EXPORTED cudaError_t cudaGraphExecDestroy(cudaGraphExec_t) { return cudaSuccess; }
 EXPORTED cudaError_t cudaGraphRetainUserObject(cudaGraph_t, cudaUserObject_t, unsigned, unsigned) { return cudaSuccess; }

@@ -10,7 +10,7 @@ import pytest
 from infra.device.hardware import KNOWN_GPUS
 from infra.errors import UserError
 from train.config import Precision, ResolvedConfig, TrainConfig
-from train.estimate.gpt2_speed import triton_bytes
+from train.estimate.gpt2_speed import kernel_count, launch_seconds, pass_seconds, triton_bytes
 from train.estimate.gpu_rates import load_gpu_rates
 from train.estimate.roofline import REACHED_FRACTION_RANGE, roofline_speed
 from train.model_config import PRESETS, ModelConfig
@@ -35,6 +35,30 @@ def test_the_bytes_are_those_of_the_recorded_kernels(name: str, precision: Preci
     assert triton_bytes(
         cast(ModelConfig, config.model), config.batch.micro_batch, config.execution.precision
     ) == pytest.approx(RECORD["steps"][name]["of Triton"] * 1e9 - gather, rel=0.02)
+
+
+@pytest.mark.parametrize("name", RECORD["steps"])
+def test_the_number_of_kernels_is_that_of_the_record(name: str) -> None:
+    """Inductor lists the fused loss as one kernel, whose own kernels tests/cuda/test_launches.py counts."""
+    step = RECORD["steps"][name]
+    precision = "bf16" if name == "bf16" else "bf16-activations"
+    preset = PRESETS["gpt2-355m" if "355M" in name else "gpt2-124m"]
+    model = replace(preset, bias="no biases" not in name)
+    config = ResolvedConfig.of(model=model, micro_batch=16, global_batch=16, precision=precision, loss="plain")
+    assert kernel_count(cast(ModelConfig, config.model), config.batch, config.execution) == step["kernels"]
+
+
+def test_a_small_model_is_bound_by_its_launches_unless_it_has_cuda_graphs() -> None:
+    config = resolve(TrainConfig.of(model=PRESETS["tiny"], global_batch=8, compile="whole"), KNOWN_GPUS["A100"])
+    model, batch = cast(ModelConfig, config.model), config.batch
+    assert launch_seconds(model, batch, config.execution) > pass_seconds(
+        model, batch, config.execution, load_gpu_rates("A100")
+    )
+    whole, graphs = (
+        roofline_speed(model, batch, replace(config.execution, compile=mode), load_gpu_rates("A100"))
+        for mode in ("whole", "reduce-overhead")
+    )
+    assert graphs > 2 * whole
 
 
 def test_published_speeds_are_in_the_range_that_is_expected() -> None:

@@ -135,6 +135,14 @@ def test_each_fallback_of_a_device_has_a_line() -> None:
     assert report.device_lines(requested, on_gpu, A100) == []
 
 
+def test_cuda_graphs_that_were_chosen_have_a_reason() -> None:
+    requested = TrainConfig().execution
+    graphs = Execution(device="cuda", precision="bf16", compile="reduce-overhead")
+    (line,) = report.device_lines(requested, graphs, A100)
+    assert "CUDA graphs" in line
+    assert report.device_lines(replace(requested, compile="reduce-overhead"), graphs, A100) == []
+
+
 def test_a_run_on_the_cpu_says_why() -> None:
     requested, on_cpu = TrainConfig().execution, Execution(device="cpu")
     without_gpu = replace(cpu_info(), gpu_absence="there is no NVIDIA driver")
