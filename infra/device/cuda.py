@@ -34,6 +34,17 @@ class CudaDevice:
     is_integrated: bool
     """Whether the GPU shares the host's memory."""
 
+    @property
+    def full_uuid(self) -> str:
+        """UUID with the prefix of a GPU or a MIG slice, which NVML and CUDA_VISIBLE_DEVICES know."""
+        return f"{'MIG' if ' MIG ' in self.name else 'GPU'}-{self.uuid}"
+
+    @property
+    def setting(self) -> str:
+        """Environment variable that selects this GPU alone; CUDA only knows the whole UUID of a MIG slice."""
+        uuid = self.full_uuid
+        return f"CUDA_VISIBLE_DEVICES={uuid if uuid.startswith('MIG') else uuid[: len('GPU-00000000')]}"
+
 
 @dataclass(frozen=True)
 class CudaDriver:

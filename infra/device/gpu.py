@@ -157,9 +157,8 @@ def list_gpus() -> list[str]:
 
 
 def _find_handle(device: CudaDevice) -> Any:
-    """Return NVML's handle of ``device``; CUDA's UUID has no prefix, which differs for a MIG slice."""
-    prefix = "MIG" if " MIG " in device.name else "GPU"
-    return pynvml.nvmlDeviceGetHandleByUUID(f"{prefix}-{device.uuid}")
+    """Return NVML's handle of ``device``."""
+    return pynvml.nvmlDeviceGetHandleByUUID(device.full_uuid)
 
 
 def _read_or_none(read, *arguments):

@@ -5,12 +5,15 @@ import os
 import shutil
 import sys
 import sysconfig
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field, replace
+from itertools import islice
 from pathlib import Path
 from typing import Literal
 
+from infra.cli.units import GB
 from infra.device import host
-from infra.device.cuda import read_driver
+from infra.device.cuda import CudaDevice, CudaDriver, read_driver
 from infra.device.gpu import GpuState, gpu_state
 from infra.device.gpu_models import GPU_MODELS
 from infra.device.torch_support import TorchSupport, torch_support
@@ -43,6 +46,8 @@ class DeviceInfo:
     """Reason why torch's allocator is capped to the free memory even without a limit; empty if it is not."""
     nvml_failure: str = field(default="", compare=False)
     """Reason why NVML does not report the GPU's memory in use; empty if it does."""
+    gpu_note: str = field(default="", compare=False)
+    """Note about other GPUs, which have more memory; empty if there are none."""
 
     def with_memory_limit(self, limit: int | None) -> "DeviceInfo":
         """Return the device for a process that may use ``limit`` bytes; None means all available memory."""
@@ -58,6 +63,12 @@ KNOWN_GPUS = {
 }
 """GPUs by name that a run can be planned for on a machine without them."""
 
+_BLOCKERS = ("compile_blocker", "allocator_blocker", "pinned_blocker", "memory_cap_reason", "nvml_failure")
+"""Fields of :class:`DeviceInfo` that hold for several GPUs if they hold for one of them."""
+
+SIMILAR_MEMORY_RATIO = 1.1
+"""Ratio of two GPUs' memory up to which they count as equal; other processes may use some of it."""
+
 A100 = KNOWN_GPUS["A100"]
 """The A100 with 40 GB, for plans on a machine without a GPU."""
 
@@ -67,15 +78,63 @@ def device_info() -> DeviceInfo:
     return examine_device()[1]
 
 
-def examine_device() -> tuple[GpuState | None, DeviceInfo]:
-    """Return the state of this machine's first visible GPU and its properties, or None and those of the CPU."""
-    driver = read_driver()
+def examine_device(
+    driver: CudaDriver | None = None, try_torch: Callable[..., TorchSupport] = torch_support
+) -> tuple[GpuState | None, DeviceInfo]:
+    """Return the state of this machine's first visible GPU and its properties, or None and those of the CPU.
+
+    By default the machine's ``driver`` is read, and ``try_torch`` tries the installed torch on the GPU.
+    """
+    driver = driver or read_driver()
     if driver.devices:
-        state, device, is_wsl = gpu_state(driver.devices[0]), driver.devices[0], host.is_wsl()
-        return state, gpu_info(state, torch_support(device, driver.version, is_wsl=is_wsl), is_wsl=is_wsl)
+        first, *others = driver.devices
+        state, is_wsl = gpu_state(first), host.is_wsl()
+        info = gpu_info(state, try_torch(first, driver.version, is_wsl=is_wsl), is_wsl=is_wsl)
+        if info.gpu_blocker:
+            usable = (d for d in others if not try_torch(d, driver.version, is_wsl=is_wsl, is_first=False).blocker)
+            advice = "".join(f", or use {device.name} with {device.setting}" for device in islice(usable, 1))
+            return state, replace(info, gpu_blocker=info.gpu_blocker + advice)
+        largest = max(others, key=lambda device: device.memory, default=first)
+        if largest.memory > SIMILAR_MEMORY_RATIO * first.memory:
+            note = f"{_describe(first)} is used; {largest.setting} selects {_describe(largest)}"
+            return state, replace(info, gpu_note=note)
+        return state, info
     absence, is_broken = driver.absence, driver.is_broken
     advice = f"{absence}. Check it with nvidia-smi" if is_broken else ""
     return None, replace(cpu_info(), gpu_blocker=advice, gpu_absence=absence)
+
+
+def worker_gpus_info(
+    workers: int, driver: CudaDriver | None = None, try_torch: Callable[..., TorchSupport] = torch_support
+) -> DeviceInfo:
+    """Describe the first ``workers`` visible GPUs of this machine, on each of which a worker trains, as one device."""
+    driver, is_wsl = driver or read_driver(), host.is_wsl()
+    infos: list[DeviceInfo] = []
+    for index, device in enumerate(driver.devices[:workers]):
+        support = try_torch(device, driver.version, is_wsl=is_wsl, is_first=not index)
+        infos.append(gpu_info(gpu_state(device), support, is_wsl=is_wsl))
+    return combine_gpus(infos) if infos else examine_device(driver, try_torch)[1]
+
+
+def combine_gpus(infos: Sequence[DeviceInfo]) -> DeviceInfo:
+    """Return the properties that all these GPUs have: those of the one with the least memory, without what another one
+    does not support. If torch cannot use one of them, it is returned."""
+    for info in infos:
+        if info.gpu_blocker:
+            advice = f"{info.gpu_blocker}, or select other GPUs with CUDA_VISIBLE_DEVICES" if len(infos) > 1 else ""
+            return replace(info, gpu_blocker=advice or info.gpu_blocker)
+    smallest, largest = (choose(infos, key=lambda info: info.memory) for choose in (min, max))
+    blockers = {name: next(filter(None, (getattr(info, name) for info in infos)), "") for name in _BLOCKERS}
+    note = ""
+    if largest.memory > SIMILAR_MEMORY_RATIO * smallest.memory:
+        size = f"{smallest.memory / GB:.1f} GB"
+        note = f"{smallest.name} with {size} limits the micro-batch; it has the least memory of {len(infos)} GPUs"
+    capability, bf16 = min(info.capability for info in infos), all(info.bf16 for info in infos)
+    return replace(smallest, capability=capability, bf16=bf16, gpu_note=note, **blockers)
+
+
+def _describe(device: CudaDevice) -> str:
+    return f"{device.name} with {device.memory / GB:.1f} GB"
 
 
 def gpu_info(state: GpuState, support: TorchSupport | None = None, *, is_wsl: bool = False) -> DeviceInfo:

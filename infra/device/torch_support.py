@@ -51,26 +51,35 @@ class TorchSupport:
 
 
 @cache
-def torch_support(device: CudaDevice, driver_version: tuple[int, int], *, is_wsl: bool = False) -> TorchSupport:
-    """Try the first GPU that this process may use, once, with the installed torch in another process.
+def torch_support(
+    device: CudaDevice, driver_version: tuple[int, int], *, is_wsl: bool = False, is_first: bool = True
+) -> TorchSupport:
+    """Try ``device`` once with the installed torch in another process.
 
     Where a user has configured torch's allocator, that is what is tried. Nothing is tried where torch already uses the
     GPU in this process, such as in a notebook: it works, and the GPU may be set to allow one process only.
+
+    Args:
+        device: the GPU.
+        driver_version: newest version of CUDA that the driver supports.
+        is_wsl: whether the system is WSL2.
+        is_first: whether the GPU is the first one that this process may use, which torch would use here.
     """
     # Another thread may be importing torch, which cannot use the GPU yet.
     is_initialized = getattr(sys.modules.get("torch.cuda"), "is_initialized", None)
-    if is_initialized and is_initialized():
+    if is_first and is_initialized and is_initialized():
         import torch
 
         free, _ = torch.cuda.mem_get_info()
         return TorchSupport(free_memory=free + torch.cuda.memory_reserved())
+    variables = {} if is_first else dict([device.setting.split("=")])
     allocator_blocker = "WSL2 does not support them on every GPU" if is_wsl else ""
     if not allocator_blocker and not any(name in os.environ for name in ALLOCATOR_VARIABLES):
-        report = run_probe({ALLOCATOR_VARIABLES[0]: EXPANDABLE})
+        report = run_probe({ALLOCATOR_VARIABLES[0]: EXPANDABLE} | variables)
         if report.get("failed_step") != "allocation":
             return interpret(report, device, driver_version)
         allocator_blocker = _describe(report["failure"])
-    return replace(interpret(run_probe({}), device, driver_version), allocator_blocker=allocator_blocker)
+    return replace(interpret(run_probe(variables), device, driver_version), allocator_blocker=allocator_blocker)
 
 
 def run_probe(variables: Mapping[str, str]) -> dict[str, Any]:

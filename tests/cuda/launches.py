@@ -16,7 +16,7 @@ import sys
 import tempfile
 from importlib.metadata import version
 from pathlib import Path
-from typing import Any
+from typing import Any, cast
 
 ROOT = Path(__file__).parents[2]
 sys.path[:0] = [str(ROOT), str(ROOT / "tests/cuda")]
@@ -102,7 +102,7 @@ def counted_step(*, gpu: str = "A100", compile: str, **settings: Any) -> dict[st
     from train.estimate.gpu_rates import load_gpu_rates
     from train.estimate.memory import predict_peak
     from train.loop.trainer import Callbacks, Trainer
-    from train.model_config import parse_model
+    from train.model_config import ModelConfig, parse_model
     from train.resolved import resolve
 
     counted, readings = StepTime(load_gpu_rates(gpu), "tf32"), list[tuple[float, int]]()
@@ -126,7 +126,7 @@ def counted_step(*, gpu: str = "A100", compile: str, **settings: Any) -> dict[st
     seconds, launches = (after - before for before, after in zip(*readings[-2:], strict=True))
     return {
         "auto": auto.execution.compile, "launches": launches, "gpu_ms": round(1e3 * seconds, 3),
-        "micro_batch_kernels": kernel_count(config.model, config.batch, config.execution),
+        "micro_batch_kernels": kernel_count(cast(ModelConfig, config.model), config.batch, config.execution),
         "predicted_bytes": predict_peak(config.step).total, "process_bytes": result.memory.process,
     }  # fmt: skip
 

@@ -84,6 +84,18 @@ CASES = (
         is_slow=True,
     ),
     ends("V100, no kernels in torch", r"no kernels .* 7\.0\. Install the build of torch for CUDA 12\.6", gpu="V100"),
+    ends(
+        "two cards, the first without kernels", r"no kernels .* or use NVIDIA A100-.* with CUDA_VISIBLE_DEVICES=GPU-",
+        gpu="V100", variables={"PRETENDED_SECOND_GPU": "A100"},
+    ),
+    trains(
+        "two cards, the second selected", r"device cuda.*, precision bf16 \(auto\)", gpu="V100",
+        variables={"PRETENDED_SECOND_GPU": "A100", "CUDA_VISIBLE_DEVICES": "GPU-7365636f"}, is_slow=True,
+    ),
+    trains(
+        "two cards, the first smaller", r"GPU: .* RTX 3060 with 12\.6 GB is used; CUDA_VISIBLE_DEVICES=GPU-",
+        gpu="RTX3060", variables={"PRETENDED_SECOND_GPU": "A100"},
+    ),
     ends("driver too old", r"needs a driver for CUDA 13\.0, .* Update the NVIDIA driver, or", fault="driver"),
     ends("CUDA does not start", r"CUDA_ERROR_SYSTEM_DRIVER_MISMATCH \(803\)", fault="init"),
     ends(
@@ -98,6 +110,10 @@ CASES = (
     ends(
         "the GPU vanishes", r"The GPU failed \(CUDA error: unspecified launch failure\)", fault="vanishes",
         flags=("--steps", "300"),
+    ),
+    ends(
+        "the GPU of a Ray worker vanishes", r"The GPU of .* failed \(CUDA error: .*\) Ray restarts the workers",
+        fault="vanishes", flags=("--steps", "300", "--address", "local"), is_slow=True,
     ),
     ends(
         "--allocator expandable, refused", r"--allocator expandable does not work on", fault="expandable",
@@ -175,6 +191,7 @@ def test_a_requested_gpu_trains_or_is_refused_in_a_sentence(case: Case, small_sh
 
 
 @pytest.mark.slow
+@pytest.mark.timeout(1260)
 @pytest.mark.usefixtures("working_folder")
 @pytest.mark.parametrize("case", [pytest.param(case, id=case.name) for case in CASES if not case.flags])
 def test_the_bare_command_trains_gpt2_or_ends_in_a_sentence(

@@ -11,10 +11,12 @@ import ray.train
 import ray.train.torch
 from ray.exceptions import GetTimeoutError, RayActorError
 from ray.train.v2.api.data_parallel_trainer import DataParallelTrainer
+from ray.util.placement_group import placement_group, remove_placement_group
+from ray.util.scheduling_strategies import PlacementGroupSchedulingStrategy
 
 from infra.cli.interrupts import interrupts
 from infra.cli.progress import status
-from infra.device.hardware import DeviceInfo, cpu_info, device_info
+from infra.device.hardware import DeviceInfo, combine_gpus, cpu_info, device_info, worker_gpus_info
 from infra.errors import UserError
 from infra.ray.cluster import RAY_THREAD_NAME, ray_session, temporary_ray_dir
 from infra.ray.machines import (
@@ -125,28 +127,35 @@ class BackgroundFit(threading.Thread):
 def worker_device_info(execution: ExecutionConfig, workers: int) -> DeviceInfo:
     """Return the device on which the connected Ray would train: a GPU if there is one per worker, else a CPU.
 
-    Waits for a machine with the requested accelerator. Raises ``UserError`` when its GPU is not free in time.
+    Of several workers' GPUs it has the properties that all have. Waits for a machine with the requested accelerator.
+    Raises ``UserError`` when its GPU is not free in time.
     """
     if execution.accelerator:
         wait_for_accelerator(execution.accelerator)
     eligible = eligible_nodes(accelerator=execution.accelerator)
     use_gpu = execution.device != "cpu" and sum(int(node.get("GPU", 0)) for node in eligible.values()) >= workers
     if is_only_machine():
-        return device_info() if use_gpu else cpu_info()
+        return worker_gpus_info(workers) if use_gpu else cpu_info()
     if not use_gpu:
         largest = sorted(eligible, key=lambda node: eligible[node].get("CPU", 0))[-1:]
         responses = run_on_nodes(largest, cpu_info, seconds=RESPONSE_TIMEOUT_SECONDS).values()
         return next((info for info in responses if isinstance(info, DeviceInfo)), cpu_info())
+    # The workers of a placement group have different GPUs, also if one has responded before another starts.
+    group = placement_group([{"GPU": 1} | accelerator_resource(execution.accelerator)] * workers)
     task = ray.remote(num_cpus=0, num_gpus=1)(device_info)
-    if execution.accelerator:
-        task = task.options(accelerator_type=execution.accelerator)
     try:
-        return ray.get(task.remote(), timeout=RESPONSE_TIMEOUT_SECONDS)
+        responses = [
+            task.options(scheduling_strategy=PlacementGroupSchedulingStrategy(group, index)).remote()
+            for index in range(workers)
+        ]
+        return combine_gpus(ray.get(responses, timeout=RESPONSE_TIMEOUT_SECONDS))
     except GetTimeoutError:
+        gpus = "No GPU of the cluster was" if workers == 1 else f"Fewer than {workers} GPUs of the cluster were"
         raise UserError(
-            f"No GPU of the cluster was free within {RESPONSE_TIMEOUT_SECONDS:.0f} s. Stop other work there, or use "
-            "--device cpu."
+            f"{gpus} free within {RESPONSE_TIMEOUT_SECONDS:.0f} s. Stop other work there, or use --device cpu."
         ) from None
+    finally:
+        remove_placement_group(group)
 
 
 def make_scaling_config(dataset: DatasetConfig, execution: Execution, workers: int) -> ray.train.ScalingConfig:

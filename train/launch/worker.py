@@ -30,6 +30,7 @@ from train.launch.link import (
     Link,
     Message,
     Order,
+    PrintLine,
     Refusal,
     SystemMetrics,
     WorkerStarted,
@@ -112,9 +113,12 @@ def train_function(loop_config: dict[str, Any]) -> WorkerResult:
             link.flush()
             raise
         except torch.AcceleratorError as failure:
-            if not is_alone:  # Ray restarts the workers, on another machine if this one has lost its GPU.
-                raise
-            return WorkerResult(user_error=format_gpu_failure(failure, folder))
+            if not node_id:  # A process cannot use its GPU after an error of CUDA, and this one is the driver's.
+                return WorkerResult(user_error=format_gpu_failure(failure, folder))
+            reason = f"The GPU of {host} failed ({first_line(failure)})."
+            link.post(PrintLine(f"{reason} Ray restarts the workers from the last checkpoint."))
+            link.flush()
+            raise RuntimeError(reason) from None  # Ray Train's controller reads it without torch.
         except Exception:
             if is_alone and node_id:
                 return WorkerResult(traceback=traceback.format_exc())
@@ -283,5 +287,5 @@ def check_crash_loop(starts: Sequence[int], max_attempts: int = MAX_ATTEMPTS, ou
     if list(starts[-max_attempts - 1 : -1]) == [step] * max_attempts:
         raise UserError(
             f"The worker crashed {max_attempts} times after step {step} without reaching a checkpoint. Check Ray's "
-            "logs and the machine's memory."
+            "logs, and the machine's memory and GPU."
         )

@@ -79,6 +79,8 @@ def device_lines(requested: ExecutionConfig, execution: Execution, device_info: 
         lines.append(f"precision: {execution.precision} {reason} {device_info.name} does not multiply bf16 matrices")
     if requested.allocator == AUTO and device_info.allocator_blocker:
         lines.append(f"allocator: torch's default instead of expandable segments: {device_info.allocator_blocker}")
+    if device_info.gpu_note:
+        lines.append(f"GPU: {device_info.gpu_note}")
     if device_info.pinned_blocker:
         lines.append(f"warning: host memory cannot be pinned, so copies are slower: {device_info.pinned_blocker}")
     if device_info.memory_cap_reason:

@@ -40,10 +40,12 @@ struct Model {
   bool integrated = false;   // shares the host's memory
   bool spills = false;       // WSL2: Windows takes from the host what the card does not have
 };
-const Model& model();  // an A100 of 40 GB, or another by PRETENDED_GPU
-bool visible();        // by CUDA_VISIBLE_DEVICES
-std::string uuid();    // with its prefix, as NVML writes it
-constexpr char UUID_BYTES[] = "pretended-device";
+// An A100 of 40 GB, or another by PRETENDED_GPU. The driver also lists the card of PRETENDED_SECOND_GPU; all else is the
+// first that CUDA_VISIBLE_DEVICES selects.
+const Model& model(int index = 0);
+int visible();                         // number of cards, by CUDA_VISIBLE_DEVICES
+std::string uuid(int index = 0);       // with its prefix, as NVML writes it
+const char* uuid_bytes(int index = 0);
 
 // Whether PRETENDED_FAULT, names with commas between, has this one:
 //   nvml-denied, nvml-unsupported, nvml-init   NVML refuses memory and processes, does not know them, does not start
@@ -57,7 +59,7 @@ constexpr char UUID_BYTES[] = "pretended-device";
 //   init           CUDA does not start
 //   vanishes       the card is gone after some launches
 bool fault(const char* name);
-int attribute(int number);  // of cudaDeviceAttr, whose numbers the driver's attributes share
+int attribute(int number, int index = 0);  // of cudaDeviceAttr, whose numbers the driver's attributes share
 
 constexpr size_t CONTEXT = 450u << 20;  // bytes that a process takes besides its allocations
 

@@ -26,24 +26,24 @@ EXPORTED CUresult cuDeviceGetCount(int* count) {
   *count = visible();
   return CUDA_SUCCESS;
 }
-EXPORTED CUresult cuDeviceGet(CUdevice* device, int) {
-  *device = 0;
+EXPORTED CUresult cuDeviceGet(CUdevice* device, int ordinal) {
+  *device = ordinal;
   return CUDA_SUCCESS;
 }
-EXPORTED CUresult cuDeviceGetName(char* name, int length, CUdevice) {
-  snprintf(name, length, "%s", model().name);
+EXPORTED CUresult cuDeviceGetName(char* name, int length, CUdevice device) {
+  snprintf(name, length, "%s", model(device).name);
   return CUDA_SUCCESS;
 }
-EXPORTED CUresult cuDeviceGetUuid_v2(CUuuid* uuid, CUdevice) {
-  memcpy(uuid->bytes, UUID_BYTES, sizeof uuid->bytes);
+EXPORTED CUresult cuDeviceGetUuid_v2(CUuuid* uuid, CUdevice device) {
+  memcpy(uuid->bytes, uuid_bytes(device), sizeof uuid->bytes);
   return CUDA_SUCCESS;
 }
-EXPORTED CUresult cuDeviceTotalMem_v2(size_t* total, CUdevice) {
-  *total = model().memory;
+EXPORTED CUresult cuDeviceTotalMem_v2(size_t* total, CUdevice device) {
+  *total = model(device).memory;
   return CUDA_SUCCESS;
 }
-EXPORTED CUresult cuDeviceGetAttribute(int* value, CUdevice_attribute number, CUdevice) {
-  *value = attribute(number);
+EXPORTED CUresult cuDeviceGetAttribute(int* value, CUdevice_attribute number, CUdevice device) {
+  *value = attribute(number, device);
   return CUDA_SUCCESS;
 }
 EXPORTED CUresult cuDevicePrimaryCtxRetain(CUcontext* context, CUdevice) {

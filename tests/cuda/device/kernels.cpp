@@ -15,7 +15,7 @@ namespace device {
 
 std::recursive_mutex mutex;
 
-const Model& model() {
+static const Model& named(const std::string& name) {
   static const std::map<std::string, Model> models{
       {"A100", {"NVIDIA A100-SXM4-40GB", 42298834944, 8, 0, 108, 167936, 166912, 41943040, 1215000}},
       {"H100", {"NVIDIA H100 80GB HBM3", 85017755648, 9, 0, 132, 233472, 232448, 52428800, 2619000}},
@@ -27,33 +27,68 @@ const Model& model() {
       {"MIG", {"NVIDIA A100-SXM4-40GB MIG 1g.5gb", 5100273664, 8, 0, 14, 167936, 166912, 5242880, 1215000, "MIG"}},
       {"WSL2", {"NVIDIA GeForce RTX 3060", 12622168064, 8, 6, 28, 102400, 101376, 2359296, 7501000, "GPU", false, true}},
   };
-  static const char* wanted = getenv("PRETENDED_GPU");
-  static const Model& chosen = models.at(wanted ? wanted : "A100");
-  return chosen;
+  return models.at(name);
 }
 
-std::string uuid() {
+static const char* const UUIDS[] = {"pretended-device", "second-pretended"};
+
+static std::string uuid_of(const Model& model, int number) {
   char text[64];
-  auto b = reinterpret_cast<const unsigned char*>(UUID_BYTES);
-  snprintf(text, sizeof text, "%s-%02x%02x%02x%02x-%02x%02x-%02x%02x-%02x%02x-%02x%02x%02x%02x%02x%02x", model().kind, b[0], b[1],
-           b[2], b[3], b[4], b[5], b[6], b[7], b[8], b[9], b[10], b[11], b[12], b[13], b[14], b[15]);
+  auto b = reinterpret_cast<const unsigned char*>(UUIDS[number]);
+  snprintf(text, sizeof text, "%s-%02x%02x%02x%02x-%02x%02x-%02x%02x-%02x%02x-%02x%02x%02x%02x%02x%02x", model.kind, b[0], b[1], b[2],
+           b[3], b[4], b[5], b[6], b[7], b[8], b[9], b[10], b[11], b[12], b[13], b[14], b[15]);
   return text;
 }
 
-// CUDA takes the devices up to the first name that it does not know; a UUID may be abbreviated.
-bool visible() {
-  const char* value = getenv("CUDA_VISIBLE_DEVICES");
-  if (!value) return true;
-  std::string first = std::string(value).substr(0, std::string(value).find(','));
-  return first == "0" || (first.size() > 4 && uuid().compare(0, first.size(), first) == 0);
+static std::vector<const Model*> installed() {
+  const char *first = getenv("PRETENDED_GPU"), *second = getenv("PRETENDED_SECOND_GPU");
+  std::vector<const Model*> models{&named(first ? first : "A100")};
+  if (second && *second) models.push_back(&named(second));
+  return models;
 }
+
+// The numbers of the cards that CUDA takes: up to the first name that it does not know. A UUID may be abbreviated.
+static std::vector<int> selected() {
+  std::vector<const Model*> models = installed();
+  std::vector<int> numbers;
+  const char* value = getenv("CUDA_VISIBLE_DEVICES");
+  if (!value) {
+    for (size_t i = 0; i < models.size(); i++) numbers.push_back(i);
+    return numbers;
+  }
+  std::string rest = std::string(value) + ",";
+  for (size_t comma; (comma = rest.find(',')) != std::string::npos; rest = rest.substr(comma + 1)) {
+    std::string name = rest.substr(0, comma);
+    size_t i = 0;
+    while (i < models.size() && name != std::to_string(i) && (name.size() <= 4 || uuid_of(*models[i], i).compare(0, name.size(), name)))
+      i++;
+    if (i == models.size()) break;
+    numbers.push_back(i);
+  }
+  return numbers;
+}
+
+static const std::vector<int>& cards() {
+  static const std::vector<int> numbers = selected();
+  return numbers;
+}
+
+static int number(int index) { return cards().empty() ? 0 : cards().at(index); }
+
+const Model& model(int index) {
+  static const std::vector<const Model*> models = installed();
+  return *models[number(index)];
+}
+int visible() { return cards().size(); }
+std::string uuid(int index) { return uuid_of(model(index), number(index)); }
+const char* uuid_bytes(int index) { return UUIDS[number(index)]; }
 
 bool fault(const char* name) {
   const char* value = getenv("PRETENDED_FAULT");
   return value && ("," + std::string(value) + ",").find("," + std::string(name) + ",") != std::string::npos;
 }
 
-int attribute(int number) {
+int attribute(int number, int index) {
   switch (number) {
     case cudaDevAttrMaxThreadsPerBlock: return 1024;
     case cudaDevAttrMaxBlockDimX: return 1024;
@@ -69,29 +104,29 @@ int attribute(int number) {
     case cudaDevAttrMaxRegistersPerBlock: return 65536;
     case cudaDevAttrClockRate: return 1410000;
     case cudaDevAttrTextureAlignment: return 512;
-    case cudaDevAttrMultiProcessorCount: return model().processors;
+    case cudaDevAttrMultiProcessorCount: return model(index).processors;
     case cudaDevAttrCanMapHostMemory: return 1;
     case cudaDevAttrConcurrentKernels: return 1;
-    case cudaDevAttrMemoryClockRate: return model().memory_clock;
+    case cudaDevAttrMemoryClockRate: return model(index).memory_clock;
     case cudaDevAttrGlobalMemoryBusWidth: return 5120;
-    case cudaDevAttrL2CacheSize: return model().l2_cache;
+    case cudaDevAttrL2CacheSize: return model(index).l2_cache;
     case cudaDevAttrMaxThreadsPerMultiProcessor: return 2048;
     case cudaDevAttrAsyncEngineCount: return 3;
     case cudaDevAttrUnifiedAddressing: return 1;
-    case cudaDevAttrComputeCapabilityMajor: return model().major;
-    case cudaDevAttrComputeCapabilityMinor: return model().minor;
-    case cudaDevAttrIntegrated: return model().integrated;
+    case cudaDevAttrComputeCapabilityMajor: return model(index).major;
+    case cudaDevAttrComputeCapabilityMinor: return model(index).minor;
+    case cudaDevAttrIntegrated: return model(index).integrated;
     case cudaDevAttrStreamPrioritiesSupported: return 1;
-    case cudaDevAttrMaxSharedMemoryPerMultiprocessor: return model().shared_per_processor;
+    case cudaDevAttrMaxSharedMemoryPerMultiprocessor: return model(index).shared_per_processor;
     case cudaDevAttrMaxRegistersPerMultiprocessor: return 65536;
     case cudaDevAttrManagedMemory: return 1;
     case cudaDevAttrConcurrentManagedAccess: return 1;
     case cudaDevAttrCooperativeLaunch: return 1;
-    case cudaDevAttrMaxSharedMemoryPerBlockOptin: return model().shared_per_block;
+    case cudaDevAttrMaxSharedMemoryPerBlockOptin: return model(index).shared_per_block;
     case 102: return 1;  // virtual memory management, which the driver alone numbers
     case cudaDevAttrMaxBlocksPerMultiprocessor: return 32;
     case cudaDevAttrReservedSharedMemoryPerBlock: return 1024;
-    case cudaDevAttrClusterLaunch: return model().major >= 9;
+    case cudaDevAttrClusterLaunch: return model(index).major >= 9;
     default: return 0;
   }
 }
@@ -299,7 +334,7 @@ EXPORTED cudaError_t cudaGetDeviceProperties(cudaDeviceProp* found, int) {
   *found = {};
   const Model& card = model();
   snprintf(found->name, sizeof found->name, "%s", card.name);
-  memcpy(found->uuid.bytes, UUID_BYTES, sizeof found->uuid.bytes);
+  memcpy(found->uuid.bytes, uuid_bytes(), sizeof found->uuid.bytes);
   found->totalGlobalMem = card.memory;
   found->major = card.major;
   found->minor = card.minor;

@@ -7,9 +7,17 @@ from pathlib import Path
 
 import pytest
 
-from infra.device.cuda import read_driver
+from infra.device.cuda import CudaDevice, CudaDriver, read_driver
 from infra.device.gpu import GpuState
-from infra.device.hardware import DeviceInfo, cpu_info, examine_device, find_compile_blocker, gpu_info
+from infra.device.hardware import (
+    DeviceInfo,
+    combine_gpus,
+    cpu_info,
+    examine_device,
+    find_compile_blocker,
+    gpu_info,
+    worker_gpus_info,
+)
 from infra.device.torch_support import TorchSupport
 
 
@@ -124,3 +132,54 @@ def test_a_cpu_compiles_with_a_cpp_compiler(monkeypatch: pytest.MonkeyPatch, tmp
     assert "install g++" in cpu_info().compile_blocker
     (tmp_path / "g++").touch(mode=0o755)
     assert not cpu_info().compile_blocker
+
+
+SMALL = CudaDevice("NVIDIA GeForce RTX 3060", "3060aaaa-0000-4000-8000-000000000000", (8, 6), 12 * 10**9, False)
+LARGE = CudaDevice("NVIDIA GeForce RTX 3090", "3090bbbb-0000-4000-8000-000000000000", (8, 6), 24 * 10**9, False)
+OLD = CudaDevice("Tesla V100-SXM2-16GB", "0000cccc-0000-4000-8000-000000000000", (7, 0), 16 * 10**9, False)
+
+
+def try_torch(device: CudaDevice, version: tuple[int, int], **options: bool) -> TorchSupport:
+    """Torch as it is built for CUDA 13."""
+    return TorchSupport("torch has no kernels for it. Install another build" if device.capability < (7, 5) else "")
+
+
+@pytest.mark.parametrize(
+    ("devices", "blocker", "note"),
+    [
+        ((LARGE, SMALL), "", ""),
+        ((SMALL, SMALL), "", ""),
+        (
+            (SMALL, LARGE),
+            "",
+            "RTX 3060 with 12.0 GB is used; CUDA_VISIBLE_DEVICES=GPU-3090bbbb selects .* with 24.0 GB",
+        ),
+        ((OLD,), "Install another build$", ""),
+        ((OLD, OLD), "Install another build$", ""),
+        ((OLD, SMALL), "Install another build, or use .* RTX 3060 with CUDA_VISIBLE_DEVICES=GPU-3060aaaa$", ""),
+        ((SMALL, OLD), "", "CUDA_VISIBLE_DEVICES=GPU-0000cccc selects Tesla V100"),
+    ],
+)
+def test_a_machines_other_gpu_is_named_where_it_is_larger_or_the_only_usable_one(
+    devices: tuple[CudaDevice, ...], blocker: str, note: str
+) -> None:
+    state, info = examine_device(CudaDriver(devices, (13, 0)), try_torch)
+    assert state
+    assert state.name == info.name == devices[0].name
+    assert re.search(blocker or "^$", info.gpu_blocker)
+    assert re.search(note or "^$", info.gpu_note)
+
+
+def test_several_workers_train_on_what_all_their_gpus_support() -> None:
+    both = worker_gpus_info(2, CudaDriver((LARGE, SMALL), (13, 0)), try_torch)
+    assert (both.name, both.memory) == (SMALL.name, SMALL.memory)
+    assert "limits the micro-batch" in both.gpu_note
+    assert "2 GPUs" in both.gpu_note
+    alike = worker_gpus_info(2, CudaDriver((SMALL, SMALL, LARGE), (13, 0)), try_torch)
+    assert (alike.memory, alike.gpu_note) == (SMALL.memory, "")
+    blocked = worker_gpus_info(2, CudaDriver((LARGE, OLD), (13, 0)), try_torch)
+    assert blocked.name == OLD.name
+    assert "CUDA_VISIBLE_DEVICES" in blocked.gpu_blocker
+    t4, a100 = (DeviceInfo("cuda", "a GPU", c, bf16=c >= (8, 0), memory=10) for c in ((7, 5), (8, 0)))
+    mixed = combine_gpus([a100, replace(t4, compile_blocker="no gcc")])
+    assert (mixed.capability, mixed.bf16, mixed.compile_blocker) == ((7, 5), False, "no gcc")

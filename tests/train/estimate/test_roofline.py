@@ -58,7 +58,7 @@ def test_a_small_model_is_bound_by_its_launches_unless_it_has_cuda_graphs() -> N
         roofline_speed(model, batch, replace(config.execution, compile=mode), load_gpu_rates("A100"))
         for mode in ("whole", "reduce-overhead")
     )
-    assert graphs > 2 * whole
+    assert graphs > 1.2 * whole
 
 
 def test_published_speeds_are_in_the_range_that_is_expected() -> None:

@@ -8,13 +8,18 @@ from collections.abc import Callable
 from contextlib import ExitStack
 from dataclasses import replace
 from pathlib import Path
+from typing import Any
 
 import pytest
+import ray.train
+import ray.train.torch
+import torch
 from trainers import make_trainer
 
 from infra.storage.directory import StorageDir
 from infra.storage.files import write_json
 from pipeline.shards import checksum, read_manifest
+from train.callbacks import Callback, TrainStep
 from train.config import ResolvedConfig
 from train.launch.job import RunJob, WorkerJob
 from train.launch.link import (
@@ -35,6 +40,7 @@ from train.launch.worker import (
     check_crash_loop,
     combine_refusals,
     lock_and_find_checkpoint,
+    train_function,
     with_checkpoint,
 )
 from train.model_config import ModelConfig
@@ -199,3 +205,36 @@ def test_a_connection_passes_on_the_wish_to_stop(config: ResolvedConfig) -> None
         assert connection.should_stop()
     assert link.take_updates().activity == session.activity
     assert "heartbeat" not in {thread.name for thread in threading.enumerate()}
+
+
+class VanishingGpu(Callback):
+    """Raises what torch raises once a GPU is gone, after a step."""
+
+    def on_step_end(self, step: TrainStep) -> None:
+        raise torch.AcceleratorError("CUDA error: unspecified launch failure\nFor debugging consider ...")
+
+
+@pytest.mark.parametrize("on_ray", [False, True])
+def test_a_gpu_that_vanishes_ends_a_run_in_its_own_process_and_restarts_a_worker_of_ray(
+    on_ray: bool, config: ResolvedConfig, home: RunFolder
+) -> None:
+    """In one line each: Ray's controller, which would print a traceback of the loop, gets another exception."""
+    link = Channel(RecordedProgress())
+    link.node_id = "a node of Ray" if on_ray else ""
+    trainer = ray.train.torch.TorchTrainer(
+        train_function,
+        train_loop_config={"job": job_of(home, config), "link": link, "callbacks": (VanishingGpu(),)},
+        scaling_config=ray.train.ScalingConfig(num_workers=0),
+    )
+    if not on_ray:
+        returned: Any = trainer.fit().return_value
+        assert "The GPU failed (CUDA error: unspecified launch failure)." in returned.user_error
+        assert "start the run again" in returned.user_error
+        return
+    with pytest.raises(
+        RuntimeError, match=r"The GPU of .* failed \(CUDA error: unspecified launch failure\)"
+    ) as raised:
+        trainer.fit()
+    assert not isinstance(raised.value, torch.AcceleratorError)
+    lines = [message.text for message in link.take_updates().messages if isinstance(message, PrintLine)]
+    assert any("restarts the workers" in line for line in lines)
