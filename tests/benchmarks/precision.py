@@ -43,8 +43,8 @@ class Size:
 
 
 SIZES = {
-    "wide": Size("edu-3m", sequences=4, steps=320),
-    "deep": Size("edu-3m,layers=12,width=128,heads=2,context_length=256", sequences=8, steps=240),
+    "wide": Size("edu-3m", sequences=4, steps=200),
+    "deep": Size("edu-3m,layers=12,width=128,heads=2,context_length=256", sequences=8, steps=140),
 }
 """Four blocks, and as many blocks as GPT-2 124M with heads as wide as its own. A step has 2,048 tokens."""
 

@@ -47,6 +47,7 @@ STEPS: dict[str, dict[str, Any]] = {
 PLANTED = {
     "linear": ("train/models/linear.py", "sum(0).flatten()", "sum(0).neg().flatten()"),
     "loss": ("train/models/loss.py", "target_logarithms.expm1()", "-target_logarithms.expm1()"),
+    "embedding": ("train/models/embedding.py", "embedding_gradient.to(sum_type)", "-embedding_gradient.to(sum_type)"),
 }
 """(file, its code, the code with a wrong sign) of the forms that only code compiled for a GPU takes."""
 

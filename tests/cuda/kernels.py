@@ -2,9 +2,10 @@
 
     tests/cuda/kernels.py [--record FILE.json]    # in the environment of make test-cuda
 
-The forward and backward pass of GPT-2 for one micro-batch, with the plain loss and without the optimizer. Models of 2
-and 4 layers are lowered, and the whole one follows from the difference, because every block adds the same kernels.
-Nothing is compiled or run, so that a change that costs a GPU a pass over the logits is seen without one.
+The forward and backward pass of GPT-2 for one micro-batch, without the optimizer. Models of 2 and 4 layers are
+lowered, and the whole one follows from the difference, because every block adds the same kernels. The fused loss is one
+operator for Inductor: the kernels that it launches are counted by its calls. Nothing is compiled or run, so that a
+change that costs a GPU a pass over the logits is seen without one.
 """
 
 import argparse
@@ -23,17 +24,21 @@ ROOT = Path(__file__).parents[2]
 sys.path[:0] = [str(ROOT), str(ROOT / "tests/cuda")]
 
 STEPS: dict[str, dict[str, Any]] = {
+    "bf16, plain loss": {"precision": "bf16", "loss": "plain"},
     "bf16": {"precision": "bf16"},
+    "bf16-activations, plain loss": {"precision": "bf16-activations", "loss": "plain"},
     "bf16-activations": {"precision": "bf16-activations"},
     "bf16-activations, no biases": {"precision": "bf16-activations", "bias": False},
     "bf16-activations, GPT-2 355M": {"precision": "bf16-activations", "model": "gpt2-355m"},
 }
-"""The steps of the record, by name."""
+"""The steps of the record, by name; the loss is fused, as is the default on a GPU, unless a name says otherwise."""
 
 SEQUENCES = 16
 """Inductor counts at most 10^9 elements for one access; the logits of 16 sequences of 1,024 tokens have 0.8 x 10^9."""
 MODEL, LAYERS = "gpt2-124m", (2, 4)
 LARGEST = 10
+SECTOR = 32
+"""Bytes that a GPU reads at the least."""
 
 Kernel = dict[str, Any]
 
@@ -85,12 +90,13 @@ def step(settings: dict[str, Any]) -> dict[str, Any]:
         return round(whole(lambda kernels: sum(k["bytes"] for k in kernels if kind in k["kind"])) / 1e9, 3)
 
     largest = sorted(models[0], key=lambda kernel: -kernel["bytes"])[:LARGEST]
+    products, attention = gigabytes("mm"), gigabytes("attention")
     return {
         "kernels": round(whole(len)),
         "gigabytes": gigabytes(),
-        "of matrix products": gigabytes("mm"),
-        "of attention": gigabytes("attention"),
-        "of Triton": gigabytes("triton"),
+        "of matrix products": products,
+        "of attention": attention,
+        "of other kernels": round(gigabytes() - products - attention, 3),
         "largest": largest,
     }
 
@@ -123,7 +129,7 @@ def resources(settings: dict[str, Any], gpu: str) -> list[dict[str, Any]]:
 def lowered(
     *, layers: int, model: str = MODEL, bias: bool = True, by_triton: bool = False, **settings: Any
 ) -> list[Kernel]:
-    """The kernels of a step in the order in which they run; ``by_triton`` compiles those of Triton."""
+    """The kernels of a step, those of the fused loss last; ``by_triton`` compiles those of Triton."""
     import torch
     from compute import compile_nothing, compile_only  # type: ignore[import-not-found]
 
@@ -134,7 +140,7 @@ def lowered(
     from train.resolved import resolve
 
     compile_only() if by_triton else compile_nothing()
-    chosen: dict[str, Any] = {"loss": "plain", "attention": "flash", "compile": "whole", "device": "cuda"} | settings
+    chosen: dict[str, Any] = {"loss": "fused", "attention": "flash", "compile": "whole", "device": "cuda"} | settings
     shape = replace(parse_model(model), layers=layers, bias=bias)
     config = TrainConfig.of(model=shape, micro_batch=SEQUENCES, global_batch=SEQUENCES, **chosen)
     config = resolve(config, device_info())
@@ -150,7 +156,56 @@ def lowered(
     loss.backward()
     from torch._inductor import metrics
 
-    return [kernel for node, _ in metrics.nodes_num_elem if (kernel := described(node))]
+    kernels = [kernel for node, _ in metrics.nodes_num_elem if (kernel := described(node))]
+    if chosen["loss"] == "plain":
+        return kernels
+    tokens, ids = SEQUENCES * shape.context_length, shape.padded_vocab_size
+    chunks, calls = loss_calls(tokens, ids, shape.width)
+    of_chunk = [kernel for kernel in kernels if f"bfloat16[{tokens // chunks}, {ids}]" in kernel["makes"]]
+    others = [kernel for kernel in kernels if kernel not in of_chunk and "fused_cross" not in kernel["kind"]]
+    return [*others, *calls, *of_chunk * chunks]
+
+
+def loss_calls(tokens: int, ids: int, width: int) -> tuple[int, list[Kernel]]:
+    """The operators that the fused loss calls for ``tokens`` in bf16 and a head of (``ids``, ``width``), beside what it
+    compiles for each chunk.
+
+    Returns: (number of chunks, a kernel for each call).
+    """
+    import torch
+    from step_time import FREE, moved  # type: ignore[import-not-found]
+    from torch.utils._python_dispatch import TorchDispatchMode
+
+    from train.models import loss
+
+    operator = loss._fused._init_fn  # Called as an operator, it would hide its own calls.
+    chunks = loss.chunk_count("fused", 1, tokens)
+    hidden = torch.empty(tokens, width, dtype=torch.bfloat16, device="cuda")
+    head, targets = torch.empty(ids, width, device="cuda"), torch.zeros(tokens, dtype=torch.int64, device="cuda")
+    found: list[Kernel] = []
+
+    class Calls(TorchDispatchMode):
+        """Counts every operator that is called."""
+
+        @classmethod
+        def ignore_compile_internals(cls) -> bool:
+            return True
+
+        def __torch_dispatch__(self, operator: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+            result = operator(*args, **(kwargs or {}))
+            name = operator._schema.name.removeprefix("aten::")
+            if operator.is_view or name in FREE or not isinstance(result, torch.Tensor):
+                return result
+            size = moved([*args, result])
+            if name in ("gather", "scatter_"):  # One sector of each row is read, and written by the latter.
+                size = moved(args[2:]) + SECTOR * args[2].numel() * (1 + (name == "scatter_"))
+            makes = [f"{str(result.dtype).partition('.')[2]}{[*result.shape]}"]
+            found.append({"kind": f"loss, {name}", "bytes": size, "operators": [name], "makes": makes})
+            return result
+
+    with Calls():
+        operator(hidden, head, targets, chunks, ids, True, True)
+    return chunks, found
 
 
 def described(node: Any) -> Kernel | None:

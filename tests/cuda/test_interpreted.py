@@ -30,7 +30,7 @@ def test_a_compiled_step_computes_what_an_eager_one_does(interpreted: Any) -> No
     assert row["misuses"] == ""
 
 
-@pytest.mark.parametrize("planted", ["linear", "loss"])
+@pytest.mark.parametrize("planted", ["linear", "loss", "embedding"])
 def test_a_wrong_sign_is_seen(planted: str, interpreted: Any) -> None:
     settings = interpreted.STEPS["bf16-activations, fused loss"] | {"vocab_size": 1000}
     assert max(interpreted.step(settings)["errors"].values()) < ROUNDING

@@ -123,8 +123,8 @@ def _moments(
     at_the_end = all_gradients
     if whole:  # A whole graph returns all gradients at once, with the embedding's already added.
         sums, at_the_end = head * model.tied, all_gradients + accumulated
-    # Inductor computes a tied head's gradient last, in one operation that adds it to the embedding's.
-    late = whole and not chunks and model.tied and product == weight_bytes
+    # For a CPU Inductor computes a tied head's gradient last, in one operation that adds it to the embedding's.
+    late = whole and execution.device == "cpu" and not chunks and model.tied and product == weight_bytes
     kept_logits = tokens * product * (model.padded_vocab_size + model.width) * late
     if late:
         head_gradient = 0

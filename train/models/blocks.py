@@ -9,8 +9,8 @@ from torch import Tensor, nn
 class LossModel(nn.Module):
     """A model with a separate method for its loss, which ``--compile blocks`` compiles as one unit."""
 
-    def mean_loss(self, x: Tensor, targets: Tensor) -> Tensor:
-        """Compute the loss from the last block's output ``x``."""
+    def mean_loss(self, x: Tensor, targets: Tensor, head: Tensor) -> Tensor:
+        """Compute the loss from the last block's output ``x`` and the weight of the head."""
         raise NotImplementedError
 
 

@@ -16,6 +16,7 @@ from train.model_config import ModelConfig
 from train.models import recompute
 from train.models.attention import AttentionFunction, Mask, MaskFunction, sdpa
 from train.models.blocks import LossModel
+from train.models.embedding import TiedEmbedding
 from train.models.linear import Linear
 from train.models.loss import LossFunction, plain
 
@@ -128,10 +129,10 @@ class GPT(LossModel):
         if isinstance(module, nn.Linear) and module.bias is not None:
             nn.init.zeros_(module.bias)
 
-    def hidden_states(self, tokens: Tensor) -> Tensor:
-        """Compute the last block's output (B, T, D) for ``tokens`` (B, T)."""
+    def hidden_states(self, tokens: Tensor, embeddings: Tensor) -> Tensor:
+        """Compute the last block's output (B, T, D) for ``tokens`` (B, T) and their ``embeddings``."""
         positions = torch.arange(tokens.size(1), device=tokens.device)
-        x = self.token_embedding(tokens) + self.position_embedding(positions)
+        x = embeddings + self.position_embedding(positions)
         x = F.dropout(x.to(self.activations or x.dtype), self.config.dropout, self.training)
         mask = self.mask(tokens)
         for number, block in enumerate(self.blocks):
@@ -154,12 +155,20 @@ class GPT(LossModel):
         return self._forward(tokens, targets)
 
     def _forward(self, tokens: Tensor, targets: Tensor | None) -> Tensor:
-        x = self.hidden_states(tokens)
-        return self.head(self.norm(x)) if targets is None else self.mean_loss(x, targets)
+        embeddings, head = self._embed(tokens)
+        x = self.hidden_states(tokens, embeddings)
+        return self.head(self.norm(x)) if targets is None else self.mean_loss(x, targets, head)
 
-    def mean_loss(self, x: Tensor, targets: Tensor) -> Tensor:
+    def _embed(self, tokens: Tensor) -> tuple[Tensor, Tensor]:
+        """Return the embeddings of ``tokens`` and the weight of the head."""
+        weight = self.token_embedding.weight
+        if self.config.tied and weight.is_cuda and torch.compiler.is_compiling():
+            return TiedEmbedding.apply(weight, tokens)  # type: ignore[no-any-return]
+        return self.token_embedding(tokens), self.head.weight
+
+    def mean_loss(self, x: Tensor, targets: Tensor, head: Tensor) -> Tensor:
         """Compute norm, head and cross-entropy of the last block's output, one unit of ``--compile blocks``.
 
         In evaluation mode the loss excludes the padding of the vocabulary, which the exported model does not have.
         """
-        return self.loss(self.norm(x), self.head.weight, targets, None if self.training else self.config.vocab_size)
+        return self.loss(self.norm(x), head, targets, None if self.training else self.config.vocab_size)

@@ -88,7 +88,7 @@ def _fused(
     overwrite = _compiled_probabilities if compiled else _probabilities
     total = torch.zeros((), dtype=sum_type, device=hidden.device)
     hidden_gradient = torch.empty_like(hidden if training else hidden[:0])
-    head_gradient = torch.zeros_like(head if training else head[:0], dtype=sum_type)
+    head_gradient = torch.empty_like(head if training else head[:0], dtype=sum_type)
     size = -(-len(targets) // chunks)
     buffer = hidden.new_empty(size, len(head))
     all_chunks = zip(hidden.split(size), targets[:, None].split(size), range(0, len(targets), size), strict=True)
@@ -102,21 +102,24 @@ def _fused(
         # The gradient of a logit is its probability, minus one for the target.
         logits.scatter_(1, target_chunk, target_logarithms.expm1().to(logits.dtype))
         torch.mm(logits, weight, out=hidden_gradient[offset : offset + size])
-        _add_product(head_gradient, logits.t(), hidden_chunk)
+        _sum_product(head_gradient, logits.t(), hidden_chunk, is_first=offset == 0)
     return total / len(targets), hidden_gradient, head_gradient.to(head.dtype)
 
 
-def _add_product(total: Tensor, left: Tensor, right: Tensor) -> None:
-    """Add the product of two matrices to ``total``, which may be in fp32 for factors in 16 bits.
+def _sum_product(total: Tensor, left: Tensor, right: Tensor, *, is_first: bool) -> None:
+    """Add the product of two matrices to ``total``, which the first product overwrites.
 
-    On a GPU the product itself adds in fp32, so that no result in 16 bits is rounded, written and read.
+    ``total`` may be in fp32 for factors in 16 bits. On a GPU the product itself adds in fp32, so that no result in 16
+    bits is rounded, written and read.
     """
-    if left.dtype == total.dtype:
-        total.addmm_(left, right)
-    elif total.is_cuda:
-        torch.addmm(total, left, right, out_dtype=total.dtype, out=total)
+    out_dtype = {} if left.dtype == total.dtype else {"out_dtype": total.dtype}
+    if out_dtype and not total.is_cuda:  # A CPU has no such product.
+        product = left @ right
+        total.copy_(product) if is_first else total.add_(product)
+    elif is_first:
+        torch.mm(left, right, out=total, **out_dtype)
     else:
-        total += left @ right
+        torch.addmm(total, left, right, out=total, **out_dtype)
 
 
 def _probabilities(logits: Tensor, targets: Tensor) -> Tensor:

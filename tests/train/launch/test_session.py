@@ -103,9 +103,9 @@ def room_for_two(monkeypatch: pytest.MonkeyPatch) -> None:
     """Forward passes of more than two sequences run out of memory, by an allocation that really fails."""
     stream = GPT.hidden_states
 
-    def with_little_room(self: GPT, tokens: torch.Tensor) -> torch.Tensor:
+    def with_little_room(self: GPT, tokens: torch.Tensor, embeddings: torch.Tensor) -> torch.Tensor:
         torch.empty(2**60 if len(tokens) > 2 else 1, dtype=torch.uint8)
-        return stream(self, tokens)
+        return stream(self, tokens, embeddings)
 
     monkeypatch.setattr(GPT, "hidden_states", with_little_room)
 

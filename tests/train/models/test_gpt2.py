@@ -164,10 +164,11 @@ def test_dropout_is_where_gpt2_has_it(small_model: ModelConfig) -> None:
 
 
 def test_activations_have_the_type_that_is_asked_for(small_model: ModelConfig) -> None:
-    model = GPT(small_model, activations=torch.bfloat16)
-    assert model.hidden_states(torch.zeros(1, 8, dtype=torch.int64)).dtype == torch.bfloat16
-    assert model(torch.zeros(1, 8, dtype=torch.int64), torch.zeros(1, 8, dtype=torch.int64)).dtype == torch.float32
-    assert GPT(small_model).hidden_states(torch.zeros(1, 8, dtype=torch.int64)).dtype == torch.float32
+    tokens = torch.zeros(1, 8, dtype=torch.int64)
+    for requested, actual in ((torch.bfloat16, torch.bfloat16), (None, torch.float32)):
+        model = GPT(small_model, activations=requested)
+        assert model.hidden_states(tokens, model.token_embedding(tokens)).dtype == actual
+        assert model(tokens, tokens).dtype == torch.float32
 
 
 @pytest.mark.parametrize("kind", ["full", "selective"])
