@@ -23,7 +23,7 @@ DEMO_RUN = --global-batch $(DEMO_BATCH) --time-budget 90s --cycle 10s+1 --device
 DEMO_SEARCH = --global-batch $(DEMO_BATCH) --memory-limit 40GB --device cuda
 endif
 
-.PHONY: install demo test test-slow test-cuda lint clean bench-tokenize bench-loader bench-overhead bench-search bench-real-grid bench-aa bench-kernels bench-interpreted bench-memory bench-memory-cuda bench-checkpoint-memory bench-scale bench-devices record-textbook campaign-pipeline campaign-train campaign-search campaign-cluster campaign-gpu
+.PHONY: install demo test test-slow test-cuda lint clean bench-tokenize bench-loader bench-overhead bench-search bench-real-grid bench-aa bench-precision bench-kernels bench-interpreted bench-memory bench-memory-cuda bench-checkpoint-memory bench-scale bench-devices record-textbook campaign-pipeline campaign-train campaign-search campaign-cluster campaign-gpu
 
 install: $(INSTALLED)
 
@@ -96,6 +96,10 @@ bench-search: install
 
 bench-aa: install
 	$(BIN)/python -P tests/benchmarks/aa.py --pairs 100 --out $(RECORDS)
+
+# With data of 512 token ids, by pipeline.vocabulary --size 512 and pipeline.tokenize; an hour of one core.
+bench-precision: install
+	$(BIN)/python -P tests/benchmarks/precision.py --data $(DATA) --out runs --record $(RECORDS)/precision.json
 
 bench-memory: install
 	$(BIN)/python -P tests/benchmarks/memory.py --record $(RECORDS)/memory.json

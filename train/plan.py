@@ -78,6 +78,7 @@ def plan_run(options: PlanOptions, measured: "MeasuredLaw | None") -> None:
         rows += forecast.tile_rows(model, config.batch.micro_batch, config.execution.precision, name)
     if gpu_rates:
         rows.append(("speed", forecast.speed_text(predictions[0], gpu_rates)))
+        rows += forecast.comparison_rows(model, predictions[0], gpu_rates)
     if workers > 1:
         rows += network.network_rows(model, config.batch, config.execution, options.doctor_file)
     speed, tokens = options.tokens_per_second, forecast.run_tokens(config, manifest)

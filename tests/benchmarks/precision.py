@@ -44,9 +44,9 @@ class Size:
 
 SIZES = {
     "wide": Size("edu-3m", sequences=4, steps=200),
-    "deep": Size("edu-3m,layers=12,width=128,heads=2,context_length=256", sequences=8, steps=140),
+    "deep": Size("edu-3m,layers=12,width=128,heads=2,context_length=256", sequences=8, steps=80),
 }
-"""Four blocks, and as many blocks as GPT-2 124M with heads as wide as its own. A step has 2,048 tokens."""
+"""Four blocks of width 256, and as many blocks as GPT-2 124M with heads as wide as its own. Steps of 2,048 tokens."""
 
 VAL_BATCHES = 40
 
@@ -81,7 +81,7 @@ def main() -> None:
         low, high = found["change_95_percent"]
         print(f"{size.model}: {found['change']:+.4f} nats/token ({low:+.4f} to {high:+.4f})", flush=True)
     record = {
-        "command": " ".join(["python", *sys.orig_argv[1:]]),
+        "command": "make bench-precision",
         "date": time.strftime("%Y-%m-%d"),
         "machine": f"{os.cpu_count()} cores, {platform.machine()}, one thread a run",
         "versions": {"python": platform.python_version(), "torch": version("torch"), "commit": find_commit()},

@@ -16,7 +16,7 @@ from train.estimate.flops import PF_DAY
 from train.estimate.gpu_rates import GpuRates
 from train.estimate.memory import largest_unconstrained_micro_batch, margin
 from train.estimate.prediction import Prediction, Range
-from train.estimate.roofline import SOURCE
+from train.estimate.roofline import LLM_C_SPEED, NANOGPT_RATIOS, SOURCE
 from train.estimate.tiles import products, warnings
 from train.model_config import ModelSpec
 
@@ -103,6 +103,20 @@ def speed_text(prediction: Prediction, gpu_rates: GpuRates) -> str:
     if prediction.exceeds_limit:
         return "not predicted, because the run does not fit in memory"
     return f"{SOURCE}; rates: {gpu_rates.source}" if prediction.speed else NOT_COVERED
+
+
+def comparison_rows(model: ModelSpec, prediction: Prediction, gpu_rates: GpuRates) -> Rows:
+    """Return what is known of the speed relative to other projects: only of GPT-2 124M on an A100."""
+    info = gpu_rates.device_info
+    if model.text != "gpt2-124m" or not prediction.speed or "A100" not in info.name:
+        return []
+    ratios = " and ".join(f"x{ratio:.2f} in {precision}" for precision, ratio in NANOGPT_RATIOS.items())
+    is_above = "80GB" in info.name and prediction.speed.high < LLM_C_SPEED
+    return [(
+        "compared",
+        f"counted kernels give {ratios} of nanoGPT's roofline, not measured; llm.c has published {LLM_C_SPEED:,} "
+        f"tokens/s on an A100 with 80 GB{', above this range' * is_above}",
+    )]  # fmt: skip
 
 
 def run_text(config: ResolvedConfig, manifest: Manifest) -> str:

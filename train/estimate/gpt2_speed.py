@@ -1,13 +1,13 @@
 """Predicted speed of a compiled step of GPT-2 on any GPU, by formulas for the bytes, FLOPs and number of its kernels.
 
-Matrix products and attention are bound by arithmetic, Triton's kernels and the optimizer by memory bandwidth, and a
-micro-batch whose kernels are too short by their launches.
+Matrix products and attention are bound by arithmetic, all other kernels by memory bandwidth, and a micro-batch
+whose kernels are too short by their launches.
 """
 
 from dataclasses import dataclass
 
 from infra.errors import UserError
-from train.config import CUDA_GRAPHS, WHOLE_GRAPH, Batch, Execution, Precision
+from train.config import CUDA_GRAPHS, WHOLE_GRAPH, Batch, Execution
 from train.estimate.gpu_rates import GpuRates
 from train.estimate.recomputation import recomputation_time
 from train.model_config import ModelConfig
@@ -18,27 +18,16 @@ ATTENTION_EFFICIENCY = 0.4
 271 TFLOP/s on an A100 (arXiv 2307.08691, section 4.1)."""
 
 
-@dataclass(frozen=True)
-class KernelTraffic:
-    """Bytes that Triton's kernels read and write in the forward and backward pass of a micro-batch."""
-
-    per_block_token: float
-    """Bytes per block for each token and unit of width: activations, norms, GELU, and their gradients."""
-    per_block_weight: float
-    """Bytes for each weight of a block: casts."""
-    per_logit: float
-    """Bytes for each logit."""
-    per_head_weight: float
-    """Bytes for each weight of the head."""
-
-
-_AUTOCAST = KernelTraffic(130.2, 6.3, 6.2, 32.9)
-KERNEL_TRAFFIC = {
-    "bf16": _AUTOCAST, "fp16": _AUTOCAST, "bf16-activations": KernelTraffic(88.5, 6.3, 6.2, 32.3),
-}  # fmt: skip
-"""Bytes by precision in a whole compiled graph, from the kernels that Inductor generates for GPT-2 124M with the plain
-loss (tests/benchmarks/records/kernels.json), except for reads that Inductor only counts for the loss's gather. The
-fused loss reads and writes the logits as often. Autocast to fp16 has the sizes of autocast to bf16."""
+BYTES_PER_BLOCK_TOKEN = {"bf16": 130.2, "fp16": 130.2, "bf16-activations": 88.5}
+"""Bytes per block for each token and unit of width, by precision: activations, norms, GELU, and their gradients."""
+BYTES_PER_BLOCK_WEIGHT = 6.3
+"""Bytes for each weight of a block: casts."""
+BYTES_PER_LOGIT = {"plain": 6.2, "fused": 4.0}
+"""Bytes for each logit, by loss. Matrix products move more."""
+BYTES_PER_HEAD_WEIGHT = {"plain": 24.3, "fused": 31.7}
+"""Bytes for each weight of the head, by loss: casts, the scaling of the fused loss's gradient, and the embedding's
+gradient. All bytes are of kernels other than matrix products and attention in a whole compiled graph, counted for GPT-2
+124M (tests/benchmarks/records/kernels.json). Autocast to fp16 has the sizes of autocast to bf16."""
 
 LAUNCH_SECONDS = 5e-6
 """Time in which the CPU launches one kernel of compiled code (an assumption, for Python's launchers and torch's
@@ -55,16 +44,16 @@ class KernelCount:
     """Kernels outside the blocks, except those of the loss."""
 
 
-_AUTOCAST_COUNT = KernelCount(29, 11)
-KERNEL_COUNTS = {"bf16": _AUTOCAST_COUNT, "fp16": _AUTOCAST_COUNT, "bf16-activations": KernelCount(27, 10)}
+_AUTOCAST_COUNT = KernelCount(29, 9)
+KERNEL_COUNTS = {"bf16": _AUTOCAST_COUNT, "fp16": _AUTOCAST_COUNT, "bf16-activations": KernelCount(27, 8)}
 """Kernels by precision in a whole compiled graph, as Inductor generates them for GPT-2
 (tests/benchmarks/records/kernels.json). Their number depends on no size. Autocast to fp16 has those of autocast to
 bf16."""
 BLOCK_BIAS_KERNELS = 9
 """Kernels that the biases of a block's linear layers and norms add. The last norm's bias adds one."""
-PLAIN_LOSS_KERNELS = 6
+PLAIN_LOSS_KERNELS = 7
 """Kernels of the plain loss."""
-FUSED_LOSS_KERNELS, FUSED_CHUNK_KERNELS = 4, 11
+FUSED_LOSS_KERNELS, FUSED_CHUNK_KERNELS = 3, 11
 """Kernels of the fused loss, and of each of its chunks (tests/cuda/test_launches.py counts them)."""
 
 UPDATE_BYTES = 40
@@ -90,7 +79,7 @@ def pass_seconds(model: ModelConfig, batch: Batch, execution: Execution, gpu_rat
     ``UserError`` if the formulas do not cover it."""
     rate = gpu_rates.matmul_rate(execution.precision)
     is_covered = not (execution.attention == "manual" or execution.fp8 or execution.offload_optimizer)
-    if not (rate and is_covered and execution.precision in KERNEL_TRAFFIC and execution.compile in WHOLE_GRAPH):
+    if not (rate and is_covered and execution.precision in BYTES_PER_BLOCK_TOKEN and execution.compile in WHOLE_GRAPH):
         raise UserError(
             "The speed is only predicted for GPT-2 in 16 bits with a whole compiled graph, without --fp8, "
             "--offload-optimizer or --attention manual."
@@ -98,7 +87,7 @@ def pass_seconds(model: ModelConfig, batch: Batch, execution: Execution, gpu_rat
     tokens = batch.micro_batch * model.context_length
     products = 6 * model.matmul_parameters * tokens / rate
     attention = 6 * model.layers * model.context_length * model.width * tokens / (ATTENTION_EFFICIENCY * rate)
-    moved = triton_bytes(model, batch.micro_batch, execution.precision) / gpu_rates.bandwidth
+    moved = memory_bound_bytes(model, batch.micro_batch, execution) / gpu_rates.bandwidth
     return (products + attention + moved) * (1 + recomputation_time(execution.checkpointing))
 
 
@@ -116,9 +105,10 @@ def kernel_count(model: ModelConfig, batch: Batch, execution: Execution) -> int:
     return blocks + count.others + model.bias + loss
 
 
-def triton_bytes(model: ModelConfig, micro_batch: int, precision: Precision) -> float:
-    """Return the bytes that Triton's kernels read and write for a micro-batch."""
-    traffic, tokens = KERNEL_TRAFFIC[precision], micro_batch * model.context_length
-    block = traffic.per_block_token * model.width * tokens + traffic.per_block_weight * 12 * model.width**2
-    head = traffic.per_logit * tokens + traffic.per_head_weight * model.width
+def memory_bound_bytes(model: ModelConfig, micro_batch: int, execution: Execution) -> float:
+    """Return the bytes of a micro-batch that kernels other than matrix products and attention read and write."""
+    tokens, loss = micro_batch * model.context_length, "fused" if execution.loss_chunks > 1 else execution.loss
+    block_token = BYTES_PER_BLOCK_TOKEN[execution.precision] * model.width
+    block = block_token * tokens + BYTES_PER_BLOCK_WEIGHT * 12 * model.width**2
+    head = BYTES_PER_LOGIT[loss] * tokens + BYTES_PER_HEAD_WEIGHT[loss] * model.width
     return model.layers * block + model.padded_vocab_size * head

@@ -14,6 +14,12 @@ SOURCE = (
 )
 """Origin of :data:`REACHED_FRACTION_RANGE` as a text."""
 
+NANOGPT_RATIOS = {"bf16": 1.04, "bf16-activations": 1.11}
+"""Roofline of this project's kernels on an A100, relative to nanoGPT's, by precision: counted for GPT-2 124M with 16
+sequences of 1,024 tokens (tests/benchmarks/records/kernels.json)."""
+LLM_C_SPEED = 218_000
+"""Tokens/s of llm.c that its script run_gpt2_124M.sh names for an A100 with 80 GB: 300 ms for 524,288 tokens on 8."""
+
 
 def expected_range(roofline: float) -> tuple[float, float]:
     """Return the lowest and the highest speed to expect at a ``roofline``, in its unit."""
