@@ -24,7 +24,7 @@ from train.estimate.gpt2_memory import published_activations
 from train.estimate.gpu_rates import load_gpu_rates
 from train.estimate.memory import predict_peak
 from train.estimate.prediction import Range
-from train.estimate.roofline import expected_range, roofline_speed
+from train.estimate.roofline import LLM_C_SPEED, expected_range, roofline_speed
 from train.model_config import PRESETS, ModelConfig
 from train.plan import PlanOptions, memory_saving_variants, plan
 from train.resolved import resolve, resolve_for_plan
@@ -76,6 +76,16 @@ def test_every_known_gpu_can_be_planned_for(gpu: str) -> None:
     assert re.search(r"this run .* [\d,.]+ to [\d,.]+\n", text), "a range of speeds"
     assert "unknown" not in text
     assert len(text.splitlines()) <= 25
+
+
+@pytest.mark.parametrize(("gpu", "is_known", "is_above"), [("A100", 1, 0), ("A100-80GB", 1, 1), ("H100", 0, 0)])
+def test_speeds_of_other_projects_are_shown_where_they_are_known(gpu: str, is_known: bool, is_above: bool) -> None:
+    """A published speed above the predicted range is not hidden."""
+    text = words(printed_plan(PlanOptions(TrainConfig.of(data="nowhere"), gpu=gpu)))
+    assert (f"{LLM_C_SPEED:,} tokens/s" in text and "nanoGPT" in text) == is_known
+    assert ("above this range" in text) == is_above
+    other = printed_plan(PlanOptions(TrainConfig.of(data="nowhere", model=PRESETS["gpt2-355m"]), gpu=gpu))
+    assert "nanoGPT" not in other
 
 
 def test_all_gpus_are_a_table_by_time_and_cost() -> None:
