@@ -73,16 +73,16 @@ def step(settings: dict[str, Any]) -> dict[str, Any]:
 
     few, more = LAYERS
     added = PRESETS[settings.get("model", MODEL)].layers - few
-    with tempfile.TemporaryDirectory() as cache:
-        started = environment() | {"TORCHINDUCTOR_CACHE_DIR": cache, GPU: "A100", "TORCH_LOGS": "inductor_metrics"}
-        models: list[list[Kernel]] = []
-        for layers in LAYERS:
-            lower = json.dumps(settings | {"layers": layers})
-            command = [sys.executable, "-P", __file__, "--lower", lower]
-            done = subprocess.run(command, env=started, capture_output=True, text=True)
-            if done.returncode:
-                sys.exit(done.stderr)
-            models.append(json.loads(done.stdout.splitlines()[-1]))
+    started = environment() | {GPU: "A100", "TORCH_LOGS": "inductor_metrics"}
+    models: list[list[Kernel]] = []
+    for layers in LAYERS:
+        command = [sys.executable, "-P", __file__, "--lower", json.dumps(settings | {"layers": layers})]
+        with tempfile.TemporaryDirectory() as cache:  # A graph in the cache, as the loss's, would not be lowered.
+            own = started | {"TORCHINDUCTOR_CACHE_DIR": cache}
+            done = subprocess.run(command, env=own, capture_output=True, text=True)
+        if done.returncode:
+            sys.exit(done.stderr)
+        models.append(json.loads(done.stdout.splitlines()[-1]))
 
     def whole(of: Any) -> float:
         """A sum over the kernels of the whole model."""
