@@ -158,12 +158,12 @@ def lowered(
     from train.config import TrainConfig
     from train.gpu_test.nanogpt import NanoGPT
     from train.loop.execution import autocast_context, build_model, compile_model
-    from train.model_config import parse_model
+    from train.model_config import PRESETS
     from train.resolved import resolve
 
     compile_only() if by_triton else compile_nothing()
     chosen: dict[str, Any] = {"loss": "fused", "attention": "flash", "compile": "whole", "device": "cuda"} | settings
-    shape = replace(parse_model(model), layers=layers, bias=bias)
+    shape = replace(PRESETS[model], layers=layers, bias=bias)
     config = TrainConfig.of(model=shape, micro_batch=SEQUENCES, global_batch=SEQUENCES, **chosen)
     config = resolve(config, device_info())
     tokens, ids = SEQUENCES * shape.context_length, shape.padded_vocab_size

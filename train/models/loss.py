@@ -112,14 +112,15 @@ def _sum_product(total: Tensor, left: Tensor, right: Tensor, *, is_first: bool) 
     ``total`` may be in fp32 for factors in 16 bits. On a GPU the product itself adds in fp32, so that no result in 16
     bits is rounded, written and read.
     """
-    out_dtype = {} if left.dtype == total.dtype else {"out_dtype": total.dtype}
-    if out_dtype and not total.is_cuda:  # A CPU has no such product.
+    if left.dtype == total.dtype:
+        torch.mm(left, right, out=total) if is_first else torch.addmm(total, left, right, out=total)
+    elif not total.is_cuda:  # A CPU has no such product.
         product = left @ right
         total.copy_(product) if is_first else total.add_(product)
     elif is_first:
-        torch.mm(left, right, out=total, **out_dtype)
+        torch.mm(left, right, out_dtype=total.dtype, out=total)
     else:
-        torch.addmm(total, left, right, out=total, **out_dtype)
+        torch.addmm(total, left, right, out_dtype=total.dtype, out=total)
 
 
 def _probabilities(logits: Tensor, targets: Tensor) -> Tensor:
