@@ -220,7 +220,7 @@ def loss_calls(tokens: int, ids: int, width: int) -> tuple[int, list[Kernel]]:
         def __torch_dispatch__(self, operator: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
             result = operator(*args, **(kwargs or {}))
             name = operator._schema.name.removeprefix("aten::")
-            if operator.is_view or name in FREE or not isinstance(result, torch.Tensor):
+            if operator.is_view or name in FREE or not isinstance(result, torch.Tensor) or not result.numel():
                 return result
             size = moved([*args, result])
             if name in ("gather", "scatter_"):  # One sector of each row is read, and written by the latter.
