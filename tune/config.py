@@ -185,6 +185,8 @@ class SearchConfig(ExperimentConfig):
             raise UserError("--objective loss needs the time of the final run. Use for example --train-time 1h.")
         if self.accumulations:
             raise UserError("--accumulations is only for --objective speed. Search --knobs global_batch instead.")
+        if self.searcher != "memory":
+            raise UserError(f"--searcher {self.searcher} is only for --objective speed. Remove it.")
 
     def to_json(self) -> dict[str, Any]:
         training = self.training.to_json() | {"data": StorageDir.of(self.training.dataset.data).address}

@@ -83,6 +83,33 @@ def test_what_gives_no_search_is_refused(change: dict[str, Any], flag: str) -> N
         replace(CONFIG, **change)
 
 
+LEARNING = {"objective": "loss", "train_time": 60.0, "knobs": ("learning_rate=1e-3",)}
+
+
+@pytest.mark.parametrize(
+    ("change", "flag"),
+    [
+        ({"train_time": None}, "--train-time 1h"),
+        ({"train_time": -1.0}, "--train-time -1"),
+        ({"train_time": float("inf")}, "--train-time inf"),
+        ({"target_loss": 0.0}, "--target-loss 0 must be above 0"),
+        ({"target_loss": -3.0}, "--target-loss -3"),
+        ({"target_loss": float("nan")}, "--target-loss nan"),
+        ({"search_time": 0.0}, "--search-time 0"),
+        ({"knobs": ()}, "--knobs"),
+        ({"knobs": ("compile=whole",)}, "compile is a setting of the execution.*--objective speed"),
+        ({"knobs": ("learning_rate=1e-3", "learning-rate=2e-3")}, "learning_rate twice"),
+        ({"knobs": ("lerning_rate=1e-3",)}, "'lerning_rate' is not a knob.*learning_rate"),
+        ({"accumulations": (1, 2)}, "--accumulations"),
+        ({"searcher": "grid"}, "--searcher grid"),
+        ({"objective": "speed", "knobs": ()}, "--train-time 60.*--objective loss"),
+    ],
+)
+def test_what_gives_no_search_for_the_lowest_loss_is_refused(change: dict[str, Any], flag: str) -> None:
+    with pytest.raises(UserError, match=flag):
+        replace(CONFIG, **LEARNING | change)
+
+
 @pytest.mark.parametrize(
     ("settings", "flag"),
     [

@@ -44,6 +44,12 @@ def introduce_learning(search: LearningSearch) -> None:
         f"{SEEDS} seeds; validated on {format_count(search.val_windows, 'held-out window')}",
         markup=False,
     )
+    if search.manifest.fingerprint and search.manifest.splits["val"]["books"] == 1:
+        console.print(
+            "warning: the data have one held-out book, so that the winner may be the best for this book only; tokenize "
+            "more books, or with a larger --val-fraction",
+            style="yellow", markup=False,
+        )  # fmt: skip
     if config.dry_run:
         print_plan(search)
 

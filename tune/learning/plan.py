@@ -237,6 +237,11 @@ def make_learning_search(config: SearchConfig, machines: tuple[Machine, ...] = (
     print_device_lines(control, device_info)
     source, length = source_of(control.dataset), control.model.context_length
     source.check_lengths(length, TRIAL_CYCLE, manifest)
+    if manifest.longest_shard("val") <= length:
+        raise UserError(
+            f"{source.dataset.source} has no held-out window of {length + 1:,} tokens, by which candidates are "
+            "compared. Tokenize more books, or with a larger --val-fraction."
+        )
     for candidate in space.candidates:
         source.check_enough_tokens(space.config(candidate).batch.global_batch, length, manifest)
     smallest_peak = predict_peak(control.step.replace(micro_batch=1))
@@ -245,10 +250,6 @@ def make_learning_search(config: SearchConfig, machines: tuple[Machine, ...] = (
     batches = {space.config(candidate).batch.global_batch for candidate in space.candidates}
     multiple = math.lcm(*batches)
     val_windows = min(windows, math.ceil(MIN_VAL_TOKENS / length / multiple) * multiple)
-    if not windows:
-        raise UserError(
-            f"{source.dataset.source} has no held-out windows, by which candidates are compared. Tokenize more books."
-        )
     speeds = read_speeds(config, space, device_info.name)
     strategy = LearningStrategy(space, config.train_time, config.target_loss, config.search_time, speeds)
     return LearningSearch(config, directory, machines, manifest, control, limit, space, strategy, val_windows)

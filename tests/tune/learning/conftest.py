@@ -35,7 +35,7 @@ def make_search() -> MakeSearch:
         config = SearchConfig(training=training, objective="loss", train_time=TRAIN_TIME, knobs=knobs, **settings)
         strategy = LearningStrategy(space, TRAIN_TIME, config.target_loss, config.search_time)
         manifest = Manifest.of([], config={}, tokenizer_sha256="", inputs={}, report={})
-        manifest = replace(manifest, splits={"train": {"tokens": train_tokens}, "val": {"tokens": 10**6}})
+        manifest = replace(manifest, splits={split: {"books": 9, "tokens": train_tokens} for split in ("train", "val")})
         directory = StorageDir.of("runs/one")
         return LearningSearch(
             config, directory, (), manifest, space.config(space.control), 4 * 10**9, space, strategy, val_windows=64

@@ -258,3 +258,10 @@ def test_a_finalists_first_seed_continues_its_exploration(search: LearningSearch
     assert 0 < explored < TRAIN_TIME
     assert first < second < TRAIN_TIME
     assert second == pytest.approx(0.8 * 1600 + 0.2 * (400 + 800 + 1600))
+
+
+def test_one_held_out_book_is_a_warning(search: LearningSearch, capsys: pytest.CaptureFixture[str]) -> None:
+    for books in (1, 2):
+        splits = search.manifest.splits | {"val": {"books": books, "tokens": 10**6}}
+        introduce_learning(replace(search, manifest=replace(search.manifest, fingerprint="ab12", splits=splits)))
+        assert ("one held-out book" in capsys.readouterr().out) == (books == 1)
