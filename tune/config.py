@@ -74,7 +74,8 @@ class ExperimentConfig(JoinsRay):
 @strict
 @dataclass(frozen=True)
 class SearchConfig(ExperimentConfig):
-    """Find the micro-batch and the knobs with the most tokens per second under a memory limit.
+    """Find the micro-batch and the knobs with the most tokens per second under a memory limit, or, with --objective
+    loss, the settings that learn fastest.
 
     The training flags describe the control; settings that are not searched keep these values. --steps, --tokens and
     --time-budget set the length of the run that best.json describes, not of the trials.
@@ -107,15 +108,16 @@ class SearchConfig(ExperimentConfig):
     objective: Literal["speed", "loss"] = "speed"
     """Goal of the search.
     - speed: most tokens per second; the knobs are settings of the execution
-    - loss: lowest held-out loss after --train-time; the knobs are settings of the mathematics, such as learning_rate,
-      global_batch and optimizer"""
+    - loss: lowest held-out loss after --train-time; the knobs are settings of the mathematics of training"""
     train_time: SecondsOrNone = None
-    """With --objective loss, the training time of the final run (above 0), such as 30m."""
+    """With --objective loss, the training time of the run to find settings for (above 0), such as 30m.
+    Candidates train for up to half of it; their losses at the full time are extrapolated."""
     target_loss: float | None = None
-    """With --objective loss, prefer the settings that reach this held-out loss soonest (above 0), instead of the lowest
-    loss after --train-time."""
+    """With --objective loss, held-out loss in nats/token to reach soonest (above 0).
+    By default the goal is the lowest loss after --train-time."""
     search_time: SecondsOrNone = None
-    """With --objective loss, the approximate time of the search (above 0). By default as long as it needs."""
+    """With --objective loss, approximate time of the search (above 0): after half of it, only the finalists train.
+    By default the search ends once no candidate near the best one is untried."""
     memory_limit: BytesOrNone = None
     """Maximum memory of a process: 40GB is 40 x 10^9 bytes, 40GiB is 40 x 2^30. By default all available memory."""
     accumulations: tuple[int, ...] = ()
@@ -124,9 +126,10 @@ class SearchConfig(ExperimentConfig):
     By default the global batch is fixed."""
     knobs: Annotated[tuple[str, ...], tyro.conf.arg(metavar="[NAME=VALUE,... ...]")] = ()
     """Other settings to search, each with the values to try in addition to the control's value.
-    For example: compile=off,whole checkpointing=full. checkpointing=auto stands for all of its values.
-    The names are allocator, attention, checkpointing, compile, fp8, loader_threads, loss, loss_chunks, optimizer and
-    precision."""
+    - objective speed: allocator, attention, checkpointing, compile, fp8, loader_threads, loss, loss_chunks, optimizer
+      and precision; for example compile=off,whole checkpointing=full. checkpointing=auto stands for all of its values
+    - objective loss: learning_rate, global_batch, schedule, warmup_steps, weight_decay, beta1, beta2, optimizer,
+      clip_norm, and layers, heads, width and dropout of a preset; for example learning_rate=3e-4,1e-3"""
     searcher: Literal["memory", "grid", "optuna"] = "memory"
     """Strategy that chooses candidates.
     - memory: by predicted memory and fitted speed

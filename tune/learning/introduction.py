@@ -99,8 +99,10 @@ def planned_trials(search: LearningSearch) -> list[tuple[Stage, int]]:
     space, strategy = search.space, search.strategy
     speeds = {space.speed_key(candidate) for candidate in space.candidates} - strategy.known_speeds.keys()
     finalists = min(FINALISTS + 1, len(space.candidates))
-    finals: list[tuple[Stage, int]] = [("final", seed) for seed in range(SEEDS) for _ in range(finalists)]
-    return [*[("speed", 0)] * len(speeds), *[("learn", 0)] * len(space.candidates), *finals]
+    trials: list[tuple[Stage, int]] = [("speed", 0) for _ in speeds]
+    trials += [("learn", 0) for _ in space.candidates]
+    trials += [("final", seed) for seed in range(SEEDS) for _ in range(finalists)]
+    return trials
 
 
 def plan_note(search: LearningSearch) -> str:

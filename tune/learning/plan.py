@@ -158,14 +158,14 @@ class LearningSearch(Experiment):
     def seconds_left(self, rows: Sequence[TrialRow]) -> float:
         if self.is_finished(rows):
             return 0.0
-        finals = [(each.stage, each.round) for each in self.strategy.pending_finals(rows)]
-        finals = finals or [("final", seed) for seed in range(SEEDS) for _ in range(FINALISTS + 1)]
+        seeds = [proposal.round for proposal in self.strategy.pending_finals(rows)]
+        seeds = seeds or [seed for seed in range(SEEDS) for _ in range(FINALISTS + 1)]
         startup = statistics.fmean(row.seconds for row in rows if row.stage == "speed" or len(rows) == 1)
-        explored = max(0, self.remaining(rows) - len(finals)) * (startup + self.trial_seconds("learn"))
+        explored = max(0, self.remaining(rows) - len(seeds)) * (startup + self.trial_seconds("learn"))
         if self.config.search_time is not None:
             elapsed = sum(row.seconds for row in rows)
             explored = min(explored, max(0.0, EXPLORED_SEARCH_FRACTION * self.config.search_time - elapsed))
-        final = sum(startup + self.trial_seconds(stage, seed) for stage, seed in finals)
+        final = sum(startup + self.trial_seconds("final", seed) for seed in seeds)
         return (explored + final) / self.parallel
 
     def describe_best(self, rows: Sequence[TrialRow]) -> str:

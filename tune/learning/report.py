@@ -87,7 +87,9 @@ def summary_fields(search: LearningSearch, rows: Sequence[TrialRow], results: Le
         reason = "; ".join(failures(search, rows)) or "no trial has learned"
         return [("Search", f"{goal(search)}: none"), ("Reason", reason), ("Trials", trials)]
     config, time = final_run(search, results, winner), format_duration(results.train_time)
-    lines = [("Search", Fact.joined(f"{goal(search)}: {search.space.label(winner.candidate)}", trials))]
+    lines: list[tuple[str, str]] = [
+        ("Search", Fact.joined(f"{goal(search)}: {search.space.label(winner.candidate)}", trials))
+    ]
     if results.is_target_out_of_reach:
         lines[0] = ("Search", Fact.joined(f"{goal(search)}: out of reach", trials))
         floor = f"no candidate reaches it, in however much time; lowest loss after {time}"

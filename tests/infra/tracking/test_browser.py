@@ -13,6 +13,7 @@ from dataclasses import replace
 from pathlib import Path
 
 import pytest
+from learning_rows import TRAIN_TIME, final_rows, speed_row
 from playwright.sync_api import Browser, Locator, Page, expect, sync_playwright
 from trial_rows import trial_row
 
@@ -33,6 +34,8 @@ from train.run_files.run_folder import RunFolder
 from tune.config import LadderConfig, SearchConfig
 from tune.experiment.search_plan import make_search
 from tune.experiment.tracking import TrialRuns, log_result, open_parent
+from tune.learning.plan import make_learning_search
+from tune.learning.report import publish_learning
 from tune.reporting.report import publish
 from tune.space import Candidate
 from tune.suite.plan import make_ladder
@@ -123,6 +126,30 @@ def trial(size: int, speed: float | None, reason: str = "") -> TrialRow:
     )  # fmt: skip
 
 
+def learned(training: ResolvedConfig, folder: Path) -> RunRef:
+    """A search for the lowest loss with two finalists, of which the control is the slower one to learn."""
+    config = SearchConfig(
+        training=training, objective="loss", train_time=TRAIN_TIME, knobs=("learning_rate=1e-3",), name="learning",
+        out=str(folder), memory_limit=10**10,
+    )  # fmt: skip
+    search = make_learning_search(config)
+    search.folder.mkdir()
+    parent = open_parent(search)
+    control, best = search.space.candidates
+    rows = [speed_row(control), *final_rows(control, 2.0), *final_rows(best, 1.7)]
+    rows = [
+        replace(row, number=number, labels=search.labels(search.space.label(row.candidate)))
+        for number, row in enumerate(rows, 1)
+    ]
+    evidence = TrialRuns(search.record(parent))
+    evidence.fill(rows)
+    evidence.close()
+    with Tracker(parent) as tracker:
+        publish_learning(search, rows)
+        log_result(tracker, search.folder)
+    return parent
+
+
 @pytest.fixture(scope="module")
 def links(
     tmp_path_factory: pytest.TempPathFactory,
@@ -172,9 +199,10 @@ def links(
         with Tracker(parent) as tracker:
             publish(search, rows)
             log_result(tracker, search.folder)
-        keys = {"data": made, "run": run, "ladder": ladder, "search": parent}
-        printed = {name: ui_link(key, children=name in ("ladder", "search")) for name, key in keys.items()}
-        yield printed | {"search's page": ui_link(parent)}
+        keys = {"data": made, "run": run, "ladder": ladder, "search": parent, "learning": learned(training, folder)}
+        children = ("ladder", "search", "learning")
+        printed = {name: ui_link(key, children=name in children) for name, key in keys.items()}
+        yield printed | {f"{name}'s page": ui_link(keys[name]) for name in ("search", "learning")}
 
 
 def view(link: str, name: str, *, charts: bool = False) -> str:
@@ -199,6 +227,8 @@ LEADERBOARD = (
         ("search", None, LEADERBOARD),
         ("search", "leaderboard", LEADERBOARD[1:3]),
         ("search", "memory", ("4.00 GB of 10.00 GB", "2.00 GB of 10.00 GB")),
+        ("learning", None, ("01 winner", "learning_rate=0.001", "2.601 (95% CI 2.575 to 2.627)", "unranked")),
+        ("learning", "learning", ("learning_rate=0.0006", "1600")),
         ("ladder", None, ("baseline", "compile", "1,650 (95% CI 1,640 to 1,670)", "1,100 (95% CI 1,090 to 1,120)")),
         ("ladder", "curves", ("baseline", "compile")),
         ("run", "runs", ("1,234 (95% CI 1,224 to 1,254)", "1,567 (95% CI 1,557 to 1,587)", "1.00 GB")),
@@ -233,6 +263,7 @@ def test_the_winner_of_a_search_is_the_first_row(links: dict[str, str], page: Pa
         ("run", "memory", ("detail/memory/predicted_gb vs. memory/process_gb",)),
         ("ladder", "curves", ("loss/train",)),
         ("search", "memory", ("memory/predicted_gb vs. memory/process_gb",)),
+        ("learning", "learning", ("loss/val_by_time",)),
     ],
 )
 def test_a_view_has_its_charts(links: dict[str, str], page: Page, link: str, name: str, titles: tuple[str]) -> None:
@@ -250,6 +281,7 @@ def assistant(page: Page) -> Locator:
     ("link", "columns"),
     [
         ("search", ("rank", "tokens/s", "memory")),
+        ("learning", ("rank", "settings", "predicted_loss")),
         ("ladder", ("tokens/s", "memory")),
         ("runs", ("tokens/s", "memory")),
     ],
@@ -288,6 +320,10 @@ def close_assistant(page: Page) -> None:
     ("link", "shown"),
     [
         ("run", ("1,234 (95% CI 1,224 to 1,254)", "1.00 GB of 8.00 GB", "training 6.250, validation 6.500")),
+        (
+            "learning's page",
+            ("2.601 (95% CI 2.575 to 2.627)", "nats lower loss than the control", "learning_rate=0.001"),
+        ),
         ("search's page", ("1,900 (95% CI 1,890 to 1,920)", "4.00 GB of 10.00 GB", "x1.357 vs control")),
     ],
 )

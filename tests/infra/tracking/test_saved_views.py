@@ -105,6 +105,16 @@ def test_the_trials_of_a_finished_search_are_in_the_order_of_their_places() -> N
     assert [run.info.run_id for run in found] == [trials[1].run_id, trials[0].run_id]
 
 
+def test_a_search_for_the_lowest_loss_has_a_view_of_its_own() -> None:
+    key = create_run("learn", "first", tags={"kind": "search"})
+    create_child_run(key, "learn", "m4", {"trial": "m4"})
+    saved_views.tag_ranks(key, {"m4": {"rank": "01 winner", "predicted_loss": "3.5"}})
+    shown = page(tags_of(key)[f"{TAG_PREFIX}{children_view(key.run_id)}"])
+    assert {"tags.`predicted_loss`", "tags.`settings`"} <= set(shown["selectedColumns"])
+    (chart,) = shown["compareRunCharts"]
+    assert (chart["metricKey"], chart["selectedXAxisMetricKey"]) == ("loss/val_by_time", "progress/run_seconds")
+
+
 def test_a_trial_without_a_place_does_not_keep_the_others_from_theirs() -> None:
     """As the control of a second machine, which is not compared; MLflow returns the newest run first."""
     key = create_run("tune", "two machines", tags={"kind": "search"})
@@ -118,13 +128,16 @@ def test_a_trial_without_a_place_does_not_keep_the_others_from_theirs() -> None:
     assert "rank" in str(page(tags_of(key)[f"{TAG_PREFIX}{children_view(key.run_id)}"])["orderByKey"])
 
 
-@pytest.mark.parametrize(("experiment", "shown"), [("pipeline", 2), ("train", 1), ("ladder", 1), ("tune", 1)])
+@pytest.mark.parametrize(
+    ("experiment", "shown"), [("pipeline", 2), ("train", 1), ("ladder", 1), ("tune", 1), ("learn", 1)]
+)
 def test_mlflow_takes_the_filter_and_the_order_of_each_view(experiment: str, shown: int) -> None:
     kinds = {
         "pipeline": ("", ""),
         "train": ("run", "profile"),
         "ladder": ("trial", "ladder"),
         "tune": ("trial", "search"),
+        "learn": ("trial", "search"),
     }
     keys = [create_run(experiment, "a run", tags={"kind": kind}) for kind in kinds[experiment]]
     for view in VIEWS[experiment]:
