@@ -1,7 +1,6 @@
 """A search for the lowest loss: its space and strategy resolved for the device, and its trials."""
 
 import math
-import statistics
 from collections.abc import Iterable, Sequence
 from dataclasses import dataclass, replace
 from typing import TYPE_CHECKING
@@ -160,13 +159,15 @@ class LearningSearch(Experiment):
             return 0.0
         seeds = [proposal.round for proposal in self.strategy.pending_finals(rows)]
         seeds = seeds or [seed for seed in range(SEEDS) for _ in range(FINALISTS + 1)]
-        startup = statistics.fmean(row.seconds for row in rows if row.stage == "speed" or len(rows) == 1)
-        explored = max(0, self.remaining(rows) - len(seeds)) * (startup + self.trial_seconds("learn"))
+        # Validation, the start of processes and other work on the machine take as much longer as they did so far.
+        learned = [row for row in rows if row.stage in ("learn", "final") and row.outcome == "ok"]
+        expected = sum(self.trial_seconds(row.stage, row.round) for row in learned)
+        ratio = sum(row.seconds for row in learned) / expected if learned else 1.0
+        explored = max(0, self.remaining(rows) - len(seeds)) * ratio * self.trial_seconds("learn")
         if self.config.search_time is not None:
             elapsed = sum(row.seconds for row in rows)
             explored = min(explored, max(0.0, EXPLORED_SEARCH_FRACTION * self.config.search_time - elapsed))
-        final = sum(startup + self.trial_seconds("final", seed) for seed in seeds)
-        return (explored + final) / self.parallel
+        return (explored + ratio * sum(self.trial_seconds("final", seed) for seed in seeds)) / self.parallel
 
     def describe_best(self, rows: Sequence[TrialRow]) -> str:
         results = self.strategy.results(rows)
@@ -183,7 +184,7 @@ class LearningSearch(Experiment):
     def describe_running(self, request: TrialRequest) -> str:
         stage, seed = request.proposal.stage, request.proposal.round
         time = format_time(self.trial_seconds(stage, seed))
-        return f"running trial {request.number} ({stage}, at most about {time}): {request.name}"
+        return f"running trial {request.number} ({stage}, about {time} of training): {request.name}"
 
     def measurements(self, row: TrialRow) -> list[str]:
         if row.stage == "speed":
