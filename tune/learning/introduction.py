@@ -21,7 +21,7 @@ from tune.trial.row import Stage
 SCHEDULES = {
     "wsd": "schedule wsd: the learning rate is constant, and falls to zero over the last fifth of the run",
     "constant": "schedule constant: the learning rate does not fall",
-    "cosine": "schedule cosine: trials have full length, because their learning rate depends on it",
+    "cosine": "schedule cosine: a trial has one rung, because the learning rate depends on the length of the run",
 }
 """Descriptions of schedules and of their effect on trials."""
 
