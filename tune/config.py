@@ -126,8 +126,8 @@ class SearchConfig(ExperimentConfig):
     By default the global batch is fixed."""
     knobs: Annotated[tuple[str, ...], tyro.conf.arg(metavar="[NAME=VALUE,... ...]")] = ()
     """Other settings to search, each with the values to try in addition to the control's value.
-    Of --objective speed: allocator, attention, checkpointing, compile, fp8, loader_threads, loss, loss_chunks, optimizer
-    and precision; for example compile=off,whole. checkpointing=auto stands for all of its values.
+    Of --objective speed: allocator, attention, checkpointing, compile, fp8, loader_threads, loss, loss_chunks,
+    optimizer and precision; for example compile=off,whole. checkpointing=auto stands for all of its values.
     Of --objective loss: learning_rate, global_batch, schedule, warmup_steps, weight_decay, beta1, beta2, optimizer,
     clip_norm, and layers, heads, width and dropout of a preset; for example learning_rate=3e-4,1e-3."""
     searcher: Literal["memory", "grid", "optuna"] = "memory"
