@@ -1,6 +1,7 @@
 """The introduction of a search for the lowest loss, and the plan that a dry run prints."""
 
 from collections import Counter
+from typing import NamedTuple
 
 from infra.cli.console import console
 from infra.cli.table import bullet_list
@@ -94,23 +95,29 @@ def predict_speeds(search: LearningSearch, gpu_rates: GpuRates | None) -> list[P
     return merge_changes(groups.values())
 
 
-def planned_trials(search: LearningSearch) -> list[tuple[Stage, int]]:
-    """Return the stage and the seed of each trial of a search that tries all of its candidates."""
+class PlannedTrial(NamedTuple):
+    """A trial of a plan."""
+
+    stage: Stage
+    seed: int = 0
+
+
+def planned_trials(search: LearningSearch) -> list[PlannedTrial]:
+    """Return the trials of a search that tries all of its candidates."""
     space, strategy = search.space, search.strategy
     speeds = {space.speed_key(candidate) for candidate in space.candidates} - strategy.known_speeds.keys()
     finalists = min(FINALISTS + 1, len(space.candidates))
-    trials: list[tuple[Stage, int]] = [("speed", 0) for _ in speeds]
-    trials += [("learn", 0) for _ in space.candidates]
-    trials += [("final", seed) for seed in range(SEEDS) for _ in range(finalists)]
-    return trials
+    trials = [PlannedTrial("speed") for _ in speeds]
+    trials += [PlannedTrial("learn") for _ in space.candidates]
+    return trials + [PlannedTrial("final", seed) for seed in range(SEEDS) for _ in range(finalists)]
 
 
 def plan_note(search: LearningSearch) -> str:
     """Return the maximum number of trials, and their maximum time and cost."""
     trials = planned_trials(search)
     startup = START_SECONDS + COMPILE_SECONDS[search.training.execution.compile]
-    total = sum(startup + search.trial_seconds(stage, seed) for stage, seed in trials)
-    counts = Counter(stage for stage, _ in trials)
+    total = sum(startup + search.trial_seconds(*trial) for trial in trials)
+    counts = Counter(trial.stage for trial in trials)
     text = (
         f"at most {len(trials)} trials: {counts['speed']} of speed, {counts['learn']} that learn, of which ASHA stops "
         f"the slower ones, and {counts['final']} of the finalists and the control"

@@ -227,7 +227,7 @@ LEADERBOARD = (
         ("search", None, LEADERBOARD),
         ("search", "leaderboard", LEADERBOARD[1:3]),
         ("search", "memory", ("4.00 GB of 10.00 GB", "2.00 GB of 10.00 GB")),
-        ("learning", None, ("01 winner", "learning_rate=0.001", "2.601 (95% CI 2.575 to 2.627)", "unranked")),
+        ("learning", None, ("01 winner", "learning_rate=0.001", "2.601 (95% CI 2.573 to 2.629)", "unranked")),
         ("learning", "learning", ("learning_rate=0.0006", "1600")),
         ("ladder", None, ("baseline", "compile", "1,650 (95% CI 1,640 to 1,670)", "1,100 (95% CI 1,090 to 1,120)")),
         ("ladder", "curves", ("baseline", "compile")),
@@ -322,7 +322,7 @@ def close_assistant(page: Page) -> None:
         ("run", ("1,234 (95% CI 1,224 to 1,254)", "1.00 GB of 8.00 GB", "training 6.250, validation 6.500")),
         (
             "learning's page",
-            ("2.601 (95% CI 2.575 to 2.627)", "nats lower loss than the control", "learning_rate=0.001"),
+            ("2.601 (95% CI 2.573 to 2.629)", "nats lower loss than the control", "learning_rate=0.001"),
         ),
         ("search's page", ("1,900 (95% CI 1,890 to 1,920)", "4.00 GB of 10.00 GB", "x1.357 vs control")),
     ],

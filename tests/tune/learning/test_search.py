@@ -10,6 +10,7 @@ import pytest
 from mlflow.tracking import MlflowClient
 from PIL import Image
 
+from infra.ray.cluster import ray_session
 from infra.tracking.names import MAX_TOP_LEVEL_METRICS
 from infra.tracking.saved_views import COLUMNS, FIRST_WIDTHS, VIEWS
 from train import run
@@ -55,6 +56,23 @@ def test_a_search_finds_what_learns_fast_and_the_run_of_its_winner_compares_itse
     assert result["loss_prediction"] == best["measured"]["loss_prediction"]
     assert result["val_windows"] == best["measured"]["loss_prediction"]["val_windows"]
     assert "Prediction" in (working_folder / "runs" / "best" / "summary.md").read_text()
+
+
+@pytest.mark.slow
+@pytest.mark.timeout(900)
+def test_a_search_through_ray_prints_what_it_learns_and_names_a_best(
+    command: Command, working_folder: Path, flags: list[str], cluster: str, capfd: pytest.CaptureFixture[str]
+) -> None:
+    flags = [flag if flag != "learning_rate=1e-3,1e-2" else "learning_rate=1e-3" for flag in flags]
+    with ray_session(cluster):
+        assert command(search.main, *flags, "--name", "ray") == 0
+    printed = capfd.readouterr().out
+    assert "loss" in printed
+    assert "after 0.5s" in printed  # the last rung of a candidate, a quarter of the final run
+    assert "best so far: learning_rate" in printed
+    rows = list(csv.DictReader((working_folder / "runs" / "ray" / "trials.csv").open()))
+    assert Counter(row["stage"] for row in rows) == {"speed": 1, "learn": 2, "final": 6}
+    assert (working_folder / "runs" / "ray" / "best.json").exists()
 
 
 def check_mlflow(folder: Path) -> None:
