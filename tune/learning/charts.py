@@ -1,8 +1,8 @@
 """The chart of a search for the lowest loss, ``loss-by-time.png``: loss by training time of all candidates."""
 
 import math
-import statistics
 from collections.abc import Callable, Sequence
+from typing import Any
 
 import numpy as np
 from matplotlib.axes import Axes
@@ -36,10 +36,10 @@ def draw_loss_by_time(
     axes.set(xscale="log", xlabel="training time of the final run", ylabel="held-out loss (nats/token)")
     control = results.control
     shown = [*results.finalists, *([control] if control and control not in results.finalists else [])]
-    for result in results.candidates:
-        if result not in shown:
-            axes.plot(*_mean_curve(result), ".-", color=charts.GRAY, alpha=0.45, linewidth=0.8, markersize=3)
-    axes.plot([], [], ".-", color=charts.GRAY, alpha=0.45, linewidth=0.8, markersize=3, label="other candidates")
+    thin: dict[str, Any] = {"color": charts.GRAY, "alpha": 0.45, "linewidth": 0.8, "markersize": 3}
+    for number, result in enumerate(each for each in results.candidates if each not in shown):
+        name = {} if number else {"label": "other candidates"}
+        axes.plot(*zip(*result.mean_curve, strict=True), ".-", **thin, **name)
     owners = _draw_front(axes, results)
     colors = iter((charts.BLUE, charts.ORANGE, charts.GREEN, charts.PURPLE, charts.SKY))
     for number, result in enumerate(shown):
@@ -58,23 +58,13 @@ def draw_loss_by_time(
     return figure
 
 
-def _mean_curve(result: CandidateResult) -> tuple[list[float], list[float]]:
-    """Return the times of a candidate's rungs, and the mean loss over its seeds at each."""
-    losses: dict[float, list[float]] = {}
-    for curve in result.curves.values():
-        for seconds, loss in curve:
-            losses.setdefault(seconds, []).append(loss)
-    times = sorted(losses)
-    return times, [statistics.fmean(losses[time]) for time in times]
-
-
 def _draw_candidate(axes: Axes, result: CandidateResult, train_time: float, color: str, text: str, number: int) -> None:
     """Draw the rungs of the finalist with this ``number``, its law beyond them, and its interval at the full time.
 
     The first one is drawn above the others.
     """
     marker, zorder = charts.MARKERS[number % 6], 10 - number
-    times, losses = _mean_curve(result)
+    times, losses = zip(*result.mean_curve, strict=True)
     axes.plot(times, losses, marker=marker, color=color, markersize=4, linewidth=1.4, label=text, zorder=zorder)
     loss = result.loss(train_time)
     if loss is None:
@@ -98,7 +88,7 @@ def _draw_front(axes: Axes, results: LearningResults) -> list[tuple[CandidateRes
     owners: list[tuple[CandidateResult, tuple[float, float]]] = []
     for time in map(float, np.geomspace(first, max(first, results.train_time), FRONT_POINTS)):
         best = results.best_at(time)
-        loss = best and best.law.loss(time)
+        loss = best and best.loss(time)
         if best and loss:
             points.append((time, loss.middle))
             if not owners or owners[-1][0] is not best:
@@ -123,7 +113,7 @@ def _format_axes(axes: Axes, results: LearningResults, shown: Sequence[Candidate
     axes.yaxis.set_major_locator(MaxNLocator(7))
     axes.yaxis.set_major_formatter("{x:.10g}")
     lows = [loss.low for result in shown if (loss := result.loss(results.train_time))]
-    firsts = [loss for result in shown for loss in _mean_curve(result)[1]]
+    firsts = [loss for result in shown for _, loss in result.mean_curve]
     bottom = min([*lows, *firsts])
     top = max(firsts)
     if math.isfinite(bottom) and top > bottom:

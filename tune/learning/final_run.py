@@ -44,6 +44,7 @@ def _cycle(config: ResolvedConfig, val_windows: int, tokens_per_second: float) -
     """Return a cycle that validates on the search's windows, and is long enough for validation to take little time."""
     val_seconds = val_windows * config.model.context_length / (3 * tokens_per_second)
     seconds = max(config.duration.cycle.seconds, round(val_seconds / MAX_VALIDATION_FRACTION))
+    seconds = min(seconds, config.duration.time_budget or seconds)
     return Cycle.parse(f"{format_duration(seconds)}+{math.ceil(val_windows / config.batch.global_batch)}")
 
 

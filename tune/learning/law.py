@@ -86,7 +86,7 @@ class LearningLaw:
         shortest, longest = min(self._rungs), max(self._rungs)
 
         def reached(end: int) -> float:
-            return _first_time(
+            return first_time(
                 lambda seconds: self._end(seconds, end) <= loss, shortest / MAX_RATIO, longest * MAX_RATIO
             )
 
@@ -250,7 +250,7 @@ def _paired(first: Curves, second: Curves, combine: Callable[[float, float], flo
     }
 
 
-def _first_time(is_reached: Callable[[float], bool], shortest: float, longest: float) -> float:
+def first_time(is_reached: Callable[[float], bool], shortest: float, longest: float) -> float:
     """Return the first time at which a condition holds that holds ever after, to a relative error of 1e-6."""
     if not is_reached(longest):
         return math.inf

@@ -11,8 +11,10 @@ from dataclasses import dataclass, replace
 from functools import cached_property
 from itertools import combinations
 
+import numpy as np
+
 from train.intervals import Estimate, Scatter, power_product
-from tune.learning.law import Curves, LearningLaw, loss_difference, paired_ratios, seed_scatter
+from tune.learning.law import MAX_RATIO, Curves, LearningLaw, first_time, loss_difference, paired_ratios, seed_scatter
 from tune.space import Candidate
 from tune.trial.row import TrialRow
 
@@ -62,9 +64,20 @@ class CandidateResult:
         """Mean loss at its longest rung."""
         return statistics.fmean(self.longest_losses)
 
+    @cached_property
+    def mean_curve(self) -> list[tuple[float, float]]:
+        """Times of its rungs, and the mean loss of the seeds at each."""
+        losses: dict[float, list[float]] = {}
+        for seconds, loss in sorted(point for curve in self.curves.values() for point in curve):
+            losses.setdefault(seconds, []).append(loss)
+        return [(seconds, statistics.fmean(values)) for seconds, values in losses.items()]
+
     def loss(self, seconds: float) -> Estimate | None:
-        """Return the loss to expect of a final run of this time, with its interval; None with a single rung."""
-        estimate = self.law.loss(seconds)
+        """Return the loss to expect of a final run of this time, with its interval; None if it is unknown.
+
+        Between rungs it is interpolated. Beyond the longest rung it follows the law, which needs two rungs.
+        """
+        estimate = self._loss_at_measured_speed(seconds)
         return estimate and _widened(estimate, *self.speed_errors(seconds))
 
     def seconds(self, loss: float) -> Estimate | None:
@@ -73,18 +86,36 @@ class CandidateResult:
         It is the quotient of the tokens to this loss and of the speed, both with their intervals. An upper end that is
         not reached is infinite.
         """
-        estimate = self.law.seconds(loss)
-        if estimate is None:
+        if self._loss_at_measured_speed(MAX_RATIO * self.longest_rung) is None:
             return None
-        factor = Estimate(1.0, self.speed.middle / self.speed.high, self.speed.middle / self.speed.low)
-        if math.isinf(estimate.middle):
-            return Estimate(math.inf, estimate.low * factor.low, math.inf)
-        return power_product([(estimate, 1), (factor, 1)])
+        low, middle, high = sorted(self._first_time(loss, end) for end in range(3))
+        if math.isinf(low):
+            return None
+        fastest, slowest = self.speed.middle / self.speed.high, self.speed.middle / self.speed.low
+        if math.isinf(middle):
+            return Estimate(math.inf, low * fastest, math.inf)
+        return power_product([(Estimate(middle, low, high), 1), (Estimate(1.0, fastest, slowest), 1)])
+
+    def _first_time(self, loss: float, end: int) -> float:
+        """Return the time at the measured speed after which this end of the interval of losses is below ``loss``."""
+
+        def is_reached(seconds: float) -> bool:
+            estimate = self._loss_at_measured_speed(seconds)
+            return estimate is not None and estimate[end] <= loss
+
+        return first_time(is_reached, self.mean_curve[0][0] / MAX_RATIO, self.longest_rung * MAX_RATIO)
+
+    def _loss_at_measured_speed(self, seconds: float) -> Estimate | None:
+        times, losses = zip(*self.mean_curve, strict=True)
+        if not times[0] <= seconds <= times[-1]:
+            return self.law.loss(seconds)
+        mean = float(np.interp(math.log(seconds), np.log(times), losses))
+        return LearningLaw({0: [(seconds, mean)]}, self.scatter).loss(seconds)
 
     def speed_errors(self, seconds: float) -> tuple[float, float]:
         """Return by how much the loss after ``seconds`` is lower at the fastest speed, and higher at the slowest."""
         speeds = (self.speed.middle, self.speed.high, self.speed.low)
-        middle, fast, slow = (self.law.loss(seconds * speed / self.speed.middle) for speed in speeds)
+        middle, fast, slow = (self._loss_at_measured_speed(seconds * speed / self.speed.middle) for speed in speeds)
         if middle is None or fast is None or slow is None:
             return 0.0, 0.0
         return middle.middle - fast.middle, slow.middle - middle.middle
@@ -162,7 +193,7 @@ class LearningResults:
         finalists, losses = self.finalists, []
         for result in self.candidates:
             if not result.is_failed and (result in finalists or result.longest_rung >= seconds):
-                loss = result.law.loss(seconds)
+                loss = result.loss(seconds)
                 losses += [(loss.middle, result)] if loss else []
         return min(losses, key=lambda entry: entry[0])[1] if losses else None
 

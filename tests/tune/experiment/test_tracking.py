@@ -182,7 +182,7 @@ def test_every_measurement_of_a_trial_is_a_metric_in_the_unit_of_its_name(
         "memory/reserved_gb": memory.reserved / 1e9, "memory/allocator_retries": memory.allocator_retries,
         "memory/predicted_gb": row.predicted_memory / 1e9, "prediction/tokens_per_second": row.predicted_speed,
         "time/trial_seconds": row.seconds, "time/compile_seconds": row.compile_seconds,
-        "time/data_wait_fraction": result.data_wait_fraction,
+        "time/data_wait_fraction": result.data_wait_fraction, "learning/noise_scale": row.noise_scale[0],
     }  # fmt: skip
 
 
