@@ -17,6 +17,7 @@ from infra.tracking.run_ref import RunRef
 from infra.tracking.saved_views import COLUMNS, FIRST_WIDTHS, MEASUREMENT_COLUMNS, VIEWS
 from infra.tracking.tracker import Tracker
 from train.config import ResolvedConfig, TrainConfig
+from train.intervals import Estimate
 from train.model_config import ModelConfig
 from tune.config import SearchConfig
 from tune.experiment.search_plan import Search, make_search
@@ -173,7 +174,7 @@ def test_every_measurement_of_a_trial_is_a_metric_in_the_unit_of_its_name(
     search: Search, distinct: Callable[..., Any]
 ) -> None:
     """Each by itself, so that one in the place of another shows."""
-    row = distinct(TrialRow, candidate=Candidate(2, (("checkpointing", "none"),)))
+    row = distinct(TrialRow, candidate=Candidate(2, (("checkpointing", "none"),)), noise_scale=Estimate(1.5, 1.0, 2.0))
     result, speed, memory = row.result, row.result.throughput, row.result.memory
     assert trial_report(search.record(RunRef("", "", "", "/one")), row).metrics() == {
         "result/tokens_per_second": speed.tokens_per_second, "result/tokens_per_second_low": speed.low,
@@ -182,7 +183,7 @@ def test_every_measurement_of_a_trial_is_a_metric_in_the_unit_of_its_name(
         "memory/reserved_gb": memory.reserved / 1e9, "memory/allocator_retries": memory.allocator_retries,
         "memory/predicted_gb": row.predicted_memory / 1e9, "prediction/tokens_per_second": row.predicted_speed,
         "time/trial_seconds": row.seconds, "time/compile_seconds": row.compile_seconds,
-        "time/data_wait_fraction": result.data_wait_fraction, "learning/noise_scale": row.noise_scale[0],
+        "time/data_wait_fraction": result.data_wait_fraction, "learning/noise_scale": row.noise_scale.middle,
     }  # fmt: skip
 
 
