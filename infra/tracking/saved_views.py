@@ -53,7 +53,7 @@ COLUMNS = {
         "params.`stage`": 80, "metrics.`memory/predicted_gb`": 150, "tags.`global_batch`": 110, "tags.`reason`": 300,
     },
     "learn": {
-        "tags.`rank`": 95, "tags.`settings`": 225, "tags.`predicted_loss`": 200, "metrics.`loss/val_by_time`": 140,
+        "tags.`rank`": 95, "tags.`settings`": 245, "tags.`predicted_loss`": 180, "metrics.`loss/val_by_time`": 140,
         "metrics.`progress/run_seconds`": 160, "params.`stage`": 80, "params.`round`": 70, "tags.`outcome`": 85,
         "tags.`memory`": 150, "tags.`reason`": 300,
     },

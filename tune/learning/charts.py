@@ -38,8 +38,8 @@ def draw_loss_by_time(
     shown = [*results.finalists, *([control] if control and control not in results.finalists else [])]
     thin: dict[str, Any] = {"color": charts.GRAY, "alpha": 0.45, "linewidth": 0.8, "markersize": 3}
     for number, result in enumerate(each for each in results.candidates if each not in shown):
-        name = {} if number else {"label": "other candidates"}
-        axes.plot(*zip(*result.mean_curve, strict=True), ".-", **thin, **name)
+        name = None if number else "other candidates"
+        axes.plot(*zip(*result.mean_curve, strict=True), ".-", **thin, label=name)
     owners = _draw_front(axes, results)
     colors = iter((charts.BLUE, charts.ORANGE, charts.GREEN, charts.PURPLE, charts.SKY))
     for number, result in enumerate(shown):
