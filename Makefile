@@ -23,7 +23,7 @@ DEMO_RUN = --global-batch $(DEMO_BATCH) --time-budget 90s --cycle 10s+1 --device
 DEMO_SEARCH = --global-batch $(DEMO_BATCH) --memory-limit 40GB --device cuda
 endif
 
-.PHONY: install demo test test-slow test-cuda lint clean bench-tokenize bench-loader bench-overhead bench-search bench-real-grid bench-aa bench-precision bench-kernels bench-interpreted bench-memory bench-memory-cuda bench-checkpoint-memory bench-scale bench-devices record-textbook campaign-pipeline campaign-train campaign-search campaign-cluster campaign-gpu
+.PHONY: install demo test test-slow test-cuda lint clean bench-tokenize bench-loader bench-overhead bench-search bench-real-grid bench-aa bench-precision bench-kernels bench-launches bench-interpreted bench-memory bench-memory-cuda bench-checkpoint-memory bench-scale bench-devices record-textbook campaign-pipeline campaign-train campaign-search campaign-cluster campaign-gpu
 
 install: $(INSTALLED)
 
@@ -106,6 +106,9 @@ bench-memory: install
 
 bench-kernels: $(CUDA_VENV)/installed
 	$(CUDA_VENV)/bin/python -P tests/cuda/kernels.py --record $(RECORDS)/kernels.json
+
+bench-launches: $(CUDA_VENV)/installed
+	$(CUDA_VENV)/bin/python -P tests/cuda/launches.py --record $(RECORDS)/launches.json
 
 bench-interpreted: $(CUDA_VENV)/installed
 	$(CUDA_VENV)/bin/python -P tests/cuda/interpreted.py --record $(RECORDS)/interpreted.json
