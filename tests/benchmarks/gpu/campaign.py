@@ -250,7 +250,7 @@ def parse_options() -> argparse.Namespace:
     parser.add_argument("--minutes", type=float, default=9.5, help="of a call of run, in which it ends")
     parser.add_argument("--model", help="model to train (default: gpt2-124m)")
     parser.add_argument("--global-batch", type=int, help="sequences per step (default: by the GPU's speed, up to 480)")
-    parser.add_argument("--memory-limit", help="of every side of the peers (default: nine tenths of the GPU's)")
+    parser.add_argument("--memory-limit", help="of every side of the peers (default: the GPU's free memory)")
     parser.add_argument(
         "--despite-failed-tests", action="store_true", help="measure although the tests failed; the summary says so"
     )

@@ -36,7 +36,7 @@ class Processes:
     folder: Path
     extent: Extent = FULL
     memory_limit: str | None = None
-    """Of the peers; by default nine tenths of the memory of the GPU."""
+    """Of the peers; by default the memory that was free, by which the automatic micro-batch was chosen."""
 
     def run(self, step: Step, seconds: float, global_batch: int, memory: float) -> Row:
         """Run ``step`` for at most so many seconds on a GPU with so much memory."""
@@ -81,7 +81,7 @@ class Processes:
             return ["-P", LLM_C, "--checkout", str(self.folder / "peers" / "llm.c"), "--data", tokens,
                     "--micro-batch", str(step.settings["micro_batch"]), "--steps", str(extent.steps)]  # fmt: skip
         if step.kind.startswith("peer "):
-            limit = self.memory_limit or f"{0.9 * memory / 1e9:.1f}GB"
+            limit = self.memory_limit or f"{memory // 1e6:.0f}MB"
             side = step.kind.removeprefix("peer ")
             return ["-P", PEERS, "--side", side, "--size", str(step.settings["micro_batch"]), *shared,
                     "--memory-limit", limit, "--settings", json.dumps(step.settings),

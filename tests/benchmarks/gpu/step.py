@@ -60,8 +60,8 @@ def main() -> None:
 def versions(options: argparse.Namespace) -> Found:
     """Libraries, card and clocks, whether NVML's process ids are ours, and the kernel that ``sdpa`` runs."""
     device = _device()
-    q = torch.randn(8, 12, 1024, 64, device=device, dtype=torch.bfloat16 if device.type == "cuda" else None)
-    q.requires_grad_()
+    kind = next(iter(_matmul_kinds(device).values()))
+    q = torch.randn(8, 12, 1024, 64, device=device, dtype=kind).requires_grad_()
     state = read_gpu()
     installed = {}
     for name in ("torch", "triton", "transformers", "torchao", "ray", "mlflow"):
@@ -83,9 +83,7 @@ def ceilings(options: argparse.Namespace) -> Found:
     the inputs; for that of the weight it multiplies the transposed gradient by the inputs.
     """
     device = _device()
-    kinds = {"bf16": torch.bfloat16, "tf32": torch.float32, "fp32": torch.float32}
-    if device.type == "cpu":
-        kinds = {"fp32": torch.float32}
+    kinds = _matmul_kinds(device)
     side, rows = (8192, 32 * 1024) if device.type == "cuda" else (256, 256)
     large: dict[str, float] = {}
     for name, kind in kinds.items():
@@ -107,6 +105,15 @@ def ceilings(options: argparse.Namespace) -> Found:
             model[f"{name}, {product}"] = _rate(2 * rows * inner * columns, work, options.seconds)
     state = read_gpu()
     return {"device": _name(device), "matmul": large, "model_matmul": model, "sm_clock": state and state.sm_clock}
+
+
+def _matmul_kinds(device: torch.device) -> dict[str, torch.dtype]:
+    """The kinds of matrix products that the device computes in hardware, the fastest first."""
+    if device.type == "cpu":
+        return {"fp32": torch.float32}
+    if torch.cuda.get_device_capability(device) < (8, 0):
+        return {"fp16": torch.float16, "fp32": torch.float32}
+    return {"bf16": torch.bfloat16, "tf32": torch.float32, "fp32": torch.float32}
 
 
 def _rate(flops: float, work: Callable[[], object], seconds: float) -> float:
