@@ -407,8 +407,8 @@ COMMON = (
     "cloudpickle", "cycler", "dateutil", "filelock", "fontTools", "fsspec", "functorch", "huggingface_hub",
     "hypothesis", "jinja2", "kiwisolver", "markdown_it", "matplotlib", "mdurl", "mpl_toolkits", "mpmath", "numpy",
     "packaging", "PIL", "psutil", "pyarrow", "pygments", "pynvml", "pyparsing", "pytest", "regex", "requests", "rich",
-    "safetensors", "six", "sympy", "tiktoken", "tokenizers", "torch", "torchgen", "tqdm", "transformers", "triton",
-    "urllib3", "yaml",
+    "safetensors", "scipy", "six", "sympy", "tiktoken", "tokenizers", "torch", "torchgen", "tqdm", "transformers",
+    "triton", "urllib3", "yaml",
 )  # fmt: skip
 """Packages that are in images with torch."""
 
