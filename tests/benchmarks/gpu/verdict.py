@@ -12,7 +12,7 @@ from pathlib import Path
 from typing import Any
 
 from card import Row, report_values
-from schedule import best, gate_failure
+from schedule import GATES, best, gate_failure
 
 GOALS: dict[str, float] = {"A100": 185_000, "H100": 500_000, "H200": 550_000}
 """Tokens per second of GPT-2 124M, by the card's name; other cards have no goal."""
@@ -20,6 +20,8 @@ SIDES = {
     "ours": "throughline", "nanogpt": "nanoGPT", "build-nanogpt": "build-nanogpt", "huggingface": "Hugging Face",
     "llm.c": "llm.c",
 }  # fmt: skip
+SHOWN_STEPS = 4
+"""Steps that have not run and that a summary names."""
 MAX_LOSS_DIFFERENCE = 0.03
 """Nats between two losses of the same step from the same weights, which bf16 explains; as in the five-minute test."""
 
@@ -171,13 +173,15 @@ def summary(rows: list[Row], missing: Sequence[str] = ()) -> list[str]:
     reached = goals(rows)
     lines += ["", *_speed_lines(rows), "", *(goal.line for goal in reached if goal.value is not None)]
     unknown = [goal.name for goal in reached if goal.value is None]
-    lines += [f"Not measured: {', '.join(unknown)}"] if unknown else []
-    for word, outcome in (("Failed", "failed"), ("Stopped by time", "timeout"), ("Out of memory", "oom")):
-        names = [row["step"] for row in rows if row["outcome"] == outcome and not _was_repeated(rows, row)]
-        if names:
-            lines += ["", f"{word}: {', '.join(names)} (the rows have the reasons)"]
+    lines += [f"Not measured: {', '.join(unknown)}", ""] if unknown else [""]
+    for row in rows:
+        if row["outcome"] in ("failed", "timeout") and not _was_repeated(rows, row) and row["step"] not in GATES:
+            lines.append(f"{row['step']}: {describe(row)}")
+    names = [row["step"] for row in rows if row["outcome"] == "oom"]
+    lines += [f"Out of memory, as an answer: {', '.join(names)}"] if names else []
     if missing:
-        lines += ["", f"Not run: {', '.join(missing)}"]
+        more = f" and {len(missing) - SHOWN_STEPS} more" if len(missing) > SHOWN_STEPS else ""
+        lines += ["", f"Not run: {', '.join(missing[:SHOWN_STEPS])}{more}"]
     return lines
 
 
@@ -196,20 +200,21 @@ def _speed_lines(rows: list[Row]) -> list[str]:
             if not turns:
                 continue
             speeds = [row["tokens_per_second"] for row in turns]
-            clocks = [row["sm_clock"] for row in turns if row.get("sm_clock")]
-            ours = middle(rows, "ours", group)
+            clock = _span([row["sm_clock"] for row in turns if row.get("sm_clock")])
+            ratios = [
+                ours["tokens_per_second"] / row["tokens_per_second"]
+                for ours, row in zip(turns_of(rows, "ours", group), turns, strict=False)
+            ]  # fmt: skip
             speed = statistics.median(speeds)
-            spread = f"{min(speeds):,.0f} to {max(speeds):,.0f}" if len(speeds) > 1 else ""
-            clock = f"{min(clocks):,} to {max(clocks):,}" if clocks else "-"
-            times = f"x{ours / speed:.3f}" if ours and side != "ours" else ""
+            times = f"x{statistics.median(ratios):.3f} ({_span(ratios, '.3f')})" if ratios and side != "ours" else ""
             settings = turns[-1]["settings"]
             text = f"micro-batch {settings['micro_batch']}"
             if side == "ours":
                 text += f", {settings['precision']}, {settings['loss']} loss, compile {settings['compile']}"
-            table.append((group, title, f"{speed:,.0f}", spread, str(len(turns)), times, clock, text))
+            table.append((group, title, f"{speed:,.0f}", _span(speeds), str(len(turns)), times, clock, text))
     if not table:
         return ["No turns of throughline and nanoGPT have a speed yet."]
-    heading = ("settings", "side", "tokens/s", "lowest to highest", "turns", "ours / side", "clock (MHz)", "how")
+    heading = ("settings", "side", "tokens/s", "by turns", "turns", "throughline / side", "clock (MHz)", "how")
     widths = [max(len(row[column]) for row in (heading, *table)) for column in range(len(heading))]
     lines = ["  ".join(cell.ljust(width) for cell, width in zip(row, widths, strict=True)).rstrip()
              for row in (heading, *table)]  # fmt: skip
@@ -219,6 +224,12 @@ def _speed_lines(rows: list[Row]) -> list[str]:
             f"Fastest trainer: {top['tokens_per_second']:,.0f} tokens/s ({top['step'].removeprefix('train ')})"
         )
     return lines
+
+
+def _span(values: Sequence[float], form: str = ",.0f") -> str:
+    """The lowest and the highest value, or the only one."""
+    ends = [format(end(values), form) for end in (min, max)] if values else ["-"]
+    return " to ".join(dict.fromkeys(ends))
 
 
 def record(bring: Path, rows: list[Row], records: Path, reports: Path) -> list[Path]:
