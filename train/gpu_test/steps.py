@@ -193,7 +193,7 @@ def train_automatic(setup: Setup) -> Result:
             config = smaller
             torch.cuda.empty_cache()
     predicted, process = predict_peak(config.step).total, result.memory.process
-    speed = result.throughput.tokens_per_second if result.throughput else None
+    speed = result.throughput.tokens_per_second if result.throughput and not setup.is_simulated else None
     rates = setup.values.get("device", {}).get("matmul", {})
     ceiling = ceilings.find_matmul_rate({"matmul": rates}, config.execution.precision)
     share = result.flops_per_second / ceiling if result.flops_per_second and ceiling else None

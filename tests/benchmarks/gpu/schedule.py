@@ -103,7 +103,8 @@ def _variants(rows: list[Row], card: Card) -> Iterator[Step]:
     }  # fmt: skip
     values: list[tuple[str, Any]] = [("precision", value) for value in card.precisions if value != precision]
     values += [("micro_batch", size) for size in card.order[1:]]
-    values += [("attention", "flash"), ("attention", "cudnn"), ("compile", "reduce-overhead"), ("compile", "blocks")]
+    values += [("attention", "flash"), ("attention", "cudnn")] if card.bf16 else []  # Older GPUs have neither.
+    values += [("compile", "reduce-overhead"), ("compile", "blocks")]
     for knob, value in values:
         yield from _trainer(rows, _chosen(rows, allowed, card) | {knob: value})
         allowed[knob].add(value)
@@ -178,12 +179,12 @@ def _turns(rows: list[Row], sides: tuple[str, ...], settings: Settings, rounds: 
 
 
 def _peer_settings(rows: list[Row], side: str) -> Settings:
-    """The largest micro-batch at which a peer has not run out of memory."""
+    """The largest micro-batch at which a peer has not run out of memory, or was close to it."""
     card = Card.of(rows)
     sizes = [
         row["settings"]["micro_batch"] for row in rows if row["kind"] == f"peer {side}" and row["outcome"] == "oom"
     ]  # fmt: skip
-    largest = min([card.peer_micro_batch or card.sizes[0], *(size - 1 for size in sizes)])
+    largest = min([card.peer_micro_batch or card.sizes[0], *(0.8 * size for size in sizes)])
     return {"micro_batch": next((size for size in card.sizes if size <= largest), 1)}
 
 

@@ -3,10 +3,12 @@
 import argparse
 import json
 import os
+import re
 import signal
 import subprocess
 import sys
 import time
+import tomllib
 from collections.abc import Callable
 from contextlib import AbstractContextManager
 from functools import partial
@@ -403,37 +405,26 @@ def test_an_interrupted_campaign_shows_and_keeps_what_it_has(tmp_path: Path, sma
 
 SMALL = "tiny,layers=1,width=32,heads=2,context_length=32,vocab_size=257,padded_vocab_size=320"
 
-COMMON = (
-    "cloudpickle", "cycler", "dateutil", "filelock", "fontTools", "fsspec", "functorch", "huggingface_hub",
-    "hypothesis", "jinja2", "kiwisolver", "markdown_it", "matplotlib", "mdurl", "mpl_toolkits", "mpmath", "numpy",
-    "packaging", "PIL", "psutil", "pyarrow", "pygments", "pynvml", "pyparsing", "pytest", "regex", "requests", "rich",
-    "safetensors", "scipy", "six", "sympy", "tiktoken", "tokenizers", "torch", "torchgen", "tqdm", "transformers",
-    "triton", "urllib3", "yaml",
-)  # fmt: skip
-"""Packages that are in images with torch."""
-
-BLOCKER = """
-import importlib.abc, importlib.machinery, sys
-
-class Bare(importlib.abc.MetaPathFinder):
-    def find_spec(self, name, path=None, target=None):
-        if path is not None or name in {allowed}:
-            return None
-        spec = importlib.machinery.PathFinder.find_spec(name)
-        if spec and "site-packages" in (spec.origin or ""):
-            raise ModuleNotFoundError(f"No module named {{name!r}}", name=name)
-
-sys.meta_path.insert(0, Bare())
-"""
+COMMON = {
+    "filelock", "matplotlib", "numpy", "nvidia_ml_py", "psutil", "pyarrow", "requests", "rich", "safetensors", "scipy",
+    "tiktoken", "tokenizers", "torch", "urllib3",
+}  # fmt: skip
+"""This project's dependencies that are in images with torch."""
 
 
 @pytest.fixture
 def bare_site(tmp_path: Path) -> Path:
-    """A folder for PYTHONPATH by which only what comes first, and what images with torch have, can be imported."""
+    """A folder for PYTHONPATH by which dependencies cannot be imported that are neither there nor come along."""
+    project = tomllib.loads((REPOSITORY / "pyproject.toml").read_text(encoding="utf-8"))["project"]
+    # Not torchao, which transformers imports wherever its metadata are installed.
+    texts = (*project["dependencies"], *project["optional-dependencies"]["optuna"])
+    names = {re.split(r"[\[<>=; ]", text)[0].replace("-", "_") for text in texts}
+    absent = names - COMMON - {name.replace("-", "_") for name in archive.LIGHT}
+    assert absent > {"ray", "mlflow", "optuna"}
     site = tmp_path / "site"
     site.mkdir()
-    brought = [name.replace("-", "_") for name in archive.LIGHT]
-    (site / "sitecustomize.py").write_text(BLOCKER.format(allowed={*COMMON, *brought}))
+    for name in absent:
+        (site / f"{name}.py").write_text(f"raise ModuleNotFoundError('No module named {name}', name='{name}')")
     return site
 
 
