@@ -147,9 +147,10 @@ def _gpu_test_row(folder: Path, code: int, end: str) -> Row:
 
 
 def _command_result(run: Path) -> Any:
-    """What a command left: its standings, its result, or its trials."""
+    """What a command left: the rungs of a ladder, the trials of a search, or the result of a run."""
+    if (trials := run / "trials.csv").exists() and not (run / "rungs.json").exists():
+        return trials.read_text(encoding="utf-8")
     for name in ("rungs.json", "result.json"):
         if (run / name).exists():
             return json.loads((run / name).read_text(encoding="utf-8"))
-    trials = run / "trials.csv"
-    return trials.read_text(encoding="utf-8") if trials.exists() else None
+    return None

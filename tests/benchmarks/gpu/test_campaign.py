@@ -374,6 +374,19 @@ def test_a_process_leaves_a_row(tmp_path: Path, code: str, outcome: str, text: s
     assert verdict.describe(passed("versions") | row).startswith(outcome)
 
 
+@pytest.mark.parametrize("files", [{"rungs.json": "[1]"}, {"trials.csv": "rank"}, {"result.json": "[1]"}], ids=str)
+def test_the_row_of_a_command_has_its_rungs_its_trials_or_its_result(tmp_path: Path, files: dict[str, str]) -> None:
+    """A search also leaves a result, and a ladder trials."""
+    folder = tmp_path / "runs" / "search"
+    folder.mkdir(parents=True)
+    for name, text in ({"result.json": "[2]"} | files).items():
+        (folder / name).write_text(text)
+    step = Step("search", "command", command=("-c", ""), result="runs/search/result.json", run="search")
+    row = Processes(tmp_path).run(step, 30.0, 480, 40e9)
+    assert row["outcome"] == "finished"
+    assert row["found"] in ([1], "rank")
+
+
 def test_tests_that_fail_before_they_are_stopped_have_failed(tmp_path: Path) -> None:
     for progress, outcome in (("..s.F..", "failed"), ("..s...", "timeout")):
         step = Step("tests", "tests", command=("-c", f"import time; print('{progress}'); time.sleep(60)"))
