@@ -45,8 +45,8 @@ def test_a_search_finds_what_learns_fast_and_the_run_of_its_winner_compares_itse
     rows = list(csv.DictReader((folder / "trials.csv").open()))
     stages = Counter(row["stage"] for row in rows)
     assert stages["speed"] == 1
-    assert stages["learn"] == 3
-    assert stages["final"] == 9
+    assert stages["learn"] in (2, 3)  # The third candidate is tried if the second one is better than the control.
+    assert stages["final"] in (6, 9)  # Three seeds of the finalists and the control.
     with Image.open(folder / "loss-by-time.png") as picture:
         assert picture.width > 900
     assert not (folder / "learned").exists() or not any((folder / "learned").iterdir())
