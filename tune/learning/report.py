@@ -110,10 +110,9 @@ def predicted_loss(winner: CandidateResult, train_time: float) -> Fact:
     if loss is None:
         text = f"{winner.longest_loss:.3f} measured after {format_time(winner.longest_rung)}"
         return Fact(f"{text}; one rung is too few to predict the loss after {time}", {})
-    seeds = format_count(len(winner.longest_losses), "seed")
-    source = f"measured with {seeds}"
+    source = f"measured with {format_count(len(winner.longest_losses), 'seed')}"
     if (ratio := winner.law.extrapolation(train_time)) > 1:
-        source = f"predicted from {format_time(winner.longest_rung)} with {seeds}, x{ratio:.3g} extrapolated"
+        source = f"extrapolated x{ratio:.3g} from {format_time(winner.longest_rung)}"
     metrics = {"prediction/loss": loss.middle, "prediction/loss_low": loss.low, "prediction/loss_high": loss.high}
     return Fact(f"{loss_text(loss)} after {time}, {source}", metrics)
 
@@ -134,7 +133,7 @@ def gain(search: LearningSearch, results: LearningResults, winner: CandidateResu
     metrics = {name: difference.middle, f"{name}_low": difference.low, f"{name}_high": difference.high}
     after = f" after {format_time(results.goal_time)}" if results.goal_time != results.train_time else ""
     is_significant = difference.low > 0 or difference.high < 0
-    text = f"{difference.middle:.3f} nats lower loss than the control{after} (95% CI {difference.low:.3f} to "
+    text = f"{difference.middle:.3f} nats lower than the control{after} (95% CI {difference.low:.3f} to "
     text += f"{difference.high:.3f}{'' if is_significant else '; not significant'})"
     return Fact.joined(Fact(text, metrics), tie)
 
@@ -154,7 +153,7 @@ def time_to_loss(results: LearningResults, winner: CandidateResult) -> Fact:
     reached = loss and winner.seconds(loss.middle)
     if loss is None or reached is None:
         return Fact("", {})
-    text = f"{time_text(reached)} to {loss.middle:.3f}, the control's loss after {format_duration(train_time)}"
+    text = f"{time_text(reached)} to the control's {loss.middle:.3f}"
     return Fact(text, {"result/seconds_to_loss": reached.middle})
 
 

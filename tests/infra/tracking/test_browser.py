@@ -333,7 +333,7 @@ MEASURED = ("Tokens/s:", "Peak memory:", "Next:")
         ),
         (
             "learning's page",
-            ("2.601 (95% CI 2.573 to 2.629)", "nats lower loss than the control", "learning_rate=0.001"),
+            ("2.601 (95% CI 2.573 to 2.629)", "nats lower than the control", "learning_rate=0.001"),
             ("Search:", "Loss:", "Gain:", "Next:"),
         ),
     ],

@@ -63,12 +63,13 @@ def test_a_search_finds_what_learns_fast_and_the_run_of_its_winner_compares_itse
 def test_a_search_through_ray_prints_what_it_learns_and_names_a_best(
     command: Command, working_folder: Path, flags: list[str], cluster: str, capfd: pytest.CaptureFixture[str]
 ) -> None:
-    flags = [flag if flag != "learning_rate=1e-3,1e-2" else "learning_rate=1e-3" for flag in flags]
+    changes = {"learning_rate=1e-3,1e-2": "learning_rate=1e-3", "2s": "6s"}  # Enough steps on a busy machine, too.
+    flags = [changes.get(flag, flag) for flag in flags]
     with ray_session(cluster):
         assert command(search.main, *flags, "--name", "ray") == 0
     printed = capfd.readouterr().out
     assert "loss" in printed
-    assert "after 0.5s" in printed  # the last rung of a candidate, a quarter of the final run
+    assert "after 1.5s" in printed  # the last rung of a candidate, a quarter of the final run
     assert "best so far: learning_rate" in printed
     rows = list(csv.DictReader((working_folder / "runs" / "ray" / "trials.csv").open()))
     assert Counter(row["stage"] for row in rows) == {"speed": 1, "learn": 2, "final": 6}
@@ -82,13 +83,13 @@ def check_mlflow(folder: Path) -> None:
     assert experiment
     runs = client.search_runs([experiment.experiment_id])
     (parent,) = [run for run in runs if run.data.tags["kind"] == "search"]
-    assert "predicted from" in parent.data.tags["mlflow.note.content"]
+    assert "extrapolated x2" in parent.data.tags["mlflow.note.content"]
     first = {name for name in parent.data.metrics if not name.startswith("detail/")}
     assert first <= set(METRICS)
     assert len(first) <= MAX_TOP_LEVEL_METRICS
     finals = [run for run in runs if run.data.params.get("stage") == "final"]
     winner = min(finals, key=lambda run: run.data.tags["rank"])
-    assert winner.data.tags["rank"] == "01 winner"
+    assert winner.data.tags["rank"].startswith("01 winner")
     curve = client.get_metric_history(winner.info.run_id, "loss/val_by_time")
     times = client.get_metric_history(winner.info.run_id, "progress/run_seconds")
     assert [point.value for point in times][-1] == 1.0
