@@ -23,7 +23,7 @@ DEMO_RUN = --global-batch $(DEMO_BATCH) --time-budget 90s --cycle 10s+1 --device
 DEMO_SEARCH = --global-batch $(DEMO_BATCH) --memory-limit 40GB --device cuda
 endif
 
-.PHONY: install demo test test-slow test-cuda lint clean bench-tokenize bench-loader bench-overhead bench-search bench-real-grid bench-aa bench-precision bench-kernels bench-launches bench-interpreted bench-memory bench-memory-cuda bench-checkpoint-memory bench-scale bench-devices record-textbook campaign-pipeline campaign-train campaign-search campaign-cluster campaign-gpu
+.PHONY: install demo test test-slow test-cuda lint clean bench-tokenize bench-loader bench-overhead bench-search bench-real-grid bench-learning bench-aa bench-precision bench-kernels bench-launches bench-interpreted bench-memory bench-memory-cuda bench-checkpoint-memory bench-scale bench-devices record-textbook campaign-pipeline campaign-train campaign-search campaign-cluster campaign-gpu
 
 install: $(INSTALLED)
 
@@ -93,6 +93,14 @@ bench-overhead: install
 
 bench-search: install
 	$(BIN)/python tests/benchmarks/search/compare.py --seeds 200 --out $(RECORDS)/search.json
+
+# Hours of training, which can be interrupted: the same command continues. REPLAY=1 trains nothing.
+LEARNING_DATA := data/tokens-512
+JOBS ?= 2
+bench-learning: install
+	$(if $(REPLAY),,$(BIN)/python tests/benchmarks/learning/record.py --books $(BOOKS) --data $(LEARNING_DATA) \
+		--jobs $(JOBS) --record $(RECORDS)/learning-grid.json)
+	$(BIN)/python tests/benchmarks/learning/compare.py --grid $(RECORDS)/learning-grid.json --out $(RECORDS)/learning.json
 
 bench-aa: install
 	$(BIN)/python -P tests/benchmarks/aa.py --pairs 100 --out $(RECORDS)

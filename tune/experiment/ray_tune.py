@@ -325,8 +325,8 @@ def trainable(parameters: dict[str, Any]) -> dict[str, Any] | None:
     ray.tune.report(NO_METRICS | started)
     for row, traceback in parameters["request"].rows():
         metrics = {"tokens_per_second": row.tokens_per_second}
-        if row.stage == "learn" and row.rungs and row.rungs[-1].has_learned:
-            metrics |= {TIME_METRIC: row.rungs[-1].seconds, LOSS_METRIC: row.rungs[-1].loss}
+        if row.stage == "learn" and row.rungs:
+            metrics |= {TIME_METRIC: row.rungs[-1].seconds, LOSS_METRIC: row.rungs[-1].comparable_loss}
         ray.tune.report(NO_METRICS | metrics | {"row": row, "traceback": traceback})  # A scheduler may end it here.
     return None
 

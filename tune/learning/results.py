@@ -256,19 +256,28 @@ def learning_results(
 
 def _candidate_result(rows: Iterable[TrialRow], speed: Estimate | None) -> CandidateResult | None:
     """Combine the ``rows`` of one candidate; None without a speed. Rows of a seed continue one another."""
-    rungs: dict[int, dict[float, float]] = {}
     learning = [row for row in rows if row.stage in ("learn", "final")]
-    for row in learning:
-        for rung in row.rungs:
-            rungs.setdefault(row.round, {})[rung.seconds] = rung.loss
     if speed is None:
         return None
-    curves = {seed: sorted(losses.items()) for seed, losses in rungs.items()}
+    curves = _curves(learning, only_learned=True) or _curves(learning, only_learned=False)
     is_failed = any(row.outcome not in LEARNED for row in learning)
     return CandidateResult(
         learning[0].candidate, curves, speed, is_failed=is_failed,
         is_stopped=any(row.outcome == "pruned" for row in learning),
     )  # fmt: skip
+
+
+def _curves(rows: Iterable[TrialRow], *, only_learned: bool) -> Curves:
+    """Collect the losses at the rungs of ``rows`` by seed.
+
+    A rung at which a model has not learned more than the frequencies of tokens says little about how it goes on.
+    """
+    rungs: dict[int, dict[float, float]] = {}
+    for row in rows:
+        for rung in row.rungs:
+            if rung.has_learned or not only_learned:
+                rungs.setdefault(row.round, {})[rung.seconds] = rung.loss
+    return {seed: sorted(losses.items()) for seed, losses in rungs.items()}
 
 
 def _widened(estimate: Estimate, lower: float, higher: float) -> Estimate:

@@ -61,6 +61,11 @@ class Proposal:
         return f"m{self.candidate.micro_batch}-{hashlib.sha256(text.encode()).hexdigest()[:12]}"
 
 
+UNLEARNED_LOSS = 1e3
+"""Loss that counts for a model that has not learned more than the frequencies of tokens, in nats/token. It is finite,
+because Ray Tune's ASHA interpolates between losses."""
+
+
 @strict
 @dataclass(frozen=True)
 class RungLoss:
@@ -75,6 +80,12 @@ class RungLoss:
     has_learned: bool = True
     """Whether the loss is well below the entropy of token frequencies. Before that, it says little about settings,
     because a model first learns frequencies, with any settings, and then stays at their entropy for a while."""
+
+    @property
+    def comparable_loss(self) -> float:
+        """The loss to compare with those of other trials at the same rung: of models that have not learned yet, the
+        same one, above all others."""
+        return self.loss if self.has_learned else UNLEARNED_LOSS
 
 
 Curve = list[tuple[int, float]]

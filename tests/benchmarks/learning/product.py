@@ -66,8 +66,8 @@ def run(session: Session, strategy: LearningStrategy, proposal: Proposal, rows: 
         rung = min(range(len(grid.rungs)), key=lambda n: abs(grid.rungs[n] * grid.full_seconds - seconds))
         loss = session.train(cell, rung, seed)
         rungs.append(RungLoss(seconds, 0, loss, loss < LEARNED_FRACTION * grid.entropy))
-        result = {TIME_METRIC: seconds, LOSS_METRIC: loss}
-        if proposal.stage == "final" or not rungs[-1].has_learned:
+        result = {TIME_METRIC: seconds, LOSS_METRIC: rungs[-1].comparable_loss}
+        if proposal.stage == "final":
             continue
         if scheduler.on_trial_result(controller, trial, result) == TrialScheduler.STOP:
             outcome = "pruned"

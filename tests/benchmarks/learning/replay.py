@@ -1,28 +1,22 @@
 """How good is the search for settings that learn fast? Searches, replayed on a grid that was really trained.
 
-Run: ``python tests/benchmarks/learning/replay.py --grid RECORD.json [--repeats 20] [--out FILE.json]``. A competitor
-trains trials of the grid's cells up to rungs, sees their decayed losses, and is charged the seconds of the final run
-that this takes. Its choice is judged by the losses of all seeds.
+``compare.py`` runs it. A competitor trains trials of the grid's cells up to rungs, sees their decayed losses, and is
+charged the seconds of the final run that this takes. Its choice is judged by the losses of all seeds.
 """
 
-import argparse
-import json
 import math
 import random
 import statistics
-import sys
-from collections.abc import Callable, Iterable, Mapping, Sequence
-from dataclasses import dataclass, field
+from collections.abc import Callable, Collection, Iterable, Iterator, Mapping, Sequence
+from dataclasses import dataclass, field, replace
 from functools import cached_property
-from pathlib import Path
+from itertools import chain, combinations
 from types import SimpleNamespace
 from typing import Any
 
 from rich.table import Table
 
-from infra.cli.console import console
-from infra.schema import from_json, strict, to_json
-from infra.storage.files import write_json
+from infra.schema import strict
 from tune.learning.law import LearningLaw, seed_scatter
 from tune.trial.learning import LEARNED_FRACTION
 
@@ -78,6 +72,38 @@ class Grid:
     """Entropy of the frequencies of the held-out tokens, in nats."""
     speeds: list[Speed]
     runs: list[Run]
+    planned_runs: int = 0
+    """Number of runs of the whole grid."""
+    data: str = ""
+    """Fingerprint of the tokens."""
+    provenance: dict[str, str] = field(default_factory=dict)
+    """Versions and machine of the newest run."""
+    speeds_provenance: dict[str, str] = field(default_factory=dict)
+    """Versions and machine of the speeds; empty if they have not been measured and are assumed to be equal."""
+
+    @property
+    def is_partial(self) -> bool:
+        """Whether runs are missing."""
+        return len(self.runs) < self.planned_runs
+
+    def complete_part(self) -> "Grid":
+        """Return the largest part of the grid in which every cell has every seed, without runs if there is none.
+
+        It has all learning rates of some global batches, optimizers and seeds.
+        """
+        done = {(run.cell, run.seed) for run in self.runs}
+        rates = {cell.learning_rate for cell, _ in done}
+        groups = {(speed.global_batch, speed.optimizer) for speed in self.speeds}
+        parts: list[set[tuple[Cell, int]]] = [set()]
+        for optimizers in _subsets({optimizer for _, optimizer in groups}):
+            for seeds in _subsets({seed for _, seed in done}):
+                rows = [
+                    {(Cell(rate, batch, name), seed) for rate in rates for name in optimizers for seed in seeds}
+                    for batch in {batch for batch, _ in groups}
+                ]
+                parts.append(set().union(*(row for row in rows if row <= done)))
+        part = max(parts, key=len)
+        return replace(self, runs=[run for run in self.runs if (run.cell, run.seed) in part])
 
     @cached_property
     def curves(self) -> dict[Cell, dict[int, list[tuple[float, float]]]]:
@@ -136,6 +162,11 @@ class Grid:
         if below >= above:
             return maximum
         return min(maximum, start * (end / start) ** ((above - loss) / (above - below)))
+
+
+def _subsets(values: Collection[Any]) -> Iterator[tuple[Any, ...]]:
+    """Return all subsets of ``values`` that are not empty."""
+    return chain.from_iterable(combinations(values, size) for size in range(1, len(values) + 1))
 
 
 def _interpolate(curve: Sequence[tuple[float, float]], seconds: float) -> float:
@@ -368,33 +399,3 @@ def is_goal_met(judged: Sequence[Score]) -> bool:
     full = [score for score in judged if score.duration == 1]
     times, costs = [score.time_ratio for score in full], [score.cost for score in full]
     return statistics.fmean(times) <= GOAL_TIME and statistics.fmean(costs) <= BUDGET
-
-
-def main() -> int:
-    """Replay all competitors for the full run and for three durations, and print the tables."""
-    options = argparse.ArgumentParser(description=(__doc__ or "").splitlines()[0])
-    options.add_argument("--grid", type=Path, required=True, help="the recorded grid")
-    options.add_argument("--repeats", type=int, default=20, help="repetitions of each competitor")
-    options.add_argument("--out", type=Path, help="write the scores to this JSON file")
-    chosen = options.parse_args()
-    grid = from_json(Grid, json.loads(chosen.grid.read_text(encoding="utf-8")), chosen.grid)
-    last = len(grid.rungs) - 1
-    record: dict[str, list[Score]] = {}
-    for title, durations in {"the full run": [last], "three durations": [last - 2, last - 1, last]}.items():
-        repeats = [(name, repeat) for name in COMPETITORS for repeat in range(1 if name == "grid" else chosen.repeats)]
-        record[title] = [s for name, n in repeats for s in scores(grid, name, COMPETITORS[name], durations, n)]
-        console.print(summary_table(title, record[title]))
-    from_quarter = {f"{count} seeds": extrapolate(grid, grid.seeds[:count]) for count in sorted({1, len(grid.seeds)})}
-    for seeds, result in from_quarter.items():
-        console.print(f"extrapolation from a quarter of the time, {seeds}: held {result.held:.0%}, "
-                      f"width {result.median_width:.3f}, error {result.median_error:.3f} nats")  # fmt: skip
-    if chosen.out:
-        write_json(chosen.out, {
-            "scores": {title: [to_json(score) for score in judged] for title, judged in record.items()},
-            "extrapolation": {seeds: to_json(result) for seeds, result in from_quarter.items()},
-        })  # fmt: skip
-    return 0
-
-
-if __name__ == "__main__":
-    sys.exit(main())

@@ -143,3 +143,22 @@ def test_extrapolation_from_a_quarter_of_the_time_holds_known_laws(replay: Any, 
     result = replay.extrapolate(grid, seeds)
     assert result.held >= 0.9
     assert result.median_error < result.median_width < 0.3
+
+
+def test_the_complete_part_of_a_partial_grid_has_every_seed_of_every_cell(replay: Any, grid: Any) -> None:
+    """A batch that lacks one rate, and optimizers that have not been trained with every seed, are left out."""
+
+    def is_recorded(run: Any) -> bool:
+        if run.seed or run.cell.optimizer == "muon":
+            return False
+        return run.cell.global_batch != 1 or run.cell.learning_rate != 5e-4
+
+    runs = [run for run in grid.runs if is_recorded(run)]
+    partial = dataclasses.replace(grid, runs=runs, planned_runs=len(grid.runs))
+    assert partial.is_partial
+    part = partial.complete_part()
+    assert {cell.global_batch for cell in part.cells} == {2, 4, 8}
+    assert len(part.cells) == 12
+    assert part.seeds == [0]
+    assert grid.complete_part() == grid
+    assert dataclasses.replace(grid, runs=[]).complete_part().runs == []

@@ -168,3 +168,17 @@ def test_without_rows_there_is_no_winner() -> None:
     assert results.finalists == results.round_losses() == []
     assert results.best_at(100.0) is None
     assert math.isclose(results.goal_time, TRAIN_TIME)
+
+
+def test_losses_on_the_plateau_are_left_out_of_a_law_but_not_their_candidate() -> None:
+    """A model first learns the frequencies of tokens with any settings, which says nothing of how it goes on."""
+
+    def unlearned(row: TrialRow, count: int) -> TrialRow:
+        rungs = [replace(rung, loss=5.3, has_learned=False) for rung in row.rungs[:count]]
+        return replace(row, rungs=[*rungs, *row.rungs[count:]])
+
+    rows = [learning_row(CONTROL, 2.0), unlearned(learning_row(BEST, 1.7, (100, 200, 400, 800)), 1)]
+    best = results_of(rows).candidates[0]
+    assert best.candidate == BEST
+    assert [time for time, _ in best.curves[0]] == [200, 400, 800]
+    assert results_of([rows[0], unlearned(learning_row(BEST, 1.7), 3)]).candidates[-1].longest_loss == 5.3

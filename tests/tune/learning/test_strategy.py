@@ -162,7 +162,7 @@ def decisions(rows: Sequence[TrialRow], losses: Sequence[float]) -> list[str]:
 
 
 def test_a_trial_above_the_median_at_its_rung_is_stopped(space: LearningSpace) -> None:
-    """The losses of trials before a restart count, but not those of models that have learned nothing yet."""
+    """The losses of trials before a restart count; those of models that have learned nothing yet are the highest."""
     proposals = [Proposal(candidate, "learn") for candidate in space.candidates[:3]]
     strategy = LearningStrategy(space, TIME)
     rows = [
@@ -173,3 +173,19 @@ def test_a_trial_above_the_median_at_its_rung_is_stopped(space: LearningSpace) -
     assert decisions(rows, [4.3]) == ["STOP"]
     unlearned = [replace(row, rungs=[replace(row.rungs[0], has_learned=False)]) for row in rows]
     assert decisions(unlearned, [4.3]) == ["CONTINUE"]
+
+
+def test_a_trial_on_the_plateau_is_stopped_once_half_of_the_others_have_left_it(space: LearningSpace) -> None:
+    """Until then, settings look alike, however their losses scatter."""
+    strategy = LearningStrategy(space, TIME)
+
+    def row(number: int, *, has_learned: bool) -> TrialRow:
+        proposal = Proposal(space.candidates[number], "learn")
+        rung = RungLoss(TIME / 16, 0, 5.0 - number / 10, has_learned)
+        return replace(row_of(strategy, proposal, number), rungs=[rung])
+
+    on_plateau = RungLoss(TIME / 16, 0, 5.3, has_learned=False).comparable_loss
+    plateau = [row(number, has_learned=False) for number in range(3)]
+    assert decisions(plateau, [on_plateau]) == ["CONTINUE"]
+    assert decisions([*plateau, row(3, has_learned=True)], [on_plateau]) == ["CONTINUE"]
+    assert decisions([row(number, has_learned=True) for number in range(3)], [on_plateau]) == ["STOP"]
