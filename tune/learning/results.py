@@ -41,6 +41,8 @@ class CandidateResult:
     """Scatter of losses between seeds, of all candidates; None without repeated seeds."""
     is_failed: bool = False
     """Whether one of its trials failed, so that it cannot win."""
+    has_learned: bool = True
+    """Whether it has learned more than the frequencies of tokens at a rung. If so, its curves begin there."""
     is_stopped: bool = False
     """Whether its trial was stopped, because its loss at a rung was above the median."""
 
@@ -223,8 +225,8 @@ def learning_results(
 ) -> LearningResults:
     """Collect the results in ``rows``, and rank the candidates.
 
-    Candidates that have learned longer come first, because the others were stopped or not chosen as finalists, and
-    those with a failed trial last.
+    Candidates that have learned longer come first, because the others were stopped or not chosen as finalists. Those
+    that have not learned more than the frequencies of tokens follow, and those with a failed trial are last.
 
     Args:
         rows: rows of all trials.
@@ -242,11 +244,12 @@ def learning_results(
     results = [replace(result, scatter=scatter) for result in results]
     pairs = [paired_ratios(a.curves, b.curves) for a, b in combinations(results, 2)]
 
-    def rank(result: CandidateResult) -> tuple[bool, float, float, float]:
+    def rank(result: CandidateResult) -> tuple[bool, bool, float, float, float]:
         loss = result.loss(train_time)
         reached = target_loss is not None and result.seconds(target_loss)
         time = reached.middle if reached else math.inf
-        return result.is_failed, -result.longest_rung, time, loss.middle if loss else result.longest_loss
+        loss_to_rank = loss.middle if loss else result.longest_loss
+        return result.is_failed, not result.has_learned, -result.longest_rung, time, loss_to_rank
 
     return LearningResults(
         sorted(results, key=rank), next((result for result in results if result.candidate == control), None),
@@ -259,10 +262,11 @@ def _candidate_result(rows: Iterable[TrialRow], speed: Estimate | None) -> Candi
     learning = [row for row in rows if row.stage in ("learn", "final")]
     if speed is None:
         return None
-    curves = _curves(learning, only_learned=True) or _curves(learning, only_learned=False)
+    learned = _curves(learning, only_learned=True)
+    curves = learned or _curves(learning, only_learned=False)
     is_failed = any(row.outcome not in LEARNED for row in learning)
     return CandidateResult(
-        learning[0].candidate, curves, speed, is_failed=is_failed,
+        learning[0].candidate, curves, speed, is_failed=is_failed, has_learned=bool(learned),
         is_stopped=any(row.outcome == "pruned" for row in learning),
     )  # fmt: skip
 

@@ -181,4 +181,9 @@ def test_losses_on_the_plateau_are_left_out_of_a_law_but_not_their_candidate() -
     best = results_of(rows).candidates[0]
     assert best.candidate == BEST
     assert [time for time, _ in best.curves[0]] == [200, 400, 800]
-    assert results_of([rows[0], unlearned(learning_row(BEST, 1.7), 3)]).candidates[-1].longest_loss == 5.3
+    stuck = unlearned(learning_row(CLOSE, 1.7), 3)
+    late = unlearned(learning_row(BEST, 1.7), 2)
+    results = results_of([stuck, late])
+    assert ranked(results) == [BEST, CLOSE], "one learned rung counts more than a law of losses on the plateau"
+    assert not results.candidates[-1].has_learned
+    assert results.candidates[-1].longest_loss == 5.3
