@@ -116,9 +116,11 @@ def fill_trial(tracker: Tracker, record: ExperimentRecord, row: TrialRow) -> Non
     for step, (seconds, loss) in enumerate(zip_longest(row.step_seconds, row.losses), 1):
         progress = {"progress/train_tokens": row.step_tokens * step}
         tracker.log_metrics({"time/step_seconds": seconds, "loss/train": loss} | progress, step)
+    step = 0
     for rung in row.rungs:  # The step is the time, so that MLflow's charts show losses by time.
+        step = max(step + 1, round(rung.seconds))
         losses = {"loss/val_by_time": rung.loss, "progress/run_seconds": rung.seconds}
-        tracker.log_metrics(losses, max(1, round(rung.seconds)))
+        tracker.log_metrics(losses, step)
     log_data(tracker, record)
     tracker.log_json(flatten_row(row), "trial.json")
     tracker.set_description(report.markdown())

@@ -92,7 +92,7 @@ def check_mlflow(folder: Path) -> None:
     assert winner.data.tags["rank"].startswith("01 winner")
     curve = client.get_metric_history(winner.info.run_id, "loss/val_by_time")
     times = client.get_metric_history(winner.info.run_id, "progress/run_seconds")
-    assert max(point.value for point in times) == 1.0  # half of the final run; steps of whole seconds are all 1 here
+    assert max(point.value for point in times) == 1.0  # half of the final run
     assert len(curve) == len(times) > 1
     for column in COLUMNS["learn"]:
         kind, _, name = column.partition(".")
