@@ -247,7 +247,7 @@ def make_learning_search(config: SearchConfig, machines: tuple[Machine, ...] = (
         source.check_enough_tokens(space.config(candidate).batch.global_batch, length, manifest)
     smallest_peak = predict_peak(control.step.replace(micro_batch=1))
     limit = choose_memory_limit(requested, available, smallest_peak, control.model.text)
-    windows = manifest.splits["val"]["tokens"] // (length + 1)
+    windows = sum((shard.tokens - 1) // length for shard in manifest.shards if shard.split == "val")
     batches = {space.config(candidate).batch.global_batch for candidate in space.candidates}
     multiple = math.lcm(*batches)
     val_windows = min(windows, math.ceil(MIN_VAL_TOKENS / length / multiple) * multiple)
