@@ -29,6 +29,11 @@ def notes_on(search: LearningSearch, rows: Sequence[TrialRow], results: Learning
     winner = results.winner
     if winner is None:
         return notes
+    if not any(rung.has_learned for row in rows for rung in row.rungs):
+        notes.append(
+            "no candidate has learned more than the frequencies of tokens, so their losses say little about the "
+            f"settings: use a longer --train-time than {format_duration(search.train_time)}"
+        )
     notes += edge_notes(search, winner)
     notes += noise_notes(search, rows)
     notes += epoch_notes(search, results, winner)

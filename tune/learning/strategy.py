@@ -4,7 +4,7 @@
 2. Candidates near the best one learn, each for the seconds of the final run that its speed gives it, until none near
    the best is left: hill climbing, because the loss changes smoothly with the settings. Ray Tune's ASHA stops the
    slower learners.
-3. The finalists and the control learn longer, each with several seeds, in turn.
+3. The finalists and the control learn with several seeds, in turn.
 
 A trial that measures the speed precedes the first candidate of each speed.
 """
@@ -21,12 +21,10 @@ from tune.trial.row import Proposal, TrialRow
 
 FIRST_FRACTION = 1 / 16
 """Fraction of the final run's time at the first rung. Each rung is twice as long as the one before."""
-EXPLORED_FRACTION = 1 / 4
-"""Fraction of the final run's time up to which candidates explore."""
-FINAL_FRACTION = 1 / 2
-"""Fraction of the final run's time for which the finalists learn."""
+LAST_FRACTION = 1 / 2
+"""Fraction of the final run's time at the last rung."""
 FINALISTS = 2
-"""Maximum number of finalists besides the control."""
+"""Maximum number of finalists besides the control: the best candidate, and another one that may be as good."""
 SEEDS = 3
 """Number of seeds of the finalists and of the control."""
 EXPLORED_SEARCH_FRACTION = 0.5
@@ -75,10 +73,8 @@ class LearningStrategy:
 
     def rung_seconds(self, stage: str, seed: int = 0) -> list[float]:
         """Return the times of the rungs of a trial in this stage, in seconds of the final run."""
-        first, last = FIRST_FRACTION, EXPLORED_FRACTION
-        if stage == "final":
-            first, last = FINAL_FRACTION / 4 if seed else FIRST_FRACTION, FINAL_FRACTION
-        count = round(math.log2(last / first)) + 1
+        first = LAST_FRACTION / 4 if stage == "final" and seed else FIRST_FRACTION
+        count = round(math.log2(LAST_FRACTION / first)) + 1
         return [self.train_time * first * 2**number for number in range(count)]
 
     def _next_to_explore(self, rows: Sequence[TrialRow]) -> Candidate | None:
@@ -109,11 +105,13 @@ class LearningStrategy:
         return min(similar, key=lambda c: abs(math.log(self.space.config(c).batch.global_batch / scale.middle)))
 
     def finalists(self, rows: Sequence[TrialRow]) -> list[Candidate]:
-        """Return the best candidates of the exploration, the best first, and the control."""
+        """Return the best candidate of the exploration, others that may be as good, and the control."""
         results = self.results([row for row in rows if row.stage != "final"])
-        best = [result.candidate for result in results.finalists[:FINALISTS]]
+        best, others = results.finalists[:1], results.finalists[1:]
+        best += [result for result in others if results.is_tied(result)][: FINALISTS - 1]
         has_learned = results.control is not None and not results.control.is_failed
-        return [*best, *[self.space.control] * (has_learned and self.space.control not in best)]
+        candidates = [result.candidate for result in best]
+        return [*candidates, *[self.space.control] * (has_learned and self.space.control not in candidates)]
 
     def results(self, rows: Sequence[TrialRow]) -> LearningResults:
         """Collect what ``rows`` show so far, with the best candidate first."""
@@ -129,7 +127,10 @@ class LearningStrategy:
     def pending_finals(self, rows: Sequence[TrialRow]) -> list[Proposal]:
         """Return the trials that the finals still need: a round per seed, of which every second one is reversed."""
         finalists = self.finalists(rows)
-        done = {(row.candidate, row.round) for row in rows if row.stage == "final"}
+        # A candidate that was not stopped has learned long enough with its first seed.
+        done = {
+            (r.candidate, r.round) for r in rows if r.stage == "final" or (r.stage == "learn" and r.outcome == "ok")
+        }
         failed = {row.candidate for row in rows if row.stage == "final" and row.outcome != "ok"}
         return [
             Proposal(candidate, "final", seed)

@@ -18,7 +18,7 @@ from pathlib import Path
 from time import monotonic
 from typing import NamedTuple
 
-from infra.cli.units import format_duration
+from infra.cli.units import format_count, format_duration
 from infra.errors import UserError
 from infra.schema import from_json, strict, to_json
 from infra.storage.directory import StorageDir
@@ -100,10 +100,11 @@ def make_rungs(seconds: Sequence[float], tokens_per_second: float, config: Resol
     if fraction == 0:
         rungs = rungs[-1:]
     if not rungs:
+        length = format_count(steps_by_time[seconds[-1]], "step")
         raise UserError(
-            f"{format_duration(seconds[-1])} of training at {tokens_per_second:,.0f} tokens/s are "
-            f"{steps_by_time[seconds[-1]]} steps of {config.batch.global_batch} sequences, too few for a warm-up of "
-            f"{warmup} steps and a decay. Use a longer --train-time, a smaller global batch, or fewer --warmup-steps."
+            f"{format_duration(seconds[-1])} of training at {tokens_per_second:,.0f} tokens/s are {length} of "
+            f"{config.batch.global_batch} sequences, too few for a warm-up of {warmup} steps and a decay. Use a longer "
+            "--train-time, a smaller global batch, or fewer --warmup-steps."
         )
     return tuple(rungs)
 

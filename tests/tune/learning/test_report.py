@@ -125,6 +125,12 @@ def test_a_best_value_at_the_edge_names_the_knob(search: LearningSearch, rows: l
     assert "Add smaller values" in text
 
 
+def test_losses_on_the_plateau_of_token_frequencies_are_named(search: LearningSearch, rows: list[TrialRow]) -> None:
+    assert "longer --train-time" not in notes_of(search, rows)
+    unlearned = [replace(row, rungs=[replace(rung, has_learned=False) for rung in row.rungs]) for row in rows]
+    assert "longer --train-time" in notes_of(search, unlearned)
+
+
 def test_a_batch_far_above_the_noise_scale_is_named(make_search: MakeSearch) -> None:
     search = make_search(("global_batch=32,128",))
     control = search.space.control
