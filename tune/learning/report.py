@@ -178,7 +178,7 @@ def candidate_tags(search: LearningSearch, results: LearningResults) -> dict[Can
     for number, result in enumerate(results.candidates, 1):
         loss = result.loss(results.train_time)
         rank = " ".join([f"{number:02d}", *candidate_notes(search, results, result)])  # MLflow sorts tags as text.
-        tags[result.candidate] = {"rank": rank} | ({"predicted_loss": loss_text(loss)} if loss else {})
+        tags[result.candidate] = {"rank": rank} | ({"predicted_loss": loss_text(loss, short=True)} if loss else {})
     return tags
 
 

@@ -15,9 +15,9 @@ def format_time(seconds: float) -> str:
     return format_duration(round(seconds, min(1, 2 - math.floor(math.log10(seconds)))))
 
 
-def loss_text(loss: Estimate) -> str:
-    """Format a loss and its interval, such as ``3.520 (95% CI 3.490 to 3.550)``."""
-    return f"{loss.middle:.3f} (95% CI {loss.low:.3f} to {loss.high:.3f})"
+def loss_text(loss: Estimate, *, short: bool = False) -> str:
+    """Format a loss and its interval, such as ``3.520 (95% CI 3.490 to 3.550)``, or without ``95% CI`` if ``short``."""
+    return f"{loss.middle:.3f} ({'' if short else '95% CI '}{loss.low:.3f} to {loss.high:.3f})"
 
 
 def time_text(time: Estimate, *, short: bool = False) -> str:

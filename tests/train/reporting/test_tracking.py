@@ -352,7 +352,7 @@ def test_every_number_of_a_result_is_a_metric_of_its_run_in_the_unit_of_its_name
     config: ResolvedConfig, distinct: Callable[..., Any]
 ) -> None:
     """Each by itself: a new one has to be added here, and one in the place of another shows."""
-    result = distinct(RunResult, diagnosis=None, shortage=None)
+    result = distinct(RunResult, diagnosis=None, shortage=None, loss_prediction=None)
     speed, memory = result.throughput, result.memory
     numbers = vars(result) | vars(speed) | vars(memory)
     numbers = {name for name, value in numbers.items() if isinstance(value, int | float)} - NO_METRIC
