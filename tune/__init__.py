@@ -11,7 +11,9 @@ if TYPE_CHECKING:
 
 
 def find_fastest(config: "SearchConfig", *, verbose: bool = False) -> "ResolvedConfig":
-    """Run a search as ``python -m tune.search`` does, and return the fastest configuration, for ``train.train``.
+    """Run a search as ``python -m tune.search`` does, and return the best configuration, for ``train.train``.
+
+    That is the fastest one or, with ``objective="loss"``, the one that learns fastest.
 
     With ``verbose`` it prints what the command prints. Raises ``infra.errors.UserError`` for invalid settings and if
     the search has no winner. Raises ``KeyboardInterrupt`` after Ctrl-C; the search can then be resumed with
