@@ -135,15 +135,7 @@ class Search(Experiment):
         return usable
 
     def params(self) -> dict[str, object]:
-        """Return the search's params in MLflow: settings that differ from the defaults, model, data and memory
-        limit."""
-        settings, defaults = (
-            config.identity() | {"model": config.training.model.text} for config in (self.config, SearchConfig())
-        )
-        limit = f"{self.limit / GB:.2f} GB"
-        return non_default_params(settings, defaults) | {
-            "model": settings["model"], "data": str(self.data), "memory_limit": limit,
-        }  # fmt: skip
+        return search_params(self.config, self.data, self.limit)
 
 
 def search_name(config: SearchConfig) -> str:
@@ -200,6 +192,17 @@ def prepare_for_data(config: SearchConfig, training: TrainConfig) -> tuple[Train
         return prepare_for_plan(training)
     manifest = read_manifest(training.dataset.data)
     return prepare(training, manifest), manifest
+
+
+def search_params(config: SearchConfig, data: StorageDir, limit: int) -> dict[str, object]:
+    """Return a search's params in MLflow: settings that differ from the defaults, model, data and memory limit."""
+    settings, defaults = (
+        config.identity() | {"model": config.training.model.text} for config in (config, SearchConfig())
+    )
+    limit_text = f"{limit / GB:.2f} GB"
+    return non_default_params(settings, defaults) | {
+        "model": settings["model"], "data": str(data), "memory_limit": limit_text,
+    }  # fmt: skip
 
 
 def search_directory(config: SearchConfig) -> StorageDir:

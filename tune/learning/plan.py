@@ -5,11 +5,10 @@ from collections.abc import Iterable, Sequence
 from dataclasses import dataclass, replace
 from typing import TYPE_CHECKING
 
-from infra.cli.units import GB, format_duration
+from infra.cli.units import format_duration
 from infra.errors import UserError
 from infra.storage.directory import StorageDir
 from infra.storage.workspace import Workspace
-from infra.tracking.names import non_default_params
 from train.config import ResolvedConfig
 from train.data.sources import source_of
 from train.estimate.memory import predict_peak
@@ -24,6 +23,7 @@ from tune.experiment.search_plan import (
     prepare_for_data,
     requested_limit,
     search_directory,
+    search_params,
 )
 from tune.experiment.trials import Experiment
 from tune.learning.space import LearningSpace, format_value, make_learning_space
@@ -207,12 +207,7 @@ class LearningSearch(Experiment):
         return set(machines)
 
     def params(self) -> dict[str, object]:
-        settings, defaults = (
-            config.identity() | {"model": config.training.model.text} for config in (self.config, SearchConfig())
-        )
-        return non_default_params(settings, defaults) | {
-            "model": settings["model"], "data": str(self.data), "memory_limit": f"{self.limit / GB:.2f} GB",
-        }  # fmt: skip
+        return search_params(self.config, self.data, self.limit)
 
 
 def format_rung(row: TrialRow) -> str:
