@@ -96,10 +96,9 @@ class LearningStrategy:
         return self.search_time is not None and seconds > EXPLORED_SEARCH_FRACTION * self.search_time
 
     def _at_noise_scale(self, rows: Sequence[TrialRow]) -> Candidate | None:
-        """Return the candidate that has the global batch nearest to the gradient noise scale of the control; None if
-        the scale is not known."""
+        """Return the candidate that has the global batch nearest to the gradient noise scale of the control."""
         scale = next((row.noise_scale for row in rows if row.noise_scale), None)
-        if scale is None or not 0 < scale.middle < math.inf:
+        if scale is None:
             return None
         others = _without_batch(self.space.control)
         similar = [candidate for candidate in self.space.candidates if _without_batch(candidate) == others]

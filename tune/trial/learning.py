@@ -11,6 +11,7 @@ and a finalist trains longer.
 """
 
 import json
+import math
 import shutil
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass, replace
@@ -81,7 +82,7 @@ class Learned(NamedTuple):
     result: RunResult | None = None
     """Result of the last run; None if the rung was trained by an earlier process."""
     noise_scale: Estimate | None = None
-    """Gradient noise scale in sequences; None if it was not measured."""
+    """Gradient noise scale in sequences; None if it was not measured or could not be determined."""
 
 
 def make_rungs(seconds: Sequence[float], tokens_per_second: float, config: ResolvedConfig) -> tuple[Rung, ...]:
@@ -163,9 +164,15 @@ def learn(
             losses = [*losses, RungLoss(rung.seconds, result.train_tokens, result.val_loss, has_learned)]
             location.write_json(LOSSES, to_json(RungLosses(losses)))
             branch.remove()
-        yield Learned(losses, result, noise.sequences if noise else None)
+        yield Learned(losses, result, known_scale(noise))
         if result.outcome != "finished":
             return
+
+
+def known_scale(noise: NoiseScale | None) -> Estimate | None:
+    """Return the noise scale in sequences; None if a gradient could not be distinguished from zero or from no noise."""
+    scale = noise.sequences if noise else None
+    return scale if scale and 0 < scale.middle < math.inf else None
 
 
 def discard_other_copies(folder: Path, name: str) -> None:

@@ -149,14 +149,6 @@ def test_the_search_begins_at_the_noise_scale(space: LearningSpace) -> None:
     assert dict(learned[1].candidate.knobs) == {"learning_rate": 1e-3, "global_batch": 8}
 
 
-@pytest.mark.parametrize("middle", [0.0, math.inf])
-def test_a_noise_scale_that_is_not_determined_changes_nothing(space: LearningSpace, middle: float) -> None:
-    strategy, scale = LearningStrategy(space, TIME), Estimate(middle, 0.0, math.inf)
-    proposals = [Proposal(space.control, stage) for stage in ("speed", "learn")]
-    rows = [row_of(strategy, proposal, number) for number, proposal in enumerate(proposals, 1)]
-    assert strategy.propose([rows[0], replace(rows[1], noise_scale=scale)]) == strategy.propose(rows)
-
-
 def test_two_trials_at_a_time_do_not_repeat_each_other(space: LearningSpace) -> None:
     strategy = LearningStrategy(space, TIME)
     rows = [

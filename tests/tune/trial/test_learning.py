@@ -1,5 +1,6 @@
 """A learning trial: its branches have the losses of plain runs, whatever interrupted it."""
 
+import math
 from collections.abc import Iterator
 from dataclasses import replace
 from pathlib import Path
@@ -9,9 +10,11 @@ import pytest
 from infra.errors import UserError
 from infra.storage.directory import StorageDir
 from train.config import Cycle, ResolvedConfig, TrainConfig
+from train.intervals import Estimate
 from train.launch.job import WorkerJob
 from train.launch.session import Driver, WorkerSession
 from train.model_config import ModelConfig
+from train.noise_scale import NoiseScale
 from train.resolved import resolve_local
 from train.run_files.run_folder import RunFolder
 from tune.space import Candidate
@@ -21,6 +24,7 @@ from tune.trial.learning import (
     LearningRequest,
     Rung,
     StopAfterSteps,
+    known_scale,
     learn,
     make_rungs,
     read_losses,
@@ -103,8 +107,27 @@ def test_the_noise_scale_is_measured_and_changes_no_loss(config: ResolvedConfig,
     plain = losses_of(learn(config, rungs, 2, StorageDir.of(tmp_path / "plain")))
     *_, last = learn(config, rungs, 2, StorageDir.of(tmp_path / "noise"), measures_noise=True)
     assert last.losses == plain
-    assert last.noise_scale
-    assert last.noise_scale.low <= last.noise_scale.middle <= last.noise_scale.high
+    assert last.noise_scale is None or last.noise_scale.low <= last.noise_scale.middle <= last.noise_scale.high
+
+
+class Measured(NoiseScale):
+    """A noise scale that was measured as ``scale``."""
+
+    def __init__(self, scale: Estimate | None) -> None:
+        super().__init__()
+        self.scale = scale
+
+    @property
+    def sequences(self) -> Estimate | None:
+        return self.scale
+
+
+def test_a_noise_scale_that_was_not_determined_is_not_used() -> None:
+    scale = Estimate(9.0, 5.0, math.inf)
+    assert known_scale(Measured(scale)) == scale
+    for unknown in (None, Estimate(0.0, 0.0, 5.0), Estimate(math.inf, 3.0, math.inf)):
+        assert known_scale(Measured(unknown)) is None
+    assert known_scale(None) is None
 
 
 def test_a_constant_rate_has_no_decay_and_a_cosine_one_rung(config: ResolvedConfig, tmp_path: Path) -> None:
