@@ -171,7 +171,7 @@ def test_no_secret_of_the_environment_is_kept_or_printed(used: Path) -> None:
 def test_the_python_of_the_guides_works(used: Path) -> None:
     """All blocks in one program: later ones use what earlier ones have made."""
     blocks = re.findall(r"^```python\n(.*?)^```", GUIDES, re.MULTILINE | re.DOTALL)
-    assert len(blocks) == 6
+    assert len(blocks) == 7
     done = subprocess.run(
         [sys.executable, "-c", "\n".join(blocks)],
         cwd=used, env=environment(**NO_GPU), capture_output=True, text=True, check=False,
