@@ -48,7 +48,7 @@ def publish_learning(search: LearningSearch, rows: Sequence[TrialRow]) -> None:
     )
     device = next((row.result.device for row in rows if row.result), search.device)
     figure = charts.draw_loss_by_time(
-        results, search.space.label, f"Loss of {search.training.model.text} by training time",
+        results, search.space.label, f"Loss of {search.config.training.model.text} by training time",
         describe_conditions(device, search.limit),
     )  # fmt: skip
     search.publish(report, {"loss-by-time": figure} if figure else {}, result)
