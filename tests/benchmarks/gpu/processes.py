@@ -45,7 +45,7 @@ class Processes:
             "PYTHONPATH": os.pathsep.join([str(self.folder / "site"), str(REPOSITORY)]),
             "TORCHINDUCTOR_CACHE_DIR": str(self.folder / "inductor"), "PYTHONUNBUFFERED": "1",
         }  # fmt: skip
-        row: Row = {"command": " ".join(["python", *command])}
+        row: Row = {"command": " ".join(["python", *command]), "folders": [str(self.folder), str(REPOSITORY)]}
         (self.folder / "logs").mkdir(exist_ok=True)
         log, output = (self.folder / "logs" / f"{step.name.replace(' ', '-')}.{end}" for end in ("log", "out"))
         with log.open("w") as errors, output.open("w") as printed:  # no pipes, which Ray's processes would hold open

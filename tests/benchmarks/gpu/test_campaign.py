@@ -283,6 +283,11 @@ def test_a_rehearsal_runs_every_kind_of_step_and_its_record_has_a_name_of_its_ow
     assert path.name == "campaign-rehearsal-simulated-nvidia-h100-80gb-hbm3.json"
 
 
+def test_a_record_names_no_folder_of_the_machine() -> None:
+    row = {"command": "python /a/b/tests/x.py --data /a/b/campaign/tokens", "folders": ["/a/b/campaign", "/a/b"]}
+    assert verdict.without_folders(row) == {"command": "python tests/x.py --data tokens"}
+
+
 @pytest.mark.parametrize("rehearsal", [True, False])
 def test_a_rehearsal_and_a_campaign_do_not_share_a_folder(
     tmp_path: Path, command_line: Callable[..., AbstractContextManager[None]], *, rehearsal: bool

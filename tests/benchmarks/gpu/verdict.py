@@ -247,13 +247,22 @@ def record(bring: Path, rows: list[Row], records: Path, reports: Path) -> list[P
     )
     path = records / f"campaign-{'-'.join([*filter(None, kinds), slug])}.json"
     content: dict[str, Any] = {"device": name, "goals": {goal.name: [goal.value, goal.wanted] for goal in goals(rows)}}
-    path.write_text(json.dumps(content | {"summary": summary(rows), "rows": rows}, indent=1) + "\n", encoding="utf-8")
+    content |= {"summary": summary(rows), "rows": [without_folders(row) for row in rows]}
+    path.write_text(json.dumps(content, indent=1) + "\n", encoding="utf-8")
     report = next((row["report"] for row in rows if row.get("report")), None)
     if not report or any(kinds):
         return [path]
     target = reports / f"{slug}.json"
     target.write_text(json.dumps(report, indent=2, sort_keys=True) + "\n", encoding="utf-8")
     return [path, target]
+
+
+def without_folders(row: Row) -> Row:
+    """Return ``row`` with paths relative to the ``folders`` of the machine that it ran on."""
+    text = json.dumps({name: value for name, value in row.items() if name != "folders"})
+    for folder in row.get("folders", ()):
+        text = text.replace(f"{json.dumps(folder)[1:-1]}/", "").replace(json.dumps(folder)[1:-1], ".")
+    return json.loads(text)
 
 
 def _over(one: float | None, other: float | None) -> float | None:
