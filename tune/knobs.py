@@ -1,6 +1,6 @@
 """The settings that a search can vary, by its objective, and their values on the command line."""
 
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from typing import Any
 
 from infra.errors import UserError, suggest_nearest
@@ -31,19 +31,30 @@ def parse_knobs(words: Sequence[str]) -> dict[str, tuple[Any, ...]]:
 
     ``checkpointing=auto`` stands for every kind.
     """
-    knobs: dict[str, tuple[Any, ...]] = {}
+
+    def check(name: str, word: str) -> None:
+        if name not in KNOBS:
+            raise UserError(f"--knobs {word}: {name!r} is not a knob. Choose from {', '.join(KNOBS)}.")
+
+    return {
+        name: CHECKPOINTING_BY_TIME
+        if (name, values) == ("checkpointing", AUTO)
+        else tuple(_value(name, text) for text in values.split(","))
+        for name, values in _values_by_name(words, check).items()
+    }
+
+
+def _values_by_name(words: Sequence[str], check: Callable[[str, str], None]) -> dict[str, str]:
+    """Split ``words`` into values by name; ``check`` raises ``UserError`` for a name, in its word, that is no knob."""
+    texts: dict[str, str] = {}
     for word in words:
         name, _, values = word.partition("=")
         name = name.replace("-", "_")
-        if name not in KNOBS:
-            raise UserError(f"--knobs {word}: {name!r} is not a knob. Choose from {', '.join(KNOBS)}.")
-        if name in knobs:
+        check(name, word)
+        if name in texts:
             raise UserError(f"--knobs contains {name} twice. Combine its values, as in {name}=A,B.")
-        if (name, values) == ("checkpointing", AUTO):
-            knobs[name] = CHECKPOINTING_BY_TIME
-        else:
-            knobs[name] = tuple(_value(name, text) for text in values.split(","))
-    return knobs
+        texts[name] = values
+    return texts
 
 
 def _value(name: str, text: str) -> Any:
@@ -60,10 +71,8 @@ def _value(name: str, text: str) -> Any:
 
 def parse_learning_knobs(words: Sequence[str]) -> dict[str, tuple[Any, ...]]:
     """Parse the values to try by knob from ``words`` such as ``learning_rate=3e-4,6e-4``."""
-    knobs: dict[str, tuple[Any, ...]] = {}
-    for word in words:
-        name, _, values = word.partition("=")
-        name = name.replace("-", "_")
+
+    def check(name: str, word: str) -> None:
         if name in KNOBS and name not in SETTINGS:
             raise UserError(
                 f"--knobs {word}: {name} is a setting of the execution, which does not change what a step learns. Find "
@@ -71,12 +80,13 @@ def parse_learning_knobs(words: Sequence[str]) -> dict[str, tuple[Any, ...]]:
             )
         if name not in SETTINGS + SHAPE:
             raise UserError(f"--knobs {word}: {name!r} is not a knob{suggest_nearest(name, SETTINGS + SHAPE)}")
-        if name in knobs:
-            raise UserError(f"--knobs contains {name} twice. Combine its values, as in {name}=A,B.")
-        knobs[name] = tuple(dict.fromkeys(_learning_value(name, text) for text in values.split(",")))
-    if not knobs:
+
+    if not words:
         raise UserError("--objective loss has no --knobs to search. Use for example learning_rate=3e-4,6e-4,1.2e-3.")
-    return knobs
+    return {
+        name: tuple(dict.fromkeys(_learning_value(name, text) for text in values.split(",")))
+        for name, values in _values_by_name(words, check).items()
+    }
 
 
 def _learning_value(name: str, text: str) -> Any:
@@ -84,8 +94,8 @@ def _learning_value(name: str, text: str) -> Any:
     kind = {"dropout": float}.get(name, int) if name in SHAPE else SETTING_TYPES[name]
     try:
         if choices:
-            return {value: value for value in choices}[text]
+            return choices[choices.index(text)]
         return int(text) if kind is int else float(text)
-    except (KeyError, ValueError):
+    except ValueError:
         valid = f"Choose from {', '.join(choices)}." if choices else f"Use {'integers' if kind is int else 'numbers'}."
         raise UserError(f"--knobs {name}={text}: {text!r} is not a valid value. {valid}") from None

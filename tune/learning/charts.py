@@ -35,7 +35,7 @@ def draw_loss_by_time(
     figure, (axes,) = charts.new_figure(title, conditions, height=4.4)
     axes.set(xscale="log", xlabel="training time of the final run", ylabel="held-out loss (nats/token)")
     control = results.control
-    shown = [*results.finalists, *([control] if control and control not in results.finalists else [])]
+    shown = results.compared
     thin: dict[str, Any] = {"color": charts.GRAY, "alpha": 0.45, "linewidth": 0.8, "markersize": 3}
     for number, result in enumerate(each for each in results.candidates if each not in shown):
         name = None if number else "other candidates"

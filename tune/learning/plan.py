@@ -26,6 +26,7 @@ from tune.experiment.search_plan import (
     search_params,
 )
 from tune.experiment.trials import Experiment
+from tune.knobs import parse_learning_knobs
 from tune.learning.space import LearningSpace, format_value, make_learning_space
 from tune.learning.strategy import EXPLORED_SEARCH_FRACTION, FINALISTS, SEEDS, LearningStrategy
 from tune.learning.text import format_time, loss_text
@@ -219,7 +220,7 @@ def make_learning_search(config: SearchConfig, machines: tuple[Machine, ...] = (
     """Resolve the search of ``config`` from the data's manifest and the machines, without writing anything."""
     assert config.train_time is not None, "a search for the lowest loss has the time of the final run"
     training = config.training.replace(steps=None, tokens=None, time_budget=None)
-    if "schedule" not in " ".join(config.knobs):
+    if "schedule" not in parse_learning_knobs(config.knobs):
         training = training.replace(schedule="wsd")
     training, manifest = prepare_for_data(config, training)
     directory = search_directory(config)

@@ -154,6 +154,12 @@ class LearningResults:
         ]
 
     @property
+    def compared(self) -> list[CandidateResult]:
+        """The candidates that are compared in detail: the finalists, and the control."""
+        control = self.control
+        return [*self.finalists, *([control] if control and control not in self.finalists else [])]
+
+    @property
     def is_target_out_of_reach(self) -> bool:
         """Whether a loss to reach is set that no candidate reaches, in however much time."""
         predicted = [result for result in self.candidates if result.loss(self.train_time)]

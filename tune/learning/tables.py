@@ -41,15 +41,9 @@ def candidate_notes(search: LearningSearch, results: LearningResults, result: Ca
     )
 
 
-def compared(results: LearningResults) -> list[CandidateResult]:
-    """Return the candidates whose times are compared: the finalists, and the control."""
-    control = results.control
-    return [*results.finalists, *([control] if control and control not in results.finalists else [])]
-
-
 def time_table(search: LearningSearch, results: LearningResults) -> Table:
     """Build the table of the time to each of several losses, a column for each finalist and the control."""
-    candidates = [result for result in compared(results) if result.loss(results.train_time)]
+    candidates = [result for result in results.compared if result.loss(results.train_time)]
     rows = []
     for loss in results.round_losses() if candidates else []:
         times = [result.seconds(loss) for result in candidates]
