@@ -77,9 +77,9 @@ def main() -> None:
     sizes = {}
     for name, size in SIZES.items():
         climb(name, size, options)
-        sizes[name] = found = compare(size, options.out / f"precision-{name}")
-        low, high = found["change_95_percent"]
-        print(f"{size.model}: {found['change']:+.4f} nats/token ({low:+.4f} to {high:+.4f})", flush=True)
+        sizes[name] = result = compare(size, options.out / f"precision-{name}")
+        low, high = result["change_95_percent"]
+        print(f"{size.model}: {result['change']:+.4f} nats/token ({low:+.4f} to {high:+.4f})", flush=True)
     record = {
         "command": "make bench-precision",
         "date": time.strftime("%Y-%m-%d"),
@@ -87,7 +87,7 @@ def main() -> None:
         "versions": {"python": platform.python_version(), "torch": version("torch"), "commit": find_commit()},
         "data": {"fingerprint": manifest.fingerprint, "tokens": manifest.splits["train"]["tokens"]},
         "max_loss_nats": MAX_LOSS_NATS,
-        "criterion_met": all(found["change_95_percent"][1] < MAX_LOSS_NATS for found in sizes.values()),
+        "criterion_met": all(result["change_95_percent"][1] < MAX_LOSS_NATS for result in sizes.values()),
         "sizes": sizes,
     }
     write_json(options.record, record)

@@ -55,13 +55,13 @@ def main() -> None:
         print(json.dumps(lowered(**options.lower)))
         sys.stdout.flush()
         os._exit(0)
-    found = {name: step(settings) for name, settings in STEPS.items()}
-    for name, row in found.items():
+    results = {name: step(settings) for name, settings in STEPS.items()}
+    for name, row in results.items():
         speed = f"{row['roofline']:,.0f} tokens/s at most on an A100"
         print(f"{name:32} {row['kernels']:4} kernels, {row['gigabytes']:6.2f} GB for {SEQUENCES} sequences, {speed}")
     if options.record:
         command = " ".join(["python", *sys.orig_argv[1:]])
-        record = {"command": command, "versions": {"torch": version("torch")}, "sequences": SEQUENCES, "steps": found}
+        record = {"command": command, "versions": {"torch": version("torch")}, "sequences": SEQUENCES, "steps": results}
         options.record.write_text(json.dumps(record, indent=1) + "\n")
 
 
@@ -126,7 +126,7 @@ def resources(settings: dict[str, Any], gpu: str) -> list[dict[str, Any]]:
     from build import GPU, environment  # type: ignore[import-not-found]
     from triton import knobs  # type: ignore[import-not-found]
 
-    found: list[dict[str, Any]] = []
+    results: list[dict[str, Any]] = []
     with tempfile.TemporaryDirectory() as cache:
         started = environment() | {"TORCHINDUCTOR_CACHE_DIR": cache, GPU: gpu}
         lower = json.dumps(settings | {"layers": LAYERS[0], "by_triton": True})
@@ -139,8 +139,8 @@ def resources(settings: dict[str, Any], gpu: str) -> list[dict[str, Any]]:
             usage = subprocess.run(command, capture_output=True, text=True, check=True).stdout
             stack, local = (int(re.findall(rf"{name}:(\d+)", usage)[-1]) for name in ("STACK", "LOCAL"))
             by = json.loads(binary.with_suffix(".json").read_text())
-            found.append({"name": by["name"], "arch": by["arch"], "shared": by["shared"], "spilled": stack + local})
-    return found
+            results.append({"name": by["name"], "arch": by["arch"], "shared": by["shared"], "spilled": stack + local})
+    return results
 
 
 def lowered(
@@ -208,7 +208,7 @@ def loss_calls(tokens: int, ids: int, width: int) -> tuple[int, list[Kernel]]:
     chunks = loss.chunk_count("fused", 1, tokens)
     hidden = torch.empty(tokens, width, dtype=torch.bfloat16, device="cuda")
     head, targets = torch.empty(ids, width, device="cuda"), torch.zeros(tokens, dtype=torch.int64, device="cuda")
-    found: list[Kernel] = []
+    results: list[Kernel] = []
 
     class Calls(TorchDispatchMode):
         """Counts every operator that is called."""
@@ -226,12 +226,12 @@ def loss_calls(tokens: int, ids: int, width: int) -> tuple[int, list[Kernel]]:
             if name in ("gather", "scatter_"):  # One sector of each row is read, and written by the latter.
                 size = moved(args[2:]) + SECTOR * args[2].numel() * (1 + (name == "scatter_"))
             makes = [f"{str(result.dtype).partition('.')[2]}{[*result.shape]}"]
-            found.append({"kind": f"loss, {name}", "bytes": size, "operators": [name], "makes": makes})
+            results.append({"kind": f"loss, {name}", "bytes": size, "operators": [name], "makes": makes})
             return result
 
     with Calls():
         operator(hidden, head, targets, chunks, ids, True, True)
-    return chunks, found
+    return chunks, results
 
 
 def described(node: Any) -> Kernel | None:

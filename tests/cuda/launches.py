@@ -45,13 +45,13 @@ def main() -> None:
     if options.row is not None:
         print(json.dumps(counted_step(**options.row)), flush=True)
         os._exit(0)  # which spares the pretended device an orderly end
-    found: list[dict[str, Any]] = []
+    rows: list[dict[str, Any]] = []
     for settings in ROWS:
-        found.append(row(settings))
-        print(json.dumps(found[-1]), flush=True)
+        rows.append(row(settings))
+        print(json.dumps(rows[-1]), flush=True)
     if options.record:
         command = " ".join(["python", *sys.orig_argv[1:]])
-        record = {"command": command, "versions": {"torch": version("torch")}, "rows": found}
+        record = {"command": command, "versions": {"torch": version("torch")}, "rows": rows}
         options.record.write_text(json.dumps(record, indent=1) + "\n")
 
 
@@ -62,9 +62,9 @@ def row(settings: dict[str, Any]) -> dict[str, Any]:
     whole, graphs = (in_process({**settings, "compile": mode}) for mode in MODES)
     gpu_ms = whole["gpu_ms"]
 
-    def mode(found: dict[str, Any]) -> dict[str, Any]:
-        launches, launch_ms = found["launches"], round(1e3 * LAUNCH_SECONDS * found["launches"], 3)
-        memory = {name: found[name] for name in ("predicted_bytes", "process_bytes")}
+    def mode(counts: dict[str, Any]) -> dict[str, Any]:
+        launches, launch_ms = counts["launches"], round(1e3 * LAUNCH_SECONDS * counts["launches"], 3)
+        memory = {name: counts[name] for name in ("predicted_bytes", "process_bytes")}
         return {"launches": launches, "launch_ms": launch_ms, "step_ms": max(gpu_ms, launch_ms), **memory}
 
     return settings | {

@@ -113,14 +113,14 @@ class Campaign:
         self.say(f"{step.name} ...")
         card = Card.of(self.rows)
         try:
-            found = self.execute(step, min(step.limit, left) - step.grace, card)
+            result = self.execute(step, min(step.limit, left) - step.grace, card)
         except Exception as failure:  # noqa: BLE001 whatever a step leaves must not end the campaign
-            found = {"outcome": "failed", "reason": f"{type(failure).__name__}: {failure}"}
+            result = {"outcome": "failed", "reason": f"{type(failure).__name__}: {failure}"}
         if card.is_simulated:
-            found = {name: value for name, value in found.items() if name not in UNREAL}
+            result = {name: value for name, value in result.items() if name not in UNREAL}
         row: Row = {"step": step.name, "kind": step.kind, "settings": step.settings, "group": step.group,
                     "rehearsal": self.extent.is_rehearsal, "seconds": round(self.clock() - began, 1)}  # fmt: skip
-        self.keep(found | row)  # whatever a step calls what it found: its name tells that it is done
+        self.keep(result | row)  # whatever a step calls what it found: its name tells that it is done
         if step.needs_ray:  # What it left, to continue it on another machine.
             self._pack()
 

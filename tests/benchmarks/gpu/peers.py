@@ -105,9 +105,9 @@ def main() -> None:
                     file.write(json.dumps(rows[-1]) + "\n")
             print(json.dumps({k: v for k, v in rows[-1].items() if k != "losses"}), flush=True)
     speeds = {side: [r["tokens_per_second"] for r in rows if r["side"] == side] for side in sides}
-    middle = {side: statistics.median(found) for side, found in speeds.items()}
-    for side, found in middle.items():
-        print(f"{side:14} {found:12,.0f} tokens/s   ours is {middle['ours'] / found:5.2f} times as fast")
+    middle = {side: statistics.median(speed) for side, speed in speeds.items()}
+    for side, speed in middle.items():
+        print(f"{side:14} {speed:12,.0f} tokens/s   ours is {middle['ours'] / speed:5.2f} times as fast")
     difference = loss_difference(rows, "ours", "nanogpt")
     if difference is not None:
         print(f"losses of ours and nanoGPT's model differ by at most {difference:.4f} nats")
@@ -115,7 +115,7 @@ def main() -> None:
         about = {"where": provenance.collect(), "memory_limit": options.memory_limit, "rounds": options.rounds}
         about["versions"] = {name: version(name) for name in ("torch", "transformers")}
         about["command"] = " ".join(["python", "-P", *sys.argv])
-        ratios = {side: middle["ours"] / found for side, found in middle.items()}
+        ratios = {side: middle["ours"] / speed for side, speed in middle.items()}
         record = about | {"tokens_per_second": middle, "ours_over": ratios, "loss_difference": difference, "rows": rows}
         write_json(options.record, record)
 
