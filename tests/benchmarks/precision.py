@@ -1,6 +1,6 @@
 """What bf16 activations cost in validation loss: pairs of runs in bf16 and in bf16-activations, by ``tune.ladder``.
 
-    python -P tests/benchmarks/precision.py --data tokens --out runs --record FILE.json [--seeds 5]
+    python -P tests/benchmarks/precision.py --data tokens --out runs --record FILE.json [--size deep]
 
 Both runs of a pair have the same initial weights and the same batches, and validate on the same windows. A CPU rounds
 to bf16 as a GPU does, and more often, because eager code stores what Inductor's kernels keep in fp32. The data need
@@ -40,11 +40,13 @@ class Size:
     """Sequences per step."""
     steps: int
     """Steps per run."""
+    seeds: int
+    """Number of pairs."""
 
 
 SIZES = {
-    "wide": Size("edu-3m", sequences=4, steps=200),
-    "deep": Size("edu-3m,layers=12,width=128,heads=2,context_length=256", sequences=8, steps=80),
+    "wide": Size("edu-3m", sequences=4, steps=200, seeds=5),
+    "deep": Size("edu-3m,layers=12,width=128,heads=2,context_length=256", sequences=8, steps=300, seeds=8),
 }
 """Four blocks of width 256, and as many blocks as GPT-2 124M with heads as wide as its own. Steps of 2,048 tokens."""
 
@@ -71,21 +73,18 @@ def main() -> None:
     parser.add_argument("--data", type=Path, required=True)
     parser.add_argument("--out", type=Path, required=True, help="folder for the ladders")
     parser.add_argument("--record", type=Path, required=True)
-    parser.add_argument("--seeds", type=int, default=5)
+    parser.add_argument("--size", choices=SIZES, help="measure this size alone, and keep the record of the other one")
     options = parser.parse_args()
-    manifest = read_manifest(str(options.data))
-    sizes = {}
-    for name, size in SIZES.items():
+    sizes = json.loads(options.record.read_text())["sizes"] if options.size else {}
+    for name in [options.size] if options.size else SIZES:
+        size = SIZES[name]
         climb(name, size, options)
-        sizes[name] = result = compare(size, options.out / f"precision-{name}")
+        sizes[name] = result = compare(size, options.out / f"precision-{name}") | describe(options.data)
         low, high = result["change_95_percent"]
         print(f"{size.model}: {result['change']:+.4f} nats/token ({low:+.4f} to {high:+.4f})", flush=True)
     record = {
         "command": "make bench-precision",
-        "date": time.strftime("%Y-%m-%d"),
         "machine": f"{os.cpu_count()} cores, {platform.machine()}, one thread a run",
-        "versions": {"python": platform.python_version(), "torch": version("torch"), "commit": find_commit()},
-        "data": {"fingerprint": manifest.fingerprint, "tokens": manifest.splits["train"]["tokens"]},
         "max_loss_nats": MAX_LOSS_NATS,
         "criterion_met": all(result["change_95_percent"][1] < MAX_LOSS_NATS for result in sizes.values()),
         "sizes": sizes,
@@ -99,7 +98,7 @@ def climb(name: str, size: Size, options: argparse.Namespace) -> None:
     options.out.mkdir(parents=True, exist_ok=True)
     suite = options.out / f"precision-{name}.py"
     # The short form of a suite on a CPU has an eighth of its batch.
-    suite.write_text(SUITE.format(name=name, batch=8 * size.sequences, seeds=options.seeds))
+    suite.write_text(SUITE.format(name=name, batch=8 * size.sequences, seeds=size.seeds))
     command = [sys.executable, "-P", "-m", "tune.ladder", "--out", str(options.out)]
     if (options.out / suite.stem / "ladder.json").exists():
         command += ["--resume", suite.stem]
@@ -122,6 +121,16 @@ def compare(size: Size, ladder: Path) -> dict:
         "val_losses_bf16_and_activations": rung["held_out"], "change": mean,
         "change_95_percent": [mean - reach, mean + reach],
     }  # fmt: skip
+
+
+def describe(data: Path) -> dict:
+    """The date, the data and the versions of a measurement."""
+    manifest = read_manifest(str(data))
+    return {
+        "date": time.strftime("%Y-%m-%d"),
+        "data": {"fingerprint": manifest.fingerprint, "tokens": manifest.splits["train"]["tokens"]},
+        "versions": {"python": platform.python_version(), "torch": version("torch"), "commit": find_commit()},
+    }
 
 
 if __name__ == "__main__":

@@ -41,7 +41,9 @@ from tune.trial.run import StopRule, TrialRequest, run
 RATES, BATCHES, OPTIMIZERS, SEEDS = (1e-3, 5e-4, 2.5e-4, 2e-3), (4, 2, 8, 1), ("adamw-fused", "muon"), (0, 1, 2)
 """Values of the grid, those of its middle first."""
 MODEL, VOCAB_SIZE = "edu-3m", 512
-WINDOWS, VAL_WINDOWS = 1024, 256
+PRECISION = "bf16"
+"""As on a GPU, and a third faster than fp32 on a CPU with bf16 instructions."""
+WINDOWS, VAL_WINDOWS = 1024, 128
 """Number of windows of a full run, and of held-out windows on which each branch is validated."""
 RUNGS = [2.0**-n for n in range(5, -1, -1)]
 WARMUP_FRACTION = 0.5
@@ -136,7 +138,7 @@ def cell_config(data: Path, cell: Cell, seed: int) -> ResolvedConfig:
     """Return the full run of ``cell``."""
     config = resolve_local(
         TrainConfig.of(
-            data=str(data), model=parse_model(MODEL), device="cpu", schedule="wsd", seed=seed,
+            data=str(data), model=parse_model(MODEL), device="cpu", precision=PRECISION, schedule="wsd", seed=seed,
             micro_batch=cell.global_batch, warmup_steps=1, **vars(cell),
         )
     )  # fmt: skip
