@@ -25,8 +25,8 @@ RESPONSE_TIMEOUT_SECONDS = 20.0
 LOSS_POLL_SECONDS = 2.0
 """Interval between two checks of the live machines."""
 
-WARN_AFTER_SECONDS = 1.0
-"""Time after which a wait for free resources is reported; available resources are found in milliseconds."""
+WARN_AFTER_SECONDS = 5.0
+"""Time after which a wait for free resources is reported; Ray may take two seconds to return those of a process."""
 
 RESOURCE_POLL_SECONDS = 0.2
 """Interval between two checks for free resources."""

@@ -116,7 +116,8 @@ def plan_note(search: LearningSearch) -> str:
     """Return the maximum number of trials, and their maximum time and cost."""
     trials = planned_trials(search)
     startup = START_SECONDS + COMPILE_SECONDS[search.training.execution.compile]
-    total = sum(startup + search.trial_seconds(*trial) for trial in trials)
+    # What a finalist learns with the first seed after ASHA has stopped it is in the time of its first trial.
+    total = sum(startup + (0.0 if trial == ("final", 0) else search.trial_seconds(*trial)) for trial in trials)
     counts = Counter(trial.stage for trial in trials)
     text = (
         f"at most {len(trials)} trials: {counts['speed']} of speed, {counts['learn']} that learn, of which ASHA stops "

@@ -152,8 +152,9 @@ class LearningSearch(Experiment):
         trunk = TRUNK_FRACTION[self.training.optimization.schedule]
         rungs = self.strategy.rung_seconds(stage, seed)[0 if trunk else -1 :]
         seconds = trunk * rungs[-1] + (1 - trunk) * sum(rungs)
-        is_continued = stage == "final" and not seed and trunk > 0
-        return seconds - self.trial_seconds("learn") if is_continued else seconds
+        if stage == "final" and not seed and trunk:  # It continues from the rung at which ASHA stopped it.
+            seconds -= rungs[0]
+        return seconds
 
     def seconds_left(self, rows: Sequence[TrialRow]) -> float:
         if self.is_finished(rows):
@@ -185,7 +186,7 @@ class LearningSearch(Experiment):
     def describe_running(self, request: TrialRequest) -> str:
         stage, seed = request.proposal.stage, request.proposal.round
         time = format_time(self.trial_seconds(stage, seed))
-        return f"running trial {request.number} ({stage}, about {time} of training): {request.name}"
+        return f"running trial {request.number} ({stage}, at most {time} of training): {request.name}"
 
     def measurements(self, row: TrialRow) -> list[str]:
         if row.stage == "speed":
