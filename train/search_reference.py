@@ -4,8 +4,8 @@ A cause is only reported if the measurements of the run and of the search's tria
 """
 
 import json
-from collections.abc import Iterator, Mapping, Sequence
-from dataclasses import dataclass, fields, replace
+from collections.abc import Iterable, Iterator, Mapping, Sequence
+from dataclasses import dataclass, field, fields, replace
 from itertools import chain
 from statistics import fmean
 from typing import Any, NamedTuple
@@ -14,7 +14,8 @@ from infra.device.telemetry import THROTTLE_BITS
 from infra.errors import UserError
 from infra.schema import from_json, strict
 from infra.storage.directory import StorageDir
-from train.config import Compile, OptimizationConfig, config_from_json
+from train.config import Compile, OptimizationConfig, TrainConfig, config_from_json
+from train.config.step import StepConfig
 from train.intervals import Difference, Estimate
 from train.result import Diagnosis, LossPrediction, RunResult
 
@@ -25,7 +26,7 @@ SPEED_SETTINGS = (
 )  # fmt: skip
 """Settings on which the speed depends."""
 
-LOSS_SETTINGS = (*(field.name for field in fields(OptimizationConfig)), "time_budget", "steps", "tokens")
+LOSS_SETTINGS = (*(each.name for each in fields(OptimizationConfig)), "time_budget", "steps", "tokens")
 """Further settings on which the loss at the end of a run depends."""
 
 MIN_EXPLAINED_FRACTION = 0.25
@@ -42,6 +43,21 @@ FIRST_STEPS = 2
 
 OTHER_PROCESS_BYTES = 2e9
 """Minimum GPU memory of other processes for them to count as a cause; the driver alone uses less."""
+
+
+@strict
+@dataclass(frozen=True)
+class MeasuredSpeed:
+    """Speed of a candidate that did not win."""
+
+    changes: dict[str, Any]
+    """Values of the speed settings that differ from the winner's, as in ``best.json``."""
+    tokens_per_second: float
+    """Speed in tokens/s."""
+    speed_low: float
+    """Lower end of the 95% confidence interval of the speed."""
+    speed_high: float
+    """Upper end of the 95% confidence interval of the speed."""
 
 
 @strict
@@ -73,6 +89,8 @@ class SearchReference:
     """Averages of the machines' telemetry, by metric."""
     loss_prediction: LossPrediction | None = None
     """Predicted loss at the end of the run; None of a search for the fastest configuration."""
+    other_speeds: list[MeasuredSpeed] = field(default_factory=list)
+    """Speeds of the other candidates, which a search for the lowest loss does not measure again."""
 
     @property
     def speed(self) -> Estimate:
@@ -90,6 +108,16 @@ class SearchReference:
             {metric: fmean(values[metric] for values in averages if metric in values) for metric in chain(*averages)},
         )  # fmt: skip
 
+    def with_speeds(self, winner: StepConfig, others: Iterable[tuple[StepConfig, Estimate]]) -> "SearchReference":
+        """Return the reference with the speeds of the ``others``, of which ``winner`` was the best."""
+        own = winner.to_json()
+        speeds: list[MeasuredSpeed] = []
+        for config, speed in others:
+            values = config.to_json()
+            changes = {name: values[name] for name in SPEED_SETTINGS if values[name] != own[name]}
+            speeds.append(MeasuredSpeed(changes, *speed))
+        return replace(self, other_speeds=speeds)
+
 
 class Cause(NamedTuple):
     """A possible cause of a slow run."""
@@ -105,6 +133,37 @@ def read_search_reference(file: str, settings: Mapping[str, Any]) -> SearchRefer
 
     The predicted loss is left out if a setting differs on which the loss depends.
     """
+    best_config, reference = _read(file) or (None, None)
+    if best_config is None or reference is None:
+        return None
+    differences = {name for name in SPEED_SETTINGS + LOSS_SETTINGS if best_config.setting(name) != settings[name]}
+    if differences.intersection(SPEED_SETTINGS):
+        return None
+    return replace(reference, loss_prediction=None) if differences else reference
+
+
+def read_measured_speeds(file: str, device: str, configs: Iterable[StepConfig]) -> list[Estimate | None]:
+    """Read the speed of each of the ``configs`` that a search measured on this ``device`` and stored in its ``file``.
+
+    It is None for a config that the search did not measure.
+    """
+    best_config, reference = _read(file) or (None, None)
+    if best_config is None or reference is None or reference.device != device:
+        return [None for _ in configs]
+    own = best_config.to_json()
+    measured = [(own, reference.speed)] + [
+        (own | other.changes, Estimate(other.tokens_per_second, other.speed_low, other.speed_high))
+        for other in reference.other_speeds
+    ]
+
+    def speed(wanted: dict[str, Any]) -> Estimate | None:
+        return next((e for values, e in measured if all(values[n] == wanted[n] for n in SPEED_SETTINGS)), None)
+
+    return [speed(config.to_json()) for config in configs]
+
+
+def _read(file: str) -> tuple[TrainConfig, SearchReference] | None:
+    """Read the winner's config and the measurements in a search's ``file``; None if it has none."""
     path = StorageDir.of(file)
     try:
         content = path.parent.read(path.name)
@@ -112,14 +171,9 @@ def read_search_reference(file: str, settings: Mapping[str, Any]) -> SearchRefer
         return None
     try:
         values = json.loads(content)
-        best_config = config_from_json(values["config"], file)
-        reference = from_json(SearchReference, values["measured"], file)
+        return config_from_json(values["config"], file), from_json(SearchReference, values["measured"], file)
     except (ValueError, UserError, KeyError, TypeError):
         return None
-    differences = {name for name in SPEED_SETTINGS + LOSS_SETTINGS if best_config.setting(name) != settings[name]}
-    if differences.intersection(SPEED_SETTINGS):
-        return None
-    return replace(reference, loss_prediction=None) if differences else reference
 
 
 def diagnose_slowdown(result: RunResult, reference: SearchReference, compile: Compile) -> Diagnosis | None:

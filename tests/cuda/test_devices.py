@@ -112,7 +112,7 @@ CASES = (
         flags=("--steps", "300"),
     ),
     ends(
-        "the GPU of a Ray worker vanishes", r"The GPU of .* failed \(CUDA error: .*\) Ray restarts the workers",
+        "the GPU of a Ray worker vanishes", r"The GPU of .* failed \(CUDA error: .*\)\. Ray restarts the workers",
         fault="vanishes", flags=("--steps", "300", "--address", "local"), is_slow=True,
     ),
     ends(

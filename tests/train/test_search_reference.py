@@ -15,13 +15,20 @@ from infra.schema import to_json
 from infra.storage.directory import StorageDir
 from pipeline.shards import read_manifest
 from train.config import ResolvedConfig
+from train.intervals import Estimate
 from train.launch.driver import diagnose, loss_prediction
 from train.launch.job import ResolvedRun
 from train.reporting.report import run_report
 from train.result import LossPrediction, Memory, MemoryShortage, RunResult, Throughput
 from train.run import RunOptions, plan_run
 from train.run_files.run_folder import RunFolder
-from train.search_reference import SPEED_SETTINGS, SearchReference, diagnose_slowdown, read_search_reference
+from train.search_reference import (
+    SPEED_SETTINGS,
+    SearchReference,
+    diagnose_slowdown,
+    read_measured_speeds,
+    read_search_reference,
+)
 
 Make = Callable[..., RunResult]
 
@@ -135,6 +142,20 @@ def best(tmp_path: Path) -> Path:
     file.parent.mkdir()
     file.write_text(json.dumps({"space": "s", "config": ResolvedConfig().to_json(), "measured": to_json(CONFIRMED)}))
     return file
+
+
+def test_speeds_of_other_candidates_are_read_from_its_file(tmp_path: Path) -> None:
+    winner = ResolvedConfig.of(global_batch=64, micro_batch=16)
+    small, large = winner.replace(global_batch=16), winner.replace(global_batch=128, micro_batch=32)
+    reference = CONFIRMED.with_speeds(winner, [(small, Estimate(700.0, 690.0, 710.0))])
+    file = tmp_path / "best.json"
+    file.write_text(json.dumps({"config": winner.to_json(), "measured": to_json(reference)}))
+    configs = [winner, small, large, small.replace(learning_rate=1e-3), small.replace(precision="bf16")]
+    speeds = read_measured_speeds(str(file), CONFIRMED.device, configs)
+    own, other = CONFIRMED.speed, Estimate(700.0, 690.0, 710.0)
+    assert speeds == [own, other, None, other, None], "the speed does not depend on the learning rate"
+    assert read_measured_speeds(str(file), "NVIDIA A100", configs) == [None] * 5
+    assert read_measured_speeds(str(tmp_path / "none.json"), CONFIRMED.device, configs) == [None] * 5
 
 
 def test_what_a_search_found_is_read_from_its_file(best: Path) -> None:

@@ -58,21 +58,27 @@ def best_json(
         "space": f"learning, {search.space.label(winner.candidate)}",
         "config": config.to_json(),
         "measured": to_json(replace(
-            _speed_reference(search, rows, winner), loss_prediction=prediction,
+            _speed_reference(search, rows, winner, config), loss_prediction=prediction,
             tied_with=[search.space.label(result.candidate) for result in results.finalists if results.is_tied(result)],
         )),
     }  # fmt: skip
 
 
-def _speed_reference(search: LearningSearch, rows: Sequence[TrialRow], winner: CandidateResult) -> SearchReference:
-    """Return the measurements of the trials that measured the winner's speed, or of its own if there are none."""
+def _speed_reference(
+    search: LearningSearch, rows: Sequence[TrialRow], winner: CandidateResult, config: ResolvedConfig
+) -> SearchReference:
+    """Return the measurements of the trials that measured the winner's speed, or of its own if there are none.
+
+    It has the speeds of the other candidates, too; the winner's final run has the ``config``.
+    """
     key = search.space.speed_key(winner.candidate)
     measured = [row for row in rows if row.result]
     of_speed = [row for row in measured if row.stage == "speed" and search.space.speed_key(row.candidate) == key]
     own = of_speed or [row for row in measured if row.candidate == winner.candidate]
     memory = max((row.memory for row in own if row.memory), default=None)
     results = [row.result for row in own if row.result]
-    return SearchReference.of(search.directory.name, winner.speed, memory, results)
+    others = [(search.space.config(row.candidate), row.speed) for row in rows if row.stage == "speed" and row.speed]
+    return SearchReference.of(search.directory.name, winner.speed, memory, results).with_speeds(config, others)
 
 
 def predict_loss(search: LearningSearch, winner: CandidateResult, config: ResolvedConfig) -> LossPrediction | None:

@@ -14,7 +14,7 @@ from train.data.sources import source_of
 from train.estimate.memory import predict_peak
 from train.intervals import Estimate
 from train.reporting.report import memory_fact, print_device_lines
-from train.search_reference import read_search_reference
+from train.search_reference import read_measured_speeds
 from tune.config import SearchConfig
 from tune.experiment.machines import Machine, choose_memory_limit
 from tune.experiment.search_plan import (
@@ -254,13 +254,11 @@ def make_learning_search(config: SearchConfig, machines: tuple[Machine, ...] = (
 
 
 def read_speeds(config: SearchConfig, space: LearningSpace, device: str) -> dict[KnobValues, Estimate]:
-    """Read the speed that the search of ``--config`` measured on this device, for the candidates with this speed."""
-    speeds: dict[KnobValues, Estimate] = {}
-    for candidate in space.candidates if config.config else ():
-        reference = read_search_reference(str(config.config), space.config(candidate).flat())
-        if reference and reference.device == device:
-            speeds[space.speed_key(candidate)] = reference.speed
-    return speeds
+    """Read the speeds that the search of ``--config`` measured on this device, of candidates with their settings."""
+    if config.config is None:
+        return {}
+    speeds = read_measured_speeds(str(config.config), device, map(space.config, space.candidates))
+    return {space.speed_key(c): speed for c, speed in zip(space.candidates, speeds, strict=True) if speed}
 
 
 def describe_knobs(space: LearningSpace) -> str:

@@ -235,10 +235,13 @@ def best_json(search: Search, rows: Sequence[TrialRow]) -> dict[str, Any] | None
     results = [row.result for row in eligible_rows(rows)[best.candidate] if row.result]
     tied = [search.space.short_label(entry.candidate) for entry in ranked[1:] if entry.tied]
     reference = SearchReference.of(search.directory.name, best.speed, best.memory, results)
-    reference = replace(reference, runs=best.runs, tied_with=tied)
+    config = search.space.config(best.candidate)
+    reference = replace(reference, runs=best.runs, tied_with=tied).with_speeds(
+        config, ((search.space.config(entry.candidate), entry.speed) for entry in ranked[1:])
+    )
     return {
         "space": search.space_label,
-        "config": search.space.config(best.candidate).to_json(),
+        "config": config.to_json(),
         "measured": to_json(reference),
     }
 

@@ -20,7 +20,7 @@ from tune.learning.charts import draw_loss_by_time
 from tune.learning.final_run import final_run
 from tune.learning.introduction import introduce_learning, planned_trials
 from tune.learning.notes import notes_on
-from tune.learning.plan import LearningSearch
+from tune.learning.plan import LearningSearch, read_speeds
 from tune.learning.report import failures, learning_report, write_files
 from tune.trial.row import TrialRow
 
@@ -201,6 +201,22 @@ def test_best_json_is_a_config_with_its_time_and_its_prediction(
     lines = list(csv.DictReader(io.StringIO((tmp_path / "trials.csv").read_text())))
     assert len(lines) == len(rows)
     assert float(lines[-1]["predicted_loss"]) > 2
+
+
+def test_a_later_search_reads_the_speeds_of_all_candidates(make_search: MakeSearch, tmp_path: Path) -> None:
+    search = make_search(("global_batch=32,64",))
+    small, middle, large = search.space.candidates
+    rows = [
+        *(speed_row(who, speed) for who, speed in ((small, 900.0), (middle, 1000.0), (large, 1100.0))),
+        learning_row(small, 2.0), learning_row(middle, 1.7),
+    ]  # fmt: skip
+    stored = replace(search, directory=StorageDir.of(tmp_path))
+    write_files(stored, rows, search.strategy.results(rows))
+    later = replace(search.config, config=tmp_path / "best.json")
+    device = rows[0].result.device if rows[0].result else ""
+    speeds = read_speeds(later, search.space, device)
+    assert [speeds[search.space.speed_key(who)].middle for who in (small, middle, large)] == [900.0, 1000.0, 1100.0]
+    assert not read_speeds(search.config, search.space, device)
 
 
 def test_the_final_run_to_a_target_takes_the_upper_end_of_its_time(

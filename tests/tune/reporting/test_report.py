@@ -19,7 +19,7 @@ from pipeline.shards import Manifest
 from train.config import TrainConfig
 from train.intervals import Estimate
 from train.resolved import resolve
-from train.search_reference import SearchReference, read_search_reference
+from train.search_reference import MeasuredSpeed, SearchReference, read_search_reference
 from tune.config import SearchConfig
 from tune.experiment.search_plan import Search
 from tune.experiment.session import format_progress
@@ -107,6 +107,9 @@ def test_who_won_and_by_how_much() -> None:
         "name": "one", "tokens_per_second": 150.0, "speed_low": 148.5, "speed_high": 151.5,
         "memory_bytes": 8 * 10**9, "runs": 1, "tied_with": [],
         "device": "cpu", "machines": ["w1"], "data_wait_fraction": None, "telemetry": {}, "loss_prediction": None,
+        "other_speeds": [
+            {"changes": {"micro_batch": 4}, "tokens_per_second": 100.0, "speed_low": 99.0, "speed_high": 101.0}
+        ],
     }  # fmt: skip
     assert best_json(SEARCH, [row(16, "oom")]) is None
 
@@ -297,6 +300,7 @@ def test_what_the_trials_measured_is_what_a_later_run_is_compared_with(
         "fast", *reference.speed, 4 * 10**9, runs=1, tied_with=[], device=base.result.device, machines=["w1", "w2"],
         data_wait_fraction=((base.result.data_wait_fraction or 0.0) + 0.5) / 2,
         telemetry={"clock": 1600.0, "power": 300.0},
+        other_speeds=[MeasuredSpeed({"micro_batch": 4}, 100.0, 99.0, 101.0)],
     )  # fmt: skip
 
 
