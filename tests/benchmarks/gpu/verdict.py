@@ -73,7 +73,7 @@ def goals(rows: list[Row]) -> list[Goal]:
     speed = top["tokens_per_second"] if top else None
     rates = by_step.get("ceilings", {}).get("matmul") or by_step.get("gpu test", {}).get("report", {}).get("matmul", {})
     ladder = by_step.get("ladder", {}).get("found") or {}
-    rungs = [row["speed"] for row in ladder.get("rows", ()) if row.get("speed")]
+    rungs = [row["speed"] for row in ladder.get("rows", ()) if row.get("speed") and not is_simulated(rows)]
     through_ray = ((by_step.get("run", {}).get("found") or {}).get("throughput") or {}).get("tokens_per_second")
     matmul = _over(top["flops_per_second"] if top else None, max(rates.values(), default=None))
     return [
