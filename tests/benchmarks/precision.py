@@ -5,7 +5,8 @@
 Both runs of a pair have the same initial weights and the same batches, and validate on the same windows. A CPU rounds
 to bf16 as a GPU does, and more often, because eager code stores what Inductor's kernels keep in fp32. The data need
 512 token ids. A ladder in ``--out`` that was interrupted is resumed. The criterion for a default is an upper end of
-the 95% interval below 0.005 nats/token, for every model.
+the 95% interval below 0.005 nats/token, for every model. A size whose pairs do not decide gets more of them, and an
+interval that is wider by Bonferroni's correction for each time that it was looked at.
 """
 
 import argparse
@@ -17,14 +18,17 @@ import statistics
 import subprocess
 import sys
 import time
+from collections.abc import Sequence
 from dataclasses import dataclass
 from importlib.metadata import version
 from pathlib import Path
 
+from scipy.special import stdtrit
+
 from infra.device.provenance import find_commit
 from infra.storage.files import write_json
 from pipeline.shards import read_manifest
-from train.intervals import t_quantile
+from train.intervals import CONFIDENCE
 
 MAX_LOSS_NATS = 0.005
 """The loss of learning that a default may cost, in nats/token."""
@@ -40,13 +44,13 @@ class Size:
     """Sequences per step."""
     steps: int
     """Steps per run."""
-    seeds: int
-    """Number of pairs."""
+    rounds: tuple[int, ...]
+    """Number of pairs of each round; after each, the interval was looked at."""
 
 
 SIZES = {
-    "wide": Size("edu-3m", sequences=4, steps=200, seeds=5),
-    "deep": Size("edu-3m,layers=12,width=128,heads=2,context_length=256", sequences=8, steps=300, seeds=8),
+    "wide": Size("edu-3m", sequences=4, steps=200, rounds=(5,)),
+    "deep": Size("edu-3m,layers=12,width=128,heads=2,context_length=256", sequences=8, steps=300, rounds=(8, 8)),
 }
 """Four blocks of width 256, and as many blocks as GPT-2 124M with heads as wide as its own. Steps of 2,048 tokens."""
 
@@ -56,8 +60,9 @@ SUITE = """\
 from tune.suite.suites import Rung, Suite
 
 SUITE = Suite(
-    "precision-{name}", "bf16 activations against bf16",
+    "{name}", "bf16 activations against bf16",
     {{
+        "seed": {seed},
         "batch": {batch}, "precision": "bf16", "attention": "sdpa", "optimizer": "adamw-fused", "compile": "off",
         "checkpointing": "none", "loss": "plain", "loss_chunks": 1, "learning_rate": 2e-3, "schedule": "cosine",
     }},
@@ -78,8 +83,8 @@ def main() -> None:
     sizes = json.loads(options.record.read_text())["sizes"] if options.size else {}
     for name in [options.size] if options.size else SIZES:
         size = SIZES[name]
-        climb(name, size, options)
-        sizes[name] = result = compare(size, options.out / f"precision-{name}") | describe(options.data)
+        ladders = [climb(name, size, number, options) for number in range(len(size.rounds))]
+        sizes[name] = result = compare(size, ladders) | describe(options.data)
         low, high = result["change_95_percent"]
         print(f"{size.model}: {result['change']:+.4f} nats/token ({low:+.4f} to {high:+.4f})", flush=True)
     record = {
@@ -93,33 +98,40 @@ def main() -> None:
     print(f"below {MAX_LOSS_NATS} nats/token for every model: {record['criterion_met']}")
 
 
-def climb(name: str, size: Size, options: argparse.Namespace) -> None:
-    """Run the ladder of a size, or what is left of it."""
+def climb(name: str, size: Size, number: int, options: argparse.Namespace) -> Path:
+    """Run the ladder of a round of a size, or what is left of it, and return its folder."""
     options.out.mkdir(parents=True, exist_ok=True)
-    suite = options.out / f"precision-{name}.py"
+    ladder = options.out / f"precision-{name}-{number}"
+    if (ladder / "rungs.json").exists():
+        return ladder
+    suite = ladder.with_suffix(".py")
     # The short form of a suite on a CPU has an eighth of its batch.
-    suite.write_text(SUITE.format(name=name, batch=8 * size.sequences, seeds=size.seeds))
+    suite.write_text(SUITE.format(
+        name=ladder.name, batch=8 * size.sequences, seeds=size.rounds[number], seed=sum(size.rounds[:number]),
+    ))  # fmt: skip
     command = [sys.executable, "-P", "-m", "tune.ladder", "--out", str(options.out)]
-    if (options.out / suite.stem / "ladder.json").exists():
-        command += ["--resume", suite.stem]
+    if (ladder / "ladder.json").exists():
+        command += ["--resume", ladder.name]
     else:
         command += [
-            "--suite", str(suite), "--name", suite.stem, "--model", size.model, "--data", str(options.data),
+            "--suite", str(suite), "--name", ladder.name, "--model", size.model, "--data", str(options.data),
             "--device", "cpu", "--steps", str(size.steps), "--cycle", f"{size.steps}+{VAL_BATCHES}",
         ]  # fmt: skip
     subprocess.run(command, check=True, env=os.environ | {"OMP_NUM_THREADS": "1"})
+    return ladder
 
 
-def compare(size: Size, ladder: Path) -> dict:
+def compare(size: Size, ladders: Sequence[Path]) -> dict:
     """The losses of all pairs, and the mean of their differences with Student's interval."""
-    rung = json.loads((ladder / "rungs.json").read_text())["rows"][1]
-    changes = [loss - reference for reference, loss in rung["held_out"]]
-    mean = statistics.fmean(changes)
-    reach = t_quantile(len(changes) - 1) * statistics.stdev(changes) / math.sqrt(len(changes))
+    rungs = [json.loads((ladder / "rungs.json").read_text())["rows"][1] for ladder in ladders]
+    losses = [pair for rung in rungs for pair in rung["held_out"]]
+    changes = [loss - reference for reference, loss in losses]
+    mean, looks = statistics.fmean(changes), len(ladders)
+    quantile = float(stdtrit(len(changes) - 1, 1 - (1 - CONFIDENCE) / 2 / looks))
+    reach = quantile * statistics.stdev(changes) / math.sqrt(len(changes))
     return {
-        "model": size.model, "steps": size.steps, "tokens": size.steps * rung["step_tokens"],
-        "val_losses_bf16_and_activations": rung["held_out"], "change": mean,
-        "change_95_percent": [mean - reach, mean + reach],
+        "model": size.model, "steps": size.steps, "tokens": size.steps * rungs[0]["step_tokens"], "looks": looks,
+        "val_losses_bf16_and_activations": losses, "change": mean, "change_95_percent": [mean - reach, mean + reach],
     }  # fmt: skip
 
 
