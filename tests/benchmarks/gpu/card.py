@@ -16,6 +16,9 @@ OPTIMIZER_STEP_SECONDS = 4.0
 GLOBAL_BATCH = 480
 """Global batch in sequences, unless the GPU would need too long for it."""
 
+FP8_CAPABILITY = (8, 9)
+"""Compute capability from which on GPUs multiply 8-bit matrices."""
+
 Row = dict[str, Any]
 Settings = dict[str, Any]
 
@@ -81,6 +84,8 @@ class Card:
     memory: float = 40e9
     """Bytes."""
     bf16: bool = True
+    fp8: bool = True
+    """Whether it multiplies 8-bit matrices."""
     automatic: Settings = field(default_factory=dict)
     """The settings with which ``train.run`` trains there; empty where they are unknown."""
     speed: float | None = None
@@ -103,7 +108,8 @@ class Card:
         if extent.is_rehearsal:
             automatic |= {"compile": "off"}
         return cls(
-            facts.get("memory", cls.memory), facts.get("bf16", cls.bf16), automatic, train.get("tokens_per_second"),
+            facts.get("memory", cls.memory), facts.get("bf16", cls.bf16),
+            tuple(facts.get("capability", FP8_CAPABILITY)) >= FP8_CAPABILITY, automatic, train.get("tokens_per_second"),
             steps.get("nanogpt", {}).get("micro_batch"), bool(row.get("simulated")),
         )  # fmt: skip
 

@@ -111,19 +111,27 @@ class Processes:
             return _gpu_test_row(self.folder, code, end)
         if step.kind == "tests":
             return {"outcome": "failed" if code else "finished", "said": end}
-        if code < 0:
-            return {"outcome": "failed", "reason": f"ended by {signal.Signals(-code).name}: {log}"}
         if step.needs_ray:
             # A search without a winner, or a run that ran out of memory, is a result, too: its files say which.
             has_result = (self.folder / step.result).exists()
             outcome = "failed" if code and not has_result else "finished"
             return {"outcome": outcome, "exit_code": code, "reason": log if code else "", "said": end,
                     "found": _command_result(self.folder / "runs" / step.run)}  # fmt: skip
-        if code:
-            return {"outcome": "failed", "reason": log}
-        found = json.loads(output.strip().splitlines()[-1])
+        found = _answer(output)
+        if found is None:
+            reason = f"ended by {signal.Signals(-code).name}: {log}" if code < 0 else log
+            return {"outcome": "failed", "reason": reason}
         outcome = found.get("outcome", "finished")
         return found | {"outcome": OUTCOMES.get(outcome, outcome)}
+
+
+def _answer(output: str) -> Row | None:
+    """What a step printed last, as JSON. It counts also if the process crashed at its end, when threads are stopped."""
+    lines = output.strip().splitlines()
+    with suppress(ValueError):
+        answer = json.loads(lines[-1]) if lines else None
+        return answer if isinstance(answer, dict) else None
+    return None
 
 
 def _kill(process: subprocess.Popen[bytes]) -> None:

@@ -83,7 +83,7 @@ def plan(rows: list[Row], sides: tuple[str, ...], extent: Extent) -> Iterator[St
     # Autotuning measures kernels, for minutes; those of a simulated GPU take no time.
     if not card.is_simulated:
         yield from _trainer(rows, chosen | {"compile": "coordinate-descent"}, seconds=150)
-    if card.bf16:
+    if card.fp8:
         yield from _trainer(rows, chosen | {"fp8": True}, seconds=90)
     if not card.is_simulated:
         yield from _trainer(rows, chosen | {"compile": "max-autotune"}, seconds=STEP_SECONDS)

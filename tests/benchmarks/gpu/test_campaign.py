@@ -366,6 +366,7 @@ def test_a_machine_that_ends_while_it_writes_the_archive_loses_no_row(tmp_path: 
     [
         ('print(\'{"outcome": "ok"}\')', "finished", ""),
         ('print(\'{"outcome": "out of memory"}\')', "oom", ""),
+        ('import os; print(\'{"outcome": "out of memory"}\', flush=True); os.abort()', "oom", ""),
         ("import sys; sys.exit('no such kernel')", "failed", "no such kernel"),
         ("import os; os.kill(os.getpid(), 11)", "failed", "SIGSEGV"),
         ("import time; print('at step 3'); time.sleep(60)", "timeout", "at step 3"),
