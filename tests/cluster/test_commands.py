@@ -72,6 +72,11 @@ SEARCH = (
     "--confirm-rounds 0 --memory-limit 8GB"
 )
 
+LEARN = (
+    f"--objective loss --train-time 6s --knobs learning_rate=1e-3 --model {MODEL} --device cpu --global-batch 4 "
+    "--learning-rate 1e-4 --data s3://lab/small --out s3://lab/searches --trial-steps 8 --memory-limit 8GB"
+)
+
 COPY = """
 import sys
 from pathlib import Path
@@ -225,6 +230,24 @@ def test_a_search_that_was_stopped_continues_on_two_machines(lab: Any) -> None:
     assert {row["node"] for row in rows.values() if row["stage"] == "control"} == {"w2"}
     assert json.loads(found["best.json"])["measured"]["tokens_per_second"] > 0
     assert re.search(r"Next +about .*: python -m train.run --config s3://lab/searches/one/best.json", said)
+
+
+@pytest.mark.timeout(900)
+@pytest.mark.usefixtures("data")
+def test_a_search_for_the_lowest_loss_runs_on_two_machines(lab: Any) -> None:
+    """Two candidates learn at a time; what one machine has learned continues on any other, from the store."""
+    said = lab.run("head", f"tune.search {LEARN} --max-concurrent-trials 2 --name learn", seconds=600)
+    found = stored(lab, "learn")
+    rows = [json.loads(text) for name, text in found.items() if name.startswith("trials/")]
+    assert {row["node"] for row in rows} == {"w1", "w2"}, said
+    assert {row["stage"] for row in rows} == {"speed", "learn", "final"}
+    assert {row["outcome"] for row in rows} <= {"ok", "pruned"}, said
+    finals = {(row["candidate"]["knobs"][0][1], row["round"]) for row in rows if row["stage"] == "final"}
+    assert len(finals) == len([row for row in rows if row["stage"] == "final"]), "none was repeated"
+    assert not any(name.startswith("learned/") for name in found)
+    best = json.loads(found["best.json"])
+    assert best["measured"]["loss_prediction"]["loss"] > 0
+    assert re.search(r"Next +about .*: python -m train.run --config s3://lab/searches/learn/best.json", said)
 
 
 @pytest.mark.usefixtures("data")
