@@ -22,6 +22,7 @@ from train.config import (
     Compile,
     ExecutionConfig,
     Loss,
+    Precision,
     ResolvedConfig,
     Step,
     StepConfig,
@@ -69,9 +70,7 @@ def resolve(
     cuda = device == "cuda"
     precision, attention, allocator = execution.precision, execution.attention, execution.allocator
     if precision == AUTO:
-        # Loss scaling, which fp16 needs, is not synchronized between shards.
-        has_fp16 = cuda and device_info.capability >= (7, 0) and not execution.fsdp
-        precision = "bf16" if cuda and device_info.bf16 else "fp16" if has_fp16 else "fp32"
+        precision = _precision(config.step, device_info, saved_settings or {}) if cuda else "fp32"
     has_flex = cuda and execution.mask_books and not config.model.unsupported_reason("attention", "flex")
     if attention == AUTO and has_flex:
         attention = "flex"
@@ -179,6 +178,19 @@ def inspect_model(model: AnyModel) -> AnyModel:
     from train.models.builders import builder_of
 
     return builder_of(model).inspect()
+
+
+def _precision(step: StepConfig, device_info: DeviceInfo, saved_settings: Mapping[str, Any]) -> Precision:
+    """Return the value of ``precision`` for ``auto`` on a GPU; a run that began in bf16 stays in bf16."""
+    execution = step.execution
+    if not device_info.bf16:
+        # Loss scaling, which fp16 needs, is not synchronized between shards.
+        return "fp16" if device_info.capability >= (7, 0) and not execution.fsdp else "fp32"
+    # With shards and with 8-bit matrix products, bf16 activations have not been shown to learn as well.
+    keeps_bf16 = execution.fsdp or execution.fp8 or saved_settings.get("precision") == "bf16"
+    if keeps_bf16 or step.model.unsupported_reason("precision", "bf16-activations"):
+        return "bf16"
+    return "bf16-activations"
 
 
 def _compile(execution: ExecutionConfig, device_info: DeviceInfo) -> Compile:

@@ -63,10 +63,10 @@ def ends(name: str, expected: str, **options) -> Case:
 
 
 CASES = (
-    trains("A100", r"device cuda.*, precision bf16 \(auto\)", is_slow=True),
+    trains("A100", r"device cuda.*, precision bf16-activations \(auto\)", is_slow=True),
     trains("T4", r"precision: fp16 with loss scaling, because Tesla T4", gpu="T4"),
-    trains("RTX 3060", r"device cuda.*, precision bf16 \(auto\)", gpu="RTX3060", is_slow=True),
-    trains("RTX 4090", r"device cuda.*, precision bf16 \(auto\)", gpu="RTX4090", is_slow=True),
+    trains("RTX 3060", r"device cuda.*, precision bf16-activations \(auto\)", gpu="RTX3060", is_slow=True),
+    trains("RTX 4090", r"device cuda.*, precision bf16-activations \(auto\)", gpu="RTX4090", is_slow=True),
     trains("GB10", r"memory: at most the free .* because the GPU shares the host's memory", gpu="GB10"),
     trains("MIG slice", r"NVML: .*Insufficient Permissions", gpu="MIG", is_slow=True),
     trains("WSL2", r"memory: at most the free .* because WSL2", gpu="WSL2"),
@@ -89,7 +89,7 @@ CASES = (
         gpu="V100", variables={"PRETENDED_SECOND_GPU": "A100"},
     ),
     trains(
-        "two cards, the second selected", r"device cuda.*, precision bf16 \(auto\)", gpu="V100",
+        "two cards, the second selected", r"device cuda.*, precision bf16-activations \(auto\)", gpu="V100",
         variables={"PRETENDED_SECOND_GPU": "A100", "CUDA_VISIBLE_DEVICES": "GPU-7365636f"}, is_slow=True,
     ),
     trains(

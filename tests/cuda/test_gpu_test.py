@@ -27,8 +27,8 @@ print(verdict(run_test(StorageDir.of(sys.argv[1]), sys.argv[2])))
 @pytest.mark.timeout(600)
 @pytest.mark.parametrize(
     ("gpu", "precision"),
-    [("A100", "bf16"), pytest.param("T4", "fp16", marks=pytest.mark.slow),
-     pytest.param("RTX3060", "bf16", marks=pytest.mark.slow)],
+    [("A100", "bf16-activations"), pytest.param("T4", "fp16", marks=pytest.mark.slow),
+     pytest.param("RTX3060", "bf16-activations", marks=pytest.mark.slow)],
 )  # fmt: skip
 def test_every_step_runs(tmp_path: Path, gpu: str, precision: str) -> None:
     done = subprocess.run(

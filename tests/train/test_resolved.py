@@ -48,11 +48,11 @@ def made(values: dict) -> TrainConfig:
     ("facts", "limit", "expected"),
     [
         (T4, None, ("fp16", "whole", 32, "fused")),
-        (A10G, None, ("bf16", "whole", 48, "fused")),
-        (A100, None, ("bf16", "whole", 96, "fused")),
-        (A100_80, None, ("bf16", "whole", 160, "fused")),
-        (H100, None, ("bf16", "whole", 160, "fused")),
-        (H100, 40 * 10**9, ("bf16", "whole", 96, "fused")),
+        (A10G, None, ("bf16-activations", "whole", 60, "fused")),
+        (A100, None, ("bf16-activations", "whole", 120, "fused")),
+        (A100_80, None, ("bf16-activations", "whole", 240, "fused")),
+        (H100, None, ("bf16-activations", "whole", 240, "fused")),
+        (H100, 40 * 10**9, ("bf16-activations", "whole", 96, "fused")),
         (OLD_CPU, None, ("fp32", "off", 4, "plain")),
         (NEW_CPU, None, ("fp32", "off", 4, "plain")),
         (NEW_CPU, 4 * 10**9, ("fp32", "off", 1, "fused")),
@@ -200,6 +200,18 @@ def test_cuda_graphs_are_used_where_launches_take_longer_than_kernels(
     assert resolve(TrainConfig.of(**settings), facts).execution.compile == expected
 
 
+def test_bf16_is_kept_where_bf16_activations_are_not_shown_to_learn_as_well() -> None:
+    def precision(saved: dict[str, Any] | None = None, **settings: Any) -> str:
+        return resolve(TrainConfig.of(global_batch=8, **settings), H100, saved).execution.precision
+
+    saved = TrainConfig.of(global_batch=8, micro_batch=8, loss="fused").to_json()
+    assert precision() == "bf16-activations"
+    assert precision(fsdp=True, workers=2) == "bf16"
+    assert precision(fp8=True) == "bf16"
+    assert precision(saved | {"precision": "bf16"}) == "bf16", "the run that is resumed was trained in bf16"
+    assert precision(saved | {"precision": "bf16-activations"}) == "bf16-activations"
+
+
 @pytest.mark.parametrize("compile", ["whole", "reduce-overhead"])
 def test_a_resumed_run_is_compiled_as_before(compile: str) -> None:
     for model in ("tiny", "gpt2-124m"):
@@ -225,7 +237,7 @@ def test_a_resumed_run_is_compiled_as_before(compile: str) -> None:
 )
 def test_the_least_recomputation_that_fits_is_chosen(limit: int, settings: dict[str, Any], expected: str) -> None:
     """With a micro-batch that was set it is the first by time; else a smaller micro-batch may be faster."""
-    requested = TrainConfig.of(checkpointing="auto", **settings)
+    requested = TrainConfig.of(checkpointing="auto", precision="bf16", **settings)
     device = A100.with_memory_limit(limit * 10**9)
     resolved = resolve(requested, device)
     assert resolved.execution.checkpointing == expected
@@ -327,4 +339,4 @@ def test_what_a_device_lacks_is_refused() -> None:
     assert resolve(TrainConfig.of(fp8=True), L4).execution.fp8, "the first that has them"
     with pytest.raises(UserError, match="--precision fp16 and --device cpu cannot be combined"):
         resolve(TrainConfig.of(precision="fp16"), NEW_CPU)
-    assert resolve_for_plan(TrainConfig.of(device="cuda"), OLD_CPU).execution.precision == "bf16", "an A100 stands in"
+    assert resolve_for_plan(TrainConfig.of(device="cuda"), OLD_CPU).execution.precision == "bf16-activations", "an A100"

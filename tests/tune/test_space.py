@@ -84,7 +84,7 @@ def test_contradictions_are_left_out() -> None:
     space = make_space(resolve(short, cpu_info()), ("loss_chunks=1,8",))
     assert [c.micro_batch for c in space.candidates() if ("loss_chunks", 8) in c.knobs] == [2, 4]
     both = make_space(resolve(base, A100), ("attention=flash", "precision=fp32")).combinations
-    assert (("attention", "flash"), ("precision", "bf16")) in both
+    assert (("attention", "flash"), ("precision", "bf16-activations")) in both
     assert (("attention", "flash"), ("precision", "fp32")) not in both, "flash exists in 16 bits only"
 
 
@@ -93,7 +93,7 @@ def test_the_values_to_try_follow_the_controls_own_and_those_of_other_numerics_h
     space = make_space(base, ("optimizer=adamw,adamw-8bit", "loss-chunks=8,1", "precision=tf32", "fp8=true"))
     values = [dict.fromkeys(value for _, value in axis) for axis in zip(*space.combinations, strict=True)]
     assert [[*axis] for axis in values] == [
-        ["adamw-fused", "adamw", "adamw-8bit"], [1, 8], ["bf16", "tf32"], [False, True]
+        ["adamw-fused", "adamw", "adamw-8bit"], [1, 8], ["bf16-activations", "tf32"], [False, True]
     ]  # fmt: skip
     near = {space.knobs_label(knobs) for knobs in space.neighbors(space.control.knobs)}
     assert near == {"optimizer=adamw", "optimizer=adamw-8bit*", "loss_chunks=8", "precision=tf32*", "fp8=True*"}

@@ -60,8 +60,8 @@ class ExecutionConfig:
     """Type of GPU that the workers need, by Ray's name, such as A100 or H200. Waits until the cluster has one."""
     precision: Literal["auto", Precision] = "auto"
     """Precision of the model's arithmetic.
-    - auto: bf16 on GPUs that support it, fp16 on older GPUs with tensor cores, else fp32, because most CPUs only
-    emulate bf16, which is far slower
+    - auto: bf16-activations on GPUs that support bf16 (bf16 with --fsdp, with --fp8 and for a custom model), fp16 on
+    older GPUs with tensor cores, else fp32, because most CPUs only emulate bf16, which is far slower
     - fp32: 32-bit floats throughout
     - tf32: matrix products in TensorFloat-32, on tensor cores
     - fp16: autocast to fp16, with loss scaling

@@ -121,6 +121,6 @@ def test_a_compiled_gradient_with_another_sign_fails(monkeypatch: pytest.MonkeyP
 
 def test_the_config_is_what_a_run_would_choose() -> None:
     config = Setup("gpt2-124m", A100).automatic_config()
-    assert (config.execution.precision, config.execution.compile) == ("bf16", "whole")
+    assert (config.execution.precision, config.execution.compile) == ("bf16-activations", "whole")
     assert config.batch.accumulation == 1
     assert config.batch.micro_batch >= 32

@@ -32,7 +32,7 @@ SAID = "CUDA out of memory. Tried to allocate 6.14 GiB. GPU 0 has a total capaci
 @pytest.fixture
 def step() -> Step:
     """GPT-2 124M, predicted to take 36.9 GB."""
-    return resolve(TrainConfig.of(micro_batch=32, compile="off", loss="plain"), A100).step
+    return resolve(TrainConfig.of(micro_batch=32, precision="bf16", compile="off", loss="plain"), A100).step
 
 
 def failed(make_result: Make, room: int, *, process: int = 0, **changes: Any) -> RunResult:

@@ -60,7 +60,7 @@ def test_the_time_counts_each_trials_start_compilation_and_steps(
 def test_a_gpu_that_is_not_here_is_planned_for(capfd: pytest.CaptureFixture[str]) -> None:
     """Without data, with the memory and speed of its candidates; those with similar speeds are one row."""
     training = TrainConfig.of(data="nowhere", model=PRESETS["gpt2-124m"])
-    knobs = ("compile=off,max-autotune", "precision=bf16-activations", "loader_threads=1")
+    knobs = ("compile=off,max-autotune", "precision=bf16", "loader_threads=1")
     search = make_search(SearchConfig(training=training, gpu="A100", knobs=knobs, dry_run=True, out="none"))
     assert (search.device, search.limit) == ("cuda", 40 * 2**30)
     control = search.space.control.knobs
@@ -74,10 +74,10 @@ def test_a_gpu_that_is_not_here_is_planned_for(capfd: pytest.CaptureFixture[str]
         if prediction.speed:
             assert prediction.speed.high / prediction.speed.low < (0.81 / 0.72) ** 2, "two errors at most"
     assert counts["control"] == len(fitting[control])
-    assert {*counts} == {"control", "compile=off", "precision=bf16-activations*"}
+    assert {*counts} == {"control", "compile=off", "precision=bf16*"}
     speeds = {p.label: p.speed for p in reversed(predictions)}
     assert speeds["compile=off"] is None, "eager execution has no prediction"
-    faster, slower = speeds["precision=bf16-activations*"], speeds["control"]
+    faster, slower = speeds["control"], speeds["precision=bf16*"]
     assert faster
     assert slower
     assert faster.high > slower.high
@@ -93,7 +93,13 @@ def test_a_gpu_that_is_not_here_is_planned_for(capfd: pytest.CaptureFixture[str]
 def test_the_three_planners_plan_the_same_model(capfd: pytest.CaptureFixture[str]) -> None:
     """With the same memory, for the same GPU and limit, and without data."""
     training = TrainConfig.of(
-        data="nowhere", model=PRESETS["small"], micro_batch=32, global_batch=32, compile="whole", loss="plain"
+        data="nowhere",
+        model=PRESETS["small"],
+        micro_batch=32,
+        global_batch=32,
+        precision="bf16",
+        compile="whole",
+        loss="plain",
     )
     flags: dict[str, Any] = {"gpu": "A100", "memory_limit": 30 * 10**9, "price_per_hour": ("1",)}
     suite = LadderConfig(suite="kernels", data="nowhere", model=PRESETS["small"], dry_run=True, **flags)
