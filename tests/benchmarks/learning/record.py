@@ -72,7 +72,7 @@ def main() -> int:
         return 2
     if chosen.speeds:
         speeds = measure_speeds(chosen.data)
-        write_json(chosen.record, to_json(replace(grid, speeds=speeds, speeds_provenance=provenance.collect())))
+        write_json(chosen.record, to_json(replace(grid, speeds=speeds, speeds_provenance=collect())))
         return 0
     for run_of_cell, entropy in train_parts(chosen.data, pending_parts(grid), chosen.jobs, chosen.minutes):
         grid = add_run(grid, run_of_cell, entropy)
@@ -109,7 +109,12 @@ def open_grid(record: Path, data: str) -> Grid:
 
 def add_run(grid: Grid, run_of_cell: Run, entropy: float) -> Grid:
     """Return ``grid`` with another run, and with the entropy of the held-out tokens, the same for all runs."""
-    return replace(grid, runs=[*grid.runs, run_of_cell], entropy=entropy, provenance=provenance.collect())
+    return replace(grid, runs=[*grid.runs, run_of_cell], entropy=entropy, provenance=collect())
+
+
+def collect() -> dict[str, str]:
+    """Collect the versions and the machine, without the command, whose paths are those of this machine."""
+    return {name: value for name, value in provenance.collect().items() if name != "command"}
 
 
 def pending_parts(grid: Grid) -> list[tuple[Cell, int]]:
