@@ -133,9 +133,10 @@ def read_search_reference(file: str, settings: Mapping[str, Any]) -> SearchRefer
 
     The predicted loss is left out if a setting differs on which the loss depends.
     """
-    best_config, reference = _read(file) or (None, None)
-    if best_config is None or reference is None:
+    stored = _read(file)
+    if stored is None:
         return None
+    best_config, reference = stored
     differences = {name for name in SPEED_SETTINGS + LOSS_SETTINGS if best_config.setting(name) != settings[name]}
     if differences.intersection(SPEED_SETTINGS):
         return None
@@ -147,9 +148,10 @@ def read_measured_speeds(file: str, device: str, configs: Iterable[StepConfig]) 
 
     It is None for a config that the search did not measure.
     """
-    best_config, reference = _read(file) or (None, None)
-    if best_config is None or reference is None or reference.device != device:
+    stored = _read(file)
+    if stored is None or stored[1].device != device:
         return [None for _ in configs]
+    best_config, reference = stored
     own = best_config.to_json()
     measured = [(own, reference.speed)] + [
         (own | other.changes, Estimate(other.tokens_per_second, other.speed_low, other.speed_high))

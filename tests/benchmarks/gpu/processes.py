@@ -117,12 +117,12 @@ class Processes:
             outcome = "failed" if code and not has_result else "finished"
             return {"outcome": outcome, "exit_code": code, "reason": log if code else "", "said": end,
                     "found": _command_result(self.folder / "runs" / step.run)}  # fmt: skip
-        found = _answer(output)
-        if found is None:
+        answer = _answer(output)
+        if answer is None:
             reason = f"ended by {signal.Signals(-code).name}: {log}" if code < 0 else log
             return {"outcome": "failed", "reason": reason}
-        outcome = found.get("outcome", "finished")
-        return found | {"outcome": OUTCOMES.get(outcome, outcome)}
+        outcome = answer.get("outcome", "finished")
+        return answer | {"outcome": OUTCOMES.get(outcome, outcome)}
 
 
 def _answer(output: str) -> Row | None:
