@@ -20,8 +20,8 @@ pytestmark = [pytest.mark.slow, pytest.mark.timeout(1800)]
 SECONDS = 2.0
 """Time budget of a run here."""
 
-LEARNING_STEPS = 200
-"""Steps in which the small model learns the text below well enough to write."""
+LEARNING_STEPS = 600
+"""Steps in which the small model learns the text below well enough to write, at any micro-batch that a search finds."""
 
 TEXT = """It was the best of times, it was the worst of times, it was the age of wisdom, it was the age of foolishness,
 it was the epoch of belief, it was the epoch of incredulity, it was the season of Light, it was the season of Darkness,
