@@ -108,8 +108,8 @@ def open_grid(record: Path, data: str) -> Grid:
 
 
 def add_run(grid: Grid, run_of_cell: Run, entropy: float) -> Grid:
-    """Return ``grid`` with another run, and with the entropy of the held-out tokens, the same for all runs."""
-    return replace(grid, runs=[*grid.runs, run_of_cell], entropy=entropy, provenance=collect())
+    """Return ``grid`` with another run and the entropy of the held-out tokens, 0 from one that diverged at once."""
+    return replace(grid, runs=[*grid.runs, run_of_cell], entropy=entropy or grid.entropy, provenance=collect())
 
 
 def collect() -> dict[str, str]:
