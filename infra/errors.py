@@ -12,8 +12,12 @@ class UserError(Exception):
 
 
 def first_line(failure: BaseException) -> str:
-    """Return the first line of an exception's message, or the name of its type if the message is empty."""
-    return (str(failure) or type(failure).__name__).splitlines()[0]
+    """Return the first line of an exception's message, with the next one if it ends with a colon.
+
+    The name of the exception's type replaces an empty message.
+    """
+    lines = [line.strip() for line in str(failure).splitlines() if line.strip()] or [type(failure).__name__]
+    return " ".join(lines[: 1 + lines[0].endswith(":")])
 
 
 def suggest_nearest(text: str, names: Iterable[str]) -> str:

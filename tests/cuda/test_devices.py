@@ -211,6 +211,20 @@ def test_running_out_of_memory_is_an_outcome(small_shards: Path, fault: str) -> 
     assert json.loads(Path("runs/case/result.json").read_text())["outcome"] == "oom"
 
 
+def test_what_little_memory_can_be_pinned_is_left_to_torch() -> None:
+    """Which pins each number that it reads from a GPU, and fails if nothing is left."""
+    code = """
+import torch
+from infra.device.pinned import pinned_like
+numbers = [pinned_like(torch.empty(2**20, dtype=torch.uint8)) for _ in range(2)]
+torch.empty(1, device="cuda").item()
+print(*(number.is_pinned() for number in numbers))
+"""
+    variables = {"PRETENDED_FAULT": "pinned"}
+    done = subprocess.run([sys.executable, "-c", code], env=os.environ | variables, capture_output=True, text=True)
+    assert done.stdout == "False False\n", done.stderr
+
+
 def test_a_gpu_that_torch_uses_in_this_process_is_not_tried_in_another(monkeypatch: pytest.MonkeyPatch) -> None:
     """It may allow one process only."""
     torch.cuda.init()

@@ -6,19 +6,20 @@ from pathlib import Path
 import pytest
 import torch
 
+from infra.device.pinned import BUFFER_BYTES
 from train.run_files import host_copy
 from train.run_files.host_copy import PendingCopies, copy_to_host
 
 pytestmark = pytest.mark.gpu
 
 
-@pytest.fixture(params=[host_copy.BUFFER_BYTES, 64, None], ids=["large", "small", "none"])
+@pytest.fixture(params=[BUFFER_BYTES, 64, None], ids=["large", "small", "none"])
 def buffers(request: pytest.FixtureRequest, monkeypatch: pytest.MonkeyPatch) -> None:
     """Buffers that hold everything, a few values, or that the system does not have."""
     size = request.param
     monkeypatch.setattr(host_copy, "BUFFER_BYTES", size or 64)
     pinned = [torch.empty(size, dtype=torch.uint8, pin_memory=True) for _ in range(2)] if size else []
-    monkeypatch.setattr(host_copy, "_pinned_buffers", lambda: pinned)
+    monkeypatch.setattr(host_copy, "pinned_buffers", lambda: pinned)
 
 
 @pytest.mark.usefixtures("buffers")

@@ -2,11 +2,13 @@
 
 import math
 from collections.abc import Callable
+from functools import partial
 from typing import Any
 
 import torch
 from torch import nn
 
+from infra.device.pinned import pinned_like
 from infra.errors import UserError
 from train.config import OptimizationConfig, Optimizer
 from train.models.blocks import repeated_blocks
@@ -122,8 +124,9 @@ class OffloadedOptimizer(torch.optim.Optimizer):
         self, parameters: list[nn.Parameter], factory: Callable[[list[nn.Parameter]], torch.optim.Optimizer]
     ) -> None:
         self.weights = parameters
-        is_pinned, size = parameters[0].is_cuda, sum(p.numel() for p in parameters)
-        values, gradients = (torch.zeros(size, pin_memory=is_pinned) for _ in range(2))
+        like = torch.empty(sum(p.numel() for p in parameters), device="meta")
+        make = pinned_like if parameters[0].is_cuda else partial(torch.empty_like, device="cpu")
+        values, gradients = make(like), make(like)
         sizes = [p.numel() for p in parameters]
         self.copies = [nn.Parameter(value.view_as(p)) for p, value in zip(parameters, values.split(sizes), strict=True)]
         self._gradients = [g.view_as(p) for p, g in zip(parameters, gradients.split(sizes), strict=True)]

@@ -6,13 +6,11 @@ up to a power of two. Here a buffer is filled by the GPU while the other one is 
 
 import threading
 from collections.abc import Iterable, Iterator
-from functools import cache
 
 import torch
 from torch import Tensor
 
-BUFFER_BYTES = 2**26
-"""Size of each of the two pinned buffers."""
+from infra.device.pinned import BUFFER_BYTES, pinned_buffers
 
 Pair = tuple[Tensor, Tensor]
 """A tensor on a GPU, and one on the host that it is copied to."""
@@ -61,7 +59,7 @@ def copy_to_host(pairs: Iterable[Pair]) -> None:
     if not pairs:
         return
     with torch.cuda.device(pairs[0][0].device):
-        buffers = _pinned_buffers()
+        buffers = pinned_buffers()
         if not buffers:  # The system limits pinned memory. A copy without it is correct, only slower.
             for source, target in pairs:
                 target.copy_(source)
@@ -98,12 +96,3 @@ def _parts(pairs: Iterable[Pair]) -> Iterator[Pair]:
 def _bytes(tensor: Tensor) -> Tensor:
     """Return the memory of ``tensor``, which has no gaps, in the order of its elements there."""
     return tensor.as_strided((tensor.numel(),), (1,)).view(torch.uint8)
-
-
-@cache
-def _pinned_buffers() -> list[Tensor]:
-    """Return the two buffers of this process; none if the system has no pinned memory left."""
-    try:
-        return [torch.empty(BUFFER_BYTES, dtype=torch.uint8, pin_memory=True) for _ in range(2)]
-    except RuntimeError:
-        return []
