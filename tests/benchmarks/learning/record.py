@@ -19,6 +19,7 @@ import time
 from collections.abc import Iterable, Iterator
 from concurrent.futures import FIRST_COMPLETED, ProcessPoolExecutor, wait
 from dataclasses import replace
+from itertools import islice
 from pathlib import Path
 
 from replay import Cell, Grid, Run, Speed
@@ -130,7 +131,7 @@ def train_parts(
     """Train ``parts``, ``jobs`` at a time, and yield each run with the entropy of the held-out tokens."""
     until, remaining = time.monotonic() + 60 * minutes, iter(parts)
     with ProcessPoolExecutor(jobs, multiprocessing.get_context("spawn"), max_tasks_per_child=1) as pool:
-        running = {pool.submit(train_part, data, *part) for part, _ in zip(remaining, range(jobs), strict=False)}
+        running = {pool.submit(train_part, data, *part) for part in islice(remaining, jobs)}
         while running:
             done, running = wait(running, return_when=FIRST_COMPLETED)
             for future in done:
