@@ -13,7 +13,7 @@ from train.estimate.prediction import Prediction, merge_changes, predict, predic
 from train.estimate.roofline import SOURCE
 from tune.learning.plan import LearningSearch, describe_knobs
 from tune.learning.report import goal
-from tune.learning.strategy import FINALISTS, SEEDS
+from tune.learning.strategy import SEEDS, final_seeds
 from tune.learning.text import format_time
 from tune.reporting.report import COMPILE_SECONDS, MAX_PLAN_ROWS, START_SECONDS, format_cost, format_limit
 from tune.space import KnobValues
@@ -41,7 +41,7 @@ def introduce_learning(search: LearningSearch) -> None:
     rungs = ", ".join(map(format_time, search.strategy.rung_seconds("learn")))
     longest = format_time(search.strategy.rung_seconds("final")[-1])
     console.print(
-        f"rungs: {rungs}; finalists {longest} of the final run's {format_duration(search.train_time)}, with "
+        f"rungs: {rungs}; finalists {longest} of the final run's {format_duration(search.train_time)}, the best with "
         f"{SEEDS} seeds; validated on {format_count(search.val_windows, 'held-out window')}",
         markup=False,
     )
@@ -106,18 +106,16 @@ def planned_trials(search: LearningSearch) -> list[PlannedTrial]:
     """Return the trials of a search that tries all of its candidates."""
     space, strategy = search.space, search.strategy
     speeds = {space.speed_key(candidate) for candidate in space.candidates} - strategy.known_speeds.keys()
-    finalists = min(FINALISTS + 1, len(space.candidates))
     trials = [PlannedTrial("speed") for _ in speeds]
     trials += [PlannedTrial("learn") for _ in space.candidates]
-    return trials + [PlannedTrial("final", seed) for seed in range(SEEDS) for _ in range(finalists)]
+    return trials + [PlannedTrial("final", seed) for seed in final_seeds(len(space.candidates))]
 
 
 def plan_note(search: LearningSearch) -> str:
     """Return the maximum number of trials, and their maximum time and cost."""
     trials = planned_trials(search)
     startup = START_SECONDS + COMPILE_SECONDS[search.training.execution.compile]
-    # What a finalist learns with the first seed after ASHA has stopped it is in the time of its first trial.
-    total = sum(startup + (0.0 if trial == ("final", 0) else search.trial_seconds(*trial)) for trial in trials)
+    total = sum(startup + search.trial_seconds(*trial) for trial in trials)
     counts = Counter(trial.stage for trial in trials)
     text = (
         f"at most {len(trials)} trials: {counts['speed']} of speed, {counts['learn']} that learn, of which ASHA stops "

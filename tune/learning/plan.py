@@ -28,7 +28,7 @@ from tune.experiment.search_plan import (
 from tune.experiment.trials import Experiment
 from tune.knobs import parse_learning_knobs
 from tune.learning.space import LearningSpace, format_value, make_learning_space
-from tune.learning.strategy import EXPLORED_SEARCH_FRACTION, FINALISTS, SEEDS, LearningStrategy
+from tune.learning.strategy import EXPLORED_SEARCH_FRACTION, LearningStrategy
 from tune.learning.text import format_time, loss_text
 from tune.space import Candidate, KnobValues
 from tune.strategy.base import trial_time_limit
@@ -78,8 +78,8 @@ class LearningSearch(Experiment):
         if any(request.proposal.stage == "speed" for request in running):
             return None  # The number of steps of the next trial follows from the speed.
         proposal = self.strategy.propose([*rows, *map(pending_row, running)])
-        if proposal and proposal.stage == "final" and any(r.proposal.stage == "learn" for r in running):
-            return None  # They may become finalists.
+        if proposal and proposal.stage == "final" and any(_may_change_finalists(r.proposal, proposal) for r in running):
+            return None
         if proposal and proposal.stage == "final" and not any(r.proposal.stage == "final" for r in running):
             self._discard_checkpoints_except(self.strategy.finalists(rows), rows)
         return proposal and self.trial(proposal, machine, number, rows)
@@ -159,8 +159,7 @@ class LearningSearch(Experiment):
     def seconds_left(self, rows: Sequence[TrialRow]) -> float:
         if self.is_finished(rows):
             return 0.0
-        seeds = [proposal.round for proposal in self.strategy.pending_finals(rows)]
-        seeds = seeds or [seed for seed in range(SEEDS) for _ in range(FINALISTS + 1)]
+        seeds = self.strategy.remaining_finals(rows)
         # Validation, the start of processes and other work on the machine take as much longer as they did so far.
         learned = [row for row in rows if row.stage in ("learn", "final") and row.outcome == "ok"]
         expected = sum(self.trial_seconds(row.stage, row.round) for row in learned)
@@ -210,6 +209,11 @@ class LearningSearch(Experiment):
 
     def params(self) -> dict[str, object]:
         return search_params(self.config, self.data, self.limit)
+
+
+def _may_change_finalists(running: Proposal, final: Proposal) -> bool:
+    """Return whether the result of a ``running`` trial may decide which candidates ``final`` and others are of."""
+    return running.stage == "learn" or (running.stage == "final" and running.round == 0 < final.round)
 
 
 def format_rung(row: TrialRow) -> str:

@@ -196,12 +196,16 @@ class LearningResults:
         return self.train_time if reached is None or math.isinf(reached.middle) else reached.middle
 
     def best_at(self, seconds: float) -> CandidateResult | None:
-        """Return the candidate with the lowest loss after ``seconds``: of the finalists, and of those that were trained
-        for as long; None without any."""
-        finalists, losses = self.finalists, []
+        """Return the candidate with the lowest loss after ``seconds``, or at the winner's longest rung if that is
+        shorter; None without any. Candidates count that were trained for as long, there with as many seeds."""
+        winner, losses = self.winner, []
+        if winner is None:
+            return None
+        time = min(seconds, winner.longest_rung)
         for result in self.candidates:
-            if not result.is_failed and (result in finalists or result.longest_rung >= seconds):
-                loss = result.loss(seconds)
+            is_as_sure = time < winner.longest_rung or len(result.longest_losses) == len(winner.longest_losses)
+            if not result.is_failed and result.longest_rung >= time and is_as_sure:
+                loss = result.loss(time)
                 losses += [(loss.middle, result)] if loss else []
         return min(losses, key=lambda entry: entry[0])[1] if losses else None
 
@@ -231,8 +235,10 @@ def learning_results(
 ) -> LearningResults:
     """Collect the results in ``rows``, and rank the candidates.
 
-    Candidates that have learned longer come first, because the others were stopped or not chosen as finalists. Those
-    that have not learned more than the frequencies of tokens follow, and those with a failed trial are last.
+    Candidates that have learned longer, or as long with more seeds, come first, because the others were stopped or not
+    chosen as finalists. They are ranked by the loss at their longest rung, not by predicted losses: those err by more
+    than the order of two candidates changes later. Candidates that have not learned more than the frequencies of tokens
+    follow, and those with a failed trial are last.
 
     Args:
         rows: rows of all trials.
@@ -250,12 +256,11 @@ def learning_results(
     results = [replace(result, scatter=scatter) for result in results]
     pairs = [paired_ratios(a.curves, b.curves) for a, b in combinations(results, 2)]
 
-    def rank(result: CandidateResult) -> tuple[bool, bool, float, float, float]:
-        loss = result.loss(train_time)
+    def rank(result: CandidateResult) -> tuple[bool, bool, float, int, float, float]:
         reached = target_loss is not None and result.seconds(target_loss)
         time = reached.middle if reached else math.inf
-        loss_to_rank = loss.middle if loss else result.longest_loss
-        return result.is_failed, not result.has_learned, -result.longest_rung, time, loss_to_rank
+        seeds = len(result.longest_losses)
+        return result.is_failed, not result.has_learned, -result.longest_rung, -seeds, time, result.longest_loss
 
     return LearningResults(
         sorted(results, key=rank), next((result for result in results if result.candidate == control), None),

@@ -7,7 +7,7 @@ from ray.tune.experiment import Trial
 from ray.tune.schedulers import ASHAScheduler, TrialScheduler
 
 from tune.experiment.ray_tune import LOSS_METRIC, TIME_METRIC
-from tune.learning.strategy import FIRST_FRACTION, LAST_FRACTION
+from tune.learning.strategy import EXPLORED_FRACTION, FIRST_FRACTION
 from tune.trial.row import TrialRow
 
 
@@ -20,7 +20,7 @@ def make_scheduler(train_time: float, rows: Sequence[TrialRow]) -> TrialSchedule
     """
     scheduler = ASHAScheduler(
         time_attr=TIME_METRIC, metric=LOSS_METRIC, mode="min", grace_period=FIRST_FRACTION * train_time,  # type: ignore[arg-type]
-        max_t=LAST_FRACTION * train_time, reduction_factor=2, stop_last_trials=False,  # type: ignore[arg-type]
+        max_t=EXPLORED_FRACTION * train_time, reduction_factor=2, stop_last_trials=False,  # type: ignore[arg-type]
     )  # fmt: skip
     for row in rows:
         if row.stage != "learn":

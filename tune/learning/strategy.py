@@ -1,10 +1,10 @@
 """What a search for the lowest loss tries next, from the rows so far.
 
 1. The control learns first. Its gradient noise scale shows the global batch near which the search begins.
-2. Candidates near the best one learn, each for the seconds of the final run that its speed gives it, until none near
-   the best is left: hill climbing, because the loss changes smoothly with the settings. Ray Tune's ASHA stops the
-   slower learners.
-3. The finalists and the control learn with several seeds, in turn.
+2. Candidates near the best one learn for an eighth of the final run's time, until none near the best is left: hill
+   climbing, because the loss changes smoothly with the settings. Ray Tune's ASHA stops the slower learners.
+3. The best ones and the control, the finalists, learn on up to half of the time.
+4. The best finalists and the control learn with several seeds, in turn.
 
 A trial that measures the speed precedes the first candidate of each speed.
 """
@@ -21,12 +21,16 @@ from tune.trial.row import Proposal, TrialRow
 
 FIRST_FRACTION = 1 / 16
 """Fraction of the final run's time at the first rung. Each rung is twice as long as the one before."""
+EXPLORED_FRACTION = 1 / 8
+"""Fraction of the final run's time at the last rung of the exploration."""
 LAST_FRACTION = 1 / 2
-"""Fraction of the final run's time at the last rung."""
-FINALISTS = 2
-"""Maximum number of finalists besides the control: the best candidate, and another one that may be as good."""
+"""Fraction of the final run's time at the last rung of the finals."""
+FINALISTS = 3
+"""Maximum number of candidates of the exploration, besides the control, that continue to the last rung."""
+REPEATED_FINALISTS = 2
+"""Maximum number of them that are repeated: the best one, and another one that may be as good."""
 SEEDS = 3
-"""Number of seeds of the finalists and of the control."""
+"""Number of seeds of the repeated finalists and of the control."""
 EXPLORED_SEARCH_FRACTION = 0.5
 """Fraction of --search-time after which no further candidate is explored, so that the finalists have the rest."""
 
@@ -74,7 +78,8 @@ class LearningStrategy:
     def rung_seconds(self, stage: str, seed: int = 0) -> list[float]:
         """Return the times of the rungs of a trial in this stage, in seconds of the final run."""
         first = LAST_FRACTION / 4 if stage == "final" and seed else FIRST_FRACTION
-        count = round(math.log2(LAST_FRACTION / first)) + 1
+        last = EXPLORED_FRACTION if stage == "learn" else LAST_FRACTION
+        count = round(math.log2(last / first)) + 1
         return [self.train_time * first * 2**number for number in range(count)]
 
     def _next_to_explore(self, rows: Sequence[TrialRow]) -> Candidate | None:
@@ -105,12 +110,20 @@ class LearningStrategy:
         return min(similar, key=lambda c: abs(math.log(self.space.config(c).batch.global_batch / scale.middle)))
 
     def finalists(self, rows: Sequence[TrialRow]) -> list[Candidate]:
-        """Return the best candidate of the exploration, others that may be as good, and the control."""
+        """Return the best candidates of the exploration and the control, which train up to the last rung."""
         results = self.results([row for row in rows if row.stage != "final"])
+        best = [result for result in results.candidates if not result.is_failed][:FINALISTS]
+        return self._with_control([result.candidate for result in best], results)
+
+    def repeated_finalists(self, rows: Sequence[TrialRow]) -> list[Candidate]:
+        """Return the best finalist of the first seed, others that may be as good, and the control."""
+        results = self.results([row for row in rows if row.round == 0])
         best, others = results.finalists[:1], results.finalists[1:]
-        best += [result for result in others if results.is_tied(result)][: FINALISTS - 1]
+        best += [result for result in others if results.is_tied(result)][: REPEATED_FINALISTS - 1]
+        return self._with_control([result.candidate for result in best], results)
+
+    def _with_control(self, candidates: list[Candidate], results: LearningResults) -> list[Candidate]:
         has_learned = results.control is not None and not results.control.is_failed
-        candidates = [result.candidate for result in best]
         return [*candidates, *[self.space.control] * (has_learned and self.space.control not in candidates)]
 
     def results(self, rows: Sequence[TrialRow]) -> LearningResults:
@@ -125,28 +138,45 @@ class LearningStrategy:
         return winner and winner.candidate
 
     def pending_finals(self, rows: Sequence[TrialRow]) -> list[Proposal]:
-        """Return the trials that the finals still need: a round per seed, of which every second one is reversed."""
-        finalists = self.finalists(rows)
-        # A candidate that was not stopped has learned long enough with its first seed.
-        done = {
-            (r.candidate, r.round) for r in rows if r.stage == "final" or (r.stage == "learn" and r.outcome == "ok")
-        }
+        """Return the trials that the finals still need: a round per seed, of which every second one is reversed.
+
+        The first round decides which candidates the others have.
+        """
+        rounds = [(0, self.finalists(rows))]
+        done = {(row.candidate, row.round) for row in rows if row.stage == "final"}
+        if all((candidate, 0) in done for candidate in rounds[0][1]):
+            repeated = self.repeated_finalists(rows)
+            rounds += [(seed, repeated[::-1] if seed % 2 else repeated) for seed in range(1, SEEDS)]
         failed = {row.candidate for row in rows if row.stage == "final" and row.outcome != "ok"}
         return [
             Proposal(candidate, "final", seed)
-            for seed in range(SEEDS)
-            for candidate in (reversed(finalists) if seed % 2 else finalists)
+            for seed, candidates in rounds
+            for candidate in candidates
             if (candidate, seed) not in done and candidate not in failed
         ]
 
+    def remaining_finals(self, rows: Sequence[TrialRow]) -> list[int]:
+        """Estimate the seeds of the trials that the finals still need."""
+        pending, planned = (
+            [proposal.round for proposal in self.pending_finals(rows)],
+            final_seeds(len(self.space.candidates)),
+        )
+        return [*pending, *filter(None, planned)] if 0 in pending else pending or planned
+
     def remaining(self, rows: Sequence[TrialRow]) -> int:
         """Estimate the number of further trials."""
-        count = len(self.pending_finals(rows)) or (FINALISTS + 1) * SEEDS
+        count = len(self.remaining_finals(rows))
         if self._next_to_explore(rows) is not None:
             center = self.best(rows) or self.space.control
             explored = {row.candidate for row in rows if row.stage == "learn"}
             count += sum(candidate not in explored for candidate in self.space.neighbors(center))
         return count
+
+
+def final_seeds(candidates: int) -> list[int]:
+    """Return the seeds of the finals of a search with this number of ``candidates``, at most."""
+    first, repeated = (min(count + 1, candidates) for count in (FINALISTS, REPEATED_FINALISTS))
+    return [0] * first + [seed for seed in range(1, SEEDS) for _ in range(repeated)]
 
 
 def _without_batch(candidate: Candidate) -> KnobValues:

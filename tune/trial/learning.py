@@ -144,7 +144,8 @@ def learn(
     for known in range(1, len(losses) + 1):
         yield Learned(losses[:known])
     noise: NoiseScale | None = None
-    for rung in rungs[len(losses) :]:
+    validated = {loss.seconds for loss in losses}
+    for rung in (rung for rung in rungs if rung.seconds not in validated):
         result, checkpoint = None, None
         if rung.trunk_steps:
             checkpoint, _ = trunk.newest_checkpoint()

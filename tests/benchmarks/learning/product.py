@@ -1,5 +1,6 @@
 """This project's search for the lowest loss as a competitor: its own strategy and scheduler, on recorded losses."""
 
+import math
 import random
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
@@ -65,6 +66,9 @@ def run(session: Session, strategy: LearningStrategy, proposal: Proposal, rows: 
     for seconds in strategy.rung_seconds(proposal.stage, proposal.round):
         rung = min(range(len(grid.rungs)), key=lambda n: abs(grid.rungs[n] * grid.full_seconds - seconds))
         loss = session.train(cell, rung, seed)
+        if loss == math.inf:
+            outcome = "failed"
+            break
         rungs.append(RungLoss(seconds, 0, loss, loss < LEARNED_FRACTION * grid.entropy))
         result = {TIME_METRIC: seconds, LOSS_METRIC: rungs[-1].comparable_loss}
         if proposal.stage == "final":

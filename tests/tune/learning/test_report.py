@@ -269,7 +269,7 @@ def test_a_dry_run_says_what_the_search_costs(make_search: MakeSearch, capsys: p
     assert "64 held-out windows" in text
     assert "cost at most" in text
     stages = [stage for stage, _ in planned_trials(search)]
-    assert [stages.count(stage) for stage in ("speed", "learn", "final")] == [3, 9, 9]
+    assert [stages.count(stage) for stage in ("speed", "learn", "final")] == [3, 9, 10]
     assert f"at most {len(stages)} trials" in " ".join(text.split())
 
 

@@ -41,6 +41,28 @@ def test_finalists_come_first_and_stopped_candidates_last() -> None:
     assert results.candidates[-1].is_stopped
 
 
+def test_a_steep_curve_does_not_win_by_its_extrapolation() -> None:
+    """Recorded losses: the plateau that a model has just left makes the law of its rungs fall too far."""
+    times = [100.0 * 2**n for n in range(2, 5)]
+    recorded = {BEST: ((4.412, 4.141, 4.009), 3.893), CLOSE: ((4.937, 4.440, 4.110), 3.949)}
+    rows = [
+        replace(row, rungs=[replace(rung, loss=loss) for rung, loss in zip(row.rungs, losses, strict=True)])
+        for who, (losses, _) in recorded.items()
+        for row in [learning_row(who, 1.0, times, "final")]
+    ]
+    results = results_of(rows)
+    assert ranked(results) == [BEST, CLOSE]
+    best, close = (result.loss(TRAIN_TIME) for result in results.candidates)
+    assert best
+    assert close
+    assert close.middle < best.middle
+    assert best.low < recorded[BEST][1] < best.high
+    assert close.low < recorded[CLOSE][1] < close.high
+    front = results.best_at(TRAIN_TIME)
+    assert front
+    assert front.candidate == BEST
+
+
 def test_the_prediction_at_the_full_time_holds_the_law() -> None:
     winner = results_of(ROWS).winner
     assert winner

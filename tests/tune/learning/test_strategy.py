@@ -16,7 +16,7 @@ from train.model_config import parse_model
 from tune.experiment.ray_tune import LOSS_METRIC, TIME_METRIC
 from tune.learning.scheduler import make_scheduler
 from tune.learning.space import LearningSpace, make_learning_space
-from tune.learning.strategy import FINALISTS, SEEDS, LearningStrategy
+from tune.learning.strategy import FINALISTS, REPEATED_FINALISTS, SEEDS, LearningStrategy, final_seeds
 from tune.space import Candidate
 from tune.trial.row import Proposal, RungLoss, TrialRow
 
@@ -70,22 +70,27 @@ def test_the_search_climbs_to_the_best_and_ends_with_finals_in_turn(space: Learn
     assert stages.count("speed") == len({dict(row.candidate.knobs)["global_batch"] for row in rows})
     first_final = stages.index("final")
     assert set(stages[first_final:]) == {"final"}
-    finalists = strategy.finalists(rows)
-    assert finalists[0] == best
-    assert finalists[-1] == space.control
-    assert len(finalists) in (2, FINALISTS + 1), "a second one only if it may be as good"
+    finalists, repeated = strategy.finalists(rows), strategy.repeated_finalists(rows)
+    assert len(finalists) == FINALISTS + 1
+    assert best in finalists
+    assert finalists[-1] == repeated[-1] == space.control
+    assert len(repeated) in (2, REPEATED_FINALISTS + 1), "a second one only if it may be as good"
     rounds = [[row.candidate for row in rows[first_final:] if row.round == seed] for seed in range(SEEDS)]
-    assert rounds == [[], finalists[::-1], finalists], "nothing stopped a trial with the first seed"
+    assert rounds == [finalists, repeated[::-1], repeated]
+    assert len(rows[first_final:]) <= len(final_seeds(len(space.candidates)))
+    lengths = {stage: max(row.rungs[-1].seconds for row in rows if row.stage == stage) for stage in ("learn", "final")}
+    assert lengths == {"learn": TIME / 8, "final": TIME / 2}
 
 
-def test_a_finalist_that_was_stopped_learns_on_with_its_first_seed(space: LearningSpace) -> None:
+def test_a_control_that_was_stopped_is_a_finalist(space: LearningSpace) -> None:
     def run(strategy: LearningStrategy, proposal: Proposal, number: int) -> TrialRow:
         row = row_of(strategy, proposal, number)
         is_stopped = proposal.stage == "learn" and proposal.candidate == space.control
         return replace(row, outcome="pruned", rungs=row.rungs[:1]) if is_stopped else row
 
     finals = [row for row in search(LearningStrategy(space, TIME), run) if row.stage == "final"]
-    assert [row.candidate for row in finals if row.round == 0] == [space.control]
+    assert space.control in [row.candidate for row in finals if row.round == 0]
+    assert {row.round for row in finals if row.candidate == space.control} == set(range(SEEDS))
 
 
 def test_a_trial_that_measures_a_speed_precedes_the_first_candidate_of_each(space: LearningSpace) -> None:
@@ -127,7 +132,7 @@ def test_a_finalist_that_fails_runs_no_more(space: LearningSpace) -> None:
 
     finals = [row for row in search(LearningStrategy(space, TIME), run) if row.stage == "final"]
     assert sum(row.candidate == space.control for row in finals) == 1
-    assert len(finals) in (SEEDS, 2 * SEEDS - 1)
+    assert {row.round for row in finals if row.candidate != space.control} == set(range(SEEDS))
 
 
 def test_the_time_of_the_search_ends_its_exploration(space: LearningSpace) -> None:
@@ -136,7 +141,7 @@ def test_the_time_of_the_search_ends_its_exploration(space: LearningSpace) -> No
     explored = [sum(row.stage == "learn" for row in rows) for rows in (long, short)]
     assert explored[1] < explored[0]
     finals = [row for row in short if row.stage == "final"]
-    assert len(finals) == len({row.candidate for row in finals}) * (SEEDS - 1)
+    assert {row.round for row in finals} == set(range(SEEDS))
 
 
 def test_the_search_begins_at_the_noise_scale(space: LearningSpace) -> None:

@@ -137,8 +137,11 @@ def test_a_constant_rate_has_no_decay_and_a_cosine_one_rung(config: ResolvedConf
     assert last.loss == plain_loss(constant)
     cosine = config.replace(schedule="cosine")
     assert [(rung.trunk_steps, rung.steps) for rung in rungs_of(cosine)] == [(0, 24)]
-    (only,) = losses_of(learn(cosine, rungs_of(cosine), 2, StorageDir.of(tmp_path / "cosine")))
-    assert only.loss == plain_loss(cosine)
+    location = StorageDir.of(tmp_path / "cosine")
+    (explored,) = losses_of(learn(cosine, make_rungs(SECONDS[:1], cosine.step_tokens, cosine), 2, location))
+    (known, last) = losses_of(learn(cosine, rungs_of(cosine), 2, location))
+    assert known == explored
+    assert last.loss == plain_loss(cosine)
 
 
 def test_rungs_within_the_warm_up_are_left_out(config: ResolvedConfig) -> None:
