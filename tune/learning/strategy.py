@@ -111,13 +111,13 @@ class LearningStrategy:
 
     def finalists(self, rows: Sequence[TrialRow]) -> list[Candidate]:
         """Return the best candidates of the exploration and the control, which train up to the last rung."""
-        results = self.results([row for row in rows if row.stage != "final"])
+        results = self._results([row for row in rows if row.stage != "final"])
         best = [result for result in results.candidates if not result.is_failed][:FINALISTS]
         return self._with_control([result.candidate for result in best], results)
 
     def repeated_finalists(self, rows: Sequence[TrialRow]) -> list[Candidate]:
         """Return the best finalist of the first seed, others that may be as good, and the control."""
-        results = self.results([row for row in rows if row.round == 0])
+        results = self._results([row for row in rows if row.stage != "final" or row.round == 0])
         best, others = results.finalists[:1], results.finalists[1:]
         best += [result for result in others if results.is_tied(result)][: REPEATED_FINALISTS - 1]
         return self._with_control([result.candidate for result in best], results)
@@ -127,7 +127,21 @@ class LearningStrategy:
         return [*candidates, *[self.space.control] * (has_learned and self.space.control not in candidates)]
 
     def results(self, rows: Sequence[TrialRow]) -> LearningResults:
-        """Collect what ``rows`` show so far, with the best candidate first."""
+        """Collect what ``rows`` show so far, with the best candidate first.
+
+        The trials with another seed than the first count once all repeated finalists have one.
+        """
+        finals = [row for row in rows if row.stage == "final" and row.round]
+        repeated = set(self.repeated_finalists(rows)) if finals else set[Candidate]()
+        failed = {row.candidate for row in finals if row.outcome != "ok"}
+        unfinished = {
+            seed
+            for seed in {row.round for row in finals}
+            if repeated - failed - {row.candidate for row in finals if row.round == seed}
+        }
+        return self._results([row for row in rows if row.stage != "final" or row.round not in unfinished])
+
+    def _results(self, rows: Sequence[TrialRow]) -> LearningResults:
         return learning_results(
             rows, self.space.control, lambda candidate: self.speed(candidate, rows), self.train_time, self.target_loss
         )

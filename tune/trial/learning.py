@@ -150,7 +150,7 @@ def learn(
         if rung.trunk_steps:
             checkpoint, _ = trunk.newest_checkpoint()
             if steps := rung.trunk_steps - step_of(checkpoint):
-                watched = min(NOISE_STEPS, steps // 2)
+                watched = min(NOISE_STEPS, steps - 1)
                 if measures_noise and watched > 1 and config.batch.accumulation > 1:
                     noise = NoiseScale(rung.trunk_steps - watched + 1, watched)
                 callbacks = [noise] if noise else []

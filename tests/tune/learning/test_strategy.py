@@ -82,6 +82,18 @@ def test_the_search_climbs_to_the_best_and_ends_with_finals_in_turn(space: Learn
     assert lengths == {"learn": TIME / 8, "final": TIME / 2}
 
 
+def test_a_seed_counts_once_all_repeated_finalists_have_it(space: LearningSpace) -> None:
+    """Until then a candidate with more seeds would be compared with one that has fewer."""
+    strategy = LearningStrategy(space, TIME)
+    rows = search(strategy)
+    repeated = strategy.repeated_finalists(rows)
+    first_repetition = next(number for number, row in enumerate(rows) if row.stage == "final" and row.round)
+    for count in range(first_repetition, len(rows) + 1):
+        results = strategy.results(rows[:count])
+        seeds = {len(result.curves) for result in results.candidates if result.candidate in repeated}
+        assert seeds == {1 + (count - first_repetition) // len(repeated)}
+
+
 def test_a_control_that_was_stopped_is_a_finalist(space: LearningSpace) -> None:
     def run(strategy: LearningStrategy, proposal: Proposal, number: int) -> TrialRow:
         row = row_of(strategy, proposal, number)
