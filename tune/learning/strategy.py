@@ -171,10 +171,8 @@ class LearningStrategy:
 
     def remaining_finals(self, rows: Sequence[TrialRow]) -> list[int]:
         """Estimate the seeds of the trials that the finals still need."""
-        pending, planned = (
-            [proposal.round for proposal in self.pending_finals(rows)],
-            final_seeds(len(self.space.candidates)),
-        )
+        pending = [proposal.round for proposal in self.pending_finals(rows)]
+        planned = final_seeds(len(self.space.candidates))
         return [*pending, *filter(None, planned)] if 0 in pending else pending or planned
 
     def remaining(self, rows: Sequence[TrialRow]) -> int:
