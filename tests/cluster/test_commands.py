@@ -73,7 +73,7 @@ SEARCH = (
 )
 
 LEARN = (
-    f"--objective loss --train-time 6s --knobs learning_rate=1e-3 --model {MODEL} --device cpu --global-batch 4 "
+    f"--objective loss --train-time 20s --knobs learning_rate=1e-3 --model {MODEL} --device cpu --global-batch 4 "
     "--learning-rate 1e-4 --data s3://lab/small --out s3://lab/searches --trial-steps 8 --memory-limit 8GB"
 )
 

@@ -31,7 +31,7 @@ def test_a_killed_search_continues_the_trial_that_was_learning(
 ) -> None:
     shutil.copy(empty_store, working_folder)
     flags = [
-        "--objective", "loss", "--train-time", "8s", "--knobs", "learning_rate=1e-2", "--data", str(small_shards),
+        "--objective", "loss", "--train-time", "16s", "--knobs", "learning_rate=1e-2", "--data", str(small_shards),
         "--model", MODEL, "--device", "cpu", "--global-batch", "8", "--trial-steps", "8", "--name", "killed",
     ]  # fmt: skip
     driver = subprocess.Popen(
