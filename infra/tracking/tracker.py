@@ -29,6 +29,8 @@ MAX_PARAM_CHARACTERS = 6000
 """Length at which the value of a param is cut off, because of MLflow's limit."""
 DESCRIPTION_TAG = "mlflow.note.content"
 """Tag that MLflow shows as a run's description."""
+MAX_DESCRIPTION_CHARACTERS = 7500
+"""Length to which a description is shortened; MLflow cuts a tag off at 8,000, and a link may be added later."""
 
 
 @dataclass(frozen=True)
@@ -119,7 +121,10 @@ class Tracker:
                 self.logged.tags[name] = str(value)
 
     def set_description(self, markdown: str) -> None:
-        """Set the description at the top of the run's page."""
+        """Set the description at the top of the run's page; a long report is cut off after a line, with a note."""
+        if len(markdown) > MAX_DESCRIPTION_CHARACTERS:
+            kept, _, _ = markdown[:MAX_DESCRIPTION_CHARACTERS].rpartition("\n")
+            markdown = f"{kept}\n\nThis description is cut off here; `summary.md` in the artifacts is complete."
         self.set_tags({DESCRIPTION_TAG: markdown})
 
     def log_dataset(self, name: str, fingerprint: str, source: str, profile: Mapping[str, Any], context: str) -> None:

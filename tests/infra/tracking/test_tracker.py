@@ -66,6 +66,19 @@ def test_everything_that_was_logged_is_in_the_embedded_store(tmp_path: Path) -> 
     assert (tmp_path / "mlflow.db").is_file()
 
 
+def test_a_long_description_ends_with_a_whole_row_and_names_the_complete_report() -> None:
+    rows = [f"| rung {number} | {number} tokens/s |" for number in range(1000)]
+    key = create_run("tune", "long")
+    with Tracker(key) as tracker:
+        tracker.set_description("\n".join(["**What:** a ladder", "", *rows]))
+        tracker.finish()
+    description = MlflowClient(key.store).get_run(key.run_id).data.tags["mlflow.note.content"]
+    *kept, empty, note = description.split("\n")
+    assert kept == ["**What:** a ladder", "", *rows][: len(kept)]
+    assert (len(kept) > 200, empty) == (True, "")
+    assert "summary.md" in note
+
+
 @pytest.mark.parametrize(
     ("said", "raised", "becomes"),
     [
