@@ -57,16 +57,20 @@ class LearningSpace:
         """Return the knobs on which the speed of ``candidate`` depends."""
         return tuple(knob for knob in candidate.knobs if knob[0] in SPEED_KNOBS)
 
+    def choices(self, candidate: Candidate) -> KnobValues:
+        """Return the knobs of ``candidate`` that are not numbers, such as the optimizer."""
+        return tuple(knob for knob in candidate.knobs if not _is_number(knob[1]))
+
     def neighbors(self, candidate: Candidate) -> list[Candidate]:
         """Return the candidates near ``candidate``, the nearest first.
 
-        They are the next smaller and the next larger value of a number, and any value of another setting, in one knob
-        or in two, because the best learning rate depends on the batch and on the optimizer.
+        They differ in one or two numbers, by the next smaller or larger value, because the best learning rate depends
+        on the batch; or in one setting that is not a number.
         """
-        return sorted(
-            (c for c in self.candidates if 0 < self._distance(c, candidate) <= 2),
-            key=lambda c: (self._distance(c, candidate), self.candidates.index(c)),
-        )
+        distances = {c: self._distance(c, candidate) for c in self.candidates}
+        limits = {c: 2 if self.choices(c) == self.choices(candidate) else 1 for c in self.candidates}
+        nearby = [c for c in self.candidates if 0 < distances[c] <= limits[c]]
+        return sorted(nearby, key=lambda c: distances[c])
 
     def edges(self, candidate: Candidate) -> list[tuple[str, Any]]:
         """Return the knobs of ``candidate`` whose value is the smallest or largest of several numbers."""

@@ -2,7 +2,9 @@
 
 1. The control learns first. Its gradient noise scale shows the global batch near which the search begins.
 2. Candidates near the best one learn for an eighth of the final run's time, until none near the best is left: hill
-   climbing, because the loss changes smoothly with the settings. Ray Tune's ASHA stops the slower learners.
+   climbing, because the loss changes smoothly with numbers. Each optimizer, and each combination of other settings that
+   are not numbers, has a climb of its own, because its best learning rate and batch may be far from those of the best
+   one. Ray Tune's ASHA stops the slower learners.
 3. The best ones and the control, the finalists, learn on up to half of the time.
 4. The best finalists and the control learn with several seeds, in turn.
 
@@ -89,12 +91,24 @@ class LearningStrategy:
         control = self.space.control
         if control not in explored and not self._has_no_speed(control, rows):
             return control
-        center = self.best(rows) or control
-        nearby = [self._at_noise_scale(rows)] if len(explored) == 1 else []
-        for candidate in [*nearby, *self.space.neighbors(center)]:
+        at_noise_scale = [self._at_noise_scale(rows)] if len(explored) == 1 else []
+        for candidate in [*at_noise_scale, *self._nearby(rows)]:
             if candidate and candidate not in explored and not self._has_no_speed(candidate, rows):
                 return candidate
         return None
+
+    def _nearby(self, rows: Sequence[TrialRow]) -> list[Candidate]:
+        """Return the candidates near the best one of each climb, and the first ones of other climbs."""
+        choices, best = self.space.choices, dict[KnobValues, Candidate]()
+        for result in self.results(rows).candidates:
+            if not result.is_failed:
+                best.setdefault(choices(result.candidate), result.candidate)
+        return [
+            candidate
+            for center in list(best.values()) or [self.space.control]
+            for candidate in self.space.neighbors(center)
+            if choices(candidate) == choices(center) or choices(candidate) not in best
+        ]
 
     def _is_exploration_over(self, rows: Sequence[TrialRow]) -> bool:
         seconds = sum(row.seconds for row in rows)
@@ -179,9 +193,8 @@ class LearningStrategy:
         """Estimate the number of further trials."""
         count = len(self.remaining_finals(rows))
         if self._next_to_explore(rows) is not None:
-            center = self.best(rows) or self.space.control
             explored = {row.candidate for row in rows if row.stage == "learn"}
-            count += sum(candidate not in explored for candidate in self.space.neighbors(center))
+            count += len(set(self._nearby(rows)) - explored)
         return count
 
 

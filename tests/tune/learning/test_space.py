@@ -45,6 +45,12 @@ def test_neighbors_differ_in_one_step_of_one_or_two_knobs() -> None:
     assert space.edges(space.control) == [("learning_rate", 1e-3), ("global_batch", 4)]
 
 
+def test_another_optimizer_is_near_with_the_same_numbers_only() -> None:
+    space = space_of("learning_rate=1e-3,2e-3", "optimizer=adamw-fused,muon", learning_rate=1e-3, global_batch=4)
+    near = [tuple(value for _, value in c.knobs) for c in space.neighbors(space.control)]
+    assert near == [(1e-3, "muon"), (2e-3, "adamw-fused")]
+
+
 def test_candidates_that_differ_only_in_the_rate_have_one_speed() -> None:
     space = space_of("learning_rate=1e-3,2e-3", "global_batch=4,8", "optimizer=adamw-fused,sgd", global_batch=4)
     assert len({space.speed_key(candidate) for candidate in space.candidates}) == 4

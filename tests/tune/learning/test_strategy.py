@@ -82,6 +82,27 @@ def test_the_search_climbs_to_the_best_and_ends_with_finals_in_turn(space: Learn
     assert lengths == {"learn": TIME / 8, "final": TIME / 2}
 
 
+def test_each_optimizer_is_climbed_to_its_own_best() -> None:
+    """The best one of all is worse at the settings that are the best for the other optimizer, and near them."""
+    training = TrainConfig.of(model=parse_model("tiny"), device="cpu", learning_rate=1e-3, global_batch=4)
+    knobs = [f"{name}={','.join(map(str, v))}" for name, v in (("learning_rate", RATES), ("global_batch", BATCHES))]
+    space = make_learning_space(training, [*knobs, "optimizer=adamw-fused,muon"], cpu_info())
+
+    def learned(strategy: LearningStrategy, proposal: Proposal, number: int) -> TrialRow:
+        row, settings = row_of(strategy, proposal, number), dict(proposal.candidate.knobs)
+        rate, batch, lowest = (8e-3, 32, 0.97) if settings["optimizer"] == "muon" else (1e-3, 4, 1.0)
+        steps = abs(math.log2(settings["learning_rate"] / rate)) + abs(math.log2(settings["global_batch"] / batch))
+        factor = lowest + 0.02 * steps
+        return replace(row, rungs=[replace(rung, loss=factor * (2.5 + 4 * rung.seconds**-0.15)) for rung in row.rungs])
+
+    strategy = LearningStrategy(space, TIME)
+    rows = search(strategy, learned)
+    best = strategy.best(rows)
+    assert best
+    assert dict(best.knobs) == {"learning_rate": 8e-3, "global_batch": 32, "optimizer": "muon"}
+    assert sum(row.stage == "learn" for row in rows) < len(space.candidates)
+
+
 def test_a_seed_counts_once_all_repeated_finalists_have_it(space: LearningSpace) -> None:
     """Until then a candidate with more seeds would be compared with one that has fewer."""
     strategy = LearningStrategy(space, TIME)
