@@ -68,8 +68,8 @@ class LearningSpace:
         on the batch; or in one setting that is not a number.
         """
         distances = {c: self._distance(c, candidate) for c in self.candidates}
-        limits = {c: 2 if self.choices(c) == self.choices(candidate) else 1 for c in self.candidates}
-        nearby = [c for c in self.candidates if 0 < distances[c] <= limits[c]]
+        own = self.choices(candidate)
+        nearby = [c for c in self.candidates if 0 < distances[c] <= (2 if self.choices(c) == own else 1)]
         return sorted(nearby, key=lambda c: distances[c])
 
     def edges(self, candidate: Candidate) -> list[tuple[str, Any]]:
