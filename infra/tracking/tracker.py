@@ -123,8 +123,8 @@ class Tracker:
     def set_description(self, markdown: str) -> None:
         """Set the description at the top of the run's page; a long report is cut off after a line, with a note."""
         if len(markdown) > MAX_DESCRIPTION_CHARACTERS:
-            kept, _, _ = markdown[:MAX_DESCRIPTION_CHARACTERS].rpartition("\n")
-            markdown = f"{kept}\n\nThis description is cut off here; `summary.md` in the artifacts is complete."
+            whole_lines, _, _ = markdown[:MAX_DESCRIPTION_CHARACTERS].rpartition("\n")
+            markdown = f"{whole_lines}\n\nThis description is cut off here; `summary.md` in the artifacts is complete."
         self.set_tags({DESCRIPTION_TAG: markdown})
 
     def log_dataset(self, name: str, fingerprint: str, source: str, profile: Mapping[str, Any], context: str) -> None:
