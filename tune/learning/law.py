@@ -71,7 +71,7 @@ class LearningLaw:
         losses = [law.at(seconds) for law in self._laws]
         middle = losses[0].middle
         low, high = min(loss.low for loss in losses), max(loss.high for loss in losses)
-        low -= self._acceleration * max(0.0, math.log(self.extrapolation(seconds)))
+        low -= self._slope_change * max(0.0, math.log(self.extrapolation(seconds)))
         low = middle - math.hypot(middle - low, self._run_error)
         return Estimate(middle, max(0.0, low), middle + math.hypot(high - middle, self._run_error))
 
@@ -142,13 +142,14 @@ class LearningLaw:
         return PowerLaw(list(rungs), means, deviations, scatter.degrees_of_freedom, TYPICAL_EXPONENT)
 
     @cached_property
-    def _acceleration(self) -> float:
-        """By how much more the loss fell per logarithm of time before the last rung than before that; at least 0.
+    def _slope_change(self) -> float:
+        """By how much the fall of the loss per logarithm of time changed at the rung before the last one.
 
-        If the loss falls ever faster, it may go on like this for a while, which no law does.
+        It may change as much again towards a faster fall, because a model learns in phases, which no law does: a fall
+        that has slowed down may recover when the model learns to copy.
         """
         slopes = _slopes(self._rungs)
-        return max(0.0, slopes[-2] - slopes[-1]) if len(slopes) > 1 else 0.0
+        return abs(slopes[-2] - slopes[-1]) if len(slopes) > 1 else 0.0
 
     @cached_property
     def _run_error(self) -> float:

@@ -62,7 +62,8 @@ def method_notes(results: LearningResults) -> list[str]:
     if winner and ratio > 1:
         note = (
             f"losses after {format_time(winner.longest_rung)} are extrapolated by the law E + A t^-a; the 95% interval "
-            "of a single run is that of all laws that are compatible with the rungs"
+            "of a single run is that of all laws that are compatible with the rungs, and of another change of the "
+            "slope as large as the last one"
         )
         if ratio > MAX_USEFUL_EXTRAPOLATION:
             note += f". A factor of {ratio:.3g} is far: a longer --search-time makes the interval narrower"
@@ -93,11 +94,12 @@ def noise_notes(search: LearningSearch, rows: Sequence[TrialRow]) -> list[str]:
         f"{scale.high:,.0f})"
     )
     batches = sorted({search.space.config(candidate).batch.global_batch for candidate in search.space.candidates})
-    wasteful = [f"{batch:,}" for batch in batches if batch > NOISE_RATIO * scale.middle]
-    if not wasteful:
+    wasteful = next((batch for batch in batches if batch > NOISE_RATIO * scale.middle), None)
+    if wasteful is None:
         return [text]
+    or_more = " or more" if wasteful < batches[-1] else ""
     return [
-        f"{text}. A global batch of {' or '.join(wasteful)} is more than {NOISE_RATIO:g} times as large, so that it "
+        f"{text}. A global batch of {wasteful:,}{or_more} is more than {NOISE_RATIO:g} times as large, so that it "
         "needs far more tokens for the same loss (arXiv 1812.06162)"
     ]
 

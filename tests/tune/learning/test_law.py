@@ -38,8 +38,10 @@ def width(estimate: Estimate) -> float:
     return estimate.high - estimate.low
 
 
-CASES = [(2, 1, 0.7), (3, 1, 0.35), (4, 1, 0.25), (4, 3, 0.16), (6, 3, 0.1)]
-"""Rungs, seeds, and the width in nats that at least half of the intervals do not exceed."""
+CASES = [(2, 1, 0.7), (3, 1, 0.42), (4, 1, 0.31), (4, 3, 0.22), (6, 3, 0.15)]
+"""Rungs, seeds, and the width in nats that at least half of the intervals do not exceed.
+
+Laws alone would be held by intervals of three quarters of it, but models that learn in phases would not."""
 
 
 @pytest.mark.parametrize("noise", [0.003, 0.006, 0.01])
@@ -193,6 +195,7 @@ def test_the_report_can_tell_how_far_it_extrapolates() -> None:
 PHASES = {
     "pairs, then copies": [5.174, 4.725, 4.243, 3.997, 3.826, 3.471],
     "slow start": [5.403, 5.286, 4.957, 4.533, 4.193, 3.990],
+    "copies after a pause": [4.405, 4.044, 3.849, 3.545, 3.247, 3.111],
 }
 """Losses of small models at rungs, each with its own decay, which fall ever faster now and then."""
 
