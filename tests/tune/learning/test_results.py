@@ -97,7 +97,9 @@ def test_a_noisy_speed_widens_times_losses_and_differences() -> None:
     assert ratio(noisy) > 1.5
     assert ratio(noisy) > ratio(exact)
     width = [
-        (loss.high - loss.low) for each in (exact, noisy) if each.winner and (loss := each.winner.loss(TRAIN_TIME))
+        (loss.high - loss.low)
+        for each in (exact, noisy)
+        if each.winner and (loss := each.winner.loss(each.winner.longest_rung))
     ]
     assert width[1] > 1.5 * width[0]
 
