@@ -61,9 +61,9 @@ def method_notes(results: LearningResults) -> list[str]:
     ratio = winner.law.extrapolation(results.train_time) if winner else 1.0
     if winner and ratio > 1:
         note = (
-            f"losses after {format_time(winner.longest_rung)} are extrapolated by the law E + A t^-a; the 95% interval "
+            f"losses after {format_time(winner.longest_rung)} are extrapolated by the law E + A t^-a. The 95% interval "
             "of a single run is that of all laws that are compatible with the rungs, and of another change of the "
-            "slope as large as the last one"
+            "slope as large as the last one. It cannot hold a phase of learning that begins later"
         )
         if ratio > MAX_USEFUL_EXTRAPOLATION:
             note += f". A factor of {ratio:.3g} is far: a longer --search-time makes the interval narrower"
