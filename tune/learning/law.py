@@ -61,7 +61,7 @@ class LearningLaw:
     def loss(self, seconds: float) -> Estimate | None:
         """Return the held-out loss to expect of a run of this time; None with less than two rungs, except at the rung.
 
-        The 95% interval combines that of the law with the scatter of a single run.
+        The 95% interval combines that of the law, another change of the slope, and the scatter of a single run.
         """
         if not self._laws:
             if seconds not in self._rungs:

@@ -41,7 +41,8 @@ def width(estimate: Estimate) -> float:
 CASES = [(2, 1, 0.7), (3, 1, 0.42), (4, 1, 0.31), (4, 3, 0.22), (6, 3, 0.15)]
 """Rungs, seeds, and the width in nats that at least half of the intervals do not exceed.
 
-Laws alone would be held by intervals of three quarters of it, but models that learn in phases would not."""
+Power laws alone would be held by intervals of two thirds to five sixths of it, but models that learn in phases would
+not."""
 
 
 @pytest.mark.parametrize("noise", [0.003, 0.006, 0.01])

@@ -96,12 +96,17 @@ def test_a_noisy_speed_widens_times_losses_and_differences() -> None:
 
     assert ratio(noisy) > 1.5
     assert ratio(noisy) > ratio(exact)
-    width = [
-        (loss.high - loss.low)
-        for each in (exact, noisy)
-        if each.winner and (loss := each.winner.loss(each.winner.longest_rung))
-    ]
-    assert width[1] > 1.5 * width[0]
+
+    def width(results: LearningResults, seconds: float) -> float:
+        assert results.winner
+        loss = results.winner.loss(seconds)
+        assert loss
+        return loss.high - loss.low
+
+    assert exact.winner
+    longest_rung = exact.winner.longest_rung
+    assert width(noisy, longest_rung) > 1.5 * width(exact, longest_rung)
+    assert width(noisy, TRAIN_TIME) > width(exact, TRAIN_TIME)
 
 
 def test_an_error_of_a_common_speed_cancels_out_in_differences() -> None:
