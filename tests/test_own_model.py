@@ -121,12 +121,16 @@ def test_gpt2_by_both_doors_is_one_model(doors: tuple[TrainConfig, TrainConfig])
 
 
 @pytest.mark.slow
-def test_its_memory_is_measured_as_the_formulas_know_it(doors: tuple[TrainConfig, TrainConfig]) -> None:
+def test_its_memory_is_measured_as_the_formulas_know_it(
+    doors: tuple[TrainConfig, TrainConfig], monkeypatch: pytest.MonkeyPatch
+) -> None:
     """Of one a thousand times as large, where the code of transformers itself does not matter.
 
-    The same probes measure the GPT-2 here. Both vary by 3% from one measurement to the next, because the C library
-    keeps what it frees, and are up to a tenth above the formulas, which know of tensors.
+    The same probes measure the GPT-2 here. The C library keeps what it frees, which the formulas do not know: 5 to 16%
+    of the peak, and another part in each measurement. A fixed threshold, above which a block is a mapping of its own
+    (mallopt(3)), lets it return every tensor.
     """
+    monkeypatch.setenv("MALLOC_MMAP_THRESHOLD_", "65536")
     shape = ModelConfig(layers=4, heads=4, width=256, context_length=256, vocab_size=8192, padded_vocab_size=8192)
     words = "own_models:gpt2,width=256,layers=4,heads=4,context_length=256,vocab_size=8192"
     ours = resolve(doors[0].replace(model=shape, global_batch=32), cpu_info())
@@ -137,8 +141,8 @@ def test_its_memory_is_measured_as_the_formulas_know_it(doors: tuple[TrainConfig
         )
         measured = measure_fit(ours.replace(micro_batch=micro_batch).step).peak(micro_batch)
         assert breakdown.weights == expected.weights
-        assert breakdown.total == pytest.approx(measured + expected.context, rel=0.05)
-        assert breakdown.total == pytest.approx(expected.total, rel=0.15)
+        assert breakdown.total == pytest.approx(measured + expected.context, rel=0.03)
+        assert breakdown.total == pytest.approx(expected.total, rel=0.03)
 
 
 @pytest.fixture
