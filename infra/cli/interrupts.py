@@ -10,6 +10,7 @@ import signal
 import sys
 import threading
 import time
+import traceback
 from collections.abc import Iterator
 from contextlib import contextmanager
 from types import FrameType
@@ -30,6 +31,10 @@ CHECK_INTERVAL_SECONDS = 0.2
 """Interval between two checks whether a requested stop has exceeded its time limit."""
 
 
+IMPORTLIB = "<frozen importlib._bootstrap>"
+"""File name in the frames of Python's own code that imports a module."""
+
+
 class Interrupts:
     """State of this process's interrupts. The methods have no effect outside the main thread."""
 
@@ -38,10 +43,14 @@ class Interrupts:
         """Time limit for work to stop and save after an interrupt requested it."""
         self.exit_timeout_seconds = 28.0
         """Time limit for a command to exit after its first interrupt."""
+        self.import_timeout_seconds = 8.0
+        """Time limit for an import to end before an interrupt is raised in it."""
         self._number = signal.SIGINT
         """Number of the last signal."""
         self._is_delaying = False
         self._delayed_signal: signal.Signals | None = None
+        self._import_wait_began: float | None = None
+        """When the last interrupt arrived in an import; None if it arrived elsewhere."""
         self._stop_message = ""
         """Message to print when a stop is requested; empty while interrupts are raised instead."""
         self._requested_at: float | None = None
@@ -167,6 +176,7 @@ class Interrupts:
 
     def _handle(self, number: int, frame: FrameType | None) -> None:
         self._number = signal.Signals(number)
+        self._import_wait_began = (self._import_wait_began or time.monotonic()) if _is_in_import(frame) else None
         if self._is_delaying and not self._delayed_signal:
             self._delayed_signal = self._number
         elif self._stop_message and not self.stop_requested:
@@ -174,11 +184,21 @@ class Interrupts:
             errors.print(f"\n{self._stop_message}. Press Ctrl-C again to exit immediately.")
         elif self._requested_at and self._can_exit:
             os._exit(EXIT_INTERRUPTED)
-        elif frame and frame.f_code.co_filename == "<frozen importlib._bootstrap>":
-            # An interrupted import would not release its lock, and every later import of the module would wait for it.
+        elif self._must_wait_for_import(frame):
             self._repeat()
         else:
             raise KeyboardInterrupt
+
+    def _must_wait_for_import(self, frame: FrameType | None) -> bool:
+        """Return whether an import must go on before an interrupt that arrived in ``frame`` is raised.
+
+        An interrupted import leaves a part of its package loaded, with which the next one fails by another exception.
+        Within importlib it does not release its lock, and every later import of the module would wait for it.
+        """
+        if frame is None or self._import_wait_began is None:
+            return False
+        is_late = time.monotonic() - self._import_wait_began >= self.import_timeout_seconds
+        return not is_late or frame.f_code.co_filename == IMPORTLIB
 
     def _handle_unraisable(self, unraisable: Any) -> None:
         """Repeat an interrupt that arrived in a finalizer or a weak reference's callback, where Python cannot raise it.
@@ -195,6 +215,11 @@ class Interrupts:
 
     def _interrupt_main(self) -> None:
         signal.pthread_kill(threading.main_thread().ident or 0, self._number)
+
+
+def _is_in_import(frame: FrameType | None) -> bool:
+    """Return whether ``frame`` or one of its callers imports a module."""
+    return any(caller.f_code.co_filename == IMPORTLIB for caller, _ in traceback.walk_stack(frame))
 
 
 interrupts = Interrupts()

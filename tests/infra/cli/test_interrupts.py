@@ -8,6 +8,7 @@ import textwrap
 import threading
 import time
 from contextlib import nullcontext
+from pathlib import Path
 
 import pytest
 
@@ -72,6 +73,28 @@ def test_an_interrupted_import_does_not_block_those_of_other_threads() -> None:
                 time.sleep(0.001)
     """)
     assert done.returncode == 0
+
+
+@pytest.mark.parametrize("seconds", [0.5, 60])
+def test_an_import_is_not_interrupted_halfway_unless_it_takes_long(tmp_path: Path, seconds: float) -> None:
+    """What ends after an interrupt, such as torch's settings that are restored, may import the same package."""
+    package = tmp_path / "package"
+    package.mkdir()
+    (package / "part.py").write_text("")
+    (package / "__init__.py").write_text(f"import package.part, time\ntime.sleep({seconds})\npackage.part\n")
+    done = run(f"""
+        sys.path.append({str(tmp_path)!r})
+        interrupts.import_timeout_seconds = 3
+        threading.Timer(0.1, signal.pthread_kill, (threading.get_ident(), signal.SIGINT)).start()
+        try:
+            import package
+            time.sleep(10)
+        finally:
+            if {seconds} < 1:
+                import package
+    """)
+    assert done.returncode == 130
+    assert done.stderr.splitlines() == ["Interrupted. Finished work is saved; run the same command again to continue."]
 
 
 def test_a_command_that_is_stuck_still_ends() -> None:
