@@ -30,7 +30,6 @@ REPEAT_DELAY_SECONDS = 0.01
 CHECK_INTERVAL_SECONDS = 0.2
 """Interval between two checks whether a requested stop has exceeded its time limit."""
 
-
 IMPORTLIB = "<frozen importlib._bootstrap>"
 """File name in the frames of Python's own code that imports a module."""
 
@@ -50,7 +49,7 @@ class Interrupts:
         self._is_delaying = False
         self._delayed_signal: signal.Signals | None = None
         self._import_wait_began: float | None = None
-        """When the last interrupt arrived in an import; None if it arrived elsewhere."""
+        """When the interrupt arrived that waits for an import to end; None if no interrupt waits."""
         self._stop_message = ""
         """Message to print when a stop is requested; empty while interrupts are raised instead."""
         self._requested_at: float | None = None
@@ -176,7 +175,7 @@ class Interrupts:
 
     def _handle(self, number: int, frame: FrameType | None) -> None:
         self._number = signal.Signals(number)
-        self._import_wait_began = (self._import_wait_began or time.monotonic()) if _is_in_import(frame) else None
+        arrived_at, self._import_wait_began = self._import_wait_began or time.monotonic(), None
         if self._is_delaying and not self._delayed_signal:
             self._delayed_signal = self._number
         elif self._stop_message and not self.stop_requested:
@@ -184,20 +183,21 @@ class Interrupts:
             errors.print(f"\n{self._stop_message}. Press Ctrl-C again to exit immediately.")
         elif self._requested_at and self._can_exit:
             os._exit(EXIT_INTERRUPTED)
-        elif self._must_wait_for_import(frame):
+        elif self._must_wait_for_import(frame, arrived_at):
+            self._import_wait_began = arrived_at
             self._repeat()
         else:
             raise KeyboardInterrupt
 
-    def _must_wait_for_import(self, frame: FrameType | None) -> bool:
+    def _must_wait_for_import(self, frame: FrameType | None, arrived_at: float) -> bool:
         """Return whether an import must go on before an interrupt that arrived in ``frame`` is raised.
 
         An interrupted import leaves a part of its package loaded, with which the next one fails by another exception.
         Within importlib it does not release its lock, and every later import of the module would wait for it.
         """
-        if frame is None or self._import_wait_began is None:
+        if frame is None or all(caller.f_code.co_filename != IMPORTLIB for caller, _ in traceback.walk_stack(frame)):
             return False
-        is_late = time.monotonic() - self._import_wait_began >= self.import_timeout_seconds
+        is_late = time.monotonic() - arrived_at >= self.import_timeout_seconds
         return not is_late or frame.f_code.co_filename == IMPORTLIB
 
     def _handle_unraisable(self, unraisable: Any) -> None:
@@ -215,11 +215,6 @@ class Interrupts:
 
     def _interrupt_main(self) -> None:
         signal.pthread_kill(threading.main_thread().ident or 0, self._number)
-
-
-def _is_in_import(frame: FrameType | None) -> bool:
-    """Return whether ``frame`` or one of its callers imports a module."""
-    return any(caller.f_code.co_filename == IMPORTLIB for caller, _ in traceback.walk_stack(frame))
 
 
 interrupts = Interrupts()
