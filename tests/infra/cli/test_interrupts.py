@@ -53,6 +53,8 @@ def test_an_interrupt_in_a_finalizer_is_not_lost() -> None:
 
 def test_an_interrupted_import_does_not_block_those_of_other_threads() -> None:
     done = run("""
+        interrupts.import_timeout_seconds = 0  # so that they are interrupted
+
         def import_for_ever(*names, imported):
             while True:
                 for name in names:
