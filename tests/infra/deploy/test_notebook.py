@@ -36,7 +36,6 @@ TINY = {
     "GLOBAL_BATCH = 480": "GLOBAL_BATCH = 1",
     'MEMORY_LIMIT = "40GB"': 'MEMORY_LIMIT = "4GB"',
     'RUNGS = ""': "RUNGS = \"'no synchronization'\"",
-    'RUNG_TIME = "20s"': 'RUNG_TIME = "10s"',
     'TRIAL_TIME = "60s"': 'TRIAL_TIME = "5s"',
     'TRAINING_TIME = "5m"': 'TRAINING_TIME = "8s"',
     'CYCLE = "20+2"': 'CYCLE = "4+1"',
